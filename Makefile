@@ -1,0 +1,77 @@
+# Needs Python 3.11 or newer and make. Everything is installed from the lock files in requirements/, hashes checked,
+# into .venv. Paths are relative, so that a checkout may lie in a directory with spaces in its name.
+
+PYTHON ?= python3
+VENV ?= .venv
+NEWER_PYTHONS := 3.14 3.13 3.12
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+DEMO := plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --seq 4096 --tokens 15T
+
+.PHONY: help demo test test-all test-newest lint bench lock clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo         plan a LLaMA-3 70B training run on 4,096 TPU v5p chips'
+	@echo 'make test         the tests, slow ones left out'
+	@echo 'make test-all     the tests, slow ones included'
+	@echo 'make test-newest  make test, on the newest Python found here, with the newest JAX'
+	@echo 'make lint         ruff, mypy, import-linter'
+	@echo 'make bench        how long a plan takes on this machine'
+	@echo 'make lock         write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
+	@echo 'make clean        remove what the other targets made'
+
+demo: $(VENV)/demo.installed
+	$(BIN)/rooftop $(DEMO)
+
+test: $(VENV)/dev.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/dev.installed
+	$(BIN)/python -m pytest
+
+test-newest:
+	@for version in $(NEWER_PYTHONS); do \
+	    for python in "python$$version" "$${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version".*/bin/python; do \
+	        if "$$python" -c 'import venv' 2>/dev/null; then \
+	            exec $(MAKE) --no-print-directory test VENV=.venv-newest PYTHON="$$python"; \
+	        fi; \
+	    done; \
+	done; \
+	echo 'make test-newest: SKIPPED: no Python of $(NEWER_PYTHONS) on the PATH or in pyenv'
+
+lint: $(VENV)/dev.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/demo.installed
+	$(BIN)/python -m timeit -n 1 -r 5 -s 'from subprocess import DEVNULL, run' \
+	    'run("$(BIN)/rooftop $(DEMO)".split(), stdout=DEVNULL, check=True)'
+
+# One lock file serves every Python from 3.11 on: where releases differ, each pin says for which Python it is. Nothing
+# in it names a package index: pip asks the one that it is configured for, and the hashes decide.
+COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+    --no-header --no-emit-index-url --no-emit-find-links --annotation-style line $(LOCK_FLAGS)
+
+lock: $(VENV)/dev.installed
+	$(COMPILE) --group dev --extra jax --extra compile --output-file requirements/dev.txt
+	$(COMPILE) --group build --constraints requirements/dev.txt --output-file requirements/demo.txt
+	@! grep -n '://' requirements/*.txt
+
+clean:
+	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find rooftop tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo 'rooftop needs Python 3.11 or newer, and "$(PYTHON)" is not one. Name one: make PYTHON=python3.11 ...'; \
+	    exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+$(VENV)/%.installed: requirements/%.txt pyproject.toml | $(VENV)/bin/python
+	$(PIP_INSTALL) --require-hashes -r $<
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@

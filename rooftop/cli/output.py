@@ -1,0 +1,33 @@
+"""What every verb shares about output: ``--json`` is one object on stdout and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def json_option(function: _Function) -> _Function:
+    """The ``--json`` flag, passed to the command as ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")(function)
+
+
+def emit_json(data: Any) -> None:
+    """Write one JSON object on stdout. NaN and infinities are refused: JSON has none."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def console() -> Console:
+    """The console for tables; imported late, because rich costs more than a plan does."""
+    from rich.console import Console
+
+    # Piped output has no width of its own; 80 columns would cut tables that every terminal shows whole.
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=110)

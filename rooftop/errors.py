@@ -1,0 +1,37 @@
+"""The two ways rooftop says no: the input is wrong, or the answer is no."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RooftopError(Exception):
+    """The input is wrong. One line names the field, what was given and what is accepted (exit status 2)."""
+
+    exit_status = 2
+
+    def __init__(self, field: str, given: object, accepted: str) -> None:
+        self.field = field
+        self.given = given
+        self.accepted = accepted
+        super().__init__(f"{field}: got {given!r}; accepted: {accepted}")
+
+
+class Infeasible(Exception):
+    """The answer is no. One line says what does not hold and by how much (exit status 1)."""
+
+    exit_status = 1
+
+    def __init__(self, what: str, by: str) -> None:
+        self.what = what
+        self.by = by
+        super().__init__(f"{what}: {by}")
+
+
+def unknown(field: str, given: str, known: Iterable[str]) -> RooftopError:
+    """A RooftopError for a name that is not in a list, with the close matches suggested."""
+    names = sorted(known)
+    close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return RooftopError(field, given, f"{hint}one of {', '.join(names)}")

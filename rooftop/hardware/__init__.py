@@ -1,0 +1,8 @@
+"""The hardware catalogue: chips with a source for every figure, and the geometry of slices built of them."""
+
+from __future__ import annotations
+
+from rooftop.hardware.chips import Chip, Figure, catalogue, chip
+from rooftop.hardware.slices import PhysicalAxis, Slice
+
+__all__ = ["Chip", "Figure", "PhysicalAxis", "Slice", "catalogue", "chip"]

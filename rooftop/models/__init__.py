@@ -1,0 +1,37 @@
+"""Models: their configuration, from Hugging Face files or presets, and exact counts of what they cost."""
+
+from __future__ import annotations
+
+from rooftop.models.config import MLA, ModelConfig, MoE, RopeScaling
+from rooftop.models.counting import (
+    Flops,
+    Parameters,
+    Weight,
+    count_params,
+    flops_per_token,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    kv_elements,
+    weights,
+)
+from rooftop.models.huggingface import from_huggingface, load_model, preset_source, presets
+
+__all__ = [
+    "MLA",
+    "Flops",
+    "MoE",
+    "ModelConfig",
+    "Parameters",
+    "RopeScaling",
+    "Weight",
+    "count_params",
+    "flops_per_token",
+    "from_huggingface",
+    "kv_bytes_per_token",
+    "kv_cache_bytes",
+    "kv_elements",
+    "load_model",
+    "preset_source",
+    "presets",
+    "weights",
+]

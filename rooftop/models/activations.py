@@ -1,0 +1,108 @@
+"""What a layer computes between its input and its output, and which of it each remat policy keeps.
+
+The names are the ones that programs pass to ``checkpoint_name``; the policies say ``save``, ``offload`` or
+``recompute`` for each. Book, chapter 4: about 20 arrays a layer without remat, 1 with block remat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rooftop.errors import RooftopError, unknown
+from rooftop.models.config import ModelConfig
+
+#: Intermediates of a layer, in the order in which they are computed.
+CHECKPOINTS: tuple[str, ...] = (
+    "layer_input",
+    "attn_normed",
+    "qkv",
+    "rope",
+    "attn_core",
+    "attn_out",
+    "mlp_input",
+    "mlp_normed",
+    "mlp_up",
+    "mlp_act",
+    "mlp_down",
+)
+ACTIONS: tuple[str, ...] = ("save", "offload", "recompute")
+
+
+def _policy(*saved: str) -> dict[str, str]:
+    return {name: "save" if name == "layer_input" or name in saved else "recompute" for name in CHECKPOINTS}
+
+
+#: Policies by name. ``none`` keeps all that the backward pass reads; ``matmuls`` the output of every matmul and of the
+#: attention kernel; ``minimal`` the projections only, as MaxText's policy of that name; ``block`` and ``full`` (two
+#: names in use for the same) only the layer's input, which a scan over layers keeps in any case.
+POLICIES: dict[str, dict[str, str]] = {
+    "none": _policy(*(name for name in CHECKPOINTS if name != "mlp_down")),
+    "matmuls": _policy("qkv", "attn_core", "attn_out", "mlp_up"),
+    "minimal": _policy("qkv", "attn_out", "mlp_up", "mlp_down"),
+    "block": _policy(),
+    "full": _policy(),
+}
+
+
+def parse_policy(text: str, field: str = "remat") -> dict[str, str]:
+    """A policy from its name, or from 'block,qkv=offload,attn_out=save': a preset and changes to it.
+
+    Raises RooftopError on an unknown policy, checkpoint name or action.
+    """
+    first, *changes = [part.strip() for part in text.split(",")]
+    if "=" in first:
+        first, changes = "block", [first, *changes]
+    if first not in POLICIES:
+        raise unknown(field, first, POLICIES)
+    policy = dict(POLICIES[first])
+    for change in changes:
+        name, _, action = (part.strip() for part in change.partition("="))
+        if name not in CHECKPOINTS:
+            raise unknown(f"{field} checkpoint", name, CHECKPOINTS)
+        if action not in ACTIONS:
+            raise unknown(f"{field} of {name}", action, ACTIONS)
+        policy[name] = action
+    if policy["layer_input"] == "recompute":
+        raise RooftopError(f"{field} of layer_input", "recompute", "save or offload: a scan over layers keeps it")
+    return policy
+
+
+def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, float]:
+    """Elements per token of each intermediate of one layer, before any sharding.
+
+    In a layer of experts each token is held once per active expert (and for the shared ones).
+    """
+    d_qk, d_v = config.d_head, config.d_head
+    if config.mla is not None:
+        d_qk, d_v = config.mla.d_nope + config.mla.d_rope, config.mla.d_v
+    queries, keys, values = config.heads * d_qk, config.kv_heads * d_qk, config.kv_heads * d_v
+    hidden: float = config.d_ff
+    if moe_layer and config.moe is not None:
+        hidden = config.moe.active * config.moe.d_ff + config.moe.shared_d_ff
+    gathered = config.d_model * (config.moe.active if moe_layer and config.moe is not None else 1)
+    return {
+        "layer_input": config.d_model,
+        "attn_normed": config.d_model,
+        "qkv": queries + keys + values,
+        "rope": queries + keys,
+        # The kernel keeps one float32 log-sum-exp per query and head beside its output.
+        "attn_core": config.heads * d_v + 2 * config.heads,
+        "attn_out": config.d_model,
+        "mlp_input": config.d_model,
+        "mlp_normed": gathered,
+        "mlp_up": (config.mlp_matrices - 1) * hidden,
+        "mlp_act": hidden,
+        "mlp_down": gathered,
+    }
+
+
+def saved_elements(config: ModelConfig, policy: Mapping[str, str], action: str, *, moe_layer: bool) -> float:
+    """Elements per token and layer that ``policy`` treats with ``action``."""
+    return sum(
+        width for name, width in checkpoint_widths(config, moe_layer=moe_layer).items() if policy[name] == action
+    )
+
+
+def checkpoint_bytes(tokens: float, layers: int, elements_per_token: float, *, element_bytes: float = 2.0) -> float:
+    """Bytes of saved activations over all devices: tokens x layers x elements per token and layer (chapter 4, 5)."""
+    return tokens * layers * elements_per_token * element_bytes

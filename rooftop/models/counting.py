@@ -1,0 +1,308 @@
+"""Exact counts: parameters, FLOPs per token and KV-cache bytes of a ModelConfig (book, chapters 4 and 7).
+
+One table of weights is the source of every count. Attention adds what no weight does: products over the context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from rooftop.errors import unknown
+from rooftop.models.config import MLA, ModelConfig, MoE
+from rooftop.quantities import dtype_bytes
+
+if TYPE_CHECKING:
+    from rooftop.ledger import Number
+
+COMPONENTS: tuple[str, ...] = ("embed", "attn", "mlp", "experts", "shared_experts", "router", "norms", "unembed")
+
+#: Which keys a query is counted against. ``full``: all that its layer's window reaches, as the PaLM paper counts.
+#: ``causal``: those of them that came before it.
+ATTENTION: tuple[str, ...] = ("causal", "full", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One tensor of the model: its ``shape``, its ``scope`` (of rooftop.scopes) and how many layers have one.
+
+    A token uses ``active`` of it: k/E of the experts, all of anything else. ``matmul`` weights are multiplied with
+    every token; biases, scales and lookup tables are not.
+    """
+
+    name: str
+    scope: str
+    component: str
+    shape: tuple[int, ...]
+    layers: int = 1
+    active: tuple[int, int] = (1, 1)
+    matmul: bool = True
+
+    @property
+    def params(self) -> int:
+        """Elements over all layers."""
+        return self.layers * math.prod(self.shape)
+
+    @property
+    def active_params(self) -> int:
+        """Elements that one token uses, over all layers."""
+        return self.params * self.active[0] // self.active[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Parameter counts. ``active`` is what one token uses: the whole embedding table, but only k of E experts."""
+
+    total: int
+    active: int
+    by_component: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs per token of the forward pass: of matmuls with weights, and of attention over the context.
+
+    Only multiply-adds of matmuls count, two each; the backward pass does each twice (by input and by weight), and no
+    recomputation is counted, so these are the FLOPs of MFU. ``convention`` says what is in.
+    """
+
+    matmul: Number
+    attention: Number
+    convention: str
+
+    @property
+    def forward(self) -> Number:
+        """Forward FLOPs per token."""
+        return self.matmul + self.attention
+
+    @property
+    def backward(self) -> Number:
+        """Backward FLOPs per token: twice the forward ones."""
+        return 2 * self.forward
+
+    @property
+    def total(self) -> Number:
+        """Training FLOPs per token: three times the forward ones."""
+        return 3 * self.forward
+
+
+def weights(config: ModelConfig) -> tuple[Weight, ...]:
+    """Every tensor of the model, tied ones once."""
+    return tuple(_weights(config))
+
+
+def count_params(config: ModelConfig) -> Parameters:
+    """Exact parameter counts, by component (those that the model has).
+
+    Biases, attention sinks and DeepSeek-V3's per-expert correction bias count with their component, a table of learned
+    positions with ``embed``, q/k norms and the norms of MLA's latents with ``norms``. Tied embeddings count once, as
+    ``embed``. A multi-token-prediction head is not part of the model.
+    """
+    table = weights(config)
+    by_component = {name: sum(weight.params for weight in table if weight.component == name) for name in COMPONENTS}
+    return Parameters(
+        total=sum(weight.params for weight in table),
+        active=sum(weight.active_params for weight in table),
+        by_component={name: count for name, count in by_component.items() if count},
+    )
+
+
+def flops_per_token(
+    config: ModelConfig, seq_len: Number, *, attention: str = "causal", embeddings: bool = True
+) -> Flops:
+    """FLOPs per token of a sequence of ``seq_len`` tokens, averaged over its positions.
+
+    Matmuls: 2 x the active matmul weights, with the unembedding (V x D, tied or not) if ``embeddings``. The lookup of
+    an embedding is no matmul. Attention: query x key and weights x value, 2 x keys x N x (size of a key + size of a
+    value) per layer, which is 4 x keys x N x H without MLA. With S = ``seq_len`` and w = min(S, window of the layer),
+    keys is w in ``full``, and in ``causal`` the mean over positions w (1 - w / 2S), in which a position sees half of
+    itself: without a window exactly half of full, as MFU is reported. (Seeing itself whole would add w / 2S.) MLA is
+    counted as trained, with keys and values expanded. Training then does 6 x params + 12 L N H S (full) or 6 L N H S
+    (causal) per token.
+
+    ``seq_len`` may be an array. Raises RooftopError on an unknown ``attention``.
+    """
+    if attention not in ATTENTION:
+        raise unknown("attention", attention, ATTENTION)
+    matmul = sum(weight.active_params for weight in weights(config) if weight.matmul and weight.component != "unembed")
+    if embeddings:
+        matmul += config.vocab * config.d_model
+    keys: Number = 0.0
+    for window, layers in _layers_by_window(config):
+        seen = _kept(seq_len, window)
+        keys = keys + layers * {"full": seen, "causal": seen * (1 - seen / (2 * seq_len)), "none": 0.0}[attention]
+    return Flops(
+        matmul=2 * matmul,
+        attention=2 * keys * config.heads * (config.d_head + config.d_value),
+        convention=f"attention {attention}, unembedding {'in' if embeddings else 'out'}, embedding lookup out, "
+        "backward twice forward, no recomputation",
+    )
+
+
+def kv_elements(config: ModelConfig) -> int:
+    """Elements cached per token and layer: 2 K H, or with MLA the latent and the shared rotated key."""
+    if config.mla is not None:
+        return config.mla.kv_rank + config.mla.d_rope
+    return 2 * config.kv_heads * config.d_head
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: str, seq_len: Number | None = None) -> Number:
+    """Bytes of KV cache per token, over all layers.
+
+    Without ``seq_len``: what one more token adds before any window is full. With it: the cache of a sequence of that
+    length over its length, where a windowed layer keeps only min(seq_len, window) tokens. ``seq_len`` may be an array.
+    """
+    per_layer = kv_elements(config) * dtype_bytes(dtype)
+    if seq_len is None:
+        return config.layers * per_layer
+    return kv_cache_bytes(config, dtype, seq_len) / seq_len
+
+
+def kv_cache_bytes(config: ModelConfig, dtype: str, seq_len: Number) -> Number:
+    """Bytes of the KV cache of one sequence of ``seq_len`` tokens: a windowed layer keeps min(seq_len, window) of them.
+
+    ``seq_len`` may be an array.
+    """
+    kept: Number = 0.0
+    for window, layers in _layers_by_window(config):
+        kept = kept + layers * _kept(seq_len, window)
+    return kept * kv_elements(config) * dtype_bytes(dtype)
+
+
+def _layers_by_window(config: ModelConfig) -> list[tuple[int | None, int]]:
+    windows = config.windows
+    return [(window, windows.count(window)) for window in sorted(set(windows), key=lambda window: window or 0)]
+
+
+def _kept(seq_len: Number, window: int | None) -> Number:
+    """min(seq_len, window), written so that it is right for arrays too."""
+    if window is None:
+        return seq_len
+    apart = cast("Number", abs(seq_len - window))
+    return (seq_len + window - apart) / 2
+
+
+def _weights(config: ModelConfig) -> Iterator[Weight]:
+    table = (config.vocab, config.d_model)
+    yield Weight(name="tokens", scope="embed", component="embed", shape=table, matmul=False)
+    if config.positions == "learned":
+        shape = (config.max_seq_len, config.d_model)
+        yield Weight(name="positions", scope="embed", component="embed", shape=shape, matmul=False)
+    if config.mla is None:
+        yield from _attention(config)
+    else:
+        yield from _latent_attention(config, config.mla)
+    if config.dense_layers:
+        yield from _mlp(config, "layers/mlp/{}", "mlp", config.d_ff, config.dense_layers, bias=config.mlp_bias)
+    if config.moe is not None:
+        yield from _experts(config, config.moe)
+    yield from _norms(config)
+    if not config.tied_embeddings:
+        yield Weight(name="unembed", scope="unembed", component="unembed", shape=table[::-1])
+
+
+def _attention(config: ModelConfig) -> Iterator[Weight]:
+    d_model, head = config.d_model, config.d_head
+    for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+        yield _attn(config, "qkv", name, d_model, heads, head)
+        if config.qkv_bias:
+            yield _attn(config, "qkv", f"{name}_bias", heads, head, matmul=False)
+    if config.attention_sinks:
+        yield _attn(config, "core", "sinks", config.heads, matmul=False)
+    yield _attn(config, "out", "out", config.heads, head, d_model)
+    if config.attn_out_bias:
+        yield _attn(config, "out", "out_bias", d_model, matmul=False)
+
+
+def _latent_attention(config: ModelConfig, mla: MLA) -> Iterator[Weight]:
+    d_model, heads = config.d_model, config.heads
+    if mla.q_rank is None:
+        yield _attn(config, "qkv", "q", d_model, heads, config.d_head)
+    else:
+        yield _attn(config, "qkv", "q_down", d_model, mla.q_rank)
+        yield _attn(config, "qkv", "q_up", mla.q_rank, heads, config.d_head)
+    yield _attn(config, "qkv", "kv_down", d_model, mla.kv_rank + mla.d_rope)
+    yield _attn(config, "qkv", "kv_up", mla.kv_rank, heads, mla.d_nope + mla.d_v)
+    yield _attn(config, "out", "out", heads, mla.d_v, d_model)
+
+
+def _attn(config: ModelConfig, part: str, name: str, *shape: int, matmul: bool = True) -> Weight:
+    scope = f"layers/attn/{part}"
+    return Weight(name=name, scope=scope, component="attn", shape=shape, layers=config.layers, matmul=matmul)
+
+
+def _mlp(
+    config: ModelConfig,
+    scope: str,
+    component: str,
+    d_ff: int,
+    layers: int,
+    *,
+    bias: bool,
+    experts: tuple[int, ...] = (),
+    active: tuple[int, int] = (1, 1),
+) -> Iterator[Weight]:
+    """The matrices of an MLP, or of all experts at once (``experts`` is then the leading dim, (E,))."""
+    d_model = config.d_model
+    matrices = [("up", d_model, d_ff), ("down", d_ff, d_model)]
+    if config.mlp_matrices == 3:
+        matrices.insert(0, ("gate", d_model, d_ff))
+    for name, d_in, d_out in matrices:
+        where = scope.format("down" if name == "down" else "up")
+        for suffix, shape, matmul in (("", (d_in, d_out), True), ("_bias", (d_out,), False)):
+            if matmul or bias:
+                yield Weight(
+                    name=name + suffix,
+                    scope=where,
+                    component=component,
+                    shape=(*experts, *shape),
+                    layers=layers,
+                    active=active,
+                    matmul=matmul,
+                )
+
+
+def _experts(config: ModelConfig, moe: MoE) -> Iterator[Weight]:
+    layers, scope = config.moe_layers, "layers/moe/router"
+    router: list[tuple[str, tuple[int, ...], bool]] = [("router", (config.d_model, moe.experts), True)]
+    if moe.bias:
+        router.append(("router_bias", (moe.experts,), False))
+    if moe.correction_bias:
+        router.append(("correction_bias", (moe.experts,), False))
+    for name, shape, matmul in router:
+        yield Weight(name=name, scope=scope, component="router", shape=shape, layers=layers, matmul=matmul)
+    yield from _mlp(
+        config,
+        "layers/moe/experts",
+        "experts",
+        moe.d_ff,
+        layers,
+        bias=moe.bias,
+        experts=(moe.experts,),
+        active=(moe.active, moe.experts),
+    )
+    if moe.shared_d_ff:
+        yield from _mlp(config, "layers/moe/shared", "shared_experts", moe.shared_d_ff, layers, bias=False)
+
+
+def _norms(config: ModelConfig) -> Iterator[Weight]:
+    layers, of_model = config.layers, [("scale", config.d_model)]
+    if config.norm == "layer":
+        of_model.append(("bias", config.d_model))
+    norms = [
+        (f"{when}_{kind}", f"layers/{block}/norm", size, layers)
+        for block in ("attn", "mlp")
+        for when in ("pre", "post")[: config.norms_per_layer // 2]
+        for kind, size in of_model
+    ]
+    if config.qk_norm:
+        norms += [(f"{name}_norm", "layers/attn/qkv", config.d_head, layers) for name in ("q", "k")]
+    if config.mla is not None:
+        norms.append(("kv_norm", "layers/attn/qkv", config.mla.kv_rank, layers))
+        if config.mla.q_rank is not None:
+            norms.append(("q_norm", "layers/attn/qkv", config.mla.q_rank, layers))
+    norms += [(kind, "final_norm", size, 1) for kind, size in of_model]
+    for name, scope, size, count in norms:
+        yield Weight(name=name, scope=scope, component="norms", shape=(size,), layers=count, matmul=False)

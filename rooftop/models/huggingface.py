@@ -1,0 +1,100 @@
+"""A ModelConfig from a Hugging Face ``config.json``, and the models that ship with rooftop, which are such files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rooftop.errors import RooftopError, unknown
+from rooftop.models.config import ModelConfig
+from rooftop.models.families import FAMILIES
+from rooftop.models.keys import Keys
+
+_PRESETS = resources.files("rooftop.models") / "presets"
+
+
+def from_huggingface(source: Mapping[str, Any] | str | Path, name: str | None = None) -> ModelConfig:
+    """The model that a ``config.json`` describes, given as its path, its directory or its content.
+
+    ``name`` is by default that of the directory, or of the file if it is not called config.json. Raises RooftopError
+    naming file and key on a file that cannot be read, a missing key, a wrong type or an unknown ``model_type``.
+    """
+    if isinstance(source, Mapping):
+        data, where, found = source, "config", "config"
+    else:
+        path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
+        data, where = _read(path), str(path)
+        found = path.resolve().parent.name if path.name == "config.json" else path.stem
+    keys = Keys(data, where)
+    family = keys.text("model_type")
+    if family not in FAMILIES:
+        raise unknown(keys.field("model_type"), family, FAMILIES)
+    try:
+        return ModelConfig(name=name or found or "config", family=family, **FAMILIES[family](keys))
+    except RooftopError as error:
+        if error.field.startswith(f"{where}:"):
+            raise
+        # The parts of a ModelConfig check themselves and do not know which file they came from.
+        raise RooftopError(keys.field(error.field), error.given, error.accepted) from None
+
+
+def presets() -> tuple[str, ...]:
+    """The names of the models that ship with rooftop, sorted."""
+    return tuple(sorted(file.name.removesuffix(".json") for file in _PRESETS.iterdir() if file.name.endswith(".json")))
+
+
+def preset_source(name: str) -> str | None:
+    """Where the figures of the preset with this name or alias come from; None if there is none."""
+    preset = _preset_name(name)
+    return None if preset is None else str(_preset(preset)["source"])
+
+
+def load_model(name_or_path: str) -> ModelConfig:
+    """A model by the name or alias of a preset, or by the path of a config.json or of a directory that holds one.
+
+    Case does not matter in names. Raises RooftopError, with close matches, on what is neither.
+    """
+    preset = _preset_name(name_or_path)
+    if preset is not None:
+        return from_huggingface(_preset(preset), preset)
+    if name_or_path.endswith(".json") or os.path.exists(name_or_path):
+        return from_huggingface(name_or_path)
+    raise RooftopError("model", name_or_path, f"{unknown('', name_or_path, presets()).accepted}; or a config.json")
+
+
+def _preset_name(name: str) -> str | None:
+    return _aliases().get(name.lower())
+
+
+@cache
+def _aliases() -> Mapping[str, str]:
+    """Lower-case name or alias -> preset. The Hugging Face repository of a preset is an alias of it."""
+    aliases = {}
+    for name in presets():
+        data = _preset(name)
+        for alias in (name, data.get("_name_or_path", name), *data.get("aliases", ())):
+            aliases[alias.lower()] = name
+    return aliases
+
+
+@cache
+def _preset(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((_PRESETS / f"{name}.json").read_text(encoding="utf-8"))
+    return data
+
+
+def _read(path: Path) -> Any:
+    accepted = "a Hugging Face config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RooftopError(str(path), "no such file", accepted) from None
+    except OSError as error:
+        raise RooftopError(str(path), error.strerror or "unreadable", accepted) from None
+    except (ValueError, RecursionError) as error:
+        raise RooftopError(str(path), "malformed JSON", f"{accepted} ({error})") from None

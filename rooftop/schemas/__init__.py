@@ -1,0 +1,20 @@
+"""JSON schemas of what rooftop writes: within a schema number changes only add fields."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from rooftop.errors import unknown
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON schema of 'plan' (plan.json) or 'ledger' (its rows), with references resolved."""
+    found = {file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")}
+    if name not in found:
+        raise unknown("schema", name, found)
+    data: dict[str, Any] = json.loads(found[name].read_text(encoding="utf-8"))
+    if name == "plan":
+        data["properties"]["ledger"] = schema("ledger")
+    return data

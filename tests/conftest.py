@@ -1,0 +1,55 @@
+"""What every test shares: eight emulated devices, how hypothesis looks for examples, a way to call the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from rooftop.cli.main import main
+
+# JAX and libtpu read these when they are first used, which is after this file. The tests run on eight CPU devices
+# everywhere; the TPU compiler asks no metadata server which machine this is, and lets several processes load it.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+# The same examples on every run and no deadline: a failure is then due to the change, not to a slow machine.
+settings.register_profile("rooftop", derandomize=True, deadline=None)
+settings.load_profile("rooftop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a call of ``rooftop`` said: exit status, stdout and stderr."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one JSON object on stdout."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def rooftop(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """Call the command line in this process: ``rooftop("chips", "--json").json``."""
+
+    def call(*arguments: str) -> Answer:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        out, err = capsys.readouterr()
+        status = exit_.value.code
+        assert isinstance(status, int)
+        return Answer(status=status, out=out, err=err)
+
+    return call
