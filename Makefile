@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 DEMO := plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --seq 4096 --tokens 15T
 
-.PHONY: help demo test test-all test-newest lint bench lock clean
+.PHONY: help demo test test-all test-newest lint bench docs lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make test-newest  make test, on the newest Python found here, with the newest JAX'
 	@echo 'make lint         ruff, mypy, import-linter'
 	@echo 'make bench        how long a plan takes on this machine'
+	@echo 'make docs         run the transcripts in the documentation again'
 	@echo 'make lock         write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
 	@echo 'make clean        remove what the other targets made'
 
@@ -48,8 +49,10 @@ lint: $(VENV)/dev.installed
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/demo.installed
-	$(BIN)/python -m timeit -n 1 -r 5 -s 'from subprocess import DEVNULL, run' \
-	    'run("$(BIN)/rooftop $(DEMO)".split(), stdout=DEVNULL, check=True)'
+	$(BIN)/python bench/plan.py
+
+docs: $(VENV)/demo.installed
+	$(BIN)/python docs/transcripts.py
 
 # One lock file serves every Python from 3.11 on: where releases differ, each pin says for which Python it is. Nothing
 # in it names a package index: pip asks the one that it is configured for, and the hashes decide.

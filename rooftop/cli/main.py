@@ -15,6 +15,8 @@ from rooftop.errors import Infeasible, RooftopError, unknown
 VERBS: dict[str, tuple[str, str]] = {
     "chips": ("rooftop.cli.chips", "The hardware catalogue, every figure with its source."),
     "model": ("rooftop.cli.model", "Parameters, FLOPs and KV bytes of a model."),
+    "plan": ("rooftop.cli.plan", "Plan a training run: sharding, memory, time, cost, and why."),
+    "validate": ("rooftop.cli.validate", "Our predictions beside published measurements, misses included."),
 }
 
 

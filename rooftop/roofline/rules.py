@@ -71,7 +71,7 @@ def best_fsdp(batch_tokens: float, f: float, chips: float, fsdp_axes: float, ten
 
 
 def dcn_tokens_per_slice(flops_per_s: float, dcn_bytes_per_s: float) -> float:
-    """Tokens per slice below which data parallelism over DCN is bound by it: C / W_dcn, both per chip or both per slice.
+    """Tokens per slice below which data parallelism over DCN is bound by it: C / W_dcn, both per chip or per slice.
 
     The slice's size cancels (chapter 5). A gradient AllReduce of 2 (P-1)/P x 2 bytes against 4 FLOPs per parameter
     and token gives the same for many slices.

@@ -1,0 +1,121 @@
+"""How fast plans are made: candidates per second on one core, and the wall time of the whole command.
+
+    python bench/plan.py                               # ours
+    python bench/plan.py --peer PEER_VENV/bin/python   # and llm-analysis 0.2.2 (in a venv of its own), side by side
+
+Runs alternate, and each figure is given as minimum, median and maximum: machines are noisy. NumPy runs on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+COMMAND = [
+    "plan",
+    "train",
+    "llama3-70b",
+    "--on",
+    "v5p:16x16x16",
+    "--batch-tokens",
+    "4Mi",
+    "--seq",
+    "4096",
+    "--tokens",
+    "15T",
+    "--json",
+]
+THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+SWEEP = """
+import time
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan import Problem, Workload, sweep
+problem = Problem(model=load_model("llama3-70b"), slice=Slice.parse("v5p:16x16x16"),
+                  workload=Workload(batch_tokens=4 * 2**20, seq_len=4096))
+for way in (True, False):
+    start = time.process_time()
+    found = sweep(problem, exhaustive=way)
+    seconds = time.process_time() - start
+    print(found.expected_s.size, found.searched, seconds)
+"""
+
+PEER = """
+import time, logging
+from llm_analysis.analysis import LLMAnalysis, ActivationRecomputation, DSZeRO
+from llm_analysis.config import (ParallelismConfig, get_model_config_by_name, get_gpu_config_by_name,
+                                 get_dtype_config_by_name)
+from llm_analysis.logger import logger
+logger.setLevel(logging.CRITICAL)
+model, gpu = get_model_config_by_name("upstage_Llama-2-70b-instruct-v2"), get_gpu_config_by_name("a100-sxm-80gb")
+dtype, count, start = get_dtype_config_by_name("w16a16e16"), 0, time.process_time()
+while time.process_time() - start < 2:
+    for tensor in (1, 2, 4, 8):
+        found = LLMAnalysis(model, gpu, dtype, ParallelismConfig(tp_size=tensor, pp_size=1, dp_size=512 // tensor))
+        found.training(batch_size_per_gpu=1, gradient_accumulation_steps=1, seq_len=4096, total_num_tokens=10**12,
+                       activation_recomputation=ActivationRecomputation.FULL, ds_zero=DSZeRO.STAGE_3)
+        count += 1
+print(count, count, time.process_time() - start)
+"""
+
+
+def rates(python: str, program: str) -> list[tuple[int, int, float]]:
+    """(priced, searched, CPU seconds) of each line that ``program`` prints."""
+    printed = subprocess.run(
+        [python, "-c", program], check=True, capture_output=True, text=True, env=os.environ | THREADS
+    ).stdout
+    return [(int(a), int(b), float(c)) for a, b, c in (line.split() for line in printed.strip().splitlines())]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Minimum, median and maximum."""
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def main() -> None:
+    """Measure and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--peer", help="a Python that has llm-analysis")
+    chosen = parser.parse_args()
+    priced, pruned, wall, peer = [], [], [], []
+    candidates = searched = 0
+    for _ in range(chosen.runs):
+        (candidates, searched, whole), (_, _, bounded) = rates(sys.executable, SWEEP)
+        priced.append(candidates / whole)
+        pruned.append(searched / bounded)
+        start = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "rooftop", *COMMAND], check=True, stdout=subprocess.DEVNULL, env=os.environ | THREADS
+        )
+        wall.append(time.perf_counter() - start)
+        if chosen.peer:
+            ((count, _, seconds),) = rates(chosen.peer, PEER)
+            peer.append(count / seconds)
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "numpy": importlib.metadata.version("numpy"),
+        "cores": os.cpu_count(),
+        "candidates": candidates,
+        "candidates_priced_per_cpu_second": spread(priced),
+        "candidates_searched_per_cpu_second": spread(pruned),
+        "command": "rooftop " + " ".join(COMMAND),
+        "command_wall_s": spread(wall),
+    }
+    if peer:
+        result["llm_analysis_evaluations_per_cpu_second"] = spread(peer)
+        result["ratio_priced"] = statistics.median(priced) / statistics.median(peer)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

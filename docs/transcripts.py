@@ -1,0 +1,57 @@
+"""Transcripts in the documentation are real: this runs them again.
+
+A block that begins with ``$ `` is a command and what it printed. ``python docs/transcripts.py`` (or ``make docs``) runs
+every one with this Python's ``rooftop`` and writes what it prints; the tests check that nothing would change.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_BLOCK = re.compile(r"```\n\$ (?P<command>.+)\n(?P<printed>(?:.*\n)*?)```\n")
+
+
+def pages() -> list[Path]:
+    """The pages that may hold transcripts."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(page: Path) -> list[tuple[str, str]]:
+    """(command, what the page says it printed) of every transcript on a page."""
+    return [(block["command"], block["printed"]) for block in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
+
+
+def run(command: str) -> str:
+    """What a command prints, stderr included, trailing blanks removed."""
+    here = str(Path(sys.executable).parent)
+    environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}", "COLUMNS": "110", "NO_COLOR": "1"}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        check=False,
+    )
+    return re.sub(r"[ \t]+$", "", done.stdout, flags=re.MULTILINE).strip("\n") + "\n"
+
+
+def main() -> None:
+    """Rewrite every transcript."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        fresh = _BLOCK.sub(lambda block: f"```\n$ {block['command']}\n{run(block['command'])}```\n", text)
+        if fresh != text:
+            page.write_text(fresh, encoding="utf-8")
+            print(f"rewritten: {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

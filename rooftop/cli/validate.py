@@ -1,0 +1,176 @@
+"""``rooftop validate``: predicted step times beside published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rooftop.cli.output import console, emit_json, json_option
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.quantities import format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rooftop.validation import Errors, PublishedRuns, Report
+
+
+@click.command("validate")
+@click.option("--runs", "runs_path", type=click.Path(path_type=Path), help="Another table, with the same columns.")
+@click.option("--worst", type=click.IntRange(min=0), default=10, show_default=True, help="How many runs to list.")
+@json_option
+def command(runs_path: Path | None, worst: int, as_json: bool) -> None:
+    """Predicted step times beside published measurements of training runs, misses included.
+
+    Three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per chip from
+    other models' runs; beside them a null model, the median FLOP/s per chip of other models. --json lists every run.
+
+    \b
+    Example: rooftop validate --worst 5
+    """
+    from rooftop.validation import load_published, load_reasons, summarise
+    from rooftop.validation.predict import predict
+
+    published = load_published(runs_path)
+    predicted, notes, unpredicted = [], {}, {}
+    for run in published.runs:
+        try:
+            prediction = predict(run)
+        except (RooftopError, Infeasible) as error:
+            unpredicted[run.id] = str(error)
+            continue
+        predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
+        notes[run.id] = list(prediction.notes)
+    report = summarise(
+        [run for run, _, _ in predicted], [bound for _, bound, _ in predicted], [seconds for _, _, seconds in predicted]
+    )
+    reasons = load_reasons()
+    if as_json:
+        emit_json(_json(published, report, notes, unpredicted, reasons))
+    else:
+        _print(published, report, unpredicted, reasons, worst)
+
+
+def _json(
+    published: PublishedRuns,
+    report: Report,
+    notes: dict[str, list[str]],
+    unpredicted: dict[str, str],
+    reasons: dict[str, str],
+) -> dict[str, Any]:
+    data = report.to_json()
+    rows = [row | {"notes": notes[row["id"]], "reason": reasons.get(row["id"])} for row in data["rows"]]
+    unusable = [
+        {
+            "source": one.source,
+            "model": one.model,
+            "chip": one.chip,
+            "num_chips": one.num_chips,
+            "why": one.why,
+            "measured_memory_bytes": dict(one.measured_memory_bytes),
+            "lines": list(one.lines),
+        }
+        for one in published.unusable
+    ]
+    counts = {
+        "runs": len(rows),
+        "unpredicted": [{"id": run, "why": why} for run, why in unpredicted.items()],
+        "unusable": unusable,
+        "serving_rows": published.serving_rows,
+    }
+    return {"rows": rows, "summary": data["summary"] | counts}
+
+
+def _print(
+    published: PublishedRuns, report: Report, unpredicted: dict[str, str], reasons: dict[str, str], worst: int
+) -> None:
+    out = console()
+    out.print(_summary_table(report))
+    out.print("Errors of the step time in % (predicted / measured - 1), mean absolute where no other is named.")
+    for group in report.groups:
+        if group.note is not None and group.by == "chip":
+            out.print(f"{group.name}: {group.note}.")
+    if worst and report.comparisons:
+        out.print(_worst_table(report, reasons, worst))
+        if any(one.calibrated_s is None for one in report.worst(worst)):
+            out.print("* not calibrated")
+    for run in report.beats_bound:
+        out.print(f"[red]measured below the bound[/red], so an input is wrong: {run}")
+    for run, why in unpredicted.items():
+        out.print(f"not predicted: {run}: {why}", markup=False)
+    out.print(
+        f"{len(report.comparisons)} runs compared, {len(unpredicted)} not predicted, {len(published.unusable)} say too "
+        f"little; {published.serving_rows} rows of serving are left out. --json has every run, reading and reason."
+    )
+
+
+def _summary_table(report: Report) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title="Predicted against published step times", box=SIMPLE_HEAD)
+    table.add_column("runs of", overflow="fold")
+    for heading in (
+        "runs",
+        "bound",
+        "uncali-\nbrated",
+        "cali-\nbrated",
+        "\nmedian",
+        "\nsigned",
+        "null\nmodel",
+        "\nmedian",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    by = None
+    for group in report.groups:
+        if by is not None and group.by != by:
+            table.add_section()
+        by = group.by
+        bound, uncalibrated, calibrated, null = (
+            group.errors[level] for level in ("bound", "uncalibrated", "calibrated", "null")
+        )
+        table.add_row(
+            group.name,
+            str(group.runs),
+            _mean(bound),
+            _mean(uncalibrated),
+            _mean(calibrated),
+            "-" if calibrated is None else f"{100 * calibrated.median_absolute:.1f}",
+            "-" if calibrated is None else f"{100 * calibrated.mean:+.1f}",
+            _mean(null),
+            "-" if null is None else f"{100 * null.median_absolute:.1f}",
+        )
+    return table
+
+
+def _mean(errors: Errors | None) -> str:
+    return "-" if errors is None else f"{100 * errors.mean_absolute:.1f}"
+
+
+def _worst_table(report: Report, reasons: dict[str, str], worst: int) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Predicted worst", box=SIMPLE_HEAD)
+    table.add_column("run, and the reason", overflow="fold")
+    for heading in ("measured", "predicted", "error %", "null %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in report.worst(worst):
+        alone = one.calibrated_s is None
+        predicted = one.uncalibrated_s if one.calibrated_s is None else one.calibrated_s
+        reason = reasons.get(one.run.id)
+        table.add_row(
+            Text(one.run.id if reason is None else f"{one.run.id}\n{reason}"),
+            format_seconds(one.run.step_s),
+            format_seconds(predicted),
+            _percent(one.error(one.best_level)) + ("*" if alone else " "),
+            _percent(one.error("null")),
+        )
+    return table
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:+.1f}"

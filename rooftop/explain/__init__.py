@@ -1,0 +1,1 @@
+"""Ledgers side by side: planned, compiled and measured."""

@@ -1,0 +1,179 @@
+"""Planned beside compiled, row by row: what XLA does that was not planned, and what it leaves out.
+
+Rows join on (scope, phase); within a key, collectives join on their mesh axes and kind. A row that one side has and
+the other lacks is a finding, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.ledger import Ledger, Row
+from rooftop.quantities import format_bytes, format_count
+
+#: Two figures are equal when they differ by less than this share of the larger.
+TOLERANCE = 1e-6
+
+#: A collective that another kind may stand for. XLA:TPU writes a ReduceScatter over a whole slice as an AllReduce of
+#: which every device keeps its part, and sometimes an AllGather as an AllReduce of zeros with one part filled.
+SPELLED_AS: Mapping[str, str] = {"reduce_scatter": "all_reduce", "all_gather": "all_reduce"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedCollective:
+    """One kind of collective over the same axes on both sides: bytes per device and step (None: absent).
+
+    ``compiled_kinds`` differs from ``kind`` where the compiler spells the planned collective in another way.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    planned_bytes: float | None
+    compiled_bytes: float | None
+    compiled_kinds: tuple[str, ...] = ()
+
+    @property
+    def spelled(self) -> str:
+        """How the compiler spells it, where that is not as planned."""
+        return "" if self.compiled_kinds in ((), (self.kind,)) else " and ".join(self.compiled_kinds)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both sides have it, with the same bytes."""
+        return _same(self.planned_bytes or 0.0, self.compiled_bytes or 0.0)
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {','.join(self.axes)}" + (f" (as {self.spelled})" if self.spelled else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """One (scope, phase) on both sides, figures per device and step."""
+
+    scope: str
+    phase: str
+    planned_flops: float
+    compiled_flops: float
+    collectives: tuple[JoinedCollective, ...]
+
+    @property
+    def unexpected(self) -> tuple[JoinedCollective, ...]:
+        """Collectives that were compiled and not planned."""
+        return tuple(each for each in self.collectives if not each.planned_bytes)
+
+    @property
+    def missing(self) -> tuple[JoinedCollective, ...]:
+        """Collectives that were planned and not compiled."""
+        return tuple(each for each in self.collectives if not each.compiled_bytes)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether FLOPs and every collective are the same on both sides."""
+        return _same(self.planned_flops, self.compiled_flops) and all(each.agrees for each in self.collectives)
+
+    @property
+    def verdict(self) -> str:
+        """One line: 'as planned', or every difference by name."""
+        parts = []
+        if not _same(self.planned_flops, self.compiled_flops):
+            compiled, planned = format_count(self.compiled_flops, "FLOPs"), format_count(self.planned_flops, "FLOPs")
+            parts.append(f"{compiled} for {planned}")
+        for each in self.collectives:
+            compiled, planned = format_bytes(each.compiled_bytes or 0.0), format_bytes(each.planned_bytes or 0.0)
+            if each in self.unexpected:
+                parts.append(f"unexpected {each} of {compiled}")
+            elif each in self.missing:
+                parts.append(f"missing {each} of {planned}")
+            elif not each.agrees:
+                parts.append(f"{each}: {compiled} for {planned}")
+        return "; ".join(parts) or ", ".join(["as planned", *(str(each) for each in self.collectives if each.spelled)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The joined row as plain JSON values."""
+        return {
+            "scope": self.scope,
+            "phase": self.phase,
+            "planned_flops": self.planned_flops,
+            "compiled_flops": self.compiled_flops,
+            "collectives": [
+                {
+                    "kind": each.kind,
+                    "axes": list(each.axes),
+                    "planned_bytes": each.planned_bytes,
+                    "compiled_bytes": each.compiled_bytes,
+                    "compiled_kinds": list(each.compiled_kinds),
+                }
+                for each in self.collectives
+            ],
+            "agrees": self.agrees,
+            "verdict": self.verdict,
+        }
+
+
+def join(planned: Ledger, compiled: Ledger) -> list[Joined]:
+    """Both ledgers side by side, in the order of the planned one, then what only the compiler has.
+
+    FLOPs are matmul FLOPs, those of hand-written kernels included, of every dtype; counts are applied on both sides.
+    Rows without matmuls and collectives on either side are left out: compilers do not show elementwise work by scope.
+    """
+    plan, real = planned.by_key(), compiled.by_key()
+    joined = []
+    for scope, phase in dict.fromkeys([*plan, *real]):
+        mine, theirs = plan.get((scope, phase), []), real.get((scope, phase), [])
+        row = Joined(
+            scope=scope,
+            phase=phase,
+            planned_flops=_flops(mine),
+            compiled_flops=_flops(theirs),
+            collectives=_join_collectives(_collectives(mine), _collectives(theirs)),
+        )
+        if row.planned_flops or row.compiled_flops or row.collectives:
+            joined.append(row)
+    return joined
+
+
+def _join_collectives(
+    planned: dict[tuple[str, tuple[str, ...]], float], compiled: dict[tuple[str, tuple[str, ...]], float]
+) -> tuple[JoinedCollective, ...]:
+    joined = []
+    left = dict(compiled)
+    for (kind, axes), planned_bytes in planned.items():
+        other = SPELLED_AS.get(kind, kind)
+        kinds = (kind,) if other == kind or (other, axes) in planned else (kind, other)
+        found = {each: left.pop((each, axes)) for each in kinds if (each, axes) in left}
+        joined.append(
+            JoinedCollective(
+                kind=kind,
+                axes=axes,
+                planned_bytes=planned_bytes,
+                compiled_bytes=sum(found.values()) if found else None,
+                compiled_kinds=tuple(found),
+            )
+        )
+    joined += [
+        JoinedCollective(kind=kind, axes=axes, planned_bytes=None, compiled_bytes=nbytes, compiled_kinds=(kind,))
+        for (kind, axes), nbytes in left.items()
+    ]
+    return tuple(joined)
+
+
+def _flops(rows: Iterable[Row]) -> float:
+    return sum(float(row.count) * (sum(map(float, row.flops.values())) + float(row.kernel_flops)) for row in rows)
+
+
+def _collectives(rows: Iterable[Row]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Bytes by kind and axes (in alphabetical order, since their order changes nothing), counts applied."""
+    totals: dict[tuple[str, tuple[str, ...]], float] = {}
+    for row in rows:
+        for each in row.collectives:
+            key = each.kind, tuple(sorted(each.axes))
+            nbytes = float(row.count) * float(each.bytes)
+            if nbytes:
+                totals[key] = totals.get(key, 0.0) + nbytes
+    return totals
+
+
+def _same(first: float, second: float) -> bool:
+    return abs(first - second) <= TOLERANCE * max(abs(first), abs(second))

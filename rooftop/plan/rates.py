@@ -1,0 +1,72 @@
+"""What one device computes and moves per second: peaks from the catalogue, expectations from named fractions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftop.errors import RooftopError
+from rooftop.hardware import Chip
+from rooftop.ledger import Number
+from rooftop.roofline.achievable import Fractions, attention_seconds, fractions, matmul_fraction
+from rooftop.roofline.overlap import Overlap, overlap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Peak rates of one device, and the fractions of them that can be expected."""
+
+    chip: Chip
+    fractions: Fractions
+    overlap: Overlap
+
+    @classmethod
+    def of(cls, chip: Chip) -> Rates:
+        """The rates of one device of ``chip``."""
+        return cls(chip=chip, fractions=fractions(chip.name), overlap=overlap(chip.name))
+
+    @property
+    def flops_per_s(self) -> dict[str, float]:
+        """Peak matmul FLOPs/s of a device by dtype."""
+        return {dtype: rate / self.chip.devices for dtype, rate in self.chip.flops_per_s.items()}
+
+    @property
+    def vector_flops_per_s(self) -> float:
+        """Peak vector FLOPs/s of a device."""
+        return self.chip.vector_flops_per_s / self.chip.devices
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        """Peak HBM bytes/s of a device."""
+        return self.chip.hbm_bytes_per_s / self.chip.devices
+
+    @property
+    def pcie_bytes_per_s(self) -> float:
+        """Bytes/s of a device to and from its host."""
+        return self.chip.pcie_bytes_per_s / self.chip.devices
+
+    @property
+    def collective_start_s(self) -> float:
+        """Time before the first byte of a collective moves."""
+        return self.fractions.collective_start_s
+
+    def network_efficiency(self, kind: str) -> dict[str, float]:
+        """Achievable share of the link rate by resource, for one kind of collective."""
+        return {"ici": self.fractions.ici[kind], "dcn": self.fractions.dcn}
+
+    def hbm_s(self, moved: Number) -> Number:
+        """Expected seconds to move bytes through HBM."""
+        return moved / (self.hbm_bytes_per_s * self.fractions.hbm)
+
+    def matmul_s(self, m: Number, k: Number, n: Number, dtype: str) -> Number:
+        """Expected seconds of [m, k] x [k, n]. Raises RooftopError if the chip has no peak for ``dtype``."""
+        if dtype not in self.chip.flops_per_s:
+            accepted = ", ".join(self.chip.flops_per_s)
+            raise RooftopError(f"matmul dtype on {self.chip.name}", dtype, accepted)
+        return 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip.name, m, k, n, dtype))
+
+    def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool) -> tuple[Number, Number]:
+        """Expected seconds of an attention kernel on the matrix unit and on the vector unit.
+
+        ``scores`` is the (query, key, head) triples that the kernel executes on a device.
+        """
+        return attention_seconds(self.chip, scores, d_qk, d_v, backward=backward)

@@ -1,0 +1,393 @@
+"""The work of a training step, scope by scope: FLOPs, bytes and collectives of one device.
+
+Chapters 4 and 5 of the book. A collective stands in the scope of the matmul that it serves. Weights are gathered again
+in the backward pass; that gather is part of the recompute phase, as a compiler sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rooftop.ledger import Number
+from rooftop.models.activations import CHECKPOINTS, checkpoint_widths
+from rooftop.plan.pricing import Transfer, Work
+from rooftop.plan.shapes import (
+    Matmul,
+    attention_head_sizes,
+    attention_matmuls,
+    mean_attended_pairs,
+    mlp_matmuls,
+    parameters,
+)
+from rooftop.quantities import dtype_bytes
+
+if TYPE_CHECKING:
+    from rooftop.plan.training import TrainingStep
+
+#: Matmuls of [T, S] blocks in the backward pass of a fused attention kernel: dQ and dK/dV kernels each compute the
+#: scores and dP again on TPU (3 + 4); one fused kernel shares them on GPU (5). The forward pass has 2.
+BACKWARD_ATTENTION_MATMULS = {"tpu": 7, "gpu": 5}
+
+#: The axes over which tokens are spread.
+TOKEN_AXES = ("data", "fsdp", "expert", "context")
+
+#: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
+_VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}
+
+
+def training_work(step: TrainingStep) -> list[Work]:
+    """Every piece of work of a step, in the order in which it is first done."""
+    every = step.layers * step.strategies.microbatches
+    work = [*_embed(step), *_attention(step, every)]
+    moe = step.model.moe
+    if step.dense_share:
+        work += _mlp(step, every * step.dense_share)
+    if moe is not None:
+        work += _experts(step, every * (1 - step.dense_share))
+    return [*work, *_head(step), *_update(step), *_pipeline(step)]
+
+
+def _embed(step: TrainingStep) -> list[Work]:
+    """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
+    model, element = step.model, step.element_bytes
+    rows = step.tokens * model.d_model * element / step.tensor
+    exchange = (
+        Transfer("all_to_all", ("fsdp",), rows, "all_to_all"),
+        Transfer("all_to_all", ("tensor",), rows, "all_to_all"),
+    )
+    # Every device looks up the tokens of its whole fsdp group, whose int32 ids it gathers first.
+    ids = Transfer("all_gather", ("fsdp",), 4.0 * step.tokens * step.strategies.devices("fsdp"), "all_to_all")
+    table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
+    microbatches = step.strategies.microbatches
+    return [
+        Work(
+            scope="embed", phase="forward", count=microbatches, hbm_bytes=2 * rows, collectives=(ids, *exchange),
+            formula="T D bytes looked up, exchanged over fsdp and tensor",
+        ),
+        Work(
+            scope="embed", phase="backward", count=microbatches, hbm_bytes=2 * rows + table, collectives=exchange,
+            formula="the transpose: rows exchanged, then added into the table's shard",
+        ),
+    ]  # fmt: skip
+
+
+def _attention(step: TrainingStep, count: Number) -> list[Work]:
+    model, tensor, tokens = step.model, step.tensor, step.tokens
+    into, out = attention_matmuls(model, tensor)
+    d_qk, d_v = attention_head_sizes(model)
+    heads = model.heads / tensor
+    kv_heads = np.maximum(model.kv_heads / tensor, 1.0)
+    reference = step.assumptions.attention == "reference"
+    block = step.workload.seq_len if reference else step.assumptions.attention_block
+    pairs = mean_attended_pairs(model, step.workload.seq_len, block)
+    scores = tokens * heads * pairs / step.workload.seq_len
+    stream = tokens * model.d_model * step.element_bytes
+    queries_keys = tokens * (heads + kv_heads) * d_qk * step.element_bytes
+    values = tokens * (heads + kv_heads) * d_v * step.element_bytes
+    keys_values = tokens * kv_heads * (d_qk + d_v) * step.element_bytes
+
+    ring = step.strategies.devices("context")
+
+    # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
+    per_score = 12.0 if reference else 0.0
+
+    def core(phase: str, matmuls: Number, exchanged: float, factor: Number = 1.0) -> Work:
+        mxu_s, vpu_s = step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward")
+        return Work(
+            scope="layers/attn/core",
+            phase=phase,
+            count=count * factor,
+            flops={step.numerics.compute: matmuls * (d_qk + d_v) * scores if reference else 0.0},
+            kernel_flops=0.0 if reference else matmuls * (d_qk + d_v) * scores,
+            vector_flops=vpu_s * step.rates.vector_flops_per_s,
+            hbm_bytes=(matmuls / 2) * (queries_keys + values + per_score * scores),
+            matmul_s=mxu_s + vpu_s,
+            collectives=(Transfer("permute_ring", ("context",), exchanged * keys_values * ring, "context"),),
+            formula=f"{matmuls} matmuls of [T, S] blocks x heads, masked blocks skipped",
+        )
+
+    rope = Work(
+        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=2 * queries_keys,
+        vector_flops=_VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
+        formula="queries and keys read and written",
+    )  # fmt: skip
+    recomputed = step.strategies.recomputed
+    backward = 4 if reference else BACKWARD_ATTENTION_MATMULS[step.slice.chip.kind]
+    core_again = recomputed("attn_core")
+    out_again = recomputed("attn_out") * recomputed("mlp_input")
+    return [
+        *_norm(step, "layers/attn/norm", count, recomputed("attn_normed"), offload="layer_input"),
+        *_matmuls(
+            step, "layers/attn/qkv", count, into, tokens, gathered=stream, again=recomputed("qkv"), offload="qkv"
+        ),
+        rope,
+        _again(rope, recomputed("rope")),
+        _backward(rope, 1.0),
+        core("forward", 2, 1.0),
+        # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
+        core("recompute", 1 + core_again, 1.0) if reference else core("recompute", 2, 1.0, core_again),
+        core("backward", backward, 2.0),
+        *_matmuls(
+            step,
+            "layers/attn/out",
+            count,
+            out,
+            tokens,
+            scattered=stream,
+            again=out_again,
+            residual=True,
+            offload="attn_out",
+        ),
+    ]
+
+
+def _mlp(step: TrainingStep, count: Number) -> list[Work]:
+    recomputed = step.strategies.recomputed
+    up, down = mlp_matmuls(step.model, step.model.d_ff, step.tensor)
+    stream = step.tokens * step.model.d_model * step.element_bytes
+    return [
+        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed"), offload="mlp_input"),
+        *_matmuls(
+            step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up"), offload="mlp_up"
+        ),
+        *_activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
+        *_matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=0.0, residual=True),
+    ]
+
+
+def _experts(step: TrainingStep, count: Number) -> list[Work]:
+    model, moe = step.model, step.model.moe
+    assert moe is not None
+    recomputed, element = step.strategies.recomputed, step.element_bytes
+    own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
+    routed = step.tokens * moe.active
+    sent = own * moe.active * model.d_model * element
+    again = recomputed("mlp_up")
+    exchange = (Transfer("all_to_all", ("expert",), sent, "all_to_all"),)
+    up, down = mlp_matmuls(model, moe.d_ff, step.tensor)
+    # Tokens of all expert shards meet here; each local expert sees its share of them.
+    local = moe.experts / step.strategies.devices("expert")
+    per_expert = routed / local
+    gathered = routed * model.d_model * element
+    router = Matmul(float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor))
+    move = Work(
+        scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=exchange,
+        formula="AllToAll of k T D bytes over expert",
+    )  # fmt: skip
+    back = Work(
+        scope="layers/moe/combine", phase="forward", count=count, hbm_bytes=2 * sent, collectives=exchange,
+        vector_flops=2 * sent / element, formula="AllToAll back, then the weighted sum of k experts",
+    )  # fmt: skip
+    work = [
+        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed"), offload="mlp_input"),
+        *_matmuls(step, "layers/moe/router", count, [router], own, again=again, plain=True),
+        move,
+        _again(move, recomputed("mlp_normed")),
+        _backward(move, 1.0),
+        *_matmuls(
+            step,
+            "layers/moe/experts",
+            count * local,
+            up,
+            per_expert,
+            gathered=gathered / local,
+            again=again,
+            offload="mlp_up",
+        ),
+        *_activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
+        *_matmuls(step, "layers/moe/experts", count * local, down, per_expert, scattered=gathered / local, again=0.0),
+        back,
+        _backward(back, 1.0),
+    ]
+    if moe.shared_d_ff:
+        stream = step.tokens * model.d_model * element
+        up, down = mlp_matmuls(model, moe.shared_d_ff, step.tensor)
+        scope = "layers/moe/shared"
+        work += [
+            *_matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again),
+            *_activation(step, scope, count, step.tokens * moe.shared_d_ff / step.tensor),
+            *_matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
+        ]
+    return work
+
+
+def _head(step: TrainingStep) -> list[Work]:
+    """Final norm, unembedding and loss, once per microbatch; on the last stage of a pipeline."""
+    model, count = step.model, step.strategies.microbatches
+    table = Matmul(model.d_model * np.ones_like(step.tensor), model.vocab / step.tensor)
+    stream = step.tokens * model.d_model * step.element_bytes
+    logits = step.tokens * model.vocab / step.tensor
+    # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
+    sums = tuple(Transfer("all_reduce", ("tensor",), 4.0 * step.tokens * each, "tensor") for each in (1, 2))
+    mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
+    loss = Work(
+        scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
+        vector_flops=_VECTOR_OPS["loss"] * logits,
+        formula="float32 logits read twice; maximum and sums over the split vocabulary",
+    )  # fmt: skip
+    return [
+        *_norm(step, "final_norm", count, 0.0),
+        *_matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0),
+        loss,
+        _backward(loss, 1.0, collectives=False),
+    ]
+
+
+def _update(step: TrainingStep) -> list[Work]:
+    held = step.held_parameters
+    total = held["dense"] + held["experts"] + held["vocab"]
+    gradient = dtype_bytes(step.numerics.gradients)
+    copied = held["dense"] + held["vocab"]
+    reduce = (
+        Transfer("all_reduce", ("data",), total * gradient, "gradient_all_reduce"),
+        Transfer("all_reduce", ("context",), total * gradient, "gradient_all_reduce"),
+        Transfer("all_reduce", ("expert",), copied * gradient, "gradient_all_reduce"),
+        Transfer("all_reduce", (*TOKEN_AXES, "tensor"), step.norm_parameters * gradient, "gradient_all_reduce"),
+    )
+    more = np.maximum(step.strategies.microbatches - 1, 0)
+    return [
+        Work(
+            scope="gradients", phase="update", count=1, collectives=reduce,
+            hbm_bytes=total * (gradient + more * (8 + gradient)), vector_flops=2 * total,
+            formula="gradient shards summed over the axes that hold copies; float32 sums over microbatches; norm",
+        ),
+        Work(
+            scope="optimizer", phase="update", count=1, hbm_bytes=total * step.numerics.update_bytes,
+            vector_flops=_VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
+        ),
+    ]  # fmt: skip
+
+
+def _pipeline(step: TrainingStep) -> list[Work]:
+    """Activations passed to the next stage, and back; the idle time is added when the rest is known."""
+    sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
+    count = step.strategies.microbatches * step.strategies.chunks
+    work = Work(
+        scope="pipeline", phase="forward", count=count, collectives=(Transfer("permute", ("stage",), sent, "stage"),),
+        formula="T D bytes to the next stage for each microbatch and chunk",
+    )  # fmt: skip
+    return [work, _backward(work, 1.0)]
+
+
+def _matmuls(
+    step: TrainingStep,
+    scope: str,
+    count: Number,
+    matmuls: list[Matmul],
+    tokens: Number,
+    *,
+    again: Number,
+    gathered: Number | None = None,
+    scattered: Number | None = None,
+    residual: bool = False,
+    plain: bool = False,
+    offload: str = "",
+) -> list[Work]:
+    """Forward, recompute and backward of matmuls that share an input or feed one output.
+
+    ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
+    are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
+    residual stream. ``plain`` weights are not gathered over fsdp.
+    """
+    element = step.element_bytes
+    dtype = step.numerics.matmul if scope.startswith("layers") else step.numerics.compute
+    operand = min(element, dtype_bytes(dtype))
+    weights = parameters(matmuls)
+    inputs = sum((tokens * m.k for m in matmuls), 0.0)
+    outputs = sum((tokens * m.n for m in matmuls), 0.0)
+    flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0)
+    moved = (inputs + weights) * operand + outputs * element
+    # A narrower dtype is made on the spot: each operand read for its scale, read again and written.
+    passes = 2 * element + operand if operand < element else 0.0
+    quantised = (inputs + weights) * passes
+    quantised_again = (inputs + 2 * outputs + weights) * passes
+    stream = tokens * step.model.d_model * element / step.tensor
+    added = 3 * stream if residual else 0.0
+    weights = weights * element
+
+    forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in matmuls), 0.0)
+    dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in matmuls), 0.0)
+    dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in matmuls), 0.0)
+    gather_weight = () if plain else (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
+    scatter_weight = () if plain else (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
+    gather_input = () if gathered is None else (Transfer("all_gather", ("tensor",), gathered, "tensor"),)
+    scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
+    gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)
+    scatter_input = () if gathered is None else (Transfer("reduce_scatter", ("tensor",), gathered, "tensor"),)
+    kept = _offloaded(step, offload)
+    shapes = " + ".join("2 T k n" for _ in matmuls)
+    once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
+    forward = Work(
+        scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
+        hbm_bytes=moved, elementwise_bytes=added + quantised, host_bytes=kept,
+        vector_flops=_VECTOR_OPS["add"] * stream / element if residual else 0.0,
+        collectives=gather_weight + gather_input + scatter_output, formula=shapes,
+    )  # fmt: skip
+    backward = Work(
+        scope=scope, phase="backward", count=count, flops={dtype: 2 * flops},
+        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again, host_bytes=kept,
+        collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({shapes})",
+    )  # fmt: skip
+    # In the backward pass weights, and inputs that are kept as shards, are gathered whether or not the matmul is
+    # repeated; the matmul and its scattered output only if its result was not kept.
+    regather = Work(
+        scope=scope, phase="recompute", count=0 if once else count,
+        flops={dtype: flops * again}, matmul_s=forward_s * again,
+        hbm_bytes=moved * again, elementwise_bytes=(added + quantised) * again,
+        collectives=gather_weight + gather_input + tuple(replace(t, payload=t.payload * again) for t in scatter_output),
+        formula="weights and inputs gathered again; the matmul repeated where its output was not kept",
+    )  # fmt: skip
+    return [forward, backward] if once else [forward, regather, backward]
+
+
+def _norm(step: TrainingStep, scope: str, count: Number, again: Number, offload: str = "") -> list[Work]:
+    stream = step.tokens * step.model.d_model * step.element_bytes / step.tensor
+    times = step.model.norms_per_layer / 2 if scope.startswith("layers") else 1.0
+    forward = Work(
+        scope=scope, phase="forward", count=count, hbm_bytes=2 * stream * times, host_bytes=_offloaded(step, offload),
+        vector_flops=_VECTOR_OPS["norm"] * times * stream / step.element_bytes, formula="T D read and written",
+    )  # fmt: skip
+    return [forward, _again(forward, again), _backward(forward, 2.0)]
+
+
+def _activation(step: TrainingStep, scope: str, count: Number, hidden: Number) -> list[Work]:
+    operands = step.model.mlp_matrices - 1
+    forward = Work(
+        scope=scope, phase="forward", count=count, hbm_bytes=(operands + 1) * hidden * step.element_bytes,
+        vector_flops=_VECTOR_OPS["act"] * hidden, formula="T F of each operand read, one written",
+    )  # fmt: skip
+    return [
+        forward,
+        _again(forward, step.strategies.recomputed("mlp_act")),
+        _backward(forward, (2 * operands + 1) / (operands + 1)),
+    ]
+
+
+def _offloaded(step: TrainingStep, name: str) -> Number:
+    """Bytes of a checkpoint that go to host memory, per layer execution."""
+    if name not in CHECKPOINTS:
+        return 0.0
+    width = checkpoint_widths(step.model, moe_layer=False)
+    return step.strategies.kept("offload", {n: w if n == name else 0.0 for n, w in width.items()}) * (
+        step.tokens / step.tensor * step.element_bytes
+    )
+
+
+def _again(work: Work, repeated: Number) -> Work:
+    """Forward work repeated in the backward pass, where ``repeated`` is 1."""
+    return replace(work, phase="recompute", count=work.count * repeated, host_bytes=0.0)
+
+
+def _backward(work: Work, factor: float, *, collectives: bool = True) -> Work:
+    """The backward pass of elementwise or moving work: ``factor`` times the traffic, the transposed collectives."""
+    return replace(
+        work,
+        phase="backward",
+        hbm_bytes=factor * work.hbm_bytes,
+        vector_flops=factor * work.vector_flops,
+        collectives=work.collectives if collectives else (),
+        formula=f"backward of: {work.formula}",
+    )

@@ -1,0 +1,350 @@
+"""The search over sharding, remat and microbatches, over every layout that the torus carries.
+
+Branch and bound. Memory depends only on how many devices each axis has, and time grows with the price of every
+collective; so a mesh shape priced with the best link that any of its layouts gives each axis is a lower bound on all of
+them. Layouts are priced in the order of that bound, until none that is left could be among the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.arrays.mesh import AXES, Floats, Mesh
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models.activations import POLICIES, parse_policy
+from rooftop.models.config import ModelConfig
+from rooftop.plan.assumptions import Assumptions
+from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
+from rooftop.plan.memory import Memory, book_memory, training_memory
+from rooftop.plan.strategies import SCHEDULES, Choice, Strategies, choices
+from rooftop.plan.training import TrainingStep
+from rooftop.plan.workload import Numerics, Workload
+
+#: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
+BLOCK = 16_384
+#: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
+RANKED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """All that a search is given. What is None is searched."""
+
+    model: ModelConfig
+    slice: Slice
+    workload: Workload
+    numerics: Numerics = Numerics()
+    assumptions: Assumptions = Assumptions()
+    axes: Mapping[str, int] | None = None
+    mesh: Mesh | None = None
+    remat: str | None = None
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    chunks: int = 1
+    bounds: str = "usable"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise RooftopError("schedule", self.schedule, ", ".join(SCHEDULES))
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise RooftopError("chunks", self.chunks, "2 or more with the interleaved schedule, 1 with any other")
+
+    @property
+    def capacity(self) -> float:
+        """HBM bytes of a device: usable, or nominal with the book's bounds."""
+        chip = self.slice.chip
+        return chip.hbm_bytes / chip.devices if self.bounds == "book" else chip.hbm_usable_bytes
+
+    def memory(self, step: TrainingStep) -> Memory:
+        """Bytes per device by class, by what XLA holds or by the book's arithmetic."""
+        return (book_memory if self.bounds == "book" else training_memory)(step)
+
+    def step(self, strategies: Strategies) -> TrainingStep:
+        """The training step under given strategies."""
+        return TrainingStep(
+            model=self.model, slice=self.slice, workload=self.workload, numerics=self.numerics,
+            assumptions=self.assumptions, strategies=strategies,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The candidates that were priced, with expected step time and memory, [C, K].
+
+    ``allowed`` is False where sizes do not divide. ``searched`` counts all candidates, also those excluded by a bound.
+    """
+
+    problem: Problem
+    strategies: Strategies
+    expected_s: Floats
+    memory_bytes: Floats
+    allowed: npt.NDArray[np.bool_]
+    searched: int
+    even: bool
+    """Whether the layouts split batch and model evenly, as a program needs."""
+
+    @property
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """Candidates that are allowed and stay within the device's memory, [C, K]."""
+        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.problem.capacity)
+        return fits
+
+    @cached_property
+    def best(self) -> tuple[int, int]:
+        """The fastest candidate that fits; if none does, the one that needs the least memory."""
+        if self.fits.any():
+            return self._least(np.where(self.fits, self.expected_s, np.inf))
+        return self._least(np.where(self.allowed, self.memory_bytes, np.inf))
+
+    def alternatives(self, count: int) -> list[tuple[int, int]]:
+        """The fastest candidate that fits of each other mesh shape, fastest first."""
+        score = np.where(self.fits, self.expected_s, np.inf)
+        chosen = np.argmin(score, axis=1)
+        ranked = np.argsort(score[np.arange(len(score)), chosen], kind="stable")
+        devices = self.strategies.layouts.devices
+        seen = {tuple(devices[self.best[0]])}
+        found: list[tuple[int, int]] = []
+        for index in ranked:
+            key = tuple(devices[index])
+            if key not in seen and np.isfinite(score[index, chosen[index]]):
+                seen.add(key)
+                found.append((int(index), int(chosen[index])))
+                if len(found) == count:
+                    break
+        return found
+
+    def only(self, candidate: tuple[int, int]) -> Strategies:
+        """One candidate as a strategy of its own."""
+        layout, choice = candidate
+        return Strategies(self.strategies.layouts[layout : layout + 1], (self.strategies.choices[choice],))
+
+    def _least(self, score: Floats) -> tuple[int, int]:
+        # Among equals the one with less memory: a tie in time is common when nothing is exposed.
+        least = score.min()
+        ties = np.argwhere(score <= least * (1 + 1e-9))
+        layout, choice = ties[np.argmin(self.memory_bytes[ties[:, 0], ties[:, 1]])]
+        return int(layout), int(choice)
+
+
+def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
+    """Price candidates, best bound first; all of them if ``exhaustive``.
+
+    Raises RooftopError if a given mesh or number of microbatches cannot be.
+    """
+    layouts, even = _layouts(problem)
+    options = _choices(problem, layouts)
+    order, starts = _by_shape(layouts)
+    layouts = layouts[order]
+    shapes = layouts[starts]
+    ends = np.append(starts[1:], len(layouts))
+    whole = Strategies(layouts, options)
+    one = Strategies(layouts[:1], options)
+    _evaluate(problem, one)  # Pricing one layout tells which collectives there are.
+    prices = {key: whole.price(*key) for key in one.prices}
+    cheapest = Strategies(
+        shapes, options, {key: found.map(lambda v: np.minimum.reduceat(v, starts)) for key, found in prices.items()}
+    )
+    allowed = _allowed(problem, cheapest, even)
+    bound_s, memory = _evaluate(problem, cheapest)
+    feasible = allowed & (memory <= problem.capacity)
+    if not feasible.any():
+        # Nothing fits: what needs the least is the answer, and it does not depend on the layout.
+        feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
+    optimistic = np.where(feasible, bound_s, np.inf).min(axis=1)
+    ranked = np.argsort(optimistic, kind="stable")
+    chosen: list[int] = []
+    best: list[float] = []
+    found: list[tuple[Floats, npt.NDArray[np.intp]]] = []
+    for shape in ranked.tolist():
+        if not exhaustive and len(best) >= RANKED and sorted(best)[RANKED - 1] <= optimistic[shape]:
+            break
+        if not np.isfinite(optimistic[shape]) and chosen and not exhaustive:
+            break
+        members = np.arange(starts[shape], ends[shape])
+        seconds, _ = _evaluate(problem, whole[members], memory=False)
+        chosen.append(shape)
+        best.append(float(np.where(feasible[shape], seconds, np.inf).min()))
+        found.append((seconds, members))
+    members = np.concatenate([index for _, index in found])
+    of_shape = np.repeat(chosen, [len(index) for _, index in found])
+    return Sweep(
+        problem=problem,
+        strategies=Strategies(layouts[members], options),
+        expected_s=np.concatenate([seconds for seconds, _ in found]),
+        memory_bytes=memory[of_shape],
+        allowed=allowed[of_shape],
+        searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
+        even=even,
+    )
+
+
+def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """An order of layouts in which equal axis sizes stand together, and where each group of them starts."""
+    order = np.lexsort(layouts.devices.T)
+    ordered = layouts.devices[order]
+    new = np.any(ordered[1:] != ordered[:-1], axis=1)
+    return order, np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.intp)
+
+
+def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
+    """Expected step time and memory of every candidate, [C, K], block by block."""
+    shape = strategies.shape
+    expected, held = np.empty(shape), np.empty(shape if memory else (0, 0))
+    rows = max(1, BLOCK // shape[1])
+    for start in range(0, shape[0], rows):
+        part = slice(start, start + rows)
+        step = problem.step(strategies[part] if shape[0] > rows else strategies)
+        expected[part] = np.broadcast_to(step.ledger.expected_s, expected[part].shape)
+        if memory:
+            held[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
+    return expected, held
+
+
+def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Layouts that JAX could not run as they stand, because a dim does not split evenly, [C]."""
+    batch = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
+    columns = layouts.along("fsdp") * layouts.along("tensor")
+    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
+    return bad
+
+
+def _layouts(problem: Problem) -> tuple[Layouts, bool]:
+    if problem.mesh is not None:
+        layouts = from_mesh(problem.mesh)
+        return layouts, not uneven(problem, layouts).any()
+    if problem.axes is not None:
+        layouts = _given(problem, problem.axes)
+        return layouts, not uneven(problem, layouts).any()
+    axes, divides = _searched(problem)
+    layouts = enumerate_layouts(problem.slice, axes, divides)
+    layouts = layouts[_heads_split(problem.model, layouts)]
+    good = ~uneven(problem, layouts)
+    even = bool(good.any())
+    if even:
+        layouts = layouts[good]
+    return layouts, even
+
+
+def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
+    """The axes worth searching and what each must divide."""
+    model = problem.model
+    columns = gcd(model.heads, model.d_ff if model.dense_layers else 0)
+    divides = {"tensor": columns, "context": problem.workload.seq_len, "stage": model.layers}
+    if model.moe is not None:
+        divides["tensor"] = gcd(columns, model.moe.d_ff)
+        divides["expert"] = model.moe.experts
+    return [name for name in AXES if name != "expert" or model.moe is not None], divides
+
+
+def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Key and value heads must split over tensor, or be copied a whole number of times."""
+    tensor = layouts.along("tensor")
+    good: npt.NDArray[np.bool_] = (model.kv_heads % tensor == 0) | (tensor % model.kv_heads == 0)
+    return good
+
+
+def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
+    """Layouts with exactly the given axis sizes."""
+    devices = problem.slice.devices
+    product = int(np.prod(list(sizes.values())))
+    given = ",".join(f"{name}={size}" for name, size in sizes.items())
+    if product != devices:
+        raise RooftopError(
+            "mesh", given, f"sizes whose product is the {devices} devices of {problem.slice.name} "
+            f"(yours is {product}), such as {_nearest(sizes, devices)}",
+        )  # fmt: skip
+    model = problem.model
+    for name, of, size in (
+        ("tensor", "attention heads", model.heads),
+        ("stage", "layers", model.layers),
+        ("expert", "experts", 1 if model.moe is None else model.moe.experts),
+    ):
+        if size % sizes.get(name, 1):
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            near = sorted(divisors, key=lambda n: abs(n - sizes[name]))[:2]
+            raise RooftopError(f"mesh axis {name}", sizes[name], f"a divisor of the {size} {of}: {sorted(near)}")
+    names = [name for name in AXES if sizes.get(name, 1) > 1] or ["data"]
+    divides = {name: sizes.get(name, 1) for name in AXES}
+    layouts = enumerate_layouts(problem.slice, names, divides)
+    wanted = np.array([divides[name] for name in AXES])
+    layouts = layouts[np.all(layouts.devices == wanted, axis=1)]
+    if not len(layouts):
+        physical = " x ".join(f"{axis.name}={axis.size}" for axis in problem.slice.physical_axes)
+        raise RooftopError(
+            "mesh", given, f"axes that whole or split physical axes ({physical}) make up; over DCN only data and stage"
+        )
+    return layouts
+
+
+def _nearest(sizes: Mapping[str, int], devices: int) -> str:
+    """The given mesh with its largest axis changed so that the product is right, the others rounded to divisors."""
+    largest = max(sizes, key=lambda name: sizes[name])
+    found: dict[str, int] = {}
+    left = devices
+    for name, size in sizes.items():
+        if name != largest:
+            found[name] = max(n for n in range(1, size + 1) if left % n == 0)
+            left //= found[name]
+    found[largest] = left
+    return ",".join(f"{name}={found[name]}" for name in sizes)
+
+
+def _choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
+    if problem.remat is None:
+        # 'full' is another name of 'block'.
+        policies = {name: POLICIES[name] for name in ("none", "matmuls", "minimal", "block")}
+    else:
+        policies = {problem.remat: parse_policy(problem.remat)}
+    counts: Sequence[int]
+    if problem.microbatches is not None:
+        if problem.workload.batch_seqs % problem.microbatches:
+            raise RooftopError(
+                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+            )
+        counts = (problem.microbatches,)
+    else:
+        replicas = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
+        most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
+        counts = [2**power for power in range(8) if 2**power <= most]
+    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
+
+
+def _allowed(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
+    """Microbatches must split each replica's sequences evenly; interleaved chunks the layers of a stage."""
+    layouts = strategies.layouts
+    replicas = strategies.devices("data", "fsdp", "expert")
+    counts = strategies.microbatches
+    good = np.ones(strategies.shape, np.bool_)
+    if even:
+        good &= problem.workload.batch_seqs % (replicas * counts) == 0
+    else:
+        good &= counts == counts.min()
+    stages = layouts.along("stage")[:, None]
+    good &= (problem.chunks == 1) | (problem.model.layers % (stages * problem.chunks) == 0)
+    if not good.any():
+        raise RooftopError(
+            "microbatches",
+            int(counts.max()),
+            f"a divisor of the {problem.workload.batch_seqs} sequences of each replica",
+        )
+    return good
+
+
+def best_of(problem: Problem, within: Strategies) -> float:
+    """Expected step time of the best fitting candidate among given strategies; infinite if none fits."""
+    within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
+    seconds, memory = _evaluate(problem, within)
+    allowed = _allowed(problem, within, even=not uneven(problem, within.layouts).any())
+    return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())
+
+
+def replaced(problem: Problem, **changes: object) -> Problem:
+    """The problem with some fields changed."""
+    return replace(problem, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""A training strategy: a layout, a remat policy, microbatches and a pipeline schedule; or very many of them at once.
+
+Arrays that depend on the layout are [C, 1] and those that depend on the rest are [1, K], so that a sweep over C x K
+candidates broadcasts and each formula is evaluated no more often than it varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.arrays.mesh import Floats
+from rooftop.models.activations import CHECKPOINTS
+from rooftop.plan.layouts import Layouts
+from rooftop.roofline.collectives import Price, price
+
+#: Pipeline schedules and the share of the 1F1B bubble that each leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
+#: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
+SCHEDULES: dict[str, float] = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1.0 / 3.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a strategy decides beside its layout. ``chunks``: model chunks per stage of the interleaved schedule."""
+
+    remat: str
+    policy: Mapping[str, str]
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """C layouts times K choices."""
+
+    layouts: Layouts
+    choices: Sequence[Choice]
+    prices: dict[tuple[str, str], Price] = field(default_factory=dict)
+    """Prices by (kind, axis), arrays [C, 1]; filled as they are asked for."""
+
+    def __getitem__(self, index: Any) -> Strategies:
+        """Some of the layouts, with the prices that are already known."""
+        prices = {key: found.map(lambda value: value[index]) for key, found in self.prices.items()}
+        return Strategies(self.layouts[index], self.choices, prices)
+
+    def devices(self, *names: str) -> Floats:
+        """Devices along the named axes together, [C, 1]."""
+        total = np.ones(len(self.layouts))
+        for name in names:
+            total = total * self.layouts.along(name)
+        return total[:, None]
+
+    def price(self, kind: str, axis: str) -> Price:
+        """The price of a collective over one axis, arrays [C, 1]; computed once."""
+        # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
+        key = "all_gather" if kind == "reduce_scatter" else kind, axis
+        if key not in self.prices:
+            self.prices[key] = price(key[0], self.layouts.span(axis)).map(lambda value: value[:, None])
+        return self.prices[key]
+
+    @cached_property
+    def microbatches(self) -> Floats:
+        """Microbatches per step, [1, K]."""
+        return np.array([[float(choice.microbatches) for choice in self.choices]])
+
+    @cached_property
+    def chunks(self) -> Floats:
+        """Model chunks per pipeline stage, [1, K]."""
+        return np.array([[float(choice.chunks) for choice in self.choices]])
+
+    @cached_property
+    def idle_share(self) -> Floats:
+        """Share of the 1F1B bubble that the schedule leaves, [1, K]."""
+        return np.array([[SCHEDULES[choice.schedule] for choice in self.choices]])
+
+    @cached_property
+    def keeps_all_in_flight(self) -> npt.NDArray[np.bool_]:
+        """Whether the schedule holds every microbatch's activations at once (GPipe), [1, K]."""
+        return np.array([[choice.schedule == "gpipe" for choice in self.choices]])
+
+    def recomputed(self, name: str) -> Floats:
+        """1 where the policy recomputes the named checkpoint and 0 where it is kept, [1, K]."""
+        return np.array([[float(choice.policy[name] == "recompute") for choice in self.choices]])
+
+    def kept(self, action: str, widths: Mapping[str, float]) -> Floats:
+        """Elements per token and layer under ``action``, given each checkpoint's width, [1, K]."""
+        totals = [sum(widths[name] for name in CHECKPOINTS if choice.policy[name] == action) for choice in self.choices]
+        return np.array([totals])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(C, K)."""
+        return len(self.layouts), len(self.choices)
+
+
+def choices(
+    policies: Mapping[str, Mapping[str, str]], microbatches: Sequence[int], *, schedule: str = "1f1b", chunks: int = 1
+) -> tuple[Choice, ...]:
+    """Every combination of remat policies and microbatches under one schedule."""
+    return tuple(
+        Choice(remat=name, policy=policy, microbatches=count, schedule=schedule, chunks=chunks)
+        for (name, policy), count in product(policies.items(), microbatches)
+    )

@@ -1,0 +1,117 @@
+"""The planned ledger of a training step: what one device does, for one strategy or for all of a sweep.
+
+Chapters 4 and 5 of the book. The strategy is FSDP (weights and their state split over ``fsdp``, gathered per layer,
+gradients scattered) with tensor parallelism over heads and hidden columns, residuals split over the sequence on the
+tensor axis (AllGather before a matmul, ReduceScatter after it), ring attention over ``context``, experts over
+``expert`` with an AllToAll on both sides, layers over ``stage``, and copies over ``data``, whose gradients are summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rooftop.arrays.mesh import Floats
+from rooftop.hardware import Slice
+from rooftop.ledger import Ledger
+from rooftop.models import ModelConfig, weights
+from rooftop.plan.assumptions import Assumptions
+from rooftop.plan.pricing import price_work
+from rooftop.plan.rates import Rates
+from rooftop.plan.rows import training_work
+from rooftop.plan.shapes import attention_matmuls, mlp_matmuls, parameters
+from rooftop.plan.strategies import Strategies
+from rooftop.plan.workload import Numerics, Workload
+from rooftop.quantities import dtype_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A training step under one or many strategies; ``ledger`` is what the plan shows."""
+
+    model: ModelConfig
+    slice: Slice
+    workload: Workload
+    numerics: Numerics
+    assumptions: Assumptions
+    strategies: Strategies
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What one device computes and moves per second, peak and expected."""
+        return Rates.of(self.slice.chip)
+
+    @cached_property
+    def tensor(self) -> Floats:
+        """Ways of tensor parallelism, [C, 1]."""
+        return self.strategies.devices("tensor")
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context."""
+        spread = self.strategies.devices("data", "fsdp", "expert", "context")
+        return self.workload.batch_tokens / spread / self.strategies.microbatches
+
+    @cached_property
+    def layers(self) -> Floats:
+        """Layers on the busiest pipeline stage, [C, 1]."""
+        return np.ceil(self.model.layers / self.strategies.devices("stage"))
+
+    @cached_property
+    def element_bytes(self) -> float:
+        """Bytes of one activation or gathered weight."""
+        return dtype_bytes(self.numerics.compute)
+
+    @cached_property
+    def layer_parameters(self) -> dict[str, Floats]:
+        """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard)."""
+        into, out = attention_matmuls(self.model, self.tensor)
+        sizes = {
+            "attn": parameters(into + out),
+            "mlp": np.zeros_like(self.tensor),
+            "experts": np.zeros_like(self.tensor),
+        }
+        moe = self.model.moe
+        if moe is None or moe.dense_layers:
+            up, down = mlp_matmuls(self.model, self.model.d_ff, self.tensor)
+            sizes["mlp"] = parameters(up + down)
+        if moe is not None:
+            up, down = mlp_matmuls(self.model, moe.d_ff, self.tensor)
+            sizes["experts"] = parameters(up + down) * moe.experts / self.strategies.devices("expert")
+            shared = self.model.d_model * moe.experts * np.ones_like(self.tensor)
+            if moe.shared_d_ff:
+                up, down = mlp_matmuls(self.model, moe.shared_d_ff, self.tensor)
+                shared = shared + parameters(up + down)
+            sizes["shared"] = shared
+        return sizes
+
+    @cached_property
+    def dense_share(self) -> float:
+        """Share of the layers whose MLP is dense."""
+        moe = self.model.moe
+        return 1.0 if moe is None else moe.dense_layers / self.model.layers
+
+    @cached_property
+    def held_parameters(self) -> dict[str, Floats]:
+        """Parameters in one device's shards, [C, 1]: 'dense' (copied over expert), 'experts', and 'vocab'."""
+        sizes, share = self.layer_parameters, self.dense_share
+        fsdp = self.strategies.devices("fsdp")
+        dense = sizes["attn"] + share * sizes["mlp"] + (1 - share) * sizes.get("shared", 0.0)
+        tables = 1 if self.model.tied_embeddings else 2
+        return {
+            "dense": self.layers * dense / fsdp,
+            "experts": self.layers * (1 - share) * sizes["experts"] / fsdp,
+            "vocab": tables * self.model.vocab * self.model.d_model / self.tensor / fsdp,
+        }
+
+    @property
+    def norm_parameters(self) -> float:
+        """Scales (and biases) of norms, which every device holds."""
+        return float(sum(weight.params for weight in weights(self.model) if weight.component == "norms"))
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Every row of the step, with what each collective leaves exposed; figures broadcast to [C, K]."""
+        return price_work(training_work(self), self.strategies, self.rates, self.assumptions)

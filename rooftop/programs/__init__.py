@@ -1,0 +1,1 @@
+"""JAX programs: what runs is what is compiled."""

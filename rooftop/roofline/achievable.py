@@ -1,0 +1,152 @@
+"""What fraction of each peak can be expected: named fractions of a chip, and the matmuls and kernels that they price.
+
+The figures stand in ``achievable.toml``, each with its evidence; docs/achievable.md says how they were found. They
+come from microbenchmarks and from the compiler, never from the runs that predictions are held against. A chip without
+evidence gets 1: its expectation is then its bound.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from rooftop.errors import RooftopError
+from rooftop.hardware import Chip
+from rooftop.hardware import chip as find_chip
+from rooftop.ledger import COLLECTIVES, Number
+
+#: Smallest and largest size of a dim among the matmuls that were compiled; what lies outside is priced as the nearest.
+MEASURED_DIMS: tuple[int, int] = (1024, 32768)
+NO_MEASUREMENT = "no measurement: bound"
+
+#: Scores that fill one vector register: the unit in which attention kernels are counted.
+_REGISTER = 1024
+#: Matmuls of an attention kernel that contract or produce the size of a query head, and of a value head.
+_KERNELS: Mapping[str, tuple[int, int]] = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dq_dkv": (3, 2)}
+#: Kernels of the backward pass: one for dQ and one for dK and dV on TPU, both in one on GPU.
+_BACKWARD: Mapping[str, tuple[str, ...]] = {"tpu": ("dq", "dkv"), "gpu": ("dq_dkv",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulFit:
+    """Time of a bare matmul: FLOPs at ``peak`` of the rate, ``start_s``, and ``result_s`` for each element of its result.
+
+    ``layer`` is the share of that speed that is left when the compiler has fused the elementwise work around it.
+    """
+
+    peak: float = 1.0
+    start_s: float = 0.0
+    result_s: float = 0.0
+    layer: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFit:
+    """Attention kernels with square blocks of ``block`` queries and keys.
+
+    ``vector_cycles`` maps a kernel ('forward', 'dq', 'dkv') to the cycles of one core, per 1024 scores, in which the
+    matrix unit waits for the vector unit and for the loop around them.
+    """
+
+    block: int
+    vector_cycles: Mapping[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fractions:
+    """The named achievable fractions of a chip.
+
+    ``matmul`` maps a width ('16-bit', '8-bit') to a fit, ``ici`` a collective kind to the share of the link rate.
+    ``hbm`` and ``dcn`` are shares of the catalogue's rates; ``collective_start_s`` passes before a collective's first
+    byte. ``attention`` is None where no kernel was counted. ``sources`` has the evidence, under 'hbm',
+    'ici.all_gather', 'matmul.16-bit' and so on.
+    """
+
+    chip: str
+    matmul: Mapping[str, MatmulFit] = field(hash=False)
+    attention: AttentionFit | None
+    hbm: float
+    ici: Mapping[str, float] = field(hash=False)
+    dcn: float
+    collective_start_s: float
+    sources: Mapping[str, str] = field(hash=False)
+
+
+@cache
+def fractions(chip_name: str) -> Fractions:
+    """The fractions of a chip of the catalogue, or of its alias. Raises RooftopError on an unknown name."""
+    name = find_chip(chip_name).name
+    entry = tomllib.loads(Path(__file__).with_name("achievable.toml").read_text(encoding="utf-8")).get(name, {})
+    sources: dict[str, str] = {}
+
+    def figure(path: str, default: float) -> float:
+        found = entry
+        for part in path.split("."):
+            found = found.get(part, {})
+        value, source = found or (default, NO_MEASUREMENT)
+        sources[path] = source
+        return float(value)
+
+    matmul = {width: MatmulFit() for width in ("16-bit", "8-bit")}
+    for width in matmul:
+        fit = entry.get("matmul", {}).get(width)
+        sources[f"matmul.{width}"] = fit["source"] if fit else NO_MEASUREMENT
+        if fit:
+            matmul[width] = MatmulFit(**{name: value for name, value in fit.items() if name != "source"})
+    kernels = entry.get("attention")
+    sources["attention"] = kernels["source"] if kernels else NO_MEASUREMENT
+    return Fractions(
+        chip=name,
+        matmul=MappingProxyType(matmul),
+        attention=AttentionFit(block=kernels["block"], vector_cycles=MappingProxyType(kernels["vector_cycles"]))
+        if kernels
+        else None,
+        hbm=figure("hbm", 1.0),
+        ici=MappingProxyType({kind: figure(f"ici.{kind}", 1.0) for kind in COLLECTIVES}),
+        dcn=figure("dcn", 1.0),
+        collective_start_s=figure("collective_start_s", 0.0),
+        sources=MappingProxyType(sources),
+    )
+
+
+def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str = "bf16") -> Number:
+    """Fraction of a device's peak that [m, k] x [k, n] can be expected to reach on its matrix unit, inside a layer.
+
+    HBM is another resource: a matmul short of FLOPs per byte is slower than this. Sizes broadcast; a size outside
+    ``MEASURED_DIMS`` counts as the nearest one inside. Raises RooftopError if the chip has no peak for ``dtype``.
+    """
+    chip = find_chip(chip_name)
+    if dtype not in chip.flops_per_s:
+        raise RooftopError(f"matmul dtype on {chip.name}", dtype, ", ".join(chip.flops_per_s))
+    fast = chip.flops_per_s[dtype] > chip.flops_per_s["bf16"]
+    fit = fractions(chip_name).matmul["8-bit" if fast else "16-bit"]
+    m, k, n = (np.clip(size, *MEASURED_DIMS) for size in (m, k, n))
+    ideal_s = 2.0 * m * k * n * chip.devices / chip.flops_per_s[dtype]
+    found: Number = fit.layer / (1.0 / fit.peak + (fit.start_s + m * n * fit.result_s) / ideal_s)
+    return found
+
+
+def attention_seconds(
+    chip: Chip, scores: Number, d_qk: int, d_v: int, *, backward: bool = False
+) -> tuple[Number, Number]:
+    """Expected seconds of an attention kernel on one device: the matrix unit's, and those in which it waits.
+
+    Their sum is how long the kernel takes. ``scores`` is the (query, key, head) triples that it executes: whole blocks
+    of ``AttentionFit.block``, masked ones skipped. Heads fill the matrix unit in whole multiples of its side.
+    ``backward`` prices the kernels of the backward pass, which compute the scores again.
+    """
+    fit = fractions(chip.name).attention
+    side = chip.mxu_tile if fit else 1
+    matrix, waits = 0.0, 0.0
+    for kernel in _BACKWARD[chip.kind] if backward else ("forward",):
+        of_qk, of_v = _KERNELS[kernel]
+        matrix += of_qk * -(-d_qk // side) * side + of_v * -(-d_v // side) * side
+        waits += fit.vector_cycles[kernel] / _REGISTER if fit else 0.0
+    rate = chip.flops_per_s["bf16"] / chip.devices
+    return 2.0 * scores * matrix / rate, scores * waits * chip.devices / (chip.cores * chip.clock_hz)

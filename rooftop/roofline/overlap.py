@@ -1,0 +1,40 @@
+"""What compilers overlap: which transfers of a step run beside its computation, from their own schedules."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rooftop.hardware import chip as find_chip
+
+#: Where no schedule was read: what is off the critical path hides, and the expectation is then the bound.
+_UNREAD = {"weight_gather": 1.0, "gradient_scatter": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """The default schedule of one chip's compiler.
+
+    ``hidden``: asynchronous share by kind of transfer. ``whole_slice_scatter``: the collective that a ReduceScatter
+    over every device of a slice becomes. ``source`` is the evidence.
+    """
+
+    hidden: Mapping[str, float]
+    whole_slice_scatter: str
+    source: str
+
+
+@cache
+def overlap(chip_name: str) -> Overlap:
+    """What is known of a chip's schedules. Raises RooftopError on an unknown chip."""
+    name = find_chip(chip_name).name
+    table = tomllib.loads(Path(__file__).with_name("overlap.toml").read_text(encoding="utf-8"))
+    found = table.get(name, {})
+    return Overlap(
+        hidden={kind: float(found.get(kind, share)) for kind, share in _UNREAD.items()},
+        whole_slice_scatter=found.get("whole_slice_scatter", "reduce_scatter"),
+        source=found.get("source", "no schedule was read: what may hide, hides"),
+    )

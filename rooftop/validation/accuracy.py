@@ -1,0 +1,256 @@
+"""How far predictions are from published step times, at three levels and beside a null model.
+
+Levels (never mixed): *bound*, the least time the hardware allows; *uncalibrated*, from achievable fractions that no
+whole run was used for; *calibrated*, times one factor per chip, the median of measured / uncalibrated over the runs
+of *other* models on that chip. The *null* model takes the median FLOP/s per chip of other models' runs on that chip,
+and needs no theory at all. Factors and nulls are learnt from dense models only; an error is predicted / measured - 1.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import RooftopError
+from rooftop.validation.runs import Run
+
+LEVELS: tuple[str, ...] = ("bound", "uncalibrated", "calibrated", "null")
+
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One run beside its predictions, in seconds per step; None where no other dense model ran on the chip."""
+
+    run: Run
+    bound_s: float
+    uncalibrated_s: float
+    calibrated_s: float | None
+    null_s: float | None
+
+    def error(self, level: str) -> float | None:
+        """Predicted / measured - 1 at one of LEVELS: negative where the prediction is too fast."""
+        seconds: float | None = getattr(self, f"{level}_s")
+        return None if seconds is None else seconds / self.run.step_s - 1
+
+    @property
+    def best_level(self) -> str:
+        """'calibrated', or 'uncalibrated' where there is no calibration."""
+        return "uncalibrated" if self.calibrated_s is None else "calibrated"
+
+    @property
+    def beats_bound(self) -> bool:
+        """Whether the measurement is below the bound: an input of one of the two is wrong."""
+        return self.run.step_s < self.bound_s
+
+    def to_json(self) -> dict[str, Any]:
+        """The run and its predictions as plain JSON values, in seconds, bytes and tokens."""
+        run = self.run
+        return {
+            "id": run.id,
+            "source": run.source,
+            "model": run.model.name,
+            "slice": run.slice.name,
+            "over_dcn": run.over_dcn,
+            "mesh": None if run.mesh is None else dict(run.mesh),
+            "seq_len": run.seq_len,
+            "batch_tokens": run.batch_tokens,
+            "dtype": run.dtype,
+            "published_dtype": run.published_dtype,
+            "remat": run.remat.published,
+            "measured_s": run.step_s,
+            "measured_from": run.step_from,
+            **{f"{level}_s": getattr(self, f"{level}_s") for level in LEVELS},
+            "error": {level: self.error(level) for level in LEVELS},
+            "beats_bound": self.beats_bound,
+            "measured_memory_bytes": dict(run.measured_memory_bytes),
+            "assumed": list(run.assumed),
+            "where_found": run.where_found,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Errors of ``runs`` runs as fractions: signed mean, and mean, median and largest absolute error."""
+
+    runs: int
+    mean: float
+    mean_absolute: float
+    median_absolute: float
+    largest_absolute: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Some of the runs, ``by`` 'cohort', 'chip', 'slices' or 'source'; errors by level, None where no run has any."""
+
+    by: str
+    name: str
+    runs: int
+    errors: Mapping[str, Errors | None]
+    note: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        errors = {level: None if found is None else vars(found) for level, found in self.errors.items()}
+        return {"by": self.by, "name": self.name, "runs": self.runs, "errors": errors, "note": self.note}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Every run beside its predictions, and the errors by group."""
+
+    comparisons: tuple[Comparison, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def beats_bound(self) -> tuple[str, ...]:
+        """Ids of the runs that were measured below their bound."""
+        return tuple(one.run.id for one in self.comparisons if one.beats_bound)
+
+    def worst(self, count: int) -> tuple[Comparison, ...]:
+        """The ``count`` runs with the largest absolute error at their best level, worst first."""
+        return tuple(sorted(self.comparisons, key=lambda one: -abs(one.error(one.best_level) or 0.0))[:count])
+
+    def to_json(self) -> dict[str, Any]:
+        """``rows`` and ``summary`` as plain JSON values."""
+        return {
+            "rows": [one.to_json() for one in self.comparisons],
+            "summary": {"groups": [group.to_json() for group in self.groups], "beats_bound": list(self.beats_bound)},
+        }
+
+
+def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[Run]) -> _Floats:
+    """For each run the median of ``values`` (one per run) over the dense runs of other models on its chip.
+
+    A model is its sizes, not its name: one architecture published under two names is not another model. NaN where
+    there is no other model.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    chips = np.array([run.slice.chip.name for run in runs])
+    dense = np.array([run.model.moe is None for run in runs])
+    sizes = [_sizes(run) for run in runs]
+    models = np.array([sizes.index(size) for size in sizes])
+    medians = np.full(len(runs), np.nan)
+    for index in range(len(runs)):
+        others = (chips == chips[index]) & dense & (models != models[index])
+        if others.any():
+            medians[index] = np.median(array[others])
+    return medians
+
+
+def _sizes(run: Run) -> tuple[object, ...]:
+    model = run.model
+    dims = (model.layers, model.d_model, model.d_ff, model.heads, model.kv_heads, model.d_head, model.vocab)
+    return (*dims, model.moe, model.mla)
+
+
+def null_seconds(runs: Sequence[Run]) -> _Floats:
+    """Seconds per step of the null model: the run's FLOPs at the median FLOP/s per chip of other models; or NaN."""
+    rates = leave_one_model_out([run.flops_per_s_per_chip for run in runs], runs)
+    return np.array([run.model_flops / run.slice.chips for run in runs]) / rates
+
+
+def calibrated_seconds(runs: Sequence[Run], uncalibrated_s: npt.ArrayLike) -> _Floats:
+    """Uncalibrated seconds times the chip's factor, learnt from other models' runs; NaN where there are none."""
+    uncalibrated = np.asarray(uncalibrated_s, dtype=np.float64)
+    return uncalibrated * leave_one_model_out(np.array([run.step_s for run in runs]) / uncalibrated, runs)
+
+
+def summarise(runs: Sequence[Run], bound_s: npt.ArrayLike, uncalibrated_s: npt.ArrayLike) -> Report:
+    """Compare predicted seconds per step (one per run, at two levels) with the measured ones.
+
+    The cohort 'dense TPU, bf16' is calibrated, and has its null, from its own runs only; every other group shares the
+    factors of all runs. Raises RooftopError unless there is one positive number per run at either level.
+    """
+    bound, uncalibrated = np.asarray(bound_s, dtype=np.float64), np.asarray(uncalibrated_s, dtype=np.float64)
+    for name, array in (("bound_s", bound), ("uncalibrated_s", uncalibrated)):
+        if array.shape != (len(runs),) or not (np.isfinite(array) & (array > 0)).all():
+            raise RooftopError(name, array.tolist(), f"{len(runs)} positive numbers, one per run")
+    comparisons = _compare(runs, bound, uncalibrated)
+    bf16 = np.array([run.dense_tpu and run.dtype == "bf16" for run in runs], dtype=bool)
+    bf16_runs = [run for run, chosen in zip(runs, bf16, strict=True) if chosen]
+    groups = [
+        *_grouped("cohort", comparisons, lambda run: "dense TPU" if run.dense_tpu else None),
+        *_grouped("cohort", _compare(bf16_runs, bound[bf16], uncalibrated[bf16]), lambda _: "dense TPU, bf16"),
+        *_grouped("slices", comparisons, _span),
+        *_grouped("chip", comparisons, _chip),
+        *_grouped("source", comparisons, lambda run: run.source),
+    ]
+    return Report(comparisons=comparisons, groups=tuple(groups))
+
+
+def _span(run: Run) -> str | None:
+    if not run.dense_tpu:
+        return None
+    return "dense TPU, over DCN" if run.over_dcn else "dense TPU, single slice"
+
+
+def _chip(run: Run) -> str:
+    return run.slice.chip.name if run.model.moe is None else f"{run.slice.chip.name}, experts"
+
+
+def _compare(runs: Sequence[Run], bound_s: _Floats, uncalibrated_s: _Floats) -> tuple[Comparison, ...]:
+    if not runs:
+        return ()
+    calibrated, null = calibrated_seconds(runs, uncalibrated_s), null_seconds(runs)
+    return tuple(
+        Comparison(
+            run=run,
+            bound_s=float(bound_s[index]),
+            uncalibrated_s=float(uncalibrated_s[index]),
+            calibrated_s=None if np.isnan(calibrated[index]) else float(calibrated[index]),
+            null_s=None if np.isnan(null[index]) else float(null[index]),
+        )
+        for index, run in enumerate(runs)
+    )
+
+
+def _grouped(by: str, comparisons: Sequence[Comparison], name_of: Callable[[Run], str | None]) -> list[Group]:
+    """One Group per name, in order of appearance; runs named None are in none."""
+    named: dict[str, list[Comparison]] = {}
+    for one in comparisons:
+        name = name_of(one.run)
+        if name is not None:
+            named.setdefault(name, []).append(one)
+    return [_group(by, name, members) for name, members in named.items()]
+
+
+def _group(by: str, name: str, members: Sequence[Comparison]) -> Group:
+    errors = {}
+    for level in LEVELS:
+        found = [error for one in members if (error := one.error(level)) is not None]
+        errors[level] = _errors(np.array(found)) if found else None
+    alone = sorted({one.run.slice.chip.name for one in members if one.calibrated_s is None})
+    note = f"no other dense model on {', '.join(alone)}: uncalibrated only, and no null" if alone else None
+    return Group(by=by, name=name, runs=len(members), errors=errors, note=note)
+
+
+def _errors(signed: _Floats) -> Errors:
+    absolute = np.abs(signed)
+    return Errors(
+        runs=signed.size,
+        mean=float(signed.mean()),
+        mean_absolute=float(absolute.mean()),
+        median_absolute=float(np.median(absolute)),
+        largest_absolute=float(absolute.max()),
+    )
+
+
+def load_reasons(path: Path | None = None) -> dict[str, str]:
+    """Why single runs are off, by run id: the table [reasons] of a TOML file, by default ``data/reasons.toml``.
+
+    Without the file there are no reasons.
+    """
+    path = path or Path(__file__).with_name("data") / "reasons.toml"
+    if not path.is_file():
+        return {}
+    reasons = tomllib.loads(path.read_text(encoding="utf-8")).get("reasons", {})
+    return {str(run): str(reason) for run, reason in reasons.items()}

@@ -1,0 +1,86 @@
+"""Our prediction of a published run: the plan of its published strategy, or the best one where none was published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftop.errors import RooftopError
+from rooftop.plan import Assumptions, Numerics, Problem, TrainingPlan, Workload, sweep
+from rooftop.validation.runs import Run
+
+#: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's
+#: keeps the outputs of matmuls.
+_POLICIES = {
+    "none": "none",
+    "full": "full",
+    "minimal": "minimal",
+    "selective": "none,attn_core=recompute,attn_normed=recompute,mlp_normed=recompute",
+}
+_TORCHTITAN_SELECTIVE = "matmuls"
+
+#: Names of offloaded activations as published -> checkpoints.
+_CHECKPOINTS = {"layer_input": "layer_input", "qkv": "qkv", "out_proj": "attn_out"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds per step: the lower bound and the uncalibrated expectation; ``notes`` say what was assumed."""
+
+    bound_s: float
+    uncalibrated_s: float
+    notes: tuple[str, ...]
+    plan: TrainingPlan
+
+
+def predict(run: Run, assumptions: Assumptions | None = None) -> Prediction:
+    """Plan ``run`` as published. Raises RooftopError if it has a strategy that cannot be planned."""
+    notes: list[str] = []
+    problem = Problem(
+        model=run.model,
+        slice=run.slice,
+        workload=Workload(batch_tokens=run.batch_tokens, seq_len=run.seq_len),
+        numerics=_numerics(run),
+        assumptions=assumptions or Assumptions(),
+        axes=run.mesh,
+        remat=_remat(run),
+        microbatches=_microbatches(run, notes),
+        schedule="interleaved" if (run.interleave or 1) > 1 else "1f1b",
+        chunks=run.interleave or 1,
+    )
+    found = sweep(problem)
+    only = found.only(found.best)
+    plan = TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+    if run.mesh is None:
+        notes.append(f"no sharding published: searched, {plan.mesh.layout}")
+    if not plan.fits:
+        notes.append(f"by our count it needs {plan.memory_bytes / problem.capacity:.2f} of the memory of a device")
+    return Prediction(bound_s=max(plan.lower_s.values()), uncalibrated_s=plan.expected_s, notes=tuple(notes), plan=plan)
+
+
+def _numerics(run: Run) -> Numerics:
+    half = "f16" if run.dtype == "f16" else "bf16"
+    return Numerics(compute=half, gradients=half, matmul=run.dtype)
+
+
+def _remat(run: Run) -> str:
+    if run.remat.offloaded:
+        unknown = [name for name in run.remat.offloaded if name not in _CHECKPOINTS]
+        if unknown:
+            raise RooftopError("recompute", run.remat.published, f"offloaded names among {', '.join(_CHECKPOINTS)}")
+        return ",".join(["block", *(f"{_CHECKPOINTS[name]}=offload" for name in run.remat.offloaded)])
+    if run.source.startswith("torchtitan") and run.remat.policy == "selective":
+        return _TORCHTITAN_SELECTIVE
+    if run.remat.policy not in _POLICIES:
+        raise RooftopError("recompute", run.remat.published, ", ".join(_POLICIES))
+    return _POLICIES[run.remat.policy]
+
+
+def _microbatches(run: Run, notes: list[str]) -> int:
+    mesh = run.mesh or {}
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("expert", 1)
+    if run.microbatch_seqs is not None:
+        return max(1, run.batch_seqs // (replicas * run.microbatch_seqs))
+    if mesh.get("stage", 1) > 1:
+        notes.append("microbatch size not published: one sequence assumed")
+        return max(1, run.batch_seqs // replicas)
+    return 1

@@ -1,0 +1,209 @@
+"""How the words of a table of runs are read: chips, slices, models, meshes, dtypes and remat policies.
+
+What the columns leave open is settled by ``data/readings.toml``, which says where each reading comes from. Every
+reader returns, beside its answer, the assumptions it had to make.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rooftop.errors import RooftopError
+from rooftop.hardware import Chip, Slice, chip
+from rooftop.models import ModelConfig, MoE, load_model
+from rooftop.quantities import DTYPE_BYTES
+from rooftop.validation.table import TableRow
+
+#: Architecture columns that a model cannot be built without.
+_ARCHITECTURE = ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "vocab")
+_MESH_COLUMNS = {"pp": "stage", "dp": "data", "fsdp": "fsdp", "tp": "tensor"}
+_REMAT_WORDS = ("full", "minimal", "selective", "none")
+
+
+class Gap(Exception):
+    """A row says too little to be used; the message says what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remat:
+    """A remat policy as it was published, and what of it could be read.
+
+    ``policy`` is 'full', 'minimal', 'selective', 'none' or 'custom'; None: not stated. ``offloaded`` holds the
+    published names of what goes to the host ('layer_input', 'qkv', 'out_proj').
+    """
+
+    published: str | None
+    policy: str | None
+    offloaded: tuple[str, ...] = ()
+
+
+@cache
+def readings() -> Mapping[str, Any]:
+    """The parsed ``data/readings.toml``."""
+    return tomllib.loads(Path(__file__).with_name("data").joinpath("readings.toml").read_text(encoding="utf-8"))
+
+
+def source_facts(name: str) -> Mapping[str, Any]:
+    """What is known of a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
+    facts: Mapping[str, Any] = readings()["source"].get(name, {})
+    return facts
+
+
+def read_chip(row: TableRow) -> tuple[Chip, tuple[str, ...]]:
+    """The catalogue's chip of a row, with the figures that the published product has instead."""
+    name = row.required("chip")
+    facts = dict(readings()["chip"].get(name, {"catalogue": name}))
+    assumed = tuple(facts.pop("assumed", ()))
+    try:
+        known = chip(facts.pop("catalogue"))
+    except RooftopError as error:
+        raise row.error("chip", error.accepted) from None
+    return (known.replace(**facts) if facts else known), assumed
+
+
+def read_slice(row: TableRow) -> tuple[Slice, tuple[str, ...]]:
+    """The slice of a row: its optional column `slice`, or the standard shape of so many chips.
+
+    Raises Gap if no standard shape has that many chips.
+    """
+    known, assumed = read_chip(row)
+    chips = row.required_count("num_chips")
+    if row.cells.get("slice"):
+        try:
+            stated = Slice.parse(row.cells["slice"])
+        except RooftopError as error:
+            raise row.error("slice", error.accepted) from None
+        if stated.chip.name != known.name or stated.chips != chips:
+            raise row.error("slice", f"a slice of {chips} {known.name} chips")
+        return Slice(known, stated.shape, stated.num_slices), assumed
+    if known.kind == "gpu":
+        per_node = min(chips, math.prod(known.host_shape))
+        if chips % per_node or (per_node,) not in known.slice_shapes:
+            raise Gap(f"{chips} GPUs are not whole nodes of {math.prod(known.host_shape)}, nor a part of one")
+        return Slice(known, (per_node, chips // per_node)), (*assumed, f"{per_node} GPUs in a node")
+    shapes = {math.prod(shape): shape for shape in _standard_shapes(known)}
+    num_slices = 1
+    if source_facts(row.required("source")).get("dp") == "slices":
+        num_slices = row.count("dp") or 1
+    elif chips not in shapes and chips % max(shapes) == 0:
+        num_slices = chips // max(shapes)
+    if chips % num_slices or chips // num_slices not in shapes:
+        of = f" in {num_slices} slices" if num_slices > 1 else ""
+        raise Gap(f"no standard slice of {chips} {known.name} chips{of}: name it in a column `slice`")
+    shape = shapes[chips // num_slices]
+    size = f"{chips // num_slices} {known.name} chips"
+    assumed = (*assumed, f"the slice is the standard one of {size}, {'x'.join(map(str, shape))}")
+    return Slice(known, shape, num_slices), assumed
+
+
+def _standard_shapes(known: Chip) -> list[tuple[int, ...]]:
+    cubes = readings()["slice"]["cubes"] if known.wrap == "cube" else ()
+    return [*known.slice_shapes, *(tuple(int(size) for size in text.split("x")) for text in cubes)]
+
+
+def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The model of a row: built from its columns, or the preset of its name where columns are empty.
+
+    ``seq_len`` becomes the longest sequence of a model built from columns. Raises Gap if neither is enough.
+    """
+    name = row.required("model")
+    facts = dict(_model_facts(name))
+    preset = facts.pop("preset", name)
+    facts.pop("source", None)
+    empty = [column for column in _ARCHITECTURE if row.text(column) is None]
+    if empty:
+        try:
+            config = load_model(preset)
+        except RooftopError:
+            raise Gap(f"no preset {preset!r}, and {', '.join(empty)} not stated") from None
+        for column in _ARCHITECTURE:
+            if row.count(column) not in (None, getattr(config, column)):
+                raise row.error(column, f"{getattr(config, column)}, as in the preset {preset}, or every size stated")
+        return config, (f"architecture of the preset {preset}",)
+    assumed = []
+    matrices = row.count("mlp_matrices")
+    tied = row.choice("tied_embeddings", {"yes": True, "no": False})
+    if matrices is None or tied is None:
+        facts = {"mlp_matrices": 3, "tied_embeddings": False} | facts
+        assumed.append(f"{facts['mlp_matrices']} MLP matrices, tied embeddings {facts['tied_embeddings']}: its family")
+    if matrices is not None:
+        facts["mlp_matrices"] = matrices
+    if tied is not None:
+        facts["tied_embeddings"] = tied
+    fields: dict[str, Any] = {"name": name, "family": "llama", "max_seq_len": seq_len}
+    fields |= {column: row.required_count(column) for column in _ARCHITECTURE} | facts
+    experts, active = row.count("experts"), row.count("active_experts")
+    if (experts is None) != (active is None):
+        raise Gap("experts and active_experts are not both stated")
+    try:
+        if experts is not None and active is not None:
+            fields["moe"] = MoE(experts=experts, active=active, d_ff=fields["d_ff"])
+            assumed.append("d_ff is each expert's, in every layer")
+        return ModelConfig(**fields), tuple(assumed)
+    except RooftopError as error:
+        raise RooftopError(row.field(error.field), error.given, error.accepted) from None
+
+
+def _model_facts(name: str) -> Mapping[str, Any]:
+    families = readings()["model"]
+    match = max((prefix for prefix in families if name.lower().startswith(prefix)), key=len, default=None)
+    if match is None:
+        return {}
+    facts: Mapping[str, Any] = families[families[match].get("like", match)]
+    return facts
+
+
+def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
+    """The stated mesh axes greater than 1, outermost first (stage, data, fsdp, context, tensor); None: not stated.
+
+    Context parallelism is read from 'cp=N' in where_found. Raises RooftopError if all axes are stated and do not
+    multiply to ``devices``.
+    """
+    stated = {axis: row.count(column) for column, axis in _MESH_COLUMNS.items()}
+    context = re.search(r"\bcp=(\d+)", row.cells["where_found"])
+    sizes = {axis: size or 1 for axis, size in stated.items()} | {"context": int(context[1]) if context else 1}
+    if math.prod(sizes.values()) == devices and any(stated.values()):
+        order = ("stage", "data", "fsdp", "context", "tensor")
+        return {axis: sizes[axis] for axis in order if sizes[axis] > 1}, ()
+    if all(size is not None for size in stated.values()):
+        given = " x ".join(f"{column} {row.cells[column]}" for column in _MESH_COLUMNS)
+        raise RooftopError(f"{row.table} line {row.number} mesh", given, f"axes that multiply to {devices} devices")
+    return None, ("mesh not stated: it is searched",)
+
+
+def read_dtype(row: TableRow) -> str:
+    """The dtype of the matmuls, a name of quantities.DTYPE_BYTES. Raises Gap if it is neither stated nor known."""
+    word = row.text("dtype") or source_facts(row.required("source")).get("dtype")
+    if word is None:
+        raise Gap("dtype not stated")
+    first = re.split(r"[ +/,]", word.lower())[0]
+    dtype: str = readings()["dtype"].get(first, first)
+    if dtype not in DTYPE_BYTES:
+        raise row.error("dtype", f"a text that begins with one of {', '.join(readings()['dtype'])}")
+    return dtype
+
+
+def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
+    """The remat policy: a word of MaxText or Megatron, or 'custom(a+b offload)'."""
+    word = row.text("recompute") or source_facts(row.required("source")).get("recompute")
+    if word is None:
+        return Remat(published=None, policy=None), ("remat policy not stated",)
+    if word in _REMAT_WORDS:
+        return Remat(published=word, policy=word), ()
+    if word in readings()["remat"]:
+        offloaded = tuple(readings()["remat"][word]["offloaded"])
+        return Remat(published=word, policy="custom", offloaded=offloaded), ()
+    custom = re.fullmatch(r"custom\((.*?)\s*offload\)", word)
+    if custom is None:
+        raise row.error("recompute", f"{', '.join(_REMAT_WORDS)}, custom(a+b offload), or nothing")
+    offloaded = tuple(name.strip() for name in custom[1].split("+") if name.strip())
+    return Remat(published=word, policy="custom", offloaded=offloaded), (
+        () if offloaded else ("what is offloaded is not stated",)
+    )

@@ -1,0 +1,237 @@
+"""Published training runs: the rows of a table merged into runs, with everything a prediction needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rooftop.errors import RooftopError, unknown
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig
+from rooftop.validation import readings
+from rooftop.validation.conventions import CONVENTIONS, full_attention, step_seconds
+from rooftop.validation.readings import Gap, Remat
+from rooftop.validation.table import RUN_COLUMNS, TableRow, read_table
+
+_PHASES = ("train", "prefill", "decode", "serve")
+_MEMORY_UNITS = {"GiB": 2.0**30, "GB": 1e9}
+_MEMORY = re.compile(r"(.+)_per_chip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One published training run, all its metrics merged.
+
+    ``mesh``: axis -> devices, None where it was not published. ``batch_seqs``: global batch, in sequences of
+    ``seq_len`` tokens. ``microbatch_seqs``: sequences per microbatch and data-parallel replica. ``interleave``:
+    stages of layers per pipeline device. ``dtype`` is the matmuls', ``published_dtype`` what was said of all dtypes
+    (None: nothing); ``compiled``: torch.compile was used.
+    ``step_s``: measured seconds per step, derived from the metric ``step_from``. ``measured``: published metrics by
+    name, in SI (fractions for %), ``measured_memory_bytes``: bytes per chip by kind ('peak', 'activation', ...).
+    ``assumed``: what the table left open and how it was read. ``lines``: the table's lines.
+    """
+
+    id: str
+    source: str
+    model: ModelConfig
+    slice: Slice
+    mesh: Mapping[str, int] | None
+    seq_len: int
+    batch_seqs: int
+    microbatch_seqs: int | None
+    interleave: int | None
+    sequence_parallel: bool | None
+    dtype: str
+    published_dtype: str | None
+    compiled: bool
+    remat: Remat
+    step_s: float
+    step_from: str
+    measured: Mapping[str, float]
+    measured_memory_bytes: Mapping[str, float]
+    where_found: str
+    assumed: tuple[str, ...]
+    lines: tuple[int, ...]
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one step over all chips."""
+        return self.batch_seqs * self.seq_len
+
+    @property
+    def over_dcn(self) -> bool:
+        """Whether the run spans several slices (TPU) or several nodes (GPU)."""
+        return any(axis.resource == "dcn" and axis.size > 1 for axis in self.slice.physical_axes)
+
+    @property
+    def dense_tpu(self) -> bool:
+        """Whether it is a dense model on TPUs: the runs that headline figures are about."""
+        return self.slice.chip.kind == "tpu" and self.model.moe is None
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of one step over all chips: attention in full, no embedding lookup, no recomputation."""
+        return full_attention(self.model, self.seq_len) * self.batch_tokens
+
+    @property
+    def flops_per_s_per_chip(self) -> float:
+        """The achieved ``model_flops`` per second and chip."""
+        return self.model_flops / (self.step_s * self.slice.chips)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unusable:
+    """A published run that cannot be predicted, and ``why`` in words. Its measurements are kept."""
+
+    source: str
+    model: str
+    chip: str
+    num_chips: int
+    why: str
+    measured: Mapping[str, float]
+    measured_memory_bytes: Mapping[str, float]
+    lines: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRuns:
+    """What a table holds: training runs, those that say too little, and how many rows are about serving."""
+
+    runs: tuple[Run, ...]
+    unusable: tuple[Unusable, ...]
+    serving_rows: int
+
+
+def load_runs(path: Path | None = None) -> list[Run]:
+    """The usable training runs of a table; without a path, of the one that comes with rooftop."""
+    return list(load_published(path).runs)
+
+
+def load_published(path: Path | None = None) -> PublishedRuns:
+    """Merge the rows of a table (columns: ``table.COLUMNS``, and optionally 'slice') into runs, in the table's order.
+
+    Rows belong to one run when all but the measurement columns agree. Raises RooftopError, with file, line and
+    column, on a bad table, and on a table without a training run.
+    """
+    rows = read_table(path)
+    groups: dict[tuple[str, ...], list[TableRow]] = {}
+    for row in rows:
+        if row.cells["phase"] not in _PHASES:
+            raise row.error("phase", ", ".join(_PHASES))
+        if row.cells["phase"] == "train":
+            key = (*(row.cells[column] for column in RUN_COLUMNS), row.cells.get("slice", ""))
+            groups.setdefault(key, []).append(row)
+    if not groups:
+        raise RooftopError("table of runs", str(path), "a table with at least one row whose phase is train")
+    runs: list[Run] = []
+    unusable: list[Unusable] = []
+    for group in groups.values():
+        first = group[0]
+        measured, memory = _metrics(group)
+        lines = tuple(row.number for row in group)
+        try:
+            runs.append(_run(first, measured, memory, lines, taken={run.id for run in runs}))
+        except Gap as gap:
+            unusable.append(
+                Unusable(
+                    source=first.required("source"),
+                    model=first.required("model"),
+                    chip=first.required("chip"),
+                    num_chips=first.required_count("num_chips"),
+                    why=str(gap),
+                    measured=measured,
+                    measured_memory_bytes=memory,
+                    lines=lines,
+                )
+            )
+    serving = sum(row.cells["phase"] != "train" for row in rows)
+    return PublishedRuns(runs=tuple(runs), unusable=tuple(unusable), serving_rows=serving)
+
+
+def _metrics(group: list[TableRow]) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics in SI by name, and memory in bytes by kind."""
+    measured: dict[str, float] = {}
+    memory: dict[str, float] = {}
+    known = readings.readings()["metric"]
+    for row in group:
+        metric, unit = row.required("measured_metric"), row.required("unit")
+        kind = _MEMORY.fullmatch(metric) if "memory" in metric else None
+        if kind is not None:
+            into, name = memory, kind[1].replace("_memory", "")
+            gigabyte = readings.source_facts(row.required("source")).get("gigabyte", _MEMORY_UNITS["GB"])
+            units = _MEMORY_UNITS | {"GB": float(gigabyte)}
+        elif metric in known:
+            into, name, units = measured, metric, known[metric]
+        else:
+            raise unknown(row.field("measured_metric"), metric, [*known, "peak_memory_per_chip"])
+        if unit not in units:
+            raise row.error("unit", " or ".join(units))
+        if name in into:
+            raise row.error("measured_metric", "each metric once per run; where_found can tell two runs apart")
+        into[name] = row.value("measured_value") * units[unit]
+    return measured, memory
+
+
+def _run(
+    row: TableRow, measured: dict[str, float], memory: dict[str, float], lines: tuple[int, ...], taken: set[str]
+) -> Run:
+    """One run. Raises Gap where the row says too little."""
+    facts = readings.source_facts(row.required("source"))
+    needed = {"seq_len": "sequence length", "global_batch_seqs": "global batch"}
+    missing = [words for column, words in needed.items() if row.text(column) is None]
+    if missing:
+        raise Gap(f"not stated: {', '.join(missing)}")
+    seq_len, batch_seqs = row.required_count("seq_len"), row.required_count("global_batch_seqs")
+    model, from_model = readings.read_model(row, seq_len)
+    on, from_slice = readings.read_slice(row)
+    mesh, from_mesh = readings.read_mesh(row, on.devices)
+    dtype = readings.read_dtype(row)
+    remat, from_remat = readings.read_remat(row)
+    count = facts.get("flops")
+    step = step_seconds(
+        measured,
+        tokens=batch_seqs * seq_len,
+        chips=on.chips,
+        flops=None if count is None else CONVENTIONS[count](model, seq_len) * batch_seqs * seq_len,
+        # The peak that a share of peak refers to is plain only when matmuls run in the dtype of the data.
+        peak_flops_per_s=on.chip.flops_per_s.get(dtype) if dtype in ("bf16", "f16", "f32") else None,
+    )
+    if step is None:
+        raise Gap("no step_time or tokens_per_s_per_chip, and no rate whose FLOP count is known")
+    return Run(
+        id=_identity(row, on, dtype, remat, f"{batch_seqs}x{seq_len}", taken),
+        source=row.required("source"),
+        model=model,
+        slice=on,
+        mesh=mesh,
+        seq_len=seq_len,
+        batch_seqs=batch_seqs,
+        microbatch_seqs=row.count("microbatch"),
+        interleave=row.count("interleave"),
+        sequence_parallel=row.choice("sp", {"yes": True, "no": False}),
+        dtype=dtype,
+        published_dtype=row.text("dtype"),
+        compiled="+compile" in row.cells["dtype"],
+        remat=remat,
+        step_s=step[0],
+        step_from=step[1],
+        measured=measured,
+        measured_memory_bytes=memory,
+        where_found=row.cells["where_found"],
+        assumed=(*from_model, *from_slice, *from_mesh, *from_remat, *facts.get("assumed", ())),
+        lines=lines,
+    )
+
+
+def _identity(row: TableRow, on: Slice, dtype: str, remat: Remat, batch: str, taken: set[str]) -> str:
+    """A name that does not depend on other rows, but for a '#2' where two runs agree in all that it says."""
+    plain = [re.sub(r"[^a-z0-9.]+", "-", row.required(column).lower()).strip("-") for column in ("source", "model")]
+    word = f"{dtype}+compile" if "+compile" in row.cells["dtype"] else dtype
+    name = "/".join((*plain, on.name, batch, word, remat.policy or "unstated"))
+    serial = 2
+    while name in taken:
+        name = f"{name.split('#')[0]}#{serial}"
+        serial += 1
+    return name

@@ -1,0 +1,1 @@
+"""The XLA:TPU compiler ahead of time, and what it made of a program."""

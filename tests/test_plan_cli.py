@@ -1,0 +1,142 @@
+"""``rooftop plan train`` as people type it: the answer, the file it writes, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from rooftop.schemas import schema
+
+Run = Callable[..., Any]
+JOB = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq", "4096", "--tokens", "1T")
+
+
+def test_json_is_one_object_that_follows_the_schema(rooftop: Run) -> None:
+    answer = rooftop(*JOB, "--json")
+    assert (answer.status, answer.err) == (0, "")
+    jsonschema.validate(answer.json, schema("plan"))
+    assert answer.json["model"]["params"] == 8_030_261_248
+    assert answer.json["slice"] == {"name": "v5p:4x4x4", "chips": 64, "devices": 64}
+    assert answer.json["workload"] == {"batch_tokens": 2**20, "seq_len": 4096, "tokens": 1e12}
+    hours = answer.json["days"] * 24
+    assert answer.json["cost_usd"] == pytest.approx(hours * 64 * 4.2)
+
+
+def test_tables_say_the_answer_first(rooftop: Run) -> None:
+    answer = rooftop(*JOB)
+    assert answer.status == 0
+    lines = [line for line in answer.out.splitlines() if line.strip()]
+    assert lines[0].startswith("llama3-8b on v5p:4x4x4: ")
+    for part in ("MFU", "Where the step goes", "layers/mlp/up", "Why", "FSDP alone would need", "Alternatives"):
+        assert part in answer.out
+
+
+def test_given_mesh_and_remat_are_kept(rooftop: Run) -> None:
+    data = rooftop(*JOB, "--mesh", "fsdp=16,tensor=4", "--remat", "block", "--optimizer", "lion", "--json").json
+    assert {name: size for name, size in data["mesh"]["axes"].items() if size > 1} == {"fsdp": 16, "tensor": 4}
+    assert (data["remat"]["name"], data["optimizer"]) == ("block", "lion")
+    assert data["memory"]["optimizer"] == pytest.approx(4 * 8.03e9 / 64, rel=1e-3)
+
+
+def test_plan_file_is_what_json_prints(rooftop: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    printed = rooftop(*JOB, "-o", str(file), "--json").json
+    assert json.loads(file.read_text()) == printed
+
+
+def test_a_plan_that_cannot_be_written_leaves_what_was_there(rooftop: Run, tmp_path: Path) -> None:
+    answer = rooftop(*JOB, "-o", str(tmp_path / "nowhere" / "plan.json"))
+    assert answer.status == 2
+    assert "output file" in answer.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_file_is_a_model(rooftop: Run, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096,
+    }))  # fmt: skip
+    args = list(JOB)
+    args[2] = str(file)
+    assert rooftop(*args, "--json").json["model"]["config"]["d_model"] == 2048
+
+
+def test_nothing_fits_is_status_one_and_one_line(rooftop: Run) -> None:
+    answer = rooftop("plan", "train", "llama3-405b", "--on", "v5e:4x4", "--batch-tokens", "1Mi", "--json")
+    assert answer.status == 1
+    assert answer.json["memory"]["fits"] is False
+    (line,) = answer.err.strip().splitlines()
+    assert "does not fit v5e:4x4" in line
+    assert "optimizer take" in line
+
+
+def test_the_book_bounds_use_nominal_memory(rooftop: Run) -> None:
+    book = rooftop(*JOB, "--bounds", "book", "--json").json["memory"]
+    assert book["capacity"] == 96e9
+    assert book["workspace"] == book["gradients"] == 0
+    assert book["weights"] == pytest.approx(book["optimizer"] / 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({2: "lama3-8b"}, "llama3-8b"),
+        ({2: "nowhere/config.json"}, "nowhere/config.json"),
+        ({4: "v5q:4x4x4"}, "v5p"),
+        ({4: "v5p:4x4"}, "v5p"),
+        ({4: "v5e:17x16"}, "v5e"),
+        ({6: "1000001"}, "multiple of seq_len 4096: 999424 or 1003520"),
+        ({6: "-4M"}, "positive number"),
+        ({8: "0"}, "positive number"),
+        ({10: "many"}, "positive number"),
+    ],
+)
+def test_bad_arguments_are_one_line(rooftop: Run, change: dict[int, str], message: str) -> None:
+    args = list(JOB)
+    for position, value in change.items():
+        args[position] = value
+    _refused(rooftop(*args), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--mesh", "fsdp=60"), "such as fsdp=64"),
+        (("--mesh", "fsdp=32,tensr=2"), "did you mean tensor"),
+        (("--mesh", "fsdp=64", "--layout", "fsdp=x+y+z"), "--mesh or --layout, not both"),
+        (("--layout", "fsdp=x+y"), "tile physical axis z"),
+        (("--layout", "fsdp=x+y+w"), "one of x, y, z"),
+        (("--remat", "ful"), "did you mean full"),
+        (("--remat", "block,qkv=keep"), "save"),
+        (("--microbatches", "3"), "divisor of the 256 sequences"),
+        (("--schedule", "2f2b"), "1f1b"),
+        (("--chunks", "2"), "interleaved"),
+        (("--optimizer", "adamww"), "did you mean adamw"),
+        (("--matmul-dtype", "int3"), "int8"),
+        (("--price", "-1"), "positive number"),
+        (("--hidden", "tensor=2"), "between 0 and 1"),
+        (("--bounds", "loose"), "book"),
+        (("--batch-seqs", "4"), "one of --batch-tokens and --batch-seqs"),
+        (("--nonsense",), "nonsense"),
+    ],
+)
+def test_bad_options_are_one_line(rooftop: Run, options: tuple[str, ...], message: str) -> None:
+    _refused(rooftop(*JOB, *options), message)
+
+
+def test_a_missing_slice_is_asked_for(rooftop: Run) -> None:
+    _refused(rooftop("plan", "train", "llama3-8b", "--batch-tokens", "1Mi"), "--on")
+
+
+def _refused(answer: Any, message: str) -> None:
+    assert answer.status == 2
+    assert answer.out == ""
+    (line,) = answer.err.strip().splitlines()
+    assert line.startswith("rooftop: ")
+    assert message in line

@@ -1,0 +1,225 @@
+"""The training program on eight emulated devices equals a plain, unsharded transformer written out here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooftop.arrays import AXES
+from rooftop.arrays.rules import Rules
+from rooftop.errors import RooftopError
+from rooftop.models import ModelConfig, load_model
+from rooftop.programs.parameters import Batch, Transformer, describe, initialise, shardings
+from rooftop.programs.sharding import Specs
+from rooftop.programs.train_step import (
+    AdamW,
+    TrainProgram,
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    init_state,
+    lower,
+    train_step,
+)
+
+MODEL = ModelConfig(
+    name="tiny", family="llama", layers=2, d_model=64, d_ff=96, heads=8, kv_heads=4, d_head=16, vocab=128,
+    max_seq_len=16,
+)  # fmt: skip
+BATCH, SEQ_LEN = 4, 16
+
+
+def mesh_of(**sizes: int) -> jax.sharding.Mesh:
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
+
+
+def program(**changes: Any) -> TrainProgram:
+    fields = {"model": MODEL, "batch": BATCH, "seq_len": SEQ_LEN, "compute_dtype": "f32"}
+    return TrainProgram(**(fields | changes))
+
+
+def ids() -> tuple[np.ndarray, np.ndarray]:
+    text = np.random.default_rng(0).integers(0, MODEL.vocab, (BATCH, SEQ_LEN + 1)).astype(np.int32)
+    return text[:, :-1], text[:, 1:]
+
+
+def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[TrainState[np.ndarray], float]:
+    state = init_state(made, jax.random.key(0), mesh)
+    place = abstract_batch(made, mesh)
+    tokens, targets = (jax.device_put(each, place.tokens.sharding) for each in ids())
+    with jax.set_mesh(mesh):
+        step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0)
+        state, loss = step(state, Batch(tokens=tokens, targets=targets))
+    return jax.tree.map(np.asarray, state), float(loss)
+
+
+def plain_loss(weights: Transformer[jax.Array], tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    """The same transformer, one layer after another, with no sharding, scan, remat or chunks."""
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + MODEL.norm_eps) * scale
+
+    def rotate(x: jax.Array) -> jax.Array:
+        # As complex numbers: element i and element i + H/2 make one, turned by position * theta**(-2i/H).
+        half = x.shape[-1] // 2
+        angle = jnp.arange(SEQ_LEN)[:, None] * MODEL.rope_theta ** (-jnp.arange(half) / half)
+        turned = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)[:, None, :]
+        return jnp.concatenate([turned.real, turned.imag], -1)
+
+    x = weights.embed[tokens]
+    for layer in range(MODEL.layers):
+        attn, mlp = (jax.tree.map(lambda w: w[layer], part) for part in (weights.layers.attn, weights.layers.mlp))  # noqa: B023
+        h = norm(x, attn.norm)
+        q, k = rotate(jnp.einsum("btd,dnh->btnh", h, attn.q)), rotate(jnp.einsum("btd,dkh->btkh", h, attn.k))
+        k, v = (
+            jnp.repeat(each, MODEL.heads // MODEL.kv_heads, 2) for each in (k, jnp.einsum("btd,dkh->btkh", h, attn.v))
+        )
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / MODEL.d_head**0.5
+        scores = jnp.where(np.tril(np.ones((SEQ_LEN, SEQ_LEN), bool)), scores, -1e30)
+        mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        x = x + mixed.reshape(BATCH, SEQ_LEN, -1) @ attn.out
+        h = norm(x, mlp.norm)
+        gate = h @ mlp.gate
+        x = x + (gate / (1 + jnp.exp(-gate)) * (h @ mlp.up)) @ mlp.down
+    logits = jax.nn.log_softmax(norm(x, weights.final_norm) @ weights.unembed)
+    return -jnp.take_along_axis(logits, targets[..., None], -1).mean()
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[float, Transformer[np.ndarray], Transformer[np.ndarray]]:
+    """Loss, gradients and initial weights of the plain transformer."""
+    made = program()
+    weights = init_state(made, jax.random.key(0), mesh_of()).weights
+    weights = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)), weights)
+    loss, gradients = jax.jit(jax.value_and_grad(plain_loss))(weights, *ids())
+    return float(loss), jax.tree.map(np.asarray, gradients), jax.tree.map(np.asarray, weights)
+
+
+def largest_error(actual: Transformer[np.ndarray], wanted: Transformer[np.ndarray]) -> float:
+    """Largest difference in any array, relative to that array's largest element."""
+    errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), actual, wanted)
+    return max(jax.tree.leaves(errors))
+
+
+SHARDINGS = [
+    ({}, "none", 1),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, "block", 2),  # one sequence on a device
+    ({"fsdp": 2, "tensor": 4}, "matmuls", 1),  # two
+    pytest.param({"fsdp": 4}, "none", 4, marks=pytest.mark.slow),
+    pytest.param({"data": 4}, "minimal", 1, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "expert": 2}, "block", 1, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "tensor": 4}, "block,qkv=save", 1, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 4, "tensor": 2}, "full", 2, marks=pytest.mark.slow),
+    pytest.param({"tensor": 4}, "none", 1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("sizes", "remat", "chunks"), SHARDINGS)
+def test_step_equals_plain_transformer(
+    sizes: Mapping[str, int], remat: str, chunks: int, expected: tuple[float, Any, Any]
+) -> None:
+    """Loss, gradients (from the first moment) and AdamW, whatever the mesh, remat policy and chunks."""
+    wanted_loss, wanted_gradients, weights = expected
+    adamw = AdamW(learning_rate=1e-2, weight_decay=0.5)
+    state, loss = one_step(program(remat=remat, loss_chunks=chunks, optimizer=adamw), mesh_of(**sizes))
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    gradients = jax.tree.map(lambda m: m / (1 - adamw.b1), state.first_moment)
+    assert largest_error(gradients, wanted_gradients) < 1e-4
+    squares = jax.tree.map(lambda v: np.sqrt(v / (1 - adamw.b2)), state.second_moment)
+    assert largest_error(squares, jax.tree.map(np.abs, wanted_gradients)) < 1e-4
+    # After one step Adam's change is the gradient's sign; matrices decay, norms do not.
+    decay = jax.tree.map(lambda p: 0.0 if p.fan_in is None else adamw.weight_decay, describe(MODEL))
+    changed = jax.tree.map(
+        lambda w, g, d: w - adamw.learning_rate * (g / (np.abs(g) + adamw.eps) + d * w), weights, gradients, decay
+    )
+    assert largest_error(state.weights, changed) < 1e-5
+    assert state.step == 1
+
+
+def test_bf16_stays_near_float32(expected: tuple[float, Any, Any]) -> None:
+    _, loss = one_step(program(compute_dtype="bf16"), mesh_of(fsdp=2, tensor=2))
+    assert loss == pytest.approx(expected[0], rel=2e-2)
+    assert loss != pytest.approx(expected[0], rel=1e-7)
+
+
+def test_initial_weights_do_not_depend_on_the_mesh() -> None:
+    key, described = jax.random.key(3), describe(MODEL)
+    one, many = (
+        initialise(described, key, mesh, Specs(Rules().only(mesh.shape)))
+        for mesh in (mesh_of(), mesh_of(data=2, fsdp=2, tensor=2))
+    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), one, many))
+    assert float(jnp.std(one.layers.mlp.down)) == pytest.approx(MODEL.d_ff**-0.5, rel=0.05)
+    assert (np.asarray(one.final_norm) == 1).all()
+
+
+def test_abstract_state_is_what_is_initialised() -> None:
+    made, mesh = program(), mesh_of(fsdp=2, tensor=4)
+    real, planned = init_state(made, jax.random.key(0), mesh), abstract_state(made, mesh)
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding), real, planned)
+    assert jax.tree.all(same)
+
+
+def test_thousands_of_devices_without_any() -> None:
+    """The types of a whole step on 4,096 devices, shardings included: the state goes out as it came in."""
+    mesh = jax.sharding.AbstractMesh(
+        (1, 1, 1024, 1, 1, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES)
+    )
+    made = TrainProgram(model=load_model("llama3-70b"), batch=1024, seq_len=4096)
+    with jax.sharding.use_abstract_mesh(mesh):
+        before, batch = abstract_state(made, mesh), abstract_batch(made, mesh)
+        after, loss = jax.eval_shape(train_step(made, made.specs(mesh)), before, batch)
+    down = before.weights.layers.mlp.down
+    assert down.sharding.shard_shape(down.shape) == (80, 28672 // 4096, 8192)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.spec == b.sharding.spec, before.weights, after.weights))
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+
+def test_json_round_trip() -> None:
+    made = program(optimizer=AdamW(learning_rate=1e-3), rules=Rules().only({"data": 1, "fsdp": 1}))
+    assert TrainProgram.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "field"),
+    [
+        ({"remat": "blok"}, {}, "remat"),
+        ({"remat": "block,qkv=offload"}, {}, "remat of qkv"),
+        ({"loss_chunks": 3}, {}, "loss_chunks"),
+        ({"batch": 6}, {"fsdp": 4}, "batch"),
+        ({"seq_len": 6}, {"tensor": 4}, "seq_len"),
+        ({}, {"tensor": 8}, "model weight layers.attn.k"),
+        ({}, {"context": 2}, "mesh axis context"),
+        ({"model": load_model("mixtral-8x7b")}, {}, "model.moe"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes: dict[str, int], field: str) -> None:
+    with pytest.raises(RooftopError) as refused:
+        lower(mesh_of(**sizes), program(**changes).to_json())
+    assert refused.value.field == field
+    assert "\n" not in str(refused.value)
+
+
+def test_unknown_program_field_and_dtype() -> None:
+    with pytest.raises(RooftopError, match="bf16, f32"):
+        program(compute_dtype="f64")
+    with pytest.raises(RooftopError, match="TrainProgram"):
+        TrainProgram.from_json(program().to_json() | {"speed": 11})
+
+
+def test_specs_refuse_collisions_and_unknown_dims() -> None:
+    specs = Specs(Rules())
+    with pytest.raises(RooftopError, match="at most once"):
+        specs.activation("residual_seq", "heads")
+    with pytest.raises(RooftopError, match="did you mean heads"):
+        specs.parameter("hedas")
+    mesh = mesh_of(fsdp=8)
+    assert shardings(describe(MODEL), mesh, specs).embed.spec == specs.parameter(None, ("vocab", "embed"))

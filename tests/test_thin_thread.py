@@ -1,0 +1,164 @@
+"""The thin thread: a train step planned by formulas, compiled by XLA:TPU for a slice that is not here, joined by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from rooftop.arrays import AXES, Mesh
+from rooftop.explain.join import Joined, join
+from rooftop.hardware import Slice
+from rooftop.ledger import Collective, Ledger, Row
+from rooftop.models import ModelConfig
+from rooftop.models.activations import parse_policy
+from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
+from rooftop.plan.strategies import Choice
+from rooftop.programs.train_step import TrainProgram
+from rooftop.xla.compiling import Compiled, Request, compile_ahead_of_time
+
+MODEL = ModelConfig(
+    name="toy", family="llama", layers=2, d_model=2048, d_ff=8192, heads=16, kv_heads=8, d_head=128, vocab=8192,
+    max_seq_len=512,
+)  # fmt: skip
+LAYERS = float(MODEL.layers)
+
+
+def collective(kind: str, axes: str, nbytes: float) -> Collective:
+    return Collective(kind=kind, axes=tuple(axes.split(",")), bytes=nbytes, wire_bytes=0.0, critical=True)
+
+
+def planned(program: TrainProgram, mesh: Mesh) -> Ledger:
+    """The planner's own rows for this program, whose attention is the reference that stores its scores."""
+    workload = Workload(batch_tokens=program.batch * program.seq_len, seq_len=program.seq_len)
+    assumptions = Assumptions(attention="reference")
+    problem = Problem(model=program.model, slice=mesh.slice, workload=workload, assumptions=assumptions)
+    choice = Choice(remat=program.remat, policy=parse_policy(program.remat))
+    return TrainingPlan(problem=problem, mesh=mesh, choice=choice).ledger
+
+
+def compile_step(name: str, layout: str, *, batch: int, remat: str) -> tuple[TrainProgram, Compiled]:
+    slice_ = Slice.parse(name)
+    axes = Mesh.from_layout(slice_, layout).axes
+    mesh = Mesh(slice_, {name: axes.get(name, ()) for name in AXES})
+    program = TrainProgram(model=MODEL, batch=batch, seq_len=512, remat=remat)
+    request = Request(mesh=mesh, program="rooftop.programs.train_step:lower", arguments=program.to_json())
+    return program, compile_ahead_of_time(request, timeout_s=1200)
+
+
+def differences(rows: list[Joined]) -> dict[tuple[str, str], str]:
+    return {(row.scope, row.phase): row.verdict for row in rows if not row.agrees}
+
+
+@pytest.mark.parametrize(
+    ("slice_", "layout", "batch", "remat"),
+    [
+        # One sequence on a device: the case in which XLA would not scatter, had the program not folded it away.
+        ("v5e:4x4", "fsdp=x,tensor=y", 4, "block"),
+        pytest.param("v5e:4x4", "data=y[2:2],fsdp=x,tensor=y[1:2]", 16, "matmuls", marks=pytest.mark.slow),
+        pytest.param("v6e:4x4", "fsdp=x,tensor=y", 4, "block", marks=pytest.mark.slow),
+        pytest.param("v5p:4x4x4", "fsdp=x+y,tensor=z", 16, "block", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_step_is_as_planned(slice_: str, layout: str, batch: int, remat: str) -> None:
+    """Every matmul's FLOPs and every collective's bytes, in every scope and phase; nothing else, nothing missing."""
+    program, compiled = compile_step(slice_, layout, batch=batch, remat=remat)
+    rows = join(planned(program, compiled.mesh), compiled.ledger)
+    assert differences(rows) == {}
+    assert not any(each.spelled for row in rows for each in row.collectives)
+    assert {row.scope for row in rows} >= {"layers/attn/core", "layers/mlp/up", "unembed", "embed", "gradients"}
+    assert not compiled.module.uncounted_loops
+    # The state alone is 12 bytes a parameter; the step must hold it, and fit.
+    state = sum(12 * size for size in parameter_shards(program, compiled.mesh.shape))
+    assert state < compiled.peak_bytes < compiled.mesh.slice.device_hbm_usable_bytes
+
+
+def parameter_shards(program: TrainProgram, mesh: Mapping[str, int]) -> list[float]:
+    """Elements of every matrix on one device."""
+    model, ways = program.model, mesh["fsdp"] * mesh["tensor"]
+    d, n, k, f = model.d_model, model.heads * model.d_head, model.kv_heads * model.d_head, model.d_ff
+    return [size / ways for size in (LAYERS * d * (2 * n + 2 * k + 3 * f), 2 * d * model.vocab)]
+
+
+@pytest.mark.slow
+def test_reduce_scatter_over_a_whole_slice_is_an_all_reduce() -> None:
+    """XLA:TPU's own spelling: the join accepts it where a ReduceScatter was planned, and says so."""
+    program, compiled = compile_step("v5e:4x4", "fsdp=x+y", batch=16, remat="block")
+    rows = join(planned(program, compiled.mesh), compiled.ledger)
+    assert differences(rows) == {}
+    spelled = {(row.scope, row.phase) for row in rows for each in row.collectives if each.spelled == "all_reduce"}
+    weights = {"layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "unembed"}
+    assert spelled == {(scope, "backward") for scope in weights}
+    assert all("as all_reduce" in row.verdict for row in rows if (row.scope, row.phase) in spelled)
+
+
+@pytest.mark.slow
+def test_tpu7x_differs_by_name() -> None:
+    """Two devices a chip, collectives on the SparseCores. XLA computes the reference attention's scores twice there."""
+    program, compiled = compile_step("tpu7x:2x2x2", "fsdp=x+y,tensor=z+core", batch=8, remat="block")
+    rows = {(row.scope, row.phase): row for row in join(planned(program, compiled.mesh), compiled.ledger)}
+    assert all(row.compiled_flops == row.planned_flops for key, row in rows.items() if key[0] != "layers/attn/core")
+    assert rows["layers/attn/core", "forward"].verdict == "3.22 GFLOPs for 2.15 GFLOPs"
+    moved = {
+        key: [str(each) for each in (*row.missing, *row.unexpected)]
+        for key, row in rows.items()
+        if any(not each.agrees for each in row.collectives)
+    }
+    # One gather of a weight is named after the matmul that reads it, and so leaves the recompute phase.
+    gather = ["all_gather over fsdp"]
+    assert moved == {("layers/mlp/down", phase): gather for phase in ("recompute", "backward")}
+
+
+# ---- the join itself ------------------------------------------------------------------------------------------------
+
+
+def made_row(scope: str, flops: float, *collectives: Collective, phase: str = "forward", count: float = 1.0) -> Row:
+    return Row(scope=scope, phase=phase, flops={"bf16": flops}, count=count, collectives=collectives)
+
+
+def test_join_finds_what_differs() -> None:
+    """Unexpected, missing and different, each by name; what agrees says nothing."""
+    gather, scatter = collective("all_gather", "fsdp", 4e6), collective("reduce_scatter", "fsdp", 4e6)
+    plan = Ledger(
+        (
+            made_row("layers/mlp/up", 1e9, gather, count=2),
+            made_row("layers/mlp/down", 1e9, scatter),
+            made_row("layers/attn/norm", 0.0),
+        )
+    )
+    real = Ledger(
+        (
+            made_row("layers/mlp/up", 2e9, gather, gather),
+            made_row("layers/mlp/down", 2e9, collective("all_to_all", "fsdp", 1e6)),
+            made_row("unscoped", 0.0, collective("permute", "tensor", 8.0), phase="backward"),
+        )
+    )
+    up, down, stray = join(plan, real)
+    assert (up.agrees, up.verdict, up.planned_flops) == (True, "as planned", 2e9)
+    assert [str(each) for each in down.unexpected] == ["all_to_all over fsdp"]
+    assert [str(each) for each in down.missing] == ["reduce_scatter over fsdp"]
+    assert down.verdict == (
+        "2 GFLOPs for 1 GFLOPs; missing reduce_scatter over fsdp of 4 MB; unexpected all_to_all over fsdp of 1 MB"
+    )
+    assert (stray.scope, stray.agrees, stray.missing) == ("unscoped", False, ())
+    assert stray.to_json()["verdict"] == "unexpected permute over tensor of 8 B"
+
+
+def test_join_accepts_an_all_reduce_only_where_none_was_planned() -> None:
+    scatter = made_row("unembed", 0.0, collective("reduce_scatter", "fsdp", 8e6))
+    both = made_row("unembed", 0.0, collective("reduce_scatter", "fsdp", 8e6), collective("all_reduce", "fsdp", 2e6))
+    real = made_row("unembed", 0.0, collective("all_reduce", "fsdp", 8e6))
+    (spelled,) = join(Ledger((scatter,)), Ledger((real,)))
+    assert (spelled.agrees, spelled.verdict) == (True, "as planned, reduce_scatter over fsdp (as all_reduce)")
+    (distinct,) = join(Ledger((both,)), Ledger((real,)))
+    assert [each.kind for each in distinct.missing] == ["reduce_scatter"]
+    other_axis = made_row("unembed", 0.0, collective("all_reduce", "tensor", 8e6))
+    (apart,) = join(Ledger((scatter,)), Ledger((other_axis,)))
+    assert (len(apart.missing), len(apart.unexpected)) == (1, 1)
+
+
+def test_join_ignores_the_order_of_axes() -> None:
+    one, other = (
+        made_row("gradients", 0.0, collective("all_reduce", axes, 4.0), phase="update") for axes in ("a,b", "b,a")
+    )
+    assert [row.agrees for row in join(Ledger((one,)), Ledger((other,)))] == [True]
