@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 @click.command("validate")
 @click.option("--runs", "runs_path", type=click.Path(path_type=Path), help="Another table, with the same columns.")
 @click.option("--worst", type=click.IntRange(min=0), default=10, show_default=True, help="How many runs to list.")
+@click.option("--hidden", metavar="SHARES", help="Assume what hides: weight_gather=1,tensor=0.5 (docs/plan.md).")
 @json_option
-def command(runs_path: Path | None, worst: int, as_json: bool) -> None:
+def command(runs_path: Path | None, worst: int, hidden: str | None, as_json: bool) -> None:
     """Predicted step times beside published measurements of training runs, misses included.
 
     Three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per chip from
@@ -30,14 +31,16 @@ def command(runs_path: Path | None, worst: int, as_json: bool) -> None:
     \b
     Example: rooftop validate --worst 5
     """
+    from rooftop.plan import Assumptions
     from rooftop.validation import load_published, load_reasons, summarise
     from rooftop.validation.predict import predict
 
+    assumptions = Assumptions() if hidden is None else Assumptions().with_hidden(hidden)
     published = load_published(runs_path)
     predicted, notes, unpredicted = [], {}, {}
     for run in published.runs:
         try:
-            prediction = predict(run)
+            prediction = predict(run, assumptions)
         except (RooftopError, Infeasible) as error:
             unpredicted[run.id] = str(error)
             continue

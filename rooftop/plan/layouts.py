@@ -48,6 +48,19 @@ class Layouts:
         position = AXES.index(name)
         return span(self.slice.physical_axes, self.size[:, position], self.stride[:, position])
 
+    def distinct(self, name: str) -> tuple[Ints, Ints]:
+        """Layouts that hold every way one logical axis is laid, and for each layout which of them is like it.
+
+        There are few such ways in very many layouts: what depends on one axis alone need not be computed more often.
+        """
+        position = AXES.index(name)
+        code = np.zeros(len(self), np.int64)
+        for p, axis in enumerate(self.slice.physical_axes):
+            digit = self.size[:, position, p] * (axis.size + 1) + self.stride[:, position, p]
+            code = code * (axis.size + 1) ** 2 + digit
+        _, first, like = np.unique(code, return_index=True, return_inverse=True)
+        return first, like
+
     def __getitem__(self, index: Any) -> Layouts:
         """Some of the layouts."""
         return Layouts(self.slice, self.size[index], self.stride[index])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import Floats
+from rooftop.arrays.mesh import Floats, Ints
 from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan.layouts import Layouts
 from rooftop.roofline.collectives import Price, price
@@ -57,12 +57,22 @@ class Strategies:
             total = total * self.layouts.along(name)
         return total[:, None]
 
+    def _distinct(self, axis: str) -> tuple[Ints, Ints]:
+        if axis not in self._ways:
+            self._ways[axis] = self.layouts.distinct(axis)
+        return self._ways[axis]
+
+    @cached_property
+    def _ways(self) -> dict[str, tuple[Ints, Ints]]:
+        return {}
+
     def price(self, kind: str, axis: str) -> Price:
         """The price of a collective over one axis, arrays [C, 1]; computed once."""
         # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
         key = "all_gather" if kind == "reduce_scatter" else kind, axis
         if key not in self.prices:
-            self.prices[key] = price(key[0], self.layouts.span(axis)).map(lambda value: value[:, None])
+            first, like = self._distinct(axis)
+            self.prices[key] = price(key[0], self.layouts[first].span(axis)).map(lambda value: value[like][:, None])
         return self.prices[key]
 
     @cached_property
