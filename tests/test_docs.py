@@ -36,9 +36,9 @@ def test_transcripts_print_what_they_say(page: str, command: str, printed: str) 
 def test_every_verb_has_a_page_with_a_transcript(verb: str) -> None:
     page = ROOT / "docs" / f"{verb}.md"
     assert any(command.startswith(f"rooftop {verb}") for command, _ in TRANSCRIPTS.commands(page))
-    assert any(
-        command.startswith(f"rooftop {verb}") for command, _ in TRANSCRIPTS.commands(ROOT / "README.md")
-    ), "and a short one in the README"
+    assert any(command.startswith(f"rooftop {verb}") for command, _ in TRANSCRIPTS.commands(ROOT / "README.md")), (
+        "and a short one in the README"
+    )
 
 
 @pytest.mark.parametrize("page", TRANSCRIPTS.pages(), ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""The thin thread: a train step planned by formulas, compiled by XLA:TPU for a slice that is not here, joined by row."""
+"""The thin thread: a train step planned, compiled by XLA:TPU for a slice that is not here, and joined row by row."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _activations() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Where arrays live. A parameter's ``embed`` axes hold it in shards and are gathered while a matmul uses it (FSDP)."""
+    """Where arrays live. A parameter's ``embed`` axes hold it in shards, gathered while a matmul uses it (FSDP)."""
 
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=_parameters)
     activations: Mapping[str, tuple[str, ...]] = field(default_factory=_activations)

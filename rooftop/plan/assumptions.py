@@ -31,13 +31,13 @@ class Assumptions:
     """How much hides, how attention is computed, and a chip's calibration factor.
 
     ``hidden`` overrides the shares that the chip's compiler and ``HIDDEN`` give.
-    ``attention``: a 'flash' kernel that skips masked blocks of ``attention_block``, or the 'reference' that computes
-    and stores all scores.
+    ``attention``: a 'flash' kernel that skips masked blocks of ``attention_block`` (as priced for the chip if None), or
+    the 'reference' that computes and stores all scores.
     """
 
     hidden: Mapping[str, float] = field(default_factory=dict)
     attention: str = "flash"
-    attention_block: int = 512
+    attention_block: int | None = None
     calibration: float = 1.0
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Assumptions:
                 raise RooftopError(f"hidden {name}", share, "a share between 0 and 1")
         if self.attention not in ("flash", "reference"):
             raise unknown("attention", self.attention, ("flash", "reference"))
-        if self.attention_block < 1:
+        if self.attention_block is not None and self.attention_block < 1:
             raise RooftopError("attention_block", self.attention_block, "a positive whole number")
         if self.calibration <= 0:
             raise RooftopError("calibration", self.calibration, "a positive factor")

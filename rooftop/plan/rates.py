@@ -49,6 +49,12 @@ class Rates:
         """Time before the first byte of a collective moves."""
         return self.fractions.collective_start_s
 
+    @property
+    def attention_block(self) -> int:
+        """Side of the blocks that the attention kernel works in, as it was priced; 128 where none was."""
+        kernel = self.fractions.attention
+        return 128 if kernel is None else kernel.block
+
     def network_efficiency(self, kind: str) -> dict[str, float]:
         """Achievable share of the link rate by resource, for one kind of collective."""
         return {"ici": self.fractions.ici[kind], "dcn": self.fractions.dcn}

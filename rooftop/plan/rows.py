@@ -81,7 +81,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     heads = model.heads / tensor
     kv_heads = np.maximum(model.kv_heads / tensor, 1.0)
     reference = step.assumptions.attention == "reference"
-    block = step.workload.seq_len if reference else step.assumptions.attention_block
+    block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
     pairs = mean_attended_pairs(model, step.workload.seq_len, block)
     scores = tokens * heads * pairs / step.workload.seq_len
     stream = tokens * model.d_model * step.element_bytes

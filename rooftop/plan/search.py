@@ -15,7 +15,7 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import AXES, Floats, Mesh
+from rooftop.arrays.mesh import AXES, Floats, Ints, Mesh
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.activations import POLICIES, parse_policy
@@ -31,6 +31,8 @@ from rooftop.plan.workload import Numerics, Workload
 BLOCK = 16_384
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
 RANKED = 6
+#: Mesh shapes priced between two looks at whether those that are left can still matter.
+TOGETHER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,25 +161,23 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
         feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
     optimistic = np.where(feasible, bound_s, np.inf).min(axis=1)
     ranked = np.argsort(optimistic, kind="stable")
-    chosen: list[int] = []
     best: list[float] = []
-    found: list[tuple[Floats, npt.NDArray[np.intp]]] = []
-    for shape in ranked.tolist():
-        if not exhaustive and len(best) >= RANKED and sorted(best)[RANKED - 1] <= optimistic[shape]:
+    found: list[tuple[Floats, Ints, Ints]] = []
+    for start in range(0, len(ranked), len(ranked) if exhaustive else TOGETHER):
+        near = ranked[start : start + (len(ranked) if exhaustive else TOGETHER)]
+        if not exhaustive and len(best) >= RANKED and sorted(best)[RANKED - 1] <= optimistic[near[0]]:
             break
-        if not np.isfinite(optimistic[shape]) and chosen and not exhaustive:
-            break
-        members = np.arange(starts[shape], ends[shape])
+        members = np.concatenate([np.arange(starts[shape], ends[shape]) for shape in near])
+        of_shape = np.repeat(near, ends[near] - starts[near])
         seconds, _ = _evaluate(problem, whole[members], memory=False)
-        chosen.append(shape)
-        best.append(float(np.where(feasible[shape], seconds, np.inf).min()))
-        found.append((seconds, members))
-    members = np.concatenate([index for _, index in found])
-    of_shape = np.repeat(chosen, [len(index) for _, index in found])
+        fitting = np.where(feasible[of_shape], seconds, np.inf).min(axis=1)
+        best += [float(fitting[of_shape == shape].min()) for shape in near]
+        found.append((seconds, members, of_shape))
+    seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return Sweep(
         problem=problem,
         strategies=Strategies(layouts[members], options),
-        expected_s=np.concatenate([seconds for seconds, _ in found]),
+        expected_s=seconds,
         memory_bytes=memory[of_shape],
         allowed=allowed[of_shape],
         searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
