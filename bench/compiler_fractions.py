@@ -1,12 +1,12 @@
 """What XLA:TPU expects of matmuls, of a dense layer and of attention kernels: compiled ahead of time, no TPU needed.
 
-    python bench/compiler_fractions.py                                  # everything: about an hour on two cores
+    python bench/compiler_fractions.py                                  # everything: about 90 minutes of one core
     python bench/compiler_fractions.py --sections matmul --chips v6e    # one part; the other rows are kept
 
 Three sections, each chip in a process of its own (libtpu takes its flags once):
 
 matmul     bare matmuls, forward [M,K]x[K,N] ("nn"), dX ("nt") and dW ("tn"): `estimated_cycles` of the fusion;
-layer      one dense LLaMA layer, forward and backward: the same for its matmuls, HBM bytes of everything else;
+layer      dense LLaMA layers, forward and backward: the same for their matmuls, and HBM bytes of everything else;
 attention  the splash kernels of JAX: the final VLIW listing, issued in order, one bundle a cycle, a matrix push
            waiting until its systolic array is free ("cycles" is one executed block; see docs/achievable.md).
 
@@ -81,13 +81,10 @@ def device_sharding(chip_name: str) -> Any:
     return SingleDeviceSharding(found.devices[0])
 
 
-def compile_text(function: Any, arguments: tuple[Any, ...], chip_name: str) -> str:
-    """The optimised HLO of ``function``."""
-    import jax
-
+def compiled_text(lowered: Any, chip_name: str) -> str:
+    """The optimised HLO of a lowered function."""
     limit = CHIPS[chip_name][2]
-    options = {"xla_tpu_scoped_vmem_limit_kib": limit} if limit else {}
-    return str(jax.jit(function).lower(*arguments).compile(compiler_options=options).as_text())
+    return str(lowered.compile(compiler_options={"xla_tpu_scoped_vmem_limit_kib": limit} if limit else {}).as_text())
 
 
 def matmul_rows(chip_name: str) -> Iterator[dict[str, Any]]:
@@ -123,7 +120,7 @@ def matmul_rows(chip_name: str) -> Iterator[dict[str, Any]]:
                 return out
 
             cycles = [0] * len(batch)
-            for line in compile_text(run, (arguments,), chip_name).splitlines():
+            for line in compiled_text(jax.jit(run).lower(arguments), chip_name).splitlines():
                 estimate, scope = re.search(r'estimated_cycles":"(\d+)"', line), re.search(r"/case(\d+)/", line)
                 if estimate and scope:
                     cycles[int(scope[1])] += int(estimate[1])
@@ -194,10 +191,8 @@ def compile_layer(chip_name: str, weights: dict[str, tuple[int, ...]], tokens: i
     sharding = Format(Layout.AUTO, device_sharding(chip_name))
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in weights.items()}
     stream = jax.ShapeDtypeStruct((tokens, weights["n1"][0]), jnp.bfloat16)
-    limit = CHIPS[chip_name][2]
-    options = {"xla_tpu_scoped_vmem_limit_kib": limit} if limit else {}
     jitted = jax.jit(step, in_shardings=sharding, out_shardings=sharding)
-    return str(jitted.lower(shapes, stream, stream).compile(compiler_options=options).as_text())
+    return compiled_text(jitted.lower(shapes, stream, stream), chip_name)
 
 
 _ARRAY = re.compile(r"\b(pred|[a-z]\w*\d\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")

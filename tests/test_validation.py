@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.models import count_params
+from rooftop.plan import Assumptions
 from rooftop.validation import Report, Run, accuracy, load_published, load_reasons, load_runs, summarise
 from rooftop.validation.conventions import CONVENTIONS, full_attention_and_remat, step_seconds
 from rooftop.validation.readings import source_facts
@@ -416,7 +417,7 @@ def test_reasons(tmp_path: Path) -> None:
 def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A predictor that is 20 % too fast, 40 % on one run, and refuses mixtures of experts."""
 
-    def predict(run: Run) -> SimpleNamespace:
+    def predict(run: Run, assumptions: Assumptions) -> SimpleNamespace:
         if run.model.moe is not None:
             raise Infeasible("does not fit", "1 GB too many")
         factor = 0.6 if run.slice.num_slices == 32 and run.model.d_model == 8192 else 0.8

@@ -23,13 +23,17 @@ from rooftop.plan.shapes import (
     parameters,
 )
 from rooftop.quantities import dtype_bytes
+from rooftop.roofline.achievable import kernel_matmuls
 
 if TYPE_CHECKING:
     from rooftop.plan.training import TrainingStep
 
-#: Matmuls of [T, S] blocks in the backward pass of a fused attention kernel: dQ and dK/dV kernels each compute the
-#: scores and dP again on TPU (3 + 4); one fused kernel shares them on GPU (5). The forward pass has 2.
-BACKWARD_ATTENTION_MATMULS = {"tpu": 7, "gpu": 5}
+#: HBM passes (a read or a write) of elementwise work that XLA:TPU does not fuse into matmuls, in one forward execution;
+#: the backward pass has twice as many. Together 18 D + 38 (N + K) H bytes per token and layer in bf16, as counted in
+#: compiled layers (docs/achievable.md): norms, and around attention the rotation, transposes and log-sum-exps. Gates
+#: and residual sums are fused, and paid in the matmuls' fraction of peak.
+_NORM_PASSES = 1.5
+_ROPE_PASSES = 38 / 6
 
 #: The axes over which tokens are spread.
 TOKEN_AXES = ("data", "fsdp", "expert", "context")
@@ -110,12 +114,12 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         )
 
     rope = Work(
-        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=2 * queries_keys,
+        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=_ROPE_PASSES * queries_keys,
         vector_flops=_VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
-        formula="queries and keys read and written",
+        formula="queries and keys rotated, transposed, written: 6.3 passes",
     )  # fmt: skip
     recomputed = step.strategies.recomputed
-    backward = 4 if reference else BACKWARD_ATTENTION_MATMULS[step.slice.chip.kind]
+    backward = 4 if reference else kernel_matmuls(step.slice.chip, backward=True)
     core_again = recomputed("attn_core")
     out_again = recomputed("attn_out") * recomputed("mlp_input")
     return [
@@ -125,7 +129,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         ),
         rope,
         _again(rope, recomputed("rope")),
-        _backward(rope, 1.0),
+        _backward(rope, 2.0),
         core("forward", 2, 1.0),
         # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
         core("recompute", 1 + core_again, 1.0) if reference else core("recompute", 2, 1.0, core_again),
@@ -305,7 +309,6 @@ def _matmuls(
     quantised = (inputs + weights) * passes
     quantised_again = (inputs + 2 * outputs + weights) * passes
     stream = tokens * step.model.d_model * element / step.tensor
-    added = 3 * stream if residual else 0.0
     weights = weights * element
 
     forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in matmuls), 0.0)
@@ -322,7 +325,7 @@ def _matmuls(
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
         scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
-        hbm_bytes=moved, elementwise_bytes=added + quantised, host_bytes=kept,
+        hbm_bytes=moved, elementwise_bytes=quantised, host_bytes=kept,
         vector_flops=_VECTOR_OPS["add"] * stream / element if residual else 0.0,
         collectives=gather_weight + gather_input + scatter_output, formula=shapes,
     )  # fmt: skip
@@ -336,7 +339,7 @@ def _matmuls(
     regather = Work(
         scope=scope, phase="recompute", count=0 if once else count,
         flops={dtype: flops * again}, matmul_s=forward_s * again,
-        hbm_bytes=moved * again, elementwise_bytes=(added + quantised) * again,
+        hbm_bytes=moved * again, elementwise_bytes=quantised * again,
         collectives=gather_weight + gather_input + tuple(replace(t, payload=t.payload * again) for t in scatter_output),
         formula="weights and inputs gathered again; the matmul repeated where its output was not kept",
     )  # fmt: skip
@@ -347,23 +350,20 @@ def _norm(step: TrainingStep, scope: str, count: Number, again: Number, offload:
     stream = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     times = step.model.norms_per_layer / 2 if scope.startswith("layers") else 1.0
     forward = Work(
-        scope=scope, phase="forward", count=count, hbm_bytes=2 * stream * times, host_bytes=_offloaded(step, offload),
-        vector_flops=_VECTOR_OPS["norm"] * times * stream / step.element_bytes, formula="T D read and written",
+        scope=scope, phase="forward", count=count, hbm_bytes=_NORM_PASSES * stream * times,
+        host_bytes=_offloaded(step, offload), vector_flops=_VECTOR_OPS["norm"] * times * stream / step.element_bytes,
+        formula="T D read, partly fused into what reads it: 1.5 passes",
     )  # fmt: skip
     return [forward, _again(forward, again), _backward(forward, 2.0)]
 
 
 def _activation(step: TrainingStep, scope: str, count: Number, hidden: Number) -> list[Work]:
-    operands = step.model.mlp_matrices - 1
+    """Vector work on T F elements; its traffic is that of the matmuls that it is fused into."""
     forward = Work(
-        scope=scope, phase="forward", count=count, hbm_bytes=(operands + 1) * hidden * step.element_bytes,
-        vector_flops=_VECTOR_OPS["act"] * hidden, formula="T F of each operand read, one written",
+        scope=scope, phase="forward", count=count, vector_flops=_VECTOR_OPS["act"] * hidden,
+        formula="T F elements, fused into the matmuls around them",
     )  # fmt: skip
-    return [
-        forward,
-        _again(forward, step.strategies.recomputed("mlp_act")),
-        _backward(forward, (2 * operands + 1) / (operands + 1)),
-    ]
+    return [forward, _again(forward, step.strategies.recomputed("mlp_act")), _backward(forward, 2.0)]
 
 
 def _offloaded(step: TrainingStep, name: str) -> Number:

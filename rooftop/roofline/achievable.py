@@ -35,7 +35,7 @@ _BACKWARD: Mapping[str, tuple[str, ...]] = {"tpu": ("dq", "dkv"), "gpu": ("dq_dk
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulFit:
-    """Time of a bare matmul: FLOPs at ``peak`` of the rate, ``start_s``, and ``result_s`` for each element of its result.
+    """Time of a bare matmul: FLOPs at ``peak`` of the rate, ``start_s``, and ``result_s`` an element of its result.
 
     ``layer`` is the share of that speed that is left when the compiler has fused the elementwise work around it.
     """
@@ -130,6 +130,11 @@ def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str 
     ideal_s = 2.0 * m * k * n * chip.devices / chip.flops_per_s[dtype]
     found: Number = fit.layer / (1.0 / fit.peak + (fit.start_s + m * n * fit.result_s) / ideal_s)
     return found
+
+
+def kernel_matmuls(chip: Chip, *, backward: bool = False) -> int:
+    """Matmuls of [T, S] blocks that the attention kernels execute: 2 forward; backward 7 in two kernels, 5 in one."""
+    return sum(sum(_KERNELS[kernel]) for kernel in (_BACKWARD[chip.kind] if backward else ("forward",)))
 
 
 def attention_seconds(
