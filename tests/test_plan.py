@@ -16,6 +16,7 @@ from rooftop.arrays import AXES
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
+from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan import Assumptions, Numerics, Problem, TrainingPlan, Workload, plan_training, sweep
 from rooftop.plan.search import Sweep
 from rooftop.plan.shapes import attended_pairs
@@ -151,6 +152,16 @@ def test_offload_moves_bytes_to_the_host() -> None:
     moved = saved.memory["activations"] - offloaded.memory["activations"]
     assert offloaded.to_json()["memory"]["host"] == pytest.approx(moved)
     assert float(offloaded.ledger.total("pcie")) > 0 == float(saved.ledger.total("pcie"))
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_every_offloaded_checkpoint_goes_to_the_host_and_back(model: str, checkpoint: str) -> None:
+    plan = best(sweep(problem(model, remat=f"block,{checkpoint}=offload", axes={"fsdp": 64}, microbatches=1)))
+    held = plan.to_json()["memory"]["host"]
+    assert held > 0
+    moved = float(plan.ledger.total("pcie")) * plan.step.rates.pcie_bytes_per_s
+    assert moved == pytest.approx(2 * held)
 
 
 def test_pipeline_bubble_shrinks_with_microbatches_and_schedule() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.plan.assumptions import Assumptions
-from rooftop.plan.search import Problem, Sweep, best_of, replaced, sweep
+from rooftop.plan.search import Problem, Sweep, best_of, sweep
 from rooftop.plan.strategies import Strategies
 from rooftop.roofline.overlap import overlap
 
@@ -43,25 +43,25 @@ def what_if(found: Sweep, best: TrainingPlan) -> list[dict[str, Any]]:
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     workload, assumptions, chip = problem.workload, problem.assumptions, problem.slice.chip
-    yield "twice the batch", replaced(problem, workload=replace(workload, batch_tokens=2 * workload.batch_tokens))
+    yield "twice the batch", replace(problem, workload=replace(workload, batch_tokens=2 * workload.batch_tokens))
     shares = assumptions.shares(overlap(chip.name))
     if shares["tensor"] < 1:
         yield (
             "tensor collectives overlapped (collective matmuls)",
-            replaced(problem, assumptions=_hide(assumptions, "tensor")),
+            replace(problem, assumptions=_hide(assumptions, "tensor")),
         )
     for name, text in (
         ("weight_gather", "asynchronous weight AllGathers"),
         ("gradient_scatter", "asynchronous gradient ReduceScatters"),
     ):
         if shares[name] < 1:
-            yield text, replaced(problem, assumptions=_hide(assumptions, name))
+            yield text, replace(problem, assumptions=_hide(assumptions, name))
     if (
         problem.numerics.matmul == "bf16"
         and "int8" in chip.flops_per_s
         and chip.flops_per_s["int8"] > chip.flops_per_s["bf16"]
     ):
-        yield "int8 matmuls in the layers", replaced(problem, numerics=replace(problem.numerics, matmul="int8"))
+        yield "int8 matmuls in the layers", replace(problem, numerics=replace(problem.numerics, matmul="int8"))
     faster = _chip(problem, lambda figures: {"ici_bytes_per_s": 2 * figures.ici_bytes_per_s})
     yield "ICI twice as fast", faster
     yield "HBM twice as large", _chip(problem, lambda figures: {"hbm_usable_bytes": 2 * figures.hbm_usable_bytes})
@@ -73,7 +73,7 @@ def _hide(assumptions: Assumptions, name: str) -> Assumptions:
 
 def _chip(problem: Problem, change: Callable[[Any], dict[str, float]]) -> Problem:
     chip = problem.slice.chip.replace(**change(problem.slice.chip))
-    return replaced(problem, slice=Slice(chip, problem.slice.shape, problem.slice.num_slices))
+    return replace(problem, slice=Slice(chip, problem.slice.shape, problem.slice.num_slices))
 
 
 def nearest_executable(plan: TrainingPlan) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ def nearest_executable(plan: TrainingPlan) -> dict[str, Any] | None:
     for shape in _smaller_shapes(problem.slice):
         try:
             candidate = Slice(problem.slice.chip, shape, problem.slice.num_slices)
-            found = sweep(replaced(problem, slice=candidate, axes=None, mesh=None))
+            found = sweep(replace(problem, slice=candidate, axes=None, mesh=None))
         except RooftopError:
             continue
         if found.even and found.fits.any():

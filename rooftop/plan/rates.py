@@ -70,9 +70,10 @@ class Rates:
             raise RooftopError(f"matmul dtype on {self.chip.name}", dtype, accepted)
         return 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip.name, m, k, n, dtype))
 
-    def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool) -> tuple[Number, Number]:
-        """Expected seconds of an attention kernel on the matrix unit and on the vector unit.
+    def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool) -> Number:
+        """Expected seconds of an attention kernel: its matrix unit's, and those in which that waits.
 
         ``scores`` is the (query, key, head) triples that the kernel executes on a device.
         """
-        return attention_seconds(self.chip, scores, d_qk, d_v, backward=backward)
+        matrix_s, waiting_s = attention_seconds(self.chip, scores, d_qk, d_v, backward=backward)
+        return matrix_s + waiting_s

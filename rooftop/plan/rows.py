@@ -6,13 +6,14 @@ in the backward pass; that gather is part of the recompute phase, as a compiler 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rooftop.ledger import Number
-from rooftop.models.activations import CHECKPOINTS, checkpoint_widths
+from rooftop.models.activations import checkpoint_widths
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
     Matmul,
@@ -34,6 +35,30 @@ if TYPE_CHECKING:
 #: and residual sums are fused, and paid in the matmuls' fraction of peak.
 _NORM_PASSES = 1.5
 _ROPE_PASSES = 38 / 6
+
+#: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.
+_ATTENTION_CHECKPOINTS = {
+    "layer_input": "layers/attn/norm",
+    "attn_normed": "layers/attn/norm",
+    "qkv": "layers/attn/qkv",
+    "rope": "layers/attn/rope",
+    "attn_core": "layers/attn/core",
+    "attn_out": "layers/attn/out",
+}
+_MLP_CHECKPOINTS = {
+    "mlp_input": "layers/mlp/norm",
+    "mlp_normed": "layers/mlp/norm",
+    "mlp_up": "layers/mlp/up",
+    "mlp_act": "layers/mlp/act",
+    "mlp_down": "layers/mlp/down",
+}
+_EXPERT_CHECKPOINTS = {
+    "mlp_input": "layers/mlp/norm",
+    "mlp_normed": "layers/moe/dispatch",
+    "mlp_up": "layers/moe/experts",
+    "mlp_act": "layers/moe/experts",
+    "mlp_down": "layers/moe/experts",
+}
 
 #: The axes over which tokens are spread.
 TOKEN_AXES = ("data", "fsdp", "expert", "context")
@@ -99,16 +124,14 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     per_score = 12.0 if reference else 0.0
 
     def core(phase: str, matmuls: Number, exchanged: float, factor: Number = 1.0) -> Work:
-        mxu_s, vpu_s = step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward")
         return Work(
             scope="layers/attn/core",
             phase=phase,
             count=count * factor,
             flops={step.numerics.compute: matmuls * (d_qk + d_v) * scores if reference else 0.0},
             kernel_flops=0.0 if reference else matmuls * (d_qk + d_v) * scores,
-            vector_flops=vpu_s * step.rates.vector_flops_per_s,
             hbm_bytes=(matmuls / 2) * (queries_keys + values + per_score * scores),
-            matmul_s=mxu_s + vpu_s,
+            matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
             collectives=(Transfer("permute_ring", ("context",), exchanged * keys_values * ring, "context"),),
             formula=f"{matmuls} matmuls of [T, S] blocks x heads, masked blocks skipped",
         )
@@ -123,10 +146,8 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     core_again = recomputed("attn_core")
     out_again = recomputed("attn_out") * recomputed("mlp_input")
     return [
-        *_norm(step, "layers/attn/norm", count, recomputed("attn_normed"), offload="layer_input"),
-        *_matmuls(
-            step, "layers/attn/qkv", count, into, tokens, gathered=stream, again=recomputed("qkv"), offload="qkv"
-        ),
+        *_norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
+        *_matmuls(step, "layers/attn/qkv", count, into, tokens, gathered=stream, again=recomputed("qkv")),
         rope,
         _again(rope, recomputed("rope")),
         _backward(rope, 2.0),
@@ -134,17 +155,8 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
         core("recompute", 1 + core_again, 1.0) if reference else core("recompute", 2, 1.0, core_again),
         core("backward", backward, 2.0),
-        *_matmuls(
-            step,
-            "layers/attn/out",
-            count,
-            out,
-            tokens,
-            scattered=stream,
-            again=out_again,
-            residual=True,
-            offload="attn_out",
-        ),
+        *_matmuls(step, "layers/attn/out", count, out, tokens, scattered=stream, again=out_again, residual=True),
+        *_offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
     ]
 
 
@@ -153,12 +165,11 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
     up, down = mlp_matmuls(step.model, step.model.d_ff, step.tensor)
     stream = step.tokens * step.model.d_model * step.element_bytes
     return [
-        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed"), offload="mlp_input"),
-        *_matmuls(
-            step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up"), offload="mlp_up"
-        ),
+        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
+        *_matmuls(step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up")),
         *_activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
         *_matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=0.0, residual=True),
+        *_offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
     ]
 
 
@@ -186,25 +197,17 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         vector_flops=2 * sent / element, formula="AllToAll back, then the weighted sum of k experts",
     )  # fmt: skip
     work = [
-        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed"), offload="mlp_input"),
+        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
         *_matmuls(step, "layers/moe/router", count, [router], own, again=again, plain=True),
         move,
         _again(move, recomputed("mlp_normed")),
         _backward(move, 1.0),
-        *_matmuls(
-            step,
-            "layers/moe/experts",
-            count * local,
-            up,
-            per_expert,
-            gathered=gathered / local,
-            again=again,
-            offload="mlp_up",
-        ),
+        *_matmuls(step, "layers/moe/experts", count * local, up, per_expert, gathered=gathered / local, again=again),
         *_activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
         *_matmuls(step, "layers/moe/experts", count * local, down, per_expert, scattered=gathered / local, again=0.0),
         back,
         _backward(back, 1.0),
+        *_offloads(step, count, _EXPERT_CHECKPOINTS, moe_layer=True),
     ]
     if moe.shared_d_ff:
         stream = step.tokens * model.d_model * element
@@ -288,7 +291,6 @@ def _matmuls(
     scattered: Number | None = None,
     residual: bool = False,
     plain: bool = False,
-    offload: str = "",
 ) -> list[Work]:
     """Forward, recompute and backward of matmuls that share an input or feed one output.
 
@@ -320,18 +322,17 @@ def _matmuls(
     scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
     gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)
     scatter_input = () if gathered is None else (Transfer("reduce_scatter", ("tensor",), gathered, "tensor"),)
-    kept = _offloaded(step, offload)
     shapes = " + ".join("2 T k n" for _ in matmuls)
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
         scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
-        hbm_bytes=moved, elementwise_bytes=quantised, host_bytes=kept,
+        hbm_bytes=moved, elementwise_bytes=quantised,
         vector_flops=_VECTOR_OPS["add"] * stream / element if residual else 0.0,
         collectives=gather_weight + gather_input + scatter_output, formula=shapes,
     )  # fmt: skip
     backward = Work(
         scope=scope, phase="backward", count=count, flops={dtype: 2 * flops},
-        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again, host_bytes=kept,
+        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again,
         collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({shapes})",
     )  # fmt: skip
     # In the backward pass weights, and inputs that are kept as shards, are gathered whether or not the matmul is
@@ -346,12 +347,12 @@ def _matmuls(
     return [forward, backward] if once else [forward, regather, backward]
 
 
-def _norm(step: TrainingStep, scope: str, count: Number, again: Number, offload: str = "") -> list[Work]:
+def _norm(step: TrainingStep, scope: str, count: Number, again: Number) -> list[Work]:
     stream = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     times = step.model.norms_per_layer / 2 if scope.startswith("layers") else 1.0
     forward = Work(
         scope=scope, phase="forward", count=count, hbm_bytes=_NORM_PASSES * stream * times,
-        host_bytes=_offloaded(step, offload), vector_flops=_VECTOR_OPS["norm"] * times * stream / step.element_bytes,
+        vector_flops=_VECTOR_OPS["norm"] * times * stream / step.element_bytes,
         formula="T D read, partly fused into what reads it: 1.5 passes",
     )  # fmt: skip
     return [forward, _again(forward, again), _backward(forward, 2.0)]
@@ -366,19 +367,25 @@ def _activation(step: TrainingStep, scope: str, count: Number, hidden: Number) -
     return [forward, _again(forward, step.strategies.recomputed("mlp_act")), _backward(forward, 2.0)]
 
 
-def _offloaded(step: TrainingStep, name: str) -> Number:
-    """Bytes of a checkpoint that go to host memory, per layer execution."""
-    if name not in CHECKPOINTS:
-        return 0.0
-    width = checkpoint_widths(step.model, moe_layer=False)
-    return step.strategies.kept("offload", {n: w if n == name else 0.0 for n, w in width.items()}) * (
-        step.tokens / step.tensor * step.element_bytes
-    )
+def _offloads(step: TrainingStep, count: Number, made: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
+    """Offloaded checkpoints of a layer on their way to host memory, and back for the backward pass."""
+    widths = checkpoint_widths(step.model, moe_layer=moe_layer)
+    own = step.tokens / step.tensor * step.element_bytes
+    work = []
+    for name, scope in made.items():
+        kept = step.strategies.kept("offload", {**dict.fromkeys(widths, 0.0), name: widths[name]})
+        if kept.any():
+            formula = f"T elements of {name} to host memory and back"
+            work += [
+                Work(scope=scope, phase=phase, count=count, host_bytes=kept * own, formula=formula)
+                for phase in ("forward", "backward")
+            ]
+    return work
 
 
 def _again(work: Work, repeated: Number) -> Work:
     """Forward work repeated in the backward pass, where ``repeated`` is 1."""
-    return replace(work, phase="recompute", count=work.count * repeated, host_bytes=0.0)
+    return replace(work, phase="recompute", count=work.count * repeated)
 
 
 def _backward(work: Work, factor: float, *, collectives: bool = True) -> Work:

@@ -343,8 +343,3 @@ def best_of(problem: Problem, within: Strategies) -> float:
     seconds, memory = _evaluate(problem, within)
     allowed = _allowed(problem, within, even=not uneven(problem, within.layouts).any())
     return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())
-
-
-def replaced(problem: Problem, **changes: object) -> Problem:
-    """The problem with some fields changed."""
-    return replace(problem, **changes)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class TrainingPlan:
     def ledger(self) -> Ledger:
         """The planned ledger: scalar rows, those that do nothing left out."""
         rows = (_scalar_row(row, self.mesh) for row in self.step.ledger)
-        return Ledger(tuple(row for row in rows if row.count and (row.expected_s or row.collectives)))
+        return Ledger(tuple(row for row in rows if row.count and (row.expected_s or row.time_s)))
 
     @cached_property
     def memory(self) -> dict[str, float]:
