@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from rooftop.arrays import Mesh, Piece, Span, span
 from rooftop.errors import RooftopError
 from rooftop.hardware import PhysicalAxis, Slice
-from rooftop.roofline.collectives import price
+from rooftop.roofline.collectives import FORMS, price
 
 LINK = 4.5e10
 
@@ -100,10 +102,128 @@ def test_latency_counts_hops() -> None:
     assert float(price("all_gather", group((4, 4, True))).latency_s["ici"]) == pytest.approx(8e-6)
 
 
+def test_an_all_reduce_may_take_as_few_hops_as_a_gather_but_is_expected_to_take_twice() -> None:
+    ring = group((16, 1, True))
+    reduce, gather = price("all_reduce", ring), price("all_gather", ring)
+    assert float(reduce.bound_s(0.0)["ici"]) == float(gather.bound_s(0.0)["ici"]) == pytest.approx(8e-6)
+    ideal = {"ici": 1.0, "dcn": 1.0}
+    assert float(reduce.expected_s(0.0, ideal, 0.0)) == pytest.approx(2 * float(gather.expected_s(0.0, ideal, 0.0)))
+
+
+def test_the_next_device_of_two_lies_both_ways_round() -> None:
+    assert rate("permute", group((2, 1, True))) == pytest.approx(1 / (2 * LINK))
+    assert rate("permute", group((2, 8, True))) == pytest.approx(8 / (2 * LINK))
+    assert rate("permute", group((2, 1, False))) == pytest.approx(1 / LINK)
+    assert rate("permute", group((4, 1, True))) == pytest.approx(1 / LINK)
+
+
 def test_unknown_collective_is_refused() -> None:
     with pytest.raises(RooftopError, match="all_gather"):
         price("all_gathr", group((4, 1, True)))
 
+
+# ---- the book's forms and its worked problems (rows of the table of problems) ---------------------------------------
+
+
+def seconds(kind: str, on: str, layout: str, axis: str, payload: float, form: str = "exact") -> float:
+    found = price(kind, Mesh.from_layout(Slice.parse(on), layout).span(axis), form)
+    return float(found.bound_s(payload)["ici"])
+
+
+def wrapped(g: Span) -> Span:
+    """The same group, were its axes rings."""
+    physical = tuple(replace(axis, wrapped=True) for axis in g.physical)
+    return span(physical, g.size, g.stride)
+
+
+V5E, V4P = "fsdp=x,tensor=y", "fsdp=x,tensor=y,context=z"
+
+
+def test_s2_gather_with_and_without_wraparound() -> None:
+    # v5e has no 4x8: a line of four chips of a 4x4 slice is the same line.
+    line = Mesh.from_layout(Slice.parse("v5e:4x4"), V5E).span("tensor")
+    payload = 2 * 2048 * 8192
+    ring = wrapped(line)
+    assert float(price("all_gather", ring, "book").bound_s(payload)["ici"]) == pytest.approx(372.83e-6, rel=1e-4)
+    assert float(price("all_gather", ring).bound_s(payload)["ici"]) == pytest.approx(279.6e-6, rel=1e-3)
+    for form in FORMS:
+        assert float(price("all_gather", line, form).bound_s(payload)["ici"]) == pytest.approx(559.24e-6, rel=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_s3_small_gather_is_bound_by_its_hops(form: str) -> None:
+    assert seconds("all_gather", "v5e:4x4", V5E, "tensor", 2 * 256 * 256, form) == pytest.approx(3e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "shards", "book", "exact"),
+    [
+        pytest.param("all_gather", "x", 4, 23.302e-6, 17.48e-6, id="s5"),
+        pytest.param("all_gather", "x+y", 1, 46.603e-6, 43.69e-6, id="s6"),
+        pytest.param("all_reduce", "z", 16, 11.651e-6, 8.74e-6, id="s7"),
+    ],
+)
+def test_s5_to_s7_on_a_cube(kind: str, axes: str, shards: int, book: float, exact: float) -> None:
+    rest = "+".join(axis for axis in "xyz" if axis not in axes)
+    payload = 2 * 1024 * 4096 / shards
+    layout = f"fsdp={axes},tensor={rest}"
+    assert seconds(kind, "v4p:4x4x4", layout, "fsdp", payload, "book") == pytest.approx(book, rel=1e-4)
+    assert seconds(kind, "v4p:4x4x4", layout, "fsdp", payload) == pytest.approx(exact, rel=1e-3)
+
+
+def test_s8_tiny_gather_takes_two_hops() -> None:
+    assert seconds("all_gather", "v4p:4x4x4", V4P, "fsdp", 2 * 128) == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize("n", [4, 16, 32])
+def test_s9_an_all_to_all_is_a_quarter_of_a_gather(n: int) -> None:
+    ring = group((n, 1, True))
+    # The payload of an AllToAll is one device's operand, 1/N of what is gathered.
+    gather, exchange = (
+        float(price(kind, ring, "book").seconds_per_byte["ici"]) for kind in ("all_gather", "all_to_all")
+    )
+    assert exchange / n / gather == pytest.approx(0.25)
+
+
+def test_s11_smallest_buffer_that_is_bandwidth_bound() -> None:
+    found = price("permute", Mesh.from_layout(Slice.parse("v5e:4x4"), V5E).span("fsdp"))
+    assert float(found.latency_s["ici"] / found.seconds_per_byte["ici"]) == pytest.approx(45000)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_x2_reduce_scatter_over_two_chips(form: str) -> None:
+    # 1.2e11 bytes/s both ways; over one hop the exact form and the book's are the same.
+    pair = group((2, 1, False))
+    half = tuple(replace(axis, bytes_per_s=1.2e11 / 2) for axis in pair.physical)
+    found = price("reduce_scatter", replace(pair, physical=half), form)
+    assert float(found.bound_s(2 * 32 * 1024 * 8192 / 4)["ici"]) == pytest.approx(1.1185e-3, rel=1e-4)
+
+
+def test_the_book_counts_whole_shards_and_every_axis_as_full() -> None:
+    ring = group((8, 1, True))
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert rate(kind, ring) == pytest.approx(7 / 8 * float(price(kind, ring, "book").seconds_per_byte["ici"]))
+    # That is below the bound where a short axis cannot carry its share.
+    uneven = group((2, 1, True), (16, 1, False))
+    assert rate("all_gather", uneven) == pytest.approx(15 / 32 / LINK)
+    assert float(price("all_gather", uneven, "book").seconds_per_byte["ici"]) == pytest.approx(31 / 32 / (3 * LINK))
+    # Twice the hops for an AllReduce, as for its two halves.
+    hops = [float(price(kind, ring, "book").latency_s["ici"]) for kind in ("all_gather", "all_reduce")]
+    assert hops == pytest.approx([4e-6, 8e-6])
+
+
+def test_the_book_forms_leave_switches_and_dcn_as_they_are() -> None:
+    h100 = Mesh(Slice.parse("h100:8x4"), {"fsdp": (Piece("network", 1, 4), Piece("node", 1, 8))}).span("fsdp")
+    for kind in ("all_gather", "all_reduce", "all_to_all"):
+        assert price(kind, h100, "book").seconds_per_byte == price(kind, h100).seconds_per_byte
+
+
+def test_unknown_form_is_refused() -> None:
+    with pytest.raises(RooftopError, match="book, exact"):
+        price("all_gather", group((4, 1, True)), "bok")
+
+
+# ---- what must hold for any group -----------------------------------------------------------------------------------
 
 axes = st.lists(
     st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans()), min_size=1, max_size=3
@@ -139,3 +259,6 @@ def test_many_layouts_are_priced_as_each_alone(sizes: list[tuple[int, int, bool]
         both = price(kind, many).seconds_per_byte["ici"]
         assert both[0] == pytest.approx(rate(kind, g))
         assert both[1] == 0
+        booked = price(kind, many, "book").seconds_per_byte["ici"]
+        assert booked[0] == pytest.approx(float(price(kind, g, "book").seconds_per_byte["ici"]))
+        assert booked[1] == 0

@@ -27,9 +27,10 @@ from rooftop.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.ledger import Ledger
 from rooftop.xla import hlo
-from rooftop.xla.compiled import matmul_flops, read_ledger
+from rooftop.xla.compiled import read_ledger
 from rooftop.xla.compiling import Compiled, Request, compile_ahead_of_time
 from rooftop.xla.groups import replica_groups, varying_axes
+from rooftop.xla.matmuls import matmul_flops
 from rooftop.xla.topology import topology_mesh
 from rooftop.xla.worker import compile_here
 
@@ -226,6 +227,38 @@ def test_loops_multiply() -> None:
             if instruction.opcode == "while"
         )
         assert derived == printed
+
+
+def test_memory_spaces_and_source_lines() -> None:
+    """A layout says where an array lies; the tables at the head of the text where an instruction comes from."""
+    text = """HloModule m, is_scheduled=true
+
+FileNames
+1 "<frozen runpy>"
+2 "/a/b.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=45 end_line=46 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+
+ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
+  %x = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %start = (bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, bf16[8,128]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x)
+  ROOT %done = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} copy-done(%start), metadata={op_name="f/a" stack_frame_id=2}
+}
+"""
+    module = hlo.parse(text)
+    x, start, done = module.computations["main"]
+    assert [tensor.space for tensor in (*x.shape, *start.shape, *done.shape)] == [0, 1, 0, 2, 1]
+    assert (module.source(done), module.source(x)) == ("/a/b.py:45", "")
 
 
 def test_text_that_is_not_hlo() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -121,13 +122,21 @@ class Mesh:
         """Devices along the named axes together; 1 for an axis that the mesh does not have."""
         return prod(self.shape.get(name, 1) for name in names)
 
-    def span(self, name: str) -> Span:
-        """What the devices of one logical axis see of the network, arrays [P]."""
+    def span(self, *names: str) -> Span:
+        """What the devices of the named axes together see of the network, arrays [P].
+
+        Pieces of several axes on one physical axis join into a longer run. Where they are not next to each other the
+        stride is that of an even run of as many devices: the mean number of groups that share a link.
+        """
         physical = self.slice.physical_axes
-        order = {axis.name: position for position, axis in enumerate(physical)}
         size, stride = np.ones(len(physical), np.int64), np.ones(len(physical), np.int64)
-        for piece in self.axes.get(name, ()):
-            size[order[piece.axis]], stride[order[piece.axis]] = piece.size, piece.stride
+        for position, axis in enumerate(physical):
+            laid = [piece for name in names for piece in self.axes.get(name, ()) if piece.axis == axis.name]
+            laid.sort(key=lambda piece: (piece.stride, piece.size))
+            size[position] = prod(piece.size for piece in laid)
+            joined = all(low.stride * low.size == high.stride for low, high in pairwise(laid))
+            if laid:
+                stride[position] = laid[0].stride if joined else axis.size // int(size[position])
         return span(physical, size, stride)
 
     def device_coordinates(self) -> Ints:
@@ -180,6 +189,35 @@ class Mesh:
             raise RooftopError("mesh", data, f"the axes and layout of a plan ({error!r})") from None
 
     @classmethod
+    def lay(cls, slice_: Slice, sizes: Mapping[str, int]) -> Mesh:
+        """Axes of those sizes on the physical axes of a slice: as few pieces as possible, whole axes before split ones.
+
+        Among equals the order of the axes follows that of the network, slowest first (DCN, x, y, z, cores of a chip);
+        the later of two axes that share a physical axis gets neighbours. Raises RooftopError if the sizes do not
+        multiply to the devices of the slice.
+        """
+        if prod(sizes.values()) != slice_.devices:
+            given = " x ".join(f"{name}={size}" for name, size in sizes.items())
+            raise RooftopError("mesh", given, f"sizes that multiply to the {slice_.devices} devices of {slice_.name}")
+        physical = sorted(slice_.physical_axes, key=lambda axis: {"dcn": 0, "core": 2}.get(axis.kind, 1))
+        # Divide one physical axis after another; the fewest pieces, then the fewest crossings of the two orders.
+        found: list[tuple[tuple[int, int], tuple[tuple[int, ...], ...]]] = [((0, 0), ())]
+        for axis in physical:
+            found = [
+                (_crossings(divisions), divisions)
+                for _, before in found
+                for factors in _factors(axis.size, len(sizes))
+                if _still_divides((divisions := (*before, factors)), tuple(sizes.values()))
+            ]
+        _, best = min(found)
+        pieces: dict[str, tuple[Piece, ...]] = {name: () for name in sizes}
+        for axis, factors in zip(physical, best, strict=True):
+            for position, (name, factor) in enumerate(zip(sizes, factors, strict=True)):
+                if factor > 1:
+                    pieces[name] += (Piece(axis.name, prod(factors[position + 1 :]), factor),)
+        return cls(slice_, pieces)
+
+    @classmethod
     def from_layout(cls, slice_: Slice, text: str) -> Mesh:
         """A mesh from ``--layout`` text: 'fsdp=x+y,tensor=z[1:4],context=z[4:4]'."""
         lengths = {axis.name: axis.size for axis in slice_.physical_axes}
@@ -200,13 +238,41 @@ def _parse_piece(text: str, lengths: Mapping[str, int]) -> Piece:
     return Piece(axis, int(stride or 1), int(size or lengths[axis]))
 
 
-def parse_axes(text: str, known: Iterable[str] = AXES) -> dict[str, int]:
-    """Axis sizes from ``--mesh`` text: 'fsdp=1024,tensor=4'. Raises RooftopError on a bad name, size or repetition."""
+def _factors(value: int, count: int) -> list[tuple[int, ...]]:
+    """Every way to write ``value`` as an ordered product of ``count`` factors, ones included."""
+    if count == 1:
+        return [(value,)]
+    return [
+        (factor, *rest)
+        for factor in range(1, value + 1)
+        if value % factor == 0
+        for rest in _factors(value // factor, count - 1)
+    ]
+
+
+def _still_divides(divisions: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> bool:
+    return all(size % prod(column) == 0 for size, column in zip(sizes, zip(*divisions, strict=True), strict=True))
+
+
+def _crossings(divisions: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
+    """Pieces of a layout, and pairs of them in which the later logical axis has the earlier physical one."""
+    laid = [(row, column) for row, factors in enumerate(divisions) for column, n in enumerate(factors) if n > 1]
+    crossed = sum(one[0] < other[0] and one[1] > other[1] for one in laid for other in laid)
+    return len(laid), crossed
+
+
+def parse_axes(text: str, known: Iterable[str] | None = AXES) -> dict[str, int]:
+    """Axis sizes from ``--mesh`` text: 'fsdp=1024,tensor=4'. Raises RooftopError on a bad name, size or repetition.
+
+    ``known`` are the names that are accepted; None accepts any word.
+    """
     sizes: dict[str, int] = {}
-    names = tuple(known)
+    names = None if known is None else tuple(known)
     for entry in text.split(","):
         name, _, size = (part.strip() for part in entry.partition("="))
-        if name not in names:
+        if names is None and not name.isidentifier():
+            raise RooftopError("mesh axis", name, "NAME=SIZE, such as X=4")
+        if names is not None and name not in names:
             raise unknown("mesh axis", name, names)
         if name in sizes:
             raise RooftopError("mesh", text, f"each axis once; {name} is given twice")

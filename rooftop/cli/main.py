@@ -15,7 +15,9 @@ from rooftop.errors import Infeasible, RooftopError, unknown
 VERBS: dict[str, tuple[str, str]] = {
     "chips": ("rooftop.cli.chips", "The hardware catalogue, every figure with its source."),
     "model": ("rooftop.cli.model", "Parameters, FLOPs and KV bytes of a model."),
+    "matmul": ("rooftop.cli.matmul", "Sharded arrays: what multiplying and moving them costs."),
     "plan": ("rooftop.cli.plan", "Plan a training run: sharding, memory, time, cost, and why."),
+    "bench": ("rooftop.cli.bench", "Measure on the devices that are here: collectives."),
     "validate": ("rooftop.cli.validate", "Our predictions beside published measurements, misses included."),
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -31,3 +33,22 @@ def console() -> Console:
     # Piped output has no width of its own; 80 columns would cut tables that every terminal shows whole.
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=110)
+
+
+@contextmanager
+def progress_bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """What to call with how much is done, how much there is and what comes next: a bar on stderr if that is a terminal.
+
+    None where there is no one to look.
+    """
+    if not (shown and sys.stderr.isatty()):
+        yield None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=escape(what))

@@ -13,8 +13,8 @@ import numpy as np
 
 from rooftop.ledger import Collective, Ledger, Number, Row
 from rooftop.plan.assumptions import Assumptions
-from rooftop.plan.rates import Rates
 from rooftop.plan.strategies import Strategies
+from rooftop.roofline.rates import Rates
 
 #: Transfers between two computations that depend on each other.
 CRITICAL: frozenset[str] = frozenset({"tensor", "all_to_all"})

@@ -19,12 +19,12 @@ from rooftop.ledger import Ledger
 from rooftop.models import ModelConfig, weights
 from rooftop.plan.assumptions import Assumptions
 from rooftop.plan.pricing import price_work
-from rooftop.plan.rates import Rates
 from rooftop.plan.rows import training_work
 from rooftop.plan.shapes import attention_matmuls, mlp_matmuls, parameters
 from rooftop.plan.strategies import Strategies
 from rooftop.plan.workload import Numerics, Workload
 from rooftop.quantities import dtype_bytes
+from rooftop.roofline.rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)

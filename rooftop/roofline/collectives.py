@@ -7,7 +7,9 @@ per layout and every row costs one multiplication.
 With V the bytes gathered in the group and S a set of its physical axes with n_S devices and rate w_S together, at
 least V (n_S - 1)/N must enter each device through S; and the orders in which the axes can be gathered reach the
 largest of these bounds (the loads form a base polytope). So AllGather = max over S of V (n_S - 1) / (N w_S), which is
-(N-1)/N V/(w ports) on a single ring, as in design and in chapter 3 of the book.
+(N-1)/N V/(w ports) on a single ring. ``rooftop.simulate`` reaches these bounds link by link.
+
+The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s both ways: ``form="book"``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from rooftop.errors import unknown
 from rooftop.ledger import COLLECTIVES, Number
 
 RESOURCES = ("ici", "dcn")
+FORMS = ("exact", "book")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,8 @@ class Price:
     """Price of one kind of collective over one group, by network resource; all [...] over layouts.
 
     ``seconds_per_byte`` multiplies the collective's logical payload (see ``rooftop.ledger.Collective``);
-    ``latency_s`` is hops times the hop latency; ``wire_per_byte`` is what one device sends per byte of payload.
+    ``latency_s`` is the fewest hops by which every device can have heard of every other (for a permute, its
+    neighbour) times the hop latency; ``wire_per_byte`` is what one device sends per byte of payload.
     """
 
     kind: str
@@ -57,33 +61,66 @@ class Price:
 
     def expected_s(self, payload_bytes: Number, efficiency: dict[str, float], start_s: float) -> Number:
         """Expected duration: start, hops and bytes at the named efficiency, one after another."""
+        # An AllReduce of few hops gathers every operand whole. One of few bytes, which is expected, first reduces and
+        # then gathers.
+        passes = 2 if self.kind == "all_reduce" else 1
         total: Number = 0.0
         for resource, rate in self.seconds_per_byte.items():
-            seconds = start_s + self.latency_s[resource] + payload_bytes * rate / efficiency[resource]
+            seconds = start_s + passes * self.latency_s[resource] + payload_bytes * rate / efficiency[resource]
             total = total + np.where(rate > 0, seconds, 0.0)
         return total
 
 
-def price(kind: str, group: Span) -> Price:
+def price(kind: str, group: Span, form: str = "exact") -> Price:
     """The price of ``kind`` over ``group``. Groups over ICI and DCN are gathered over DCN first (least bytes there).
 
     Source: chapter 3 of the book for rings, the GPU chapter for switches; AllToAll by counting the bytes that cross
-    the middle link of a line or a ring of A chips (A V/(4 N w) open, A V/(8 N w) wrapped for even A).
+    the middle link of a line or a ring of A chips (A V/(4 N w) open, A V/(8 N w) wrapped for even A). A permute is
+    the shift to the next device by shortest paths; any other is the business of ``rooftop.roofline.routing``.
+
+    ``form="book"`` gives the book's own figures on links of a torus, which are no bounds: V over what all axes used
+    take in, (N-1)/N V where one of them is a line; an AllReduce twice that, an AllToAll of N operands a quarter of V.
+    Raises RooftopError for an unknown collective or form.
     """
     if kind not in COLLECTIVES:
         raise unknown("collective", kind, COLLECTIVES)
+    if form not in FORMS:
+        raise unknown("form", form, FORMS)
     on = {resource: np.array([axis.resource == resource for axis in group.physical]) for resource in RESOURCES}
     devices = {resource: np.prod(group.size, axis=-1, where=mask) for resource, mask in on.items()}
+    latency_s = {resource: _latency_s(kind, group, mask) for resource, mask in on.items() if mask.any()}
+    seconds = {
+        resource: _seconds_per_byte(kind, group, mask, 1.0 if resource == "ici" else 1.0 / devices["ici"])
+        for resource, mask in on.items()
+        if mask.any()
+    }
+    if form == "book" and kind != "permute":
+        seconds["ici"] = _book(kind, group, on["ici"], seconds["ici"])
+        latency_s["ici"] = latency_s["ici"] * (2 if kind == "all_reduce" else 1)
     return Price(
         kind=kind,
-        seconds_per_byte={
-            resource: _seconds_per_byte(kind, group, mask, 1.0 if resource == "ici" else 1.0 / devices["ici"])
-            for resource, mask in on.items()
-            if mask.any()
-        },
-        latency_s={resource: _latency_s(kind, group, mask) for resource, mask in on.items() if mask.any()},
+        seconds_per_byte=seconds,
+        latency_s=latency_s,
         wire_per_byte=_wire_per_byte(kind, group.devices),
     )
+
+
+def _book(kind: str, group: Span, mask: npt.NDArray[np.bool_], exact: Floats) -> Floats:
+    """Seconds per payload byte in the book's form where only links of a torus are used, elsewhere as they were."""
+    torus = np.array([axis.kind == "torus" for axis in group.physical])
+    used = mask & (group.size > 1)
+    devices = np.prod(group.size, axis=-1, where=mask)
+    through = np.sum(np.where(used, group.bytes_per_s, 0.0), axis=-1)
+    rings = np.all(group.ring | ~used, axis=-1)
+    payload = {
+        "all_gather": np.where(rings, 1.0, (devices - 1) / devices),
+        "reduce_scatter": np.where(rings, 1.0, (devices - 1) / devices),
+        "all_reduce": np.where(rings, 2.0, 2 * (devices - 1) / devices),
+        "all_to_all": devices / 4,
+    }[kind]
+    linked = np.any(used, axis=-1) & np.all(torus | ~used, axis=-1)
+    seconds: Floats = np.where(linked, payload / np.where(through > 0, through, np.inf), exact)
+    return seconds
 
 
 def _seconds_per_byte(kind: str, group: Span, mask: npt.NDArray[np.bool_], share: float | Floats) -> Floats:
@@ -92,7 +129,9 @@ def _seconds_per_byte(kind: str, group: Span, mask: npt.NDArray[np.bool_], share
         return _all_to_all(group, mask)
     if kind == "permute":
         link = np.array([axis.bytes_per_s for axis in group.physical])
-        slowest: Floats = np.max(np.where(mask & (group.size > 1), group.stride / link, 0.0), axis=-1)
+        # On a ring of two the next device lies both ways round.
+        ways = np.where(group.ring & (group.size == 2), 2, 1)
+        slowest: Floats = np.max(np.where(mask & (group.size > 1), group.stride / ways / link, 0.0), axis=-1)
         return slowest
     rate = group.bytes_per_s
     if kind == "all_reduce":
@@ -140,7 +179,7 @@ def _latency_s(kind: str, group: Span, mask: npt.NDArray[np.bool_]) -> Floats:
     if kind == "permute":
         steps = np.ones_like(steps)
     seconds: Floats = np.sum(np.where(mask & (group.size > 1), steps * group.stride * hop_s, 0.0), axis=-1)
-    return 2 * seconds if kind == "all_reduce" else seconds
+    return seconds
 
 
 def _wire_per_byte(kind: str, devices: npt.NDArray[np.int64]) -> Floats:

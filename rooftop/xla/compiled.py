@@ -1,8 +1,9 @@
 """The compiled ledger: what XLA's optimised HLO really does, as rows by scope and phase.
 
 Matmul FLOPs are those of ``dot`` and ``convolution`` (XLA:TPU writes every matmul as a convolution); collectives are
-the logical ones, folded from the several instructions that the compiler makes of each. Elementwise work, HBM traffic
-and hand-written kernels are not counted here.
+the logical ones, folded from the several instructions that the compiler makes of each: pairs of start and done,
+asynchronous fusions, fused scatters, rings of permutes. Elementwise work, HBM traffic and hand-written kernels are not
+counted here.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rooftop.ledger import Collective, Ledger, Row
 from rooftop.scopes import PHASES, SCOPES, UNSCOPED, scope_and_phase
 from rooftop.xla.groups import replica_groups, varying_axes
 from rooftop.xla.hlo import Computation, Instruction, Module
+from rooftop.xla.matmuls import matmul_dtype, matmul_flops
+from rooftop.xla.rings import Ring, find_rings
 
 _KINDS = {
     "all-gather": "all_gather",
@@ -27,7 +28,54 @@ _KINDS = {
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "permute",
 }
-_DTYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalCollective:
+    """One collective as a program means it, whatever instructions the compiler made of it.
+
+    ``bytes`` is the payload of one execution as in ``rooftop.ledger.Collective`` and ``wire_bytes`` what one device
+    sends for it. ``hops`` counts the permutes that a ring is made of (0: it is none). ``synchronous`` says that the
+    schedule waits for the whole of it. ``source`` is the 'file:line' that it comes from ('' if unknown), and
+    ``instructions`` where it stands, as (computation, instruction).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    wire_bytes: float
+    executions: int
+    synchronous: bool
+    hops: int
+    scope: str
+    phase: str
+    source: str
+    instructions: tuple[tuple[str, str], ...]
+
+    @property
+    def ledger_entry(self) -> Collective:
+        """One execution as a row of a ledger holds it."""
+        return Collective(
+            kind=self.kind, axes=self.axes, bytes=self.bytes, wire_bytes=self.wire_bytes, critical=self.synchronous
+        )
+
+
+def logical_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[LogicalCollective, ...]:
+    """Every logical collective of a compiled program. ``mesh`` has the axes and sizes it was compiled for, in order.
+
+    Permutes that make up an AllGather or a ReduceScatter are folded into it (``rooftop.xla.rings`` has the rule); what
+    is in no ring stays a permute. What XLA has combined into one instruction is taken apart again.
+    """
+    rings = find_rings(module, mesh)
+    folded = {place: ring for ring in rings for place in ring.permutes}
+    found: list[LogicalCollective] = []
+    for occurrences in _occurrences(module):
+        ring = folded.get(occurrences[0].place)
+        if ring is None:
+            found += _unfolded(module, mesh, occurrences)
+        elif occurrences[0].place == ring.permutes[0]:
+            found.append(_from_ring(module, ring))
+    return tuple(found)
 
 
 def read_ledger(module: Module, mesh: Mapping[str, int]) -> Ledger:
@@ -35,14 +83,15 @@ def read_ledger(module: Module, mesh: Mapping[str, int]) -> Ledger:
 
     ``mesh`` gives the axes and sizes of the mesh it was compiled for, in order. One (scope, phase) has one row for
     each number of executions (``count``): what a scan repeats and what was moved out of it stand apart. A
-    collective's ``critical`` says that the schedule waits for it: it is synchronous.
+    collective's ``critical`` says that the schedule waits for the whole of it: it is synchronous.
     """
     rows: dict[tuple[str, str, int], _Draft] = {}
     for scope, phase, count, dtype, amount in _matmuls(module):
         flops = rows.setdefault((scope, phase, count), _Draft()).flops
         flops[dtype] = flops.get(dtype, 0.0) + amount
-    for scope, phase, count, collective in _collectives(module, mesh):
-        rows.setdefault((scope, phase, count), _Draft()).collectives.append(collective)
+    for each in logical_collectives(module, mesh):
+        draft = rows.setdefault((each.scope, each.phase, each.executions), _Draft())
+        draft.collectives.append(each.ledger_entry)
     order = {name: index for index, name in enumerate(SCOPES)}
     keys = sorted(rows, key=lambda key: (order.get(key[0], len(order)), key[0], PHASES.index(key[1]), key[2]))
     return Ledger(
@@ -66,67 +115,6 @@ class _Draft:
     collectives: list[Collective] = field(default_factory=list)
 
 
-def matmul_flops(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of one ``dot`` or ``convolution``: two per multiply-add that reads no padding.
-
-    XLA:TPU turns batch and contracted dims of a matmul into windows with padding and dilation, so positions where
-    the window stands off its input are left out: what remains is exactly 2 * B * M * N * K of the matmul.
-    """
-    left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
-    out = instruction.shape[0]
-    if instruction.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        dims = [int(dim) for dim in contracted.group(1).split(",") if dim] if contracted else []
-        return 2.0 * out.elements * math.prod(left.dims[dim] for dim in dims)
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
-    if labels is None:
-        return 0.0
-    left_labels, right_labels, out_labels = labels.groups()
-    window = _window(instruction.attributes, sum(label.isdigit() for label in out_labels))
-    terms = 1
-    for axis, (stride, low, left_dilate, right_dilate) in enumerate(window):
-        label = str(axis)
-        terms *= _valid_positions(
-            size=left.dims[left_labels.index(label)],
-            kernel=right.dims[right_labels.index(label)],
-            out=out.dims[out_labels.index(label)],
-            stride=stride,
-            low=low,
-            left_dilate=left_dilate,
-            right_dilate=right_dilate,
-        )
-    batch_groups = int(instruction.attribute("batch_group_count") or 1)
-    batch = left.dims[left_labels.index("b")] // batch_groups
-    inputs, outputs = right.dims[right_labels.index("i")], right.dims[right_labels.index("o")]
-    return 2.0 * terms * batch * inputs * outputs
-
-
-def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
-    """Stride, low padding and both dilations of each spatial axis."""
-    text = re.search(r"window=\{([^}]*)\}", attributes)
-    given = dict(part.split("=") for part in text.group(1).split()) if text else {}
-
-    def numbers(name: str, default: int) -> list[int]:
-        return [int(part.split("_")[0]) for part in given[name].split("x")] if name in given else [default] * axes
-
-    return list(
-        zip(numbers("stride", 1), numbers("pad", 0), numbers("lhs_dilate", 1), numbers("rhs_dilate", 1), strict=True)
-    )
-
-
-def _valid_positions(
-    *, size: int, kernel: int, out: int, stride: int, low: int, left_dilate: int, right_dilate: int
-) -> int:
-    """Pairs of an output position and a kernel position at which the window reads a real element of the input."""
-    starts = np.arange(out, dtype=np.int64) * stride - low
-    dilated = (size - 1) * left_dilate + 1
-    total = 0
-    for position in range(kernel):
-        read = starts + position * right_dilate
-        total += int(np.count_nonzero((read >= 0) & (read < dilated) & (read % left_dilate == 0)))
-    return total
-
-
 def _matmuls(module: Module) -> Iterator[tuple[str, str, int, str, float]]:
     """Scope, phase, executions, dtype and FLOPs of every matmul."""
     for computation in module.computations.values():
@@ -135,15 +123,7 @@ def _matmuls(module: Module) -> Iterator[tuple[str, str, int, str, float]]:
             if count and instruction.opcode in ("dot", "convolution"):
                 flops = matmul_flops(computation, instruction)
                 names = [instruction.op_name, *_caller_names(module, computation.name)]
-                types = [_ledger_dtype(operand.shape[0].dtype) for operand in computation.operands(instruction)[:2]]
-                # A float32 operand beside a bf16 one is rounded on its way into the matrix unit.
-                yield *_place(names), count, "bf16" if "bf16" in types else types[0], flops
-
-
-def _ledger_dtype(dtype: str) -> str:
-    if dtype.startswith("f8"):
-        return "f8_e5m2" if dtype.startswith("f8e5m2") else "f8_e4m3"
-    return _DTYPES.get(dtype, "f32")
+                yield *_place(names), count, matmul_dtype(computation, instruction), flops
 
 
 def _place(op_names: list[str]) -> tuple[str, str]:
@@ -154,12 +134,12 @@ def _place(op_names: list[str]) -> tuple[str, str]:
 
 def _caller_names(module: Module, name: str) -> Iterator[str]:
     """op_names of the instructions that hold a computation, innermost first."""
-    for computation, instruction in _holders(module, name):
+    for computation, instruction in holders(module, name):
         yield instruction.op_name
         yield from _caller_names(module, computation.name)
 
 
-def _holders(module: Module, name: str) -> list[tuple[Computation, Instruction]]:
+def holders(module: Module, name: str) -> list[tuple[Computation, Instruction]]:
     """The fusions that hold a computation, and the asynchronous calls: TPU7x gives collectives to its SparseCores."""
     callers = module.callers.get(name, ())
     return [each for each in callers if each[1].opcode == "fusion" or each[1].opcode.endswith("-start")]
@@ -176,52 +156,83 @@ class _Occurrence:
     """What it reads, one for each array that it carries."""
     synchronous: bool
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Computation and instruction."""
+        return self.computation.name, self.instruction.name
 
-def _collectives(module: Module, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, int, Collective]]:
-    """Scope, phase, executions and figures of every logical collective.
+
+def _occurrences(module: Module) -> list[list[_Occurrence]]:
+    """Every collective instruction, those of one asynchronous collective together.
 
     An asynchronous collective occurs in every fusion that advances it, with one chain id (channel ids do not tell: all
-    of a shard_map's are 1). What XLA has combined into one instruction is taken apart again.
+    of a shard_map's are 1).
     """
-    collectives: dict[object, list[_Occurrence]] = {}
+    found: dict[object, list[_Occurrence]] = {}
     for computation in module.computations.values():
-        for instruction in computation:
-            if (
-                module.executions[computation.name]
-                and (found := _occurrence(module, computation, instruction)) is not None
-            ):
+        for instruction in computation if module.executions[computation.name] else ():
+            if (occurrence := _occurrence(module, computation, instruction)) is not None:
                 chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
-                key = (chain.group(1), instruction.channel) if chain else instruction
-                collectives.setdefault(key, []).append(found)
-    devices = math.prod(mesh.values())
-    for occurrences in collectives.values():
-        first = occurrences[0]
-        groups = replica_groups(first.instruction.attributes, devices)
-        axes, members = varying_axes(groups, mesh), max(map(len, groups))
-        if not axes or (first.kind == "permute" and _is_halo(module, first)):
-            continue
-        own = _place([each.instruction.op_name for each in occurrences] + _holder_names(module, occurrences))
-        for source in first.sources:
-            combined = len(first.sources) > 1 and own[1] != "update"
-            place = _producer(module, first.computation, source) if combined else None
-            nbytes = sum(tensor.nbytes for tensor in source.shape) * (members if first.kind == "all_gather" else 1)
-            yield (
-                *(place or own),
-                max(module.executions[each.computation.name] for each in occurrences),
-                Collective(
-                    kind=first.kind,
-                    axes=axes,
-                    bytes=nbytes,
-                    wire_bytes=nbytes * _wire_share(first.kind, members),
-                    critical=all(each.synchronous for each in occurrences),
-                ),
-            )
+                key = (chain.group(1), instruction.channel) if chain else occurrence.place
+                found.setdefault(key, []).append(occurrence)
+    return list(found.values())
 
 
-def _holder_names(module: Module, occurrences: list[_Occurrence]) -> list[str]:
-    """op_names of what holds the occurrences; first the fusion that ends it: others belong to what it hides behind."""
-    holders = [holder for each in occurrences for _, holder in _holders(module, each.computation.name)]
-    return [holder.op_name for holder in sorted(holders, key=lambda holder: "-done" not in holder.name)]
+def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurrence]) -> Iterator[LogicalCollective]:
+    """The collectives that one instruction stands for: what XLA has combined is taken apart again."""
+    first = occurrences[0]
+    groups = replica_groups(first.instruction.attributes, math.prod(mesh.values()))
+    axes, members = varying_axes(groups, mesh), max(map(len, groups))
+    if not axes or (first.kind == "permute" and _is_halo(module, first)):
+        return
+    holding = _holding(module, occurrences)
+    own = _place([each.op_name for each in [*(each.instruction for each in occurrences), *holding]])
+    for source in first.sources:
+        combined = len(first.sources) > 1 and own[1] != "update"
+        place = _producer(module, first.computation, source) if combined else None
+        nbytes = sum(tensor.nbytes for tensor in source.shape) * (members if first.kind == "all_gather" else 1)
+        yield LogicalCollective(
+            kind=first.kind,
+            axes=axes,
+            bytes=nbytes,
+            wire_bytes=nbytes * _wire_share(first.kind, members),
+            executions=max(module.executions[each.computation.name] for each in occurrences),
+            synchronous=all(each.synchronous for each in occurrences),
+            hops=0,
+            scope=(place or own)[0],
+            phase=(place or own)[1],
+            source=_source(module, [*(each.instruction for each in occurrences), *holding]),
+            instructions=tuple(each.place for each in occurrences),
+        )
+
+
+def _from_ring(module: Module, ring: Ring) -> LogicalCollective:
+    permutes = [module.computations[computation].instructions[name] for computation, name in ring.permutes]
+    scope, phase = _place([permute.op_name for permute in permutes])
+    return LogicalCollective(
+        kind=ring.kind,
+        axes=ring.axes,
+        bytes=ring.bytes,
+        wire_bytes=ring.sent_bytes,
+        executions=ring.executions,
+        synchronous=all(permute.opcode == "collective-permute" for permute in permutes),
+        hops=ring.hops,
+        scope=scope,
+        phase=phase,
+        source=_source(module, permutes),
+        instructions=ring.permutes,
+    )
+
+
+def _source(module: Module, instructions: list[Instruction]) -> str:
+    """The 'file:line' of the first instruction that has one."""
+    return next((line for each in instructions if (line := module.source(each))), "")
+
+
+def _holding(module: Module, occurrences: list[_Occurrence]) -> list[Instruction]:
+    """What holds the occurrences; first the fusion that ends it: others belong to what it hides behind."""
+    held = [holder for each in occurrences for _, holder in holders(module, each.computation.name)]
+    return sorted(held, key=lambda holder: "-done" not in holder.name)
 
 
 def _wire_share(kind: str, members: int) -> float:
@@ -236,7 +247,7 @@ def _occurrence(module: Module, computation: Computation, instruction: Instructi
     if opcode not in _KINDS:
         return None
     kind, sources = _KINDS[opcode], computation.operands(instruction)
-    held = bool(_holders(module, computation.name))
+    held = bool(holders(module, computation.name))
     scattered = held and kind == "all_reduce" and _is_scatter(computation, instruction)
     if scattered:
         kind, sources = "reduce_scatter", tuple(_through(computation, source, ("pad", *_MOVES)) for source in sources)
@@ -256,9 +267,9 @@ def _producer(module: Module, computation: Computation, source: Instruction) -> 
         place = scope_and_phase(source.op_name)
         if place[0] != UNSCOPED:
             return place
-        holders = _holders(module, computation.name)
-        if source.opcode == "parameter" and holders:
-            computation, holder = holders[0]
+        outer = holders(module, computation.name)
+        if source.opcode == "parameter" and outer:
+            computation, holder = outer[0]
             source = computation.operands(holder)[int(source.literal)]
         elif source.operands:
             source = computation.operands(source)[0]

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rooftop.errors import RooftopError
@@ -25,17 +25,19 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _END = re.compile(r'^\}(?:, execution_thread="\w+")?$')
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-_TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+# A memory space stands at the end of a layout: {1,0:T(8,128)(2,1)S(1)}.
+_TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
 _ROLES = "calls|to_apply|condition|body|branch_computations|called_computations"
 _CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Type and dims of one array, on one device."""
+    """Type and dims of one array, on one device. On a TPU ``space`` is 0 in HBM, 1 in VMEM, more in scalar memory."""
 
     dtype: str
     dims: tuple[int, ...]
+    space: int = 0
 
     @property
     def elements(self) -> int:
@@ -108,11 +110,17 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A parsed HLO module, of one device's program."""
+    """A parsed HLO module, of one device's program. ``frames`` has the 'file:line' of every stack frame by its id."""
 
     name: str
     computations: Mapping[str, Computation]
     entry: str
+    frames: Mapping[int, str] = field(default_factory=dict)
+
+    def source(self, instruction: Instruction) -> str:
+        """The 'file:line' of the program that an instruction comes from ('' where the compiler dropped it)."""
+        frame = _first(r"stack_frame_id=(\d+)", instruction.attributes)
+        return self.frames.get(int(frame), "") if frame else ""
 
     @cached_property
     def callers(self) -> Mapping[str, tuple[tuple[Computation, Instruction], ...]]:
@@ -281,7 +289,20 @@ def parse(text: str) -> Module:
             entry = name if match.group(1) else entry
     if not entry or entry not in computations:
         raise RooftopError("hlo", text[:60], "the text of a compiled HLO module, with an ENTRY computation")
-    return Module(name=_first(r"^HloModule ([\w.\-]+)", text), computations=computations, entry=entry)
+    name = _first(r"^HloModule ([\w.\-]+)", text)
+    return Module(name=name, computations=computations, entry=entry, frames=_frames(text))
+
+
+def _frames(text: str) -> dict[int, str]:
+    """'file:line' by id of a stack frame, from the tables at the head of the text."""
+    tables = text[: text.find("{\n")]
+    files = dict(re.findall(r'^(\d+) "(.*)"$', tables.partition("\nFileNames\n")[2].partition("\n\n")[0], re.MULTILINE))
+    places = {
+        place: f"{files.get(name, '')}:{line}"
+        for place, name, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", tables, re.MULTILINE)
+    }
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", tables, re.MULTILINE)
+    return {int(frame): places[place] for frame, place in frames if place in places}
 
 
 def _instruction(name: str, text: str) -> Instruction:
@@ -322,8 +343,8 @@ def _closing(text: str, opening: int) -> int:
 
 def _tensors(text: str) -> Iterator[Tensor]:
     # A layout such as {1,0:T(8,128)} has no word before a bracket, so every match is an array.
-    for dtype, dims in _TENSOR.findall(text):
-        yield Tensor(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
+    for dtype, dims, space in _TENSOR.findall(text):
+        yield Tensor(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim), int(space or 0))
 
 
 def _first(pattern: str, text: str) -> str:

@@ -1,0 +1,138 @@
+"""The backward program of a strategy, in the same steps.
+
+The derivative of an array is sharded like the array. Where the array is whole over an axis, its derivative is too, but
+it may be there as partial sums on the way: so an AllGather's derivative is a ReduceScatter, and the other way round
+(chapter 3 of the book). Where the array is unreduced, every term gets the whole derivative, and nothing is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.algebra import steps
+from rooftop.algebra.einsums import Einsum, Strategy, priced
+from rooftop.algebra.pricing import Prices
+from rooftop.algebra.resharding import TRANSPOSES, Paths
+from rooftop.algebra.steps import Step
+from rooftop.arrays import ShardedArray
+from rooftop.errors import RooftopError
+
+
+def derivative(array: ShardedArray) -> ShardedArray:
+    """The derivative of a scalar by ``array``: split alike, and whole where the array is unreduced."""
+    return array.with_axes(array.axes, ())
+
+
+def transposed(step: Step) -> Step:
+    """The step that takes the derivative of a collective's output to that of its input, unreduced where it was whole.
+
+    Raises RooftopError for a multiplication, which has two derivatives: see ``backward``.
+    """
+    if step.multiplies:
+        raise RooftopError("step", str(step), "a collective; a multiplication has a derivative for each operand")
+    given, wanted = (_dual(array, step.axes) for array in (step.output, step.inputs[0]))
+    pairs = list(zip(step.axes, step.dims, strict=False))
+    match TRANSPOSES[step.op]:
+        case "reduce_scatter":
+            return steps.reduce_scatter(given, pairs)
+        case "all_gather":
+            return steps.all_gather(given, pairs)
+        case "all_reduce":
+            return steps.all_reduce(given, step.axes)
+        case "all_to_all":
+            return steps.all_to_all(given, step.axes, step.dims[1], step.dims[0])
+        case "pad":
+            return steps.pad(given, pairs)
+        case "slice":
+            return steps.slice_(given, pairs)
+        case "mask":
+            return steps.mask(given, step.axes)
+    return steps.permute(given, wanted)
+
+
+def _dual(array: ShardedArray, axes: Sequence[str]) -> ShardedArray:
+    """Of ``axes``, those that the array does not use become unreduced; what is unreduced becomes whole."""
+    used = {axis for split in array.axes for axis in split} | set(array.unreduced)
+    return array.with_axes(array.axes, tuple(axis for axis in axes if axis not in used))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """The programs for the derivatives of both operands, given that of the output.
+
+    ``output`` brings the derivative of the output to where the product was made; ``left`` and ``right`` go on from
+    there. Operands are used as they were multiplied: what the forward program gathered is kept, except that a
+    collective matmul keeps its shard and gathers again, overlapped again.
+    """
+
+    output: Strategy
+    left: Strategy
+    right: Strategy
+
+    @property
+    def time_s(self) -> float:
+        """Seconds, one step after another."""
+        return self.output.time_s + self.left.time_s + self.right.time_s
+
+    def to_json(self) -> dict[str, Any]:
+        """The programs as plain JSON values."""
+        parts = {"output": self.output, "left": self.left, "right": self.right}
+        return {"time_s": self.time_s} | {name: program.to_json() for name, program in parts.items()}
+
+
+def backward(einsum: Einsum, strategy: Strategy, prices: Prices) -> Backward:
+    """The backward program of a strategy of ``einsum``."""
+    multiply = next(step for step in strategy.steps if step.multiplies)
+    plain = next(step for step in multiply.parts if step.op == "einsum")
+    given = derivative(einsum.output)
+    # A gather of the derivative that belongs to an overlapped scatter stays with the multiplications.
+    made = derivative(multiply.output if multiply.op == "einsum_reduce_scatter" else plain.output)
+    to_made = Paths(given, prices).to(made)
+    programs = []
+    for side, array in enumerate((einsum.left, einsum.right)):
+        product = _product(side, made, multiply, plain)
+        chosen = (product, *Paths(product.output, prices).to(derivative(array)))
+        programs.append(priced(chosen, product.inputs, prices))
+    return Backward(output=priced(to_made, (given,), prices), left=programs[0], right=programs[1])
+
+
+def _product(side: int, made: ShardedArray, multiply: Step, plain: Step) -> Step:
+    """The multiplication of the output's derivative by the other operand: overlapped where the forward one was."""
+    wanted = plain.inputs[side]
+    factor = multiply.inputs[1 - side]
+    inputs = (made, factor) if side == 0 else (factor, made)
+    at = inputs.index(made)
+    if multiply.op == "einsum_reduce_scatter":
+        return _gathering(inputs, at, multiply, wanted)
+    if multiply.op == "all_gather_einsum" and side != multiply.operand:
+        return _gathering(inputs, 1 - at, multiply, wanted)
+    found = steps.einsum(*inputs, wanted.dims, wanted.dtype)
+    if multiply.op == "all_gather_einsum" and set(multiply.axes) <= set(found.output.unreduced):
+        scattered = steps.reduce_scatter(found.output, list(zip(multiply.axes, multiply.dims, strict=True))).output
+        return Step(
+            op="einsum_reduce_scatter",
+            inputs=found.inputs,
+            output=scattered,
+            axes=multiply.axes,
+            dims=multiply.dims,
+            bidirectional=multiply.bidirectional,
+        )
+    return found
+
+
+def _gathering(inputs: Sequence[ShardedArray], operand: int, multiply: Step, wanted: ShardedArray) -> Step:
+    """An overlapped multiplication that gathers ``inputs[operand]`` along the axis and dim of ``multiply``."""
+    gathered = list(inputs)
+    gathered[operand] = steps.all_gather(inputs[operand], list(zip(multiply.axes, multiply.dims, strict=True))).output
+    product = steps.einsum(gathered[0], gathered[1], wanted.dims, wanted.dtype)
+    return Step(
+        op="all_gather_einsum",
+        inputs=tuple(inputs),
+        output=product.output,
+        axes=multiply.axes,
+        dims=multiply.dims,
+        operand=operand,
+        bidirectional=multiply.bidirectional,
+    )

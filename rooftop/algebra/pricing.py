@@ -1,0 +1,176 @@
+"""What steps cost on a mesh: bytes, FLOPs, and seconds by resource.
+
+Three prices, never mixed. ``bound``: peak rates, a collective the larger of its hops and its bytes. ``expected``: the
+named fractions of the chip, and a collective's start, hops and bytes one after another. ``book``: the book's forms
+for whole shards on even rings (chapter 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from rooftop.algebra.steps import OVERLAPPED_OPS, Step, permutation
+from rooftop.arrays import Mesh, ShardedArray
+from rooftop.errors import unknown
+from rooftop.quantities import dtype_bytes
+from rooftop.roofline.collectives import Price, price
+from rooftop.roofline.matmul import flops as matmul_flops
+from rooftop.roofline.rates import Rates
+from rooftop.roofline.routing import route
+
+PRICES: tuple[str, ...] = ("bound", "expected", "book")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one step costs on one device.
+
+    ``bytes`` is the collective's payload as in ``rooftop.ledger.Collective``; ``hbm_bytes`` what a multiplication
+    reads and writes. ``resources`` has the seconds that each resource is busy, ``latency_s`` those of the hops, and
+    ``time_s`` how long the step takes.
+    """
+
+    bytes: float = 0.0
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    latency_s: float = 0.0
+    time_s: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        """The busiest resource ('' if the step is free)."""
+        return max(self.resources, key=lambda name: self.resources[name], default="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices of steps for arrays with ``dims`` on ``mesh``. ``kind`` is one of ``PRICES``."""
+
+    mesh: Mesh
+    dims: Mapping[str, int]
+    kind: str = "bound"
+
+    def __post_init__(self) -> None:
+        if self.kind not in PRICES:
+            raise unknown("price", self.kind, PRICES)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Rates of one device."""
+        return Rates.of(self.mesh.slice.chip)
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, tuple[str, ...]], Price]:
+        return {}
+
+    def cost(self, step: Step) -> Cost:
+        """The cost of a step. Raises RooftopError where dims do not split evenly or the chip lacks the dtype."""
+        if step.op == "einsum":
+            return self._einsum(step)
+        if step.op in OVERLAPPED_OPS:
+            return self._overlapped(step)
+        if step.op == "permute":
+            return self._permute(step)
+        if step.collective is None:
+            return Cost()
+        held = step.output if step.op == "all_gather" else step.inputs[0]
+        return self._collective(step.op, step.axes, self.bytes(held))
+
+    def bytes(self, array: ShardedArray) -> float:
+        """Bytes of one device's shard."""
+        return array.device_bytes(self.dims, self.mesh.shape)
+
+    def collective_s(self, kind: str, axes: tuple[str, ...], payload: float) -> float:
+        """Seconds of a collective that is no permute, ``payload`` as in ``rooftop.ledger.Collective``."""
+        return self._collective(kind, axes, payload).time_s
+
+    def _collective(self, kind: str, axes: tuple[str, ...], payload: float) -> Cost:
+        key = kind, tuple(sorted(axes))
+        if key not in self._groups:
+            form = "book" if self.kind == "book" else "exact"
+            self._groups[key] = price(kind, self.mesh.span(*axes), form=form)
+        found = self._groups[key]
+        busy = {name: float(seconds) for name, seconds in found.bound_s(payload).items() if seconds > 0}
+        if self.kind == "expected":
+            efficiency = self.rates.network_efficiency(kind)
+            seconds = float(found.expected_s(payload, efficiency, self.rates.collective_start_s))
+        else:
+            # Over ICI and DCN one after the other: each part waits for the other's result.
+            seconds = sum(busy.values())
+        latency_s = float(sum(found.latency_s.values()))
+        return Cost(bytes=payload, resources=busy, latency_s=latency_s, time_s=seconds)
+
+    def _permute(self, step: Step) -> Cost:
+        payload = self.bytes(step.inputs[0])
+        physical = self.mesh.slice.physical_axes
+        place = self.mesh.device_coordinates().reshape(-1, len(physical))
+        pairs = permutation(step, self.mesh.shape)
+        routed = route(physical, place[pairs[:, 0]], place[pairs[:, 1]], payload)
+        busy = {name: seconds for name, seconds in routed.seconds.items() if seconds > 0}
+        if self.kind == "expected":
+            efficiency = self.rates.network_efficiency("permute")
+            start_s = self.rates.collective_start_s if busy else 0.0
+            seconds = start_s + routed.latency_s + sum(busy[name] / efficiency[name] for name in busy)
+        else:
+            seconds = max(sum(busy.values()), routed.latency_s)
+        return Cost(bytes=payload, resources=busy, latency_s=routed.latency_s, time_s=seconds)
+
+    def _einsum(self, step: Step, cut: str = "", pieces: int = 1) -> Cost:
+        """A local multiplication, or one of the ``pieces`` of one whose dim ``cut`` is cut into so many."""
+        left, right = step.inputs
+        sizes = self._local(left) | self._local(right)
+        if cut:
+            sizes[cut] = max(1, sizes[cut] // pieces)
+        shared, out = set(left.dims) & set(right.dims), set(step.output.dims)
+        batch, k = (prod(sizes[dim] for dim in dims) for dims in (shared & out, shared - out))
+        m, n = (prod(sizes[dim] for dim in set(array.dims) - shared) for array in (left, right))
+        moved = sum(
+            prod(sizes[dim] for dim in array.dims) * dtype_bytes(array.dtype) for array in (*step.inputs, step.output)
+        )
+        dtype = max(left.dtype, right.dtype, key=dtype_bytes)
+        flops, rates = float(batch * matmul_flops(m, k, n)), self.rates
+        peak_s = flops / self.mesh.slice.device_flops_per_s(dtype)
+        busy = {"mxu": peak_s, "hbm": moved / rates.hbm_bytes_per_s}
+        seconds = max(busy.values())
+        if self.kind == "expected":
+            # A batch of matmuls is priced as so many of them, each of its own shape.
+            seconds = max(batch * float(rates.matmul_s(m, k, n, dtype)), float(rates.hbm_s(moved)))
+        return Cost(flops=flops, hbm_bytes=moved, resources=busy, time_s=seconds)
+
+    def _overlapped(self, step: Step) -> Cost:
+        """A collective matmul over N devices: N pieces are multiplied while N - 1 transfers run beside them.
+
+        The first piece of a gather is there from the start, and the last of a scatter has nowhere to go, so one piece
+        stands alone. An AllReduce is cut into N chunks, the last of which nothing hides.
+        """
+        before, after = step.parts
+        plain, communication = (before, after) if before.op == "einsum" else (after, before)
+        whole, pieces = self._einsum(plain), self.mesh.size(*step.axes)
+        piece_s = self._einsum(plain, step.dims[0], pieces).time_s
+        moved = self.cost(communication)
+        moving_s = moved.time_s
+        if not step.bidirectional:
+            group = self.mesh.span(*step.axes)
+            one_way = price(communication.op, replace(group, ring=np.zeros_like(group.ring)))
+            moving_s = max(moving_s, sum(float(value) for value in one_way.bound_s(moved.bytes).values()))
+        if communication.op == "all_reduce":
+            seconds = piece_s + (pieces - 1) * max(piece_s, moving_s / pieces) + moving_s / pieces
+        else:
+            seconds = piece_s + (pieces - 1) * max(piece_s, moving_s / max(1, pieces - 1))
+        return Cost(
+            bytes=moved.bytes,
+            flops=whole.flops,
+            hbm_bytes=whole.hbm_bytes,
+            resources={**whole.resources, **moved.resources},
+            latency_s=moved.latency_s,
+            time_s=seconds,
+        )
+
+    def _local(self, array: ShardedArray) -> dict[str, int]:
+        return dict(zip(array.dims, array.local_shape(self.dims, self.mesh.shape), strict=True))

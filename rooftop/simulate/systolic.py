@@ -1,0 +1,190 @@
+"""A weight-stationary systolic array: how many cycles a matmul takes on it, in closed form and cycle by cycle.
+
+Each of rows x columns cells holds one weight. Activations enter at the left edge, one row of the matrix a cycle, and
+move right; partial sums move down. Row r of the array gets its activation r cycles after row 0, and column c its
+weights c cycles after column 0, so that work crosses the array as a diagonal wave. Source: chapter 2, appendix B.
+
+The model is of the array alone: its memory always delivers, and sums over several blocks of k are added up outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.errors import RooftopError
+from rooftop.hardware import Chip
+
+Count = int | npt.NDArray[np.int64]
+Matrix = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycles:
+    """Cycles of one matmul, those of its busiest array.
+
+    ``fill`` loads the first weights, in ``stream`` a row of activations enters on every cycle, in ``wait`` none does
+    because the next weights are not there yet, ``drain`` is from the last row's entry to the last sum's exit.
+    ``utilisation`` is useful multiply-adds over those that all arrays could have made. All may be NumPy arrays.
+    """
+
+    fill: Count
+    stream: Count
+    wait: Count
+    drain: Count
+    utilisation: float | npt.NDArray[np.float64]
+
+    @property
+    def total(self) -> Count:
+        """All cycles."""
+        return self.fill + self.stream + self.wait + self.drain
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystolicArray:
+    """``mxus`` arrays of ``rows`` (of the contracted dim k) by ``columns`` (of n) that share a matmul.
+
+    ``double_buffered`` arrays take the next weights into spare registers while they stream, and change over with the
+    wave; others begin to load when the last row has entered. ``split`` says what the arrays divide among them: "n",
+    whole blocks of columns in turn, or "m", equal runs of rows.
+
+    Raises RooftopError on a size that is not positive and on another split.
+    """
+
+    rows: int
+    columns: int
+    mxus: int = 1
+    double_buffered: bool = True
+    split: Literal["n", "m"] = "n"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns", "mxus"):
+            if getattr(self, name) < 1:
+                raise RooftopError(name, getattr(self, name), "a positive whole number")
+        if self.split not in ("n", "m"):
+            raise RooftopError("split", self.split, "n or m")
+
+    @classmethod
+    def of(cls, chip: Chip) -> SystolicArray:
+        """All arrays of a TPU. Their number is derived: the bf16 peak over 2 x side^2 x clock.
+
+        Raises RooftopError where that is not within 2 % of a whole number (v3 and TPU7x, whose clock and peak have
+        different sources), and for GPUs: then give ``rows``, ``columns`` and ``mxus``.
+        """
+        if chip.kind != "tpu":
+            raise RooftopError("chip", chip.name, "a TPU: this is a model of its systolic arrays")
+        side = chip.mxu_tile
+        mxus = chip.flops_per_s["bf16"] / (2 * side**2 * chip.clock_hz)
+        if abs(mxus / max(round(mxus), 1) - 1) > 0.02:
+            raise RooftopError("chip", chip.name, f"one whose peak is a whole number of arrays, not {mxus:.2f} of them")
+        return cls(rows=side, columns=side, mxus=round(mxus))
+
+    @property
+    def flops_per_cycle(self) -> int:
+        """FLOPs of a cycle in which every cell of every array works."""
+        return 2 * self.rows * self.columns * self.mxus
+
+    def cycles(self, m: Count, k: Count, n: Count) -> Cycles:
+        """Cycles of [m, k] x [k, n]; sizes are positive and may be NumPy arrays.
+
+        k and n are cut into blocks of rows x columns, which a matmul smaller than that does not fill. A block streams
+        for as many cycles as there are rows of activations, or, if the next weights take longer than that, waits for
+        them.
+        """
+        if np.any(np.minimum(np.minimum(m, k), n) < 1):
+            raise RooftopError("m, k, n", f"{m}, {k}, {n}", "positive whole numbers")
+        blocks, streamed = -(-n // self.columns), m
+        if self.split == "n":
+            blocks = -(-blocks // self.mxus)
+        else:
+            streamed = -(-m // self.mxus)
+        blocks = blocks * -(-k // self.rows)
+        late = self.rows - streamed
+        wait: Count = late * (late > 0) if self.double_buffered else self.rows
+        stream: Count = blocks * streamed
+        waits: Count = (blocks - 1) * wait
+        drain = self.rows + self.columns - 2
+        done = (self.rows + stream + waits + drain) * self.flops_per_cycle
+        return Cycles(fill=self.rows, stream=stream, wait=waits, drain=drain, utilisation=2 * m * k * n / done)
+
+    def run(self, x: Matrix, w: Matrix) -> tuple[Matrix, int]:
+        """Multiply x [m, k] by w [k, n] cell by cell: the product [m, n], and the cycles until its last element is out.
+
+        Takes time in proportion to cycles x rows x columns; it is there to check ``cycles``. Raises RooftopError on
+        shapes that do not multiply.
+        """
+        if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+            raise RooftopError("x, w", f"shapes {x.shape} and {w.shape}", "matrices [m, k] and [k, n]")
+        product = np.zeros((len(x), w.shape[1]), np.result_type(x, w))
+        blocks = range(0, w.shape[1], self.columns)
+        step = -(-len(x) // self.mxus) if self.split == "m" else len(x)
+        busiest = 0
+        for mxu in range(self.mxus):
+            part = slice(mxu * step, (mxu + 1) * step) if self.split == "m" else slice(None)
+            starts = blocks if self.split == "m" else blocks[mxu :: self.mxus]
+            if len(x[part]) and len(starts):
+                busiest = max(busiest, self._run_one(x[part], w, starts, product[part]))
+        return product, busiest
+
+    def _run_one(self, x: Matrix, w: Matrix, starts: Sequence[int], product: Matrix) -> int:
+        """Add x times the blocks of w at columns ``starts`` to ``product``, on one array; the cycles it took."""
+        rows, columns, m = self.rows, self.columns, len(x)
+        blocks = [(row, column) for column in starts for row in range(0, w.shape[0], rows)]
+        x = np.pad(x, ((0, 0), (0, rows)))
+        w = np.pad(w, ((0, rows), (0, columns)))
+        cells = (rows, columns)
+        active, spare, sums = (np.zeros(cells, product.dtype) for _ in range(3))
+        # What each cell passes on: an activation with its place in the stream (-1: none), a weight with its target row.
+        value, place = np.zeros(cells, product.dtype), np.full(cells, -1)
+        weight, target = np.zeros(cells, product.dtype), np.full(cells, -1)
+        # The edges delay row r by r cycles, column c by c: what entered on each cycle is kept, for the last to find.
+        left: list[int] = []
+        top: list[tuple[int, int]] = []
+        entered, loaded, left_to_load, out = 0, 0, rows, 0
+        while out < len(blocks) * m * columns:
+            # A block may stream when its weights are in, and from then on a row enters on every cycle.
+            streaming = entered < loaded * m
+            left.append(entered if streaming else -1)
+            entered += streaming
+            # Weights may follow once the wave has begun to free the registers that they go to.
+            begun = entered > (loaded - 1) * m if self.double_buffered else entered - streaming == loaded * m
+            if loaded < len(blocks) and begun:
+                left_to_load -= 1
+                top.append((loaded, left_to_load))
+                if not left_to_load:
+                    loaded, left_to_load = loaded + 1, rows
+            else:
+                top.append((-1, -1))
+
+            now = len(left) - 1
+            value[:, 1:], place[:, 1:] = value[:, :-1].copy(), place[:, :-1].copy()
+            weight[1:], target[1:] = weight[:-1].copy(), target[:-1].copy()
+            for row in range(rows):
+                place[row, 0] = left[now - row] if now >= row else -1
+                block, at = divmod(int(place[row, 0]), m)
+                value[row, 0] = x[at, blocks[block][0] + row] if block >= 0 else 0
+            for column in range(columns):
+                block, target[0, column] = top[now - column] if now >= column else (-1, -1)
+                if block >= 0:
+                    weight[0, column] = w[blocks[block][0] + target[0, column], blocks[block][1] + column]
+
+            if self.double_buffered:
+                active = np.where((place >= 0) & (place % m == 0), spare, active)
+            sums[1:] = sums[:-1].copy()
+            sums[0] = 0
+            sums += value * active
+            for column in np.flatnonzero(place[-1] >= 0).tolist():
+                block, at = divmod(int(place[-1, column]), m)
+                if blocks[block][1] + column < product.shape[1]:
+                    product[at, blocks[block][1] + column] += sums[-1, column]
+                out += 1
+            arrived = target == np.arange(rows)[:, None]
+            if self.double_buffered:
+                spare = np.where(arrived, weight, spare)
+            else:
+                active = np.where(arrived, weight, active)
+        return len(left)

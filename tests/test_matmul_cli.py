@@ -1,0 +1,275 @@
+"""``rooftop matmul``: its answers, the worked problems of chapters 2, 3 and 9, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import Answer
+
+Call = Callable[..., Answer]
+
+SHOWN = "bf16[B_X, D_Y] @ bf16[D_Y, F] -> bf16[B_X, F]"
+GIVEN = ("--dims", "B=8192,D=8192,F=32768", "--mesh", "X=4,Y=4", "--on", "v5e:4x4")
+SMALL = ("--mesh", "X=4", "--on", "v5e:2x2")
+V5E = ("--mesh", "X=4,Y=4", "--on", "v5e:4x4")
+V4 = ("--mesh", "X=4,Y=4,Z=4", "--on", "v4:4x4x4")
+
+
+def best(rooftop: Call, *arguments: str) -> Any:
+    answer = rooftop("matmul", *arguments, "--json")
+    assert answer.status == 0, answer.err
+    return answer.json["strategies"][0]
+
+
+def test_strategies_come_best_first_with_every_step(rooftop: Call) -> None:
+    data = rooftop("matmul", SHOWN, *GIVEN, "--json").json
+    times = [strategy["time_s"] for strategy in data["strategies"]]
+    assert times == sorted(times) and len(times) == 8 < data["strategies_found"]
+    assert data["cases"][0]["case"] == 3
+    for strategy in data["strategies"]:
+        assert strategy.keys() >= {"steps", "time_s", "bound", "rule", "flops", "memory_bytes", "fits"}
+        assert strategy["time_s"] == pytest.approx(sum(step["time_s"] for step in strategy["steps"]))
+        for step in strategy["steps"]:
+            assert step.keys() >= {"op", "axes", "in", "out", "bytes", "flops", "time_s"}
+    plain = next(each for each in data["strategies"] if each["rule"].startswith("multiply, then all_reduce"))
+    multiply, total = plain["steps"]
+    assert multiply["flops"] == 2 * 8192 * 8192 * 32768 / 16
+    assert multiply["time_s"] == pytest.approx(multiply["flops"] / 1.97e14)
+    assert (total["axes"], total["bytes"]) == (["Y"], 2048 * 32768 * 2)
+    assert total["out"] == "bf16[B_X, F]"
+    # A line of four, pipelined: V/w.
+    assert total["time_s"] == pytest.approx(total["bytes"] / 4.5e10)
+
+
+def test_the_table_says_what_binds(rooftop: Call) -> None:
+    answer = rooftop("matmul", SHOWN, *GIVEN, "--top", "2", "--backward", "--simulate")
+    assert answer.status == 0
+    for text in ("Case 3 over Y", "best first", "ici binds", "Backward", "lower bounds"):
+        assert text in answer.out
+
+
+def test_prices_are_bound_expected_or_the_books(rooftop: Call) -> None:
+    bound, expected, book = (
+        best(rooftop, "AllGather_X(bf16[I_X, J])", "--dims", "I=8192,J=8192", *V4, "--price", kind)["time_s"]
+        for kind in ("bound", "expected", "book")
+    )
+    assert bound < expected
+    assert bound == pytest.approx(book * 3 / 4)
+
+
+def test_all_strategies_can_be_listed_and_overlap_left_out(rooftop: Call) -> None:
+    data = rooftop("matmul", SHOWN, *GIVEN, "--top", "all", "--no-overlap", "--json").json
+    assert len(data["strategies"]) == data["strategies_found"]
+    assert not any("while" in each["rule"] or "chunks" in each["rule"] for each in data["strategies"])
+
+
+def test_a_resharding_and_its_simulation(rooftop: Call) -> None:
+    found = best(
+        rooftop,
+        "bf16[I_X, J] -> bf16[I, J_X]",
+        "--dims",
+        "I=4096,J=4096",
+        "--mesh",
+        "X=16",
+        "--on",
+        "v5e:4x4",
+        "--simulate",
+    )
+    (step,) = found["steps"]
+    assert step["op"] == "all_to_all"
+    assert step["simulated_s"] == pytest.approx(step["time_s"], rel=0.05)
+
+
+def test_a_layout_can_be_pinned(rooftop: Call) -> None:
+    ring = ("--dims", "I=4096,J=4096", "--mesh", "X=4,Y=64", "--on", "v5e:16x16")
+    whole = best(rooftop, "AllGather_X(bf16[I_X, J])", *ring, "--layout", "X=x[4:4],Y=x[1:4]+y")
+    near = best(rooftop, "AllGather_X(bf16[I_X, J])", *ring, "--layout", "X=x[1:4],Y=x[4:4]+y")
+    # Right round the ring in hops of four links that four groups share, or four neighbours on a line of their own.
+    assert whole["time_s"] == pytest.approx(2 * near["time_s"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("bf16[I_X, J_X]", "--mesh", "X=2"), "X is used 2 times"),
+        (("bf16[I_X, J]", "--mesh", "X=2"), "dim I"),
+        (("bf16[I_X, J]", "--mesh", "X=2", "--dims", "I=3,J=4"), "a multiple of 2"),
+        (("bf16[I_X, J]", "--mesh", "X=2", "--dims", "I=3,I=4"), "given twice"),
+        (("bf16[I_X, J]", "--mesh", "Y=2", "--dims", "I=2,J=4"), "mesh axis"),
+        (("AllGather_X(bf16[I_X])", "--mesh", "X=2", "--dims", "I=4"), "a slice, such as v5e:4x4"),
+        (("AllGather_Y(bf16[I_X])", *SMALL, "--dims", "I=4"), "mesh axis"),
+        (("AllGather_X(bf16[I_X])", "--mesh", "X=2", "--dims", "I=4", "--on", "v5e:2x2"), "the 4 devices of v5e:2x2"),
+        (("AllGather_X(bf16[I_X])", *SMALL, "--dims", "I=4", "--price", "best"), "expected"),
+        (("AllGather_X(bf16[I_X])", *SMALL, "--dims", "I=4", "--figure", "ici=3"), "figure"),
+        (("AllGather_X(bf16[8_X, 8])", *SMALL), "give equal sizes names"),
+        (("bf16[I] @ bf16[I]", *SMALL), "expression"),
+        (("bf16[I] -> bf16[J]", *SMALL), "in another sharding"),
+        (("f8_e4m3[I, J] @ f8_e4m3[J, K] -> bf16[I, K]", *SMALL, "--dims", "I=8,J=8,K=8"), "f8_e4m3"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(rooftop: Call, arguments: tuple[str, ...], named: str) -> None:
+    answer = rooftop("matmul", *arguments)
+    assert answer.status == 2
+    assert named in answer.err
+    assert answer.err.count("\n") == 1 and not answer.out
+
+
+def test_jax_is_not_imported_for_an_answer() -> None:
+    code = (
+        "import sys; from rooftop.cli.main import cli\n"
+        f"cli.main(args=['matmul', {SHOWN!r}, *{GIVEN!r}, '--json'], standalone_mode=False)\n"
+        "assert not {'jax', 'scipy', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# Worked problems. `exact` and `book` as in reference/worked_problems.csv.
+
+
+def test_s1_bytes_of_an_array(rooftop: Call) -> None:
+    (array,) = rooftop("matmul", "int8[I_XY, J]", "--dims", "I=128,J=2048", "--mesh", "X=2,Y=8,Z=2", "--json").json[
+        "arrays"
+    ]
+    assert (array["device_bytes"], array["total_bytes"]) == (16384, 524288)
+
+
+def test_s2_all_gather_on_v5e(rooftop: Call) -> None:
+    gather = "AllGather_Y(bf16[2048_Y, 8192])"
+    line = best(rooftop, gather, "--mesh", "X=8,Y=4", "--on", "v5e:4x8")
+    assert line["time_s"] == pytest.approx(559.24e-6, rel=1e-4)
+    # With a ring, which a v5e has at 16 only; v4 links are as fast and close at 4.
+    assert best(rooftop, gather, *V4)["time_s"] == pytest.approx(279.6e-6, rel=1e-3)
+    ring = best(rooftop, gather, "--mesh", "X=16,Y=16", "--on", "v5e:16x16", "--price", "book")
+    assert ring["time_s"] == pytest.approx(372.83e-6, rel=1e-4)
+
+
+def test_s3_s8_latency(rooftop: Call) -> None:
+    small = best(rooftop, "AllGather_Y(bf16[E_Y, F])", "--dims", "E=256,F=256", "--mesh", "X=8,Y=4", "--on", "v5e:4x8")
+    assert small["time_s"] == small["steps"][0]["latency_s"] == pytest.approx(3e-6)
+    assert best(rooftop, "AllGather_X(bf16[128_X])", *V4)["time_s"] == pytest.approx(2e-6)
+
+
+def test_s4_copies(rooftop: Call) -> None:
+    (array,) = rooftop("matmul", "bf16[I_X, J, K]", "--dims", "I=64,J=64,K=64", "--mesh", "X=4,Y=8,Z=2", "--json").json[
+        "arrays"
+    ]
+    assert array["total_bytes"] / array["copy_bytes"] == array["replication"] == 16
+
+
+@pytest.mark.parametrize(
+    ("expression", "exact_us", "book_us"),
+    [
+        ("AllGather_X(bf16[1024_X, 4096_Y])", 17.48, 23.302),
+        ("AllGather_XY(bf16[1024_X, 4096_Y])", 43.69, 46.603),
+        ("AllReduce_Z(bf16[1024_X, 4096_Y]{U_Z})", 8.74, 11.651),
+    ],
+    ids=["s5", "s6", "s7"],
+)
+def test_s5_to_s7_rings_of_v4(rooftop: Call, expression: str, exact_us: float, book_us: float) -> None:
+    assert best(rooftop, expression, *V4)["time_s"] == pytest.approx(exact_us * 1e-6, rel=1e-3)
+    assert best(rooftop, expression, *V4, "--price", "book")["time_s"] == pytest.approx(book_us * 1e-6, rel=1e-3)
+
+
+def test_s9_all_to_all_against_all_gather(rooftop: Call) -> None:
+    ring = ("--dims", "I=8192,J=8192", "--mesh", "X=16,Y=16", "--on", "v5e:16x16")
+    pair = "AllToAll_{X,J}(bf16[I_X, J])", "AllGather_X(bf16[I_X, J])"
+    # The book's ratio is for whole shards; without the shard that stays at home a gather takes (N-1)/N as long.
+    both_ways = [best(rooftop, each, *ring, "--price", "book")["time_s"] for each in pair]
+    assert both_ways[0] / both_ways[1] == pytest.approx(0.25)
+    one_way = [best(rooftop, each, *ring, "--simulate", "--unidirectional")["steps"][0]["simulated_s"] for each in pair]
+    assert one_way[0] / one_way[1] == pytest.approx(0.5, rel=0.02)
+
+
+def test_s10_gather_first_or_scatter_after(rooftop: Call) -> None:
+    for m, k in ((8192, 2048), (2048, 8192)):
+        data = rooftop(
+            "matmul",
+            "bf16[N, M_X] @ bf16[M, K] -> bf16[N, K_X]",
+            "--dims",
+            f"N=4096,M={m},K={k}",
+            "--mesh",
+            "X=4",
+            "--on",
+            "v5e:2x2",
+            "--top",
+            "all",
+            "--json",
+        ).json
+        times = {
+            kind: next(
+                step["time_s"]
+                for strategy in data["strategies"]
+                for step in strategy["steps"]
+                if step["op"] == kind and step["bytes"] == 2 * 4096 * size
+            )
+            for kind, size in (("all_gather", m), ("reduce_scatter", k))
+        }
+        assert times["all_gather"] / times["reduce_scatter"] == pytest.approx(m / k)
+
+
+def test_s11_the_smallest_buffer_that_is_not_latency_bound(rooftop: Call) -> None:
+    pair = ("--mesh", "X=2,Y=4", "--on", "v5e:2x4")
+    for shard, seconds in ((1000, 1e-6), (45000, 1e-6), (90000, 2e-6)):
+        found = best(rooftop, "AllGather_X(int8[I_X])", "--dims", f"I={2 * shard}", *pair)
+        assert found["time_s"] == pytest.approx(seconds)
+
+
+def test_t7_corner_to_corner(rooftop: Call) -> None:
+    found = best(
+        rooftop, "bf16[8, 128, 8192]@(0,0) -> bf16[8, 128, 8192]@(3,3)", "--mesh", "X=4,Y=4", "--on", "v5e:4x4"
+    )
+    (step,) = found["steps"]
+    assert step["latency_s"] == pytest.approx(6e-6)
+    assert step["resources"]["ici"] == pytest.approx(186.41e-6, rel=1e-4)
+    assert found["time_s"] == pytest.approx(192.4e-6, rel=1e-3)
+
+
+def test_t8_everything_on_one_corner(rooftop: Call) -> None:
+    found = best(
+        rooftop,
+        "int8[J_XY, K]@host -> int8[J, K]@(0,0)",
+        "--dims",
+        "J=128Ki,K=128Ki",
+        *V5E,
+        "--figure",
+        "pcie_bytes_per_s=1.5e10",
+    )
+    host, gather = found["steps"]
+    assert host["time_s"] == pytest.approx(71.6e-3, rel=1e-3)
+    assert gather["time_s"] == pytest.approx(179e-3, rel=1e-3)
+    alone = best(
+        rooftop,
+        "bf16[8, J] @ int8[J, K] -> bf16[8, K]",
+        "--dims",
+        "J=128Ki,K=128Ki",
+        "--mesh",
+        "X=1",
+        "--on",
+        "v5e:1x1",
+        "--figure",
+        "hbm_bytes_per_s=8.1e11",
+    )
+    assert alone["resources"]["hbm"] == pytest.approx(21.2e-3, rel=2e-3)
+    assert alone["resources"]["mxu"] == pytest.approx(1.395e-3, rel=1e-3)
+    assert not alone["fits"]
+
+
+def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
+    found = best(
+        rooftop,
+        "ReduceScatter_{X,B}(bf16[A, B, C_Y]{U_X})",
+        "--dims",
+        "A=32,B=1024,C=8192",
+        "--mesh",
+        "X=2,Y=4",
+        "--on",
+        "v5e:2x4",
+        "--figure",
+        "ici_bytes_per_s=6e10",
+    )
+    assert found["time_s"] == pytest.approx(1.1185e-3, rel=1e-4)

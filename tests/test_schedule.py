@@ -1,0 +1,565 @@
+"""Rings of permutes folded into collectives, and the exposed time of a schedule: hand-made HLO, then XLA:TPU's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import P
+from jax.sharding import AxisType, NamedSharding
+
+from rooftop.arrays import Mesh
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.roofline.collectives import price
+from rooftop.roofline.rates import Rates
+from rooftop.roofline.routing import route
+from rooftop.xla import hlo
+from rooftop.xla.compiled import LogicalCollective, logical_collectives, read_ledger
+from rooftop.xla.compiling import Compiled, Request
+from rooftop.xla.schedule import ESTIMATES, Timeline, timeline
+from rooftop.xla.worker import compile_here
+
+ROWS = 512
+ARRAY = f"bf16[{ROWS},512]"
+NBYTES = ROWS * 512 * 2.0
+
+
+def module(body: Sequence[str], *computations: str, root: str = "") -> hlo.Module:
+    """A scheduled module: instructions of the entry after the parameters x and w, both of ``ARRAY``."""
+    lines = [f"x = {ARRAY} parameter(0)", f"w = {ARRAY} parameter(1)", *body]
+    text = "\n".join(f"  {'ROOT ' if line.startswith(f'{root} =') else ''}%{line}" for line in lines)
+    entry = f"ENTRY %main (x: {ARRAY}, w: {ARRAY}) -> {ARRAY} {{\n{text}\n}}"
+    return hlo.parse("HloModule test, is_scheduled=true\n\n" + "\n\n".join([*computations, entry]) + "\n")
+
+
+def fused(name: str, parameters: Sequence[str], *lines: str) -> str:
+    """A fused computation of parameters p0, p1, ... of the given types; the last line is its root."""
+    given = [f"p{i} = {shape} parameter({i})" for i, shape in enumerate(parameters)]
+    body = [f"  %{line}" for line in (*given, *lines[:-1])] + [f"  ROOT %{lines[-1]}"]
+    signature = ", ".join(f"p{i}: {shape}" for i, shape in enumerate(parameters))
+    return f"%{name} ({signature}) -> {ARRAY} {{\n" + "\n".join(body) + "\n}"
+
+
+def pairs(shift: int, n: int, rows: int = 1) -> str:
+    """source_target_pairs of a shift along the last axis of a mesh [rows, n]."""
+    moved = [f"{{{row * n + i},{row * n + (i + shift) % n}}}" for row in range(rows) for i in range(n)]
+    return f"source_target_pairs={{{','.join(moved)}}}"
+
+
+def permute(name: str, operand: str, shift: int, n: int, shape: str = ARRAY, rows: int = 1) -> list[str]:
+    """A permute as a start and a done."""
+    return [
+        f"{name}-start = ({shape}, {shape}, u32[], u32[]) collective-permute-start(%{operand}), channel_id=1, "
+        f"{pairs(shift, n, rows)}",
+        f"{name} = {shape} collective-permute-done(%{name}-start)",
+    ]
+
+
+def dot(name: str, left: str, right: str = "w", shape: str = ARRAY) -> str:
+    return (
+        f"{name} = {shape} dot(%{left}, %{right}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
+        'backend_config={"window_config":{"estimated_cycles":"3000"}}'
+    )
+
+
+def brief(collectives: Sequence[LogicalCollective]) -> list[tuple[str, float, int, int]]:
+    """Kind, bytes, hops and executions."""
+    return [(each.kind, each.bytes, each.hops, each.executions) for each in collectives]
+
+
+def folded(parsed: hlo.Module, n: int) -> list[tuple[str, float, int, int]]:
+    return brief(logical_collectives(parsed, {"X": 1, "Y": n}))
+
+
+# ---- AllGather rings ------------------------------------------------------------------------------------------------
+
+
+def gather(n: int, up: int, down: int) -> list[str]:
+    """x goes ``up`` hops one way and ``down`` the other; everything received is multiplied."""
+    lines = [dot("own", "x")]
+    for way, hops in ((1, up), (-1, down)):
+        carried = "x"
+        for hop in range(hops):
+            name = f"{'up' if way > 0 else 'down'}{hop}"
+            lines += [*permute(name, carried, way, n), dot(f"dot-{name}", name)]
+            carried = name
+    return lines
+
+
+@given(st.integers(3, 8), st.data())
+def test_a_ring_that_brings_everything_is_an_all_gather(n: int, data: st.DataObject) -> None:
+    """One way or both, in any proportion; a ring that falls short by one hop is none."""
+    up = data.draw(st.integers(0, n - 1))
+    assert folded(module(gather(n, up, n - 1 - up)), n) == [("all_gather", n * NBYTES, n - 1, 1)]
+    short = folded(module(gather(n, max(0, up - 1), n - 2 if up == 0 else n - 1 - up)), n)
+    assert short == [("permute", NBYTES, 0, 1)] * (n - 2)
+
+
+@given(st.integers(3, 6))
+def test_halves_that_go_round_both_ways(n: int) -> None:
+    """Slices of one array make one AllGather of it; a ring of one slice gathers that slice."""
+    half = f"bf16[{ROWS // 2},512]"
+    lines = []
+    for track, way in (("up", 1), ("down", -1)):
+        begin = 0 if way > 0 else ROWS // 2
+        lines.append(f"{track} = {half} slice(%x), slice={{[{begin}:{begin + ROWS // 2}], [0:512]}}")
+        carried = track
+        for hop in range(n - 1):
+            lines += [*permute(f"{track}{hop}", carried, way, n, half), dot(f"d{track}{hop}", f"{track}{hop}")]
+            carried = f"{track}{hop}"
+    assert folded(module(lines), n) == [("all_gather", n * NBYTES, 2 * (n - 1), 1)]
+    assert folded(module(lines[: len(lines) // 2]), n) == [("all_gather", n * NBYTES / 2, n - 1, 1)]
+
+
+def test_an_array_that_is_gathered_twice() -> None:
+    again = [line.replace("%up", "%again").replace("up", "again", 1) for line in gather(4, 3, 0)[1:]]
+    lines = [*gather(4, 3, 0), *[line.replace("dot-up", "dot-again") for line in again]]
+    assert folded(module(lines), 4) == [("all_gather", 4 * NBYTES, 3, 1)] * 2
+
+
+def test_two_devices() -> None:
+    """A permute there is an AllGather if a device keeps what it sends, and else an exchange."""
+    assert folded(module([*permute("other", "x", 1, 2), dot("a", "x"), dot("b", "other")]), 2) == [
+        ("all_gather", 2 * NBYTES, 1, 1)
+    ]
+    assert folded(module([*permute("other", "x", 1, 2), dot("b", "other")]), 2) == [("permute", NBYTES, 0, 1)]
+
+
+def test_permutes_of_part_of_an_axis_stay() -> None:
+    """Pairs that swap among four devices reach no further."""
+    swap = permute("other", "x", 1, 4)
+    swap[0] = swap[0].replace(pairs(1, 4), "source_target_pairs={{0,1},{1,0},{2,3},{3,2}}")
+    assert folded(module([*swap, dot("a", "x"), dot("b", "other")]), 4) == [("permute", NBYTES, 0, 1)]
+
+
+# ---- ReduceScatter rings --------------------------------------------------------------------------------------------
+
+
+def scatter(n: int, way: int = 1, *, start: str = "", shape: str = ARRAY) -> list[str]:
+    """A sum goes round and gets a dot on every device; from ``start``, or from the first dot."""
+    lines = [dot("t0", "x", shape=shape)] if not start else []
+    carried = start or "t0"
+    for hop in range(1, n):
+        lines += [
+            *permute(f"r{hop}", carried, way, n, shape),
+            dot(f"t{hop}", "x", shape=shape),
+            f"s{hop} = {shape} fusion(%r{hop}, %t{hop}), kind=kLoop, calls=%plus",
+        ]
+        carried = f"s{hop}"
+    return lines
+
+
+PLUS = fused("plus", [ARRAY, ARRAY], f"c = {ARRAY} convert(%p0)", f"sum = {ARRAY} add(%c, %p1)")
+
+
+@given(st.integers(2, 8), st.sampled_from([1, -1]))
+def test_a_sum_with_a_term_of_every_device_is_a_reduce_scatter(n: int, way: int) -> None:
+    assert folded(module(scatter(n, way), PLUS), n) == [("reduce_scatter", n * NBYTES, n - 1, 1)]
+    if n > 2:
+        short = folded(module(scatter(n - 1, way), PLUS), n)
+        assert [kind for kind, *_ in short] == ["permute"] * (n - 2)
+
+
+def test_zeros_carry_nothing() -> None:
+    """XLA lets a ring begin with zeros: a hop more, and no term less."""
+    lines = ["c = bf16[] constant(0)", f"zeros = {ARRAY} broadcast(%c), dimensions={{}}", *permute("r0", "zeros", 1, 4)]
+    first = [dot("t0", "x"), f"s0 = {ARRAY} fusion(%r0, %t0), kind=kLoop, calls=%plus"]
+    parsed = module([*lines, *first, *scatter(4, start="s0")], PLUS)
+    assert folded(parsed, 4) == [("reduce_scatter", 4 * NBYTES, 4, 1)]
+
+
+def test_a_pipeline_of_stages_is_no_ring() -> None:
+    """What a stage adds depends on what it has received."""
+    lines = []
+    carried = "x"
+    for hop in range(4):
+        lines += [
+            dot(f"f{hop}", carried),
+            f"s{hop} = {ARRAY} add(%{carried}, %f{hop})",
+            *permute(f"r{hop}", f"s{hop}", 1, 4),
+        ]
+        carried = f"r{hop}"
+    assert folded(module([*lines, dot("last", carried)]), 4) == [("permute", NBYTES, 0, 1)] * 4
+
+
+def test_a_reduce_scatter_that_is_gathered_again() -> None:
+    """The finished sum is a new array, with a ring of its own: together an AllReduce."""
+    lines = [*scatter(4), dot("use", "s3")]
+    carried = "s3"
+    for hop in range(3):
+        lines += [*permute(f"g{hop}", carried, 1, 4), dot(f"use{hop}", f"g{hop}")]
+        carried = f"g{hop}"
+    assert folded(module(lines, PLUS), 4) == [("reduce_scatter", 4 * NBYTES, 3, 1), ("all_gather", 4 * NBYTES, 3, 1)]
+
+
+def test_halves_of_a_sum_that_meet_in_a_maximum() -> None:
+    """XLA concatenates by a maximum of padded halves, to which a device adds its own term as one."""
+    half = f"bf16[{ROWS // 2},512]"
+    plus = PLUS.replace(ARRAY, half)
+    lines = []
+    for track, way in (("a", 1), ("b", -1)):
+        # The last term is not added here.
+        made = [line for line in scatter(4, way, shape=half) if not line.startswith(("s3", "t3"))]
+        names = ("t", "r", "s")
+        for line in made:
+            for name in names:
+                for hop in range(4):
+                    line = line.replace(f"%{name}{hop}", f"%{track}{name}{hop}")
+            lines.append(track + line)
+    join = fused(
+        "join",
+        [half, half, ARRAY],
+        "low = bf16[] constant(-inf)",
+        f"pad0 = {ARRAY} pad(%p0, %low), padding=0_{ROWS // 2}x0_0",
+        f"pad1 = {ARRAY} pad(%p1, %low), padding={ROWS // 2}_0x0_0",
+        f"both = {ARRAY} maximum(%pad0, %pad1)",
+        f"sum = {ARRAY} add(%both, %p2)",
+    )
+    lines += [dot("own", "x"), f"out = {ARRAY} fusion(%ar3, %br3, %own), kind=kLoop, calls=%join"]
+    assert folded(module(lines, plus, join), 4) == [("reduce_scatter", 4 * NBYTES, 6, 1)]
+
+
+# ---- loops ----------------------------------------------------------------------------------------------------------
+
+CARRIED = f"(s32[], {ARRAY}, {ARRAY})"
+
+
+def loop(name: str, trips: int, body: Sequence[str], result: str) -> list[str]:
+    """Computations of a loop that carries (counter, array, w); ``body`` makes ``result`` of the array ``y``."""
+    lines = [
+        f"  %state = {CARRIED} parameter(0)",
+        "  %i = s32[] get-tuple-element(%state), index=0",
+        f"  %y = {ARRAY} get-tuple-element(%state), index=1",
+        f"  %w = {ARRAY} get-tuple-element(%state), index=2",
+        "  %one = s32[] constant(1)",
+        "  %next = s32[] add(%i, %one)",
+        *(f"  %{line}" for line in body),
+        f"  ROOT %out = {CARRIED} tuple(%next, %{result}, %w)",
+    ]
+    condition = [
+        f"  %state = {CARRIED} parameter(0)",
+        "  %i = s32[] get-tuple-element(%state), index=0",
+        f"  %end = s32[] constant({trips})",
+        "  ROOT %on = pred[] compare(%i, %end), direction=LT",
+    ]
+    return [
+        f"%{name}_body (state: {CARRIED}) -> {CARRIED} {{\n" + "\n".join(lines) + "\n}",
+        f"%{name}_condition (state: {CARRIED}) -> pred[] {{\n" + "\n".join(condition) + "\n}",
+    ]
+
+
+def call(name: str, operand: str) -> list[str]:
+    return [
+        f"{name}-zero = s32[] constant(0)",
+        f"{name}-in = {CARRIED} tuple(%{name}-zero, %{operand}, %w)",
+        f"{name}-loop = {CARRIED} while(%{name}-in), condition=%{name}_condition, body=%{name}_body",
+        f"{name} = {ARRAY} get-tuple-element(%{name}-loop), index=1",
+    ]
+
+
+def test_rings_in_loops() -> None:
+    gathered = loop("ag", 3, [*permute("p", "y", 1, 4), dot("d", "y")], "p")
+    assert folded(module([*call("ag", "x"), dot("last", "ag")], *gathered), 4) == [("all_gather", 4 * NBYTES, 3, 1)]
+    term = [*permute("p", "y", 1, 4), dot("d", "w"), f"s = {ARRAY} add(%p, %d)"]
+    # The same w and w on every trip, and yet another term: in a real loop it is multiplied with another slice.
+    parsed = module([dot("t", "w"), *call("rs", "t")], *loop("rs", 3, term, "s"))
+    assert folded(parsed, 4) == [("reduce_scatter", 4 * NBYTES, 3, 1)]
+
+
+def test_a_ring_in_every_trip_of_a_longer_loop() -> None:
+    """A ring inside a scan over layers runs once a layer; what the loop carries on is no part of it."""
+    body = [dot("own", "y"), *gather(4, 3, 0)[1:]]
+    layers = [line.replace("(%x)", "(%y)") for line in body] + [f"t = {ARRAY} add(%own, %dot-up2)"]
+    parsed = module(call("scan", "x"), *loop("scan", 12, layers, "t"))
+    assert folded(parsed, 4) == [("all_gather", 4 * NBYTES, 3, 12)]
+
+
+# ---- the timeline ---------------------------------------------------------------------------------------------------
+
+MESH = Mesh.from_layout(Slice.parse("v5e:4x4"), "X=x,Y=y")
+RATES = Rates.of(MESH.slice.chip)
+DOT_S = float(RATES.matmul_s(ROWS, 512, 512, "bf16"))
+GATHERED = f"bf16[{4 * ROWS},512]"
+
+
+def groups(axis: str) -> str:
+    return f"replica_groups=mesh['X'=4,'Y'=4] {{'{axis}'}}, dimensions={{0}}"
+
+
+def gather_start(name: str, axis: str, operand: str = "x") -> str:
+    return f"{name}-start = ({ARRAY}, {GATHERED}) all-gather-start(%{operand}), {groups(axis)}"
+
+
+def gather_done(name: str) -> str:
+    return f"{name} = {GATHERED} all-gather-done(%{name}-start)"
+
+
+def gather_s() -> float:
+    found = price("all_gather", MESH.span("Y"))
+    seconds = found.expected_s(4 * NBYTES, RATES.network_efficiency("all_gather"), RATES.collective_start_s)
+    return float(seconds)
+
+
+def hop_s() -> float:
+    """One shift of x along Y, an open line: the last device's message goes all the way back."""
+    places = MESH.device_coordinates()
+    source, target = places.reshape(-1, 2), places[:, [1, 2, 3, 0]].reshape(-1, 2)
+    routed = route(MESH.slice.physical_axes, source, target, NBYTES)
+    efficiency = RATES.network_efficiency("permute")["ici"]
+    return RATES.collective_start_s + routed.latency_s + routed.seconds["ici"] / efficiency
+
+
+def check(line: Timeline) -> None:
+    """What holds of every timeline."""
+    assert line.total_s == pytest.approx(line.compute_s + line.exposed_s + line.other_wait_s)
+    for each in line.collectives:
+        assert each.start_s <= each.done_s
+        assert 0 <= each.hidden_s <= each.price_s
+        assert (each.ledger_entry.expected_s, each.ledger_entry.exposed_s) == (each.price_s, each.exposed_s)
+
+
+def run(body: Sequence[str], *computations: str, estimates: str = "rooftop") -> Timeline:
+    line = timeline(module(body, *computations), MESH, estimates=estimates)
+    check(line)
+    return line
+
+
+def test_synchronous_collectives_are_exposed() -> None:
+    line = run([f"g = {GATHERED} all-gather(%x), {groups('Y')}", dot("d", "x")])
+    (one,) = line.collectives
+    assert (one.price_s, one.exposed_s, one.hidden_s) == pytest.approx((gather_s(), gather_s(), 0.0))
+    assert line.compute_s == pytest.approx(DOT_S)
+    assert one.collective.synchronous
+
+
+def test_asynchronous_collectives_hide_behind_what_follows_their_start() -> None:
+    dots = [dot(f"d{i}", "x") for i in range(2)]
+    (hidden,) = run([gather_start("g", "Y"), *dots, gather_done("g")]).collectives
+    assert hidden.price_s == pytest.approx(gather_s())
+    assert hidden.exposed_s == pytest.approx(max(0.0, gather_s() - 2 * DOT_S))
+    assert 0 < hidden.hidden_s < hidden.price_s
+    (none,) = run([gather_start("g", "Y"), gather_done("g"), *dots]).collectives
+    assert none.exposed_s == pytest.approx(gather_s())
+    (all_of_it,) = run([gather_start("g", "Y"), *[dot(f"d{i}", "x") for i in range(12)], gather_done("g")]).collectives
+    assert gather_s() < 12 * DOT_S
+    assert all_of_it.exposed_s == 0.0
+
+
+@pytest.mark.parametrize(("axis", "one_after_the_other"), [("Y", True), ("X", False)])
+def test_links_are_shared(axis: str, one_after_the_other: bool) -> None:
+    """Two collectives over one axis take turns; those over different axes do not meet."""
+    starts = [gather_start("g", "Y"), gather_start("h", axis, "w")]
+    line = run([*starts, gather_done("g"), gather_done("h")])
+    first, second = line.collectives
+    assert line.total_s == pytest.approx(gather_s() * (2 if one_after_the_other else 1))
+    assert second.start_s == pytest.approx(first.done_s if one_after_the_other else 0.0)
+
+
+def test_a_ring_is_priced_hop_by_hop() -> None:
+    lines = [line for line in gather(4, 3, 0)]
+    spelled = [line.replace(pairs(1, 4), pairs(1, 4, rows=4)) for line in lines]
+    line = run(spelled)
+    (ring,) = line.collectives
+    assert (ring.collective.kind, ring.collective.axes, ring.collective.hops) == ("all_gather", ("Y",), 3)
+    assert ring.price_s == pytest.approx(3 * hop_s())
+    # Every start is followed by its own done: nothing hides.
+    assert ring.exposed_s == pytest.approx(3 * hop_s())
+    # Now each hop runs beside the dot of what has arrived before.
+    own, *rest = spelled
+    order = [rest[0], own, rest[1], rest[3], rest[2], rest[4], rest[6], rest[5], rest[7], rest[8]]
+    (overlapped,) = run(order).collectives
+    assert overlapped.exposed_s == pytest.approx(3 * max(0.0, hop_s() - DOT_S))
+
+
+def test_the_two_directions_of_a_ring_are_separate_links() -> None:
+    wrapped = Mesh.from_layout(Slice.parse("v5e:16x16"), "X=x,Y=y")
+    two = [*permute("u", "x", 1, 16, rows=16), *permute("d", "w", -1, 16, rows=16)]
+    starts, dones = two[::2], two[1::2]
+    line = timeline(module([*starts, *dones]), wrapped)
+    assert [each.start_s for each in line.collectives] == [0.0, 0.0]
+    same = [each.replace(pairs(-1, 16, 16), pairs(1, 16, 16)) for each in (*starts, *dones)]
+    first, second = timeline(module(same), wrapped).collectives
+    assert second.start_s == pytest.approx(first.done_s)
+
+
+def test_loops_run_trip_by_trip() -> None:
+    """Many equal trips cost as many times one, and a collective's figures are those of one execution."""
+    body = [f"g = {GATHERED} all-gather(%y), {groups('Y')}", dot("d", "y"), dot("e", "d")]
+    line = run(call("scan", "x"), *loop("scan", 1000, body, "e"))
+    (one,) = line.collectives
+    assert one.collective.executions == 1000
+    assert one.exposed_s == pytest.approx(gather_s())
+    assert line.total_s == pytest.approx(1000 * (gather_s() + 2 * DOT_S))
+
+
+def test_an_asynchronous_fusion_counts_once() -> None:
+    """Start, step and done carry the same collective; what the step multiplies runs beside it."""
+    held = f'all-gather(%p0), channel_id=3, {groups("Y")}, frontend_attributes={{chain_id="0"}}'
+    outside = f"({ARRAY}, {GATHERED})"
+    computations = [
+        fused("begin", [ARRAY], f"g = {GATHERED} {held}",
+              f'out = {outside} custom-call(%g), custom_call_target="AsyncCollectiveStart"'),
+        fused("step", [ARRAY, GATHERED, ARRAY], f"g = {GATHERED} {held}", dot("d", "p0", "p2"),
+              f"out = ({ARRAY}, {ARRAY}, {GATHERED}) tuple(%d, %p0, %g)"),
+        fused("end", [ARRAY, GATHERED], f"g = {GATHERED} {held}",
+              f'out = {GATHERED} custom-call(%p0, %p1, %g), custom_call_target="AsyncCollectiveDone"'),
+    ]  # fmt: skip
+    lines = [
+        f"a = {outside} fusion(%x), kind=kCustom, calls=%begin",
+        f"a0 = {ARRAY} get-tuple-element(%a), index=0",
+        f"a1 = {GATHERED} get-tuple-element(%a), index=1",
+        f"b = ({ARRAY}, {ARRAY}, {GATHERED}) fusion(%a0, %a1, %w), kind=kOutput, calls=%step",
+        f"b1 = {ARRAY} get-tuple-element(%b), index=1",
+        f"b2 = {GATHERED} get-tuple-element(%b), index=2",
+        f"c = {GATHERED} fusion(%b1, %b2), kind=kCustom, calls=%end",
+    ]
+    line = run(lines, *computations)
+    (one,) = line.collectives
+    assert (one.collective.kind, one.collective.executions, one.collective.synchronous) == ("all_gather", 1, False)
+    assert line.compute_s == pytest.approx(DOT_S)
+    assert one.price_s == pytest.approx(gather_s())
+    assert one.exposed_s == pytest.approx(gather_s() - DOT_S)
+
+
+def test_prefetches_are_no_communication() -> None:
+    copy = f"c-start = ({ARRAY}{{1,0:T(8,128)(2,1)S(1)}}, {ARRAY}, u32[]) copy-start(%x)"
+    done = f"c = {ARRAY}{{1,0:T(8,128)(2,1)S(1)}} copy-done(%c-start)"
+    line = run([copy, done])
+    assert line.collectives == ()
+    assert line.other_wait_s == pytest.approx(float(RATES.hbm_s(NBYTES)))
+    # One that the program before has begun costs nothing here, and what lies in VMEM is not read from HBM.
+    fetched = run([copy + ", cross_program_prefetch_index=0", done])
+    assert fetched.other_wait_s == 0.0
+    add = f"s = {ARRAY} add(%x, %x)"
+    assert run([add]).compute_s == pytest.approx(float(RATES.hbm_s(3 * NBYTES)))
+    assert run([copy + ", cross_program_prefetch_index=0", done, f"s = {ARRAY} add(%c, %c)"]).compute_s == (
+        pytest.approx(float(RATES.hbm_s(NBYTES)))
+    )
+
+
+def test_a_fusion_reads_what_it_slices() -> None:
+    piece = f"bf16[{ROWS // 8},512]"
+    cut = fused("cut", [ARRAY, "s32[]"], "z = s32[] constant(0)",
+                f"part = {piece} dynamic-slice(%p0, %p1, %z), dynamic_slice_sizes={{{ROWS // 8},512}}",
+                f"out = {piece} negate(%part)")  # fmt: skip
+    line = run(["i = s32[] constant(0)", f"f = {piece} fusion(%x, %i), kind=kLoop, calls=%cut"], cut)
+    assert line.compute_s == pytest.approx(float(RATES.hbm_s(2 * NBYTES / 8)), rel=1e-3)
+
+
+def test_xlas_own_estimates() -> None:
+    """Cycles at the catalogue's clock, where the compiler gives them; ours where it does not."""
+    body = [dot("d", "x"), f"s = {ARRAY} add(%d, %d)"]
+    ours, theirs = run(body), run(body, estimates="xla")
+    assert theirs.compute_s - ours.compute_s == pytest.approx(3000 / MESH.slice.chip.clock_hz - DOT_S)
+    assert ESTIMATES == ("rooftop", "xla")
+    with pytest.raises(RooftopError, match="estimates"):
+        run(body, estimates="mine")
+
+
+def test_kernels_are_named() -> None:
+    kernel = f'k = {ARRAY} custom-call(%x, %w), custom_call_target="tpu_custom_call"'
+    line = run([kernel])
+    assert line.kernels == ("k",)
+    assert line.compute_s == pytest.approx(float(RATES.hbm_s(3 * NBYTES)))
+
+
+# ---- XLA:TPU --------------------------------------------------------------------------------------------------------
+
+B, D, F = 8192, 8192, 32768
+NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1000000}
+
+
+def einsum(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    """bd,df->bf with the given shardings, as XLA partitions it by itself."""
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    left, right, out = (NamedSharding(automatic, P(*axes)) for axes in arguments["shardings"])
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in arguments["shapes"]]
+    with jax.set_mesh(automatic):
+        return jax.jit(lambda x, w: x @ w, in_shardings=(left, right), out_shardings=out).lower(*shapes)
+
+
+def ring(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    """In[B_X, D_Y] W[D, F_Y] by hand: shards of In go round Y, each multiplied while the next is on its way."""
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        size, width = jax.lax.axis_size("Y"), x.shape[1]
+        out = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
+        for step in range(size):
+            begin = (jax.lax.axis_index("Y") + step) % size * width
+            out += jnp.dot(x, jax.lax.dynamic_slice_in_dim(w, begin, width), preferred_element_type=jnp.float32)
+            if step < size - 1:
+                x = jax.lax.ppermute(x, "Y", [((i + 1) % size, i) for i in range(size)])
+        return out.astype(jnp.bfloat16)
+
+    specs = (P("X", "Y"), P(None, "Y"))
+    with jax.set_mesh(mesh):
+        program = jax.shard_map(local, in_specs=specs, out_specs=P("X", "Y"))
+        shapes = zip(((B, D), (D, F)), specs, strict=True)
+        return jax.jit(program).lower(
+            *(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for shape, spec in shapes)
+        )
+
+
+@cache
+def compiled(case: str) -> Compiled:
+    """Compile one case for v5e:4x4 in this process: its environment is that of the worker (see conftest)."""
+    matmul = {"shapes": [[B, D], [D, F]], "shardings": [["X", "Y"], [None, "Y"], ["X", "Y"]]}
+    second = {"shapes": [[B, F], [F, D]], "shardings": [["X", "Y"], ["Y", None], ["X", "Y"]]}
+    arguments, name = {"gather": (matmul, "einsum"), "scatter": (second, "einsum"), "ring": ({}, "ring")}[
+        case.partition(" ")[0]
+    ]
+    request = Request(
+        mesh=MESH,
+        program=f"{__name__}:{name}",
+        arguments=arguments,
+        options=NO_WINDOWED_EINSUM if case.endswith("plain") else {},
+    )
+    return Compiled(mesh=MESH, **compile_here(request))
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "hops", "synchronous"),
+    [
+        ("gather", "all_gather", 3, False),
+        ("gather plain", "all_gather", 0, True),
+        # Two hops carry zeros.
+        ("scatter", "reduce_scatter", 5, False),
+        ("scatter plain", "reduce_scatter", 0, True),
+        ("ring", "all_gather", 3, False),
+    ],
+)
+def test_collective_matmuls_of_the_compiler(case: str, kind: str, hops: int, synchronous: bool) -> None:
+    """However XLA spells it, it is one collective over Y with the whole array's bytes; the ring hides most of it."""
+    made = compiled(case)
+    (one,) = logical_collectives(made.module, MESH.shape)
+    assert (one.kind, one.axes, one.hops, one.synchronous) == (kind, ("Y",), hops, synchronous)
+    # In[B_X, D] and Out[B_X, D] have the same size.
+    assert (one.bytes, one.executions) == (B / 4 * D * 2, 1)
+    assert one.source.startswith(f"{__file__}:")
+    (row,) = (row for row in read_ledger(made.module, MESH.shape) if row.collectives)
+    assert (row.collectives[0].kind, row.collectives[0].bytes) == (kind, one.bytes)
+    line = timeline(made.module, MESH)
+    check(line)
+    flops_s = 2 * B * D * F / 16 / MESH.slice.device_flops_per_s("bf16")
+    assert flops_s < line.compute_s < 1.2 * flops_s
+    (scheduled,) = line.collectives
+    assert (scheduled.hidden_s == 0) == synchronous
+
+
+def test_a_windowed_einsum_is_faster_than_a_plain_one() -> None:
+    """By our estimate and by XLA's: what the compiler chooses for v5e:4x4."""
+    for estimates in ESTIMATES:
+        for case in ("gather", "scatter"):
+            windowed = timeline(compiled(case).module, MESH, estimates=estimates)
+            plain = timeline(compiled(f"{case} plain").module, MESH, estimates=estimates)
+            assert windowed.total_s < plain.total_s
+        by_hand = timeline(compiled("ring").module, MESH, estimates=estimates)
+        assert by_hand.exposed_s == 0.0
+        assert by_hand.total_s < timeline(compiled("gather").module, MESH, estimates=estimates).total_s
