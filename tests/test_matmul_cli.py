@@ -273,3 +273,50 @@ def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
         "ici_bytes_per_s=6e10",
     )
     assert found["time_s"] == pytest.approx(1.1185e-3, rel=1e-4)
+
+
+# Beside the compiler, and on the devices that are here.
+
+
+def test_check_sets_xlas_collectives_beside_ours(rooftop: Call) -> None:
+    data = rooftop("matmul", SHOWN, *GIVEN, "--check", "--json").json
+    (collective,) = data["compiled"]["collectives"]
+    assert collective["kind"] == "all_reduce" and collective["axes"] == ["Y"]
+    assert collective["bytes"] == 2048 * 32768 * 2
+    assert collective.keys() >= {"wire_bytes", "critical", "time_s", "expected_s", "exposed_s", "count", "synchronous"}
+    assert data["agrees"] is True
+    assert data["compiled"]["flops"] == data["planned"]["flops"] == 2 * 8192 * 8192 * 32768 / 16
+    assert data["compiled"]["schedule"]["exposed_s"] <= data["compiled"]["schedule"]["total_s"]
+    assert set(data["compiled"]["versions"]) == {"jax", "jaxlib", "libtpu"}
+
+
+def test_check_says_who_found_better(rooftop: Call) -> None:
+    """An operand split over the contracted dim alone: XLA gathers it, where multiplying shards moves less."""
+    given = ("--dims", "I=512,J=16384,K=512", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
+    data = rooftop("matmul", "bf16[I, J_XY] @ bf16[J, K] -> bf16[I, K]", *given, "--check", "--json").json
+    kinds = {kind for kind, _, _ in data["planned"]["collectives"]}
+    assert kinds == {"all_reduce"}
+    if not data["agrees"]:
+        assert data["verdict"].startswith("the plan is better")
+        assert data["compiled"]["time_s"] > data["planned"]["time_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("bf16[I_X, J] -> bf16[I, J]", "--mesh", "X=8", "--on", "h100:8"), "a TPU slice"),
+        (("bf16[I_X, J]", "--mesh", "X=4", "--on", "v5e:2x2"), "an einsum, a resharding or a collective"),
+        (("bf16[I_X, J] -> bf16[I, J]@(0,0)", "--mesh", "X=4", "--on", "v5e:2x2"), "arrays in the HBM"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(rooftop: Call, arguments: tuple[str, ...], named: str) -> None:
+    answer = rooftop("matmul", *arguments, "--dims", "I=64,J=64", "--check")
+    assert (answer.status, answer.out) == (2, "") and named in answer.err
+
+
+def test_measured_strategies_say_that_they_are_emulated(rooftop: Call) -> None:
+    given = ("--dims", "B=64,D=64,F=64", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
+    data = rooftop("matmul", SHOWN, *given, "--top", "2", "--measure", "--json").json
+    assert data["measured"]["emulated"] is True
+    assert [each["rule"] for each in data["measured"]["strategies"]] == [each["rule"] for each in data["strategies"]]
+    assert all(each["median_s"] > 0 and each["checked"] for each in data["measured"]["strategies"])

@@ -125,11 +125,11 @@ def sample(asked: list[Einsum], count: int) -> list[Einsum]:
 
 
 def test_best_strategies_equal_one_device() -> None:
-    check_best(sample(einsums("IJ", "JK", "IK"), 60))
+    check_best(sample(einsums("IJ", "JK", "IK"), 40))
 
 
 def test_best_strategies_with_a_batch_dim_equal_one_device() -> None:
-    check_best(sample(einsums("EIJ", "EJK", "EIK"), 25))
+    check_best(sample(einsums("EIJ", "EJK", "EIK"), 15))
 
 
 @pytest.mark.slow
@@ -165,16 +165,16 @@ def distinct(text: str) -> Iterator[tuple[Einsum, Strategy]]:
 def test_all_strategies_of_an_einsum_equal_one_device(text: str) -> None:
     """Not the best alone: every one that is listed, as one program."""
     mesh, ops = devices(**MESH), set()
-    for asked, strategy in list(distinct(text))[:40]:
+    for asked, strategy in list(distinct(text))[:16]:
         ops |= {step.op for step in strategy.steps}
         found = jax.jit(einsum_program(strategy, asked, mesh))(*operands(asked, mesh))
         np.testing.assert_array_equal(summed(asked.output, found), expected(asked), err_msg=strategy.rule)
-    assert len(ops) > 3
+    assert len(ops) > 2
 
 
 def test_every_resharding_keeps_the_array() -> None:
     mesh, arrays = devices(**MESH), every("IJ", unreduced=True)
-    pairs = random.Random(1).sample(list(product(arrays, arrays)), 120)
+    pairs = random.Random(1).sample(list(product(arrays, arrays)), 60)
     used = set()
     for source, target in pairs:
         steps = Paths(source, prices()).to(target)
@@ -211,7 +211,7 @@ def test_what_is_free_keeps_the_array(step: str) -> None:
 def test_backward_programs_give_the_gradients(text: str) -> None:
     mesh = devices(**MESH)
     found = list(distinct(text))
-    chosen = found[:12] + [each for each in found if "while" in each[1].rule][:6]
+    chosen = found[:4] + [each for each in found[4:] if "while" in each[1].rule][:3]
     for asked, strategy in chosen:
         program = differentiable_program(strategy, backward(asked, strategy, prices()), asked, mesh)
         weight = whole(replace(asked.output, unreduced=()), 5)

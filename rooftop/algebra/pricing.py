@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from rooftop.algebra.steps import OVERLAPPED_OPS, Step, permutation
+from rooftop.algebra.steps import ALL_REDUCE_PARTS, OVERLAPPED_OPS, Step, permutation
 from rooftop.arrays import Mesh, ShardedArray
 from rooftop.errors import unknown
 from rooftop.quantities import dtype_bytes
@@ -121,56 +121,85 @@ class Prices:
             seconds = max(sum(busy.values()), routed.latency_s)
         return Cost(bytes=payload, resources=busy, latency_s=routed.latency_s, time_s=seconds)
 
-    def _einsum(self, step: Step, cut: str = "", pieces: int = 1) -> Cost:
-        """A local multiplication, or one of the ``pieces`` of one whose dim ``cut`` is cut into so many."""
+    def matmul_sizes(self, step: Step, cut: str = "", pieces: int = 1) -> tuple[int, int, int, int]:
+        """The local multiplication of a plain einsum step as so many matmuls [m, k] x [k, n]: (count, m, k, n).
+
+        With ``cut``, of one of the ``pieces`` that this dim is cut into.
+        """
         left, right = step.inputs
         sizes = self._local(left) | self._local(right)
         if cut:
             sizes[cut] = max(1, sizes[cut] // pieces)
         shared, out = set(left.dims) & set(right.dims), set(step.output.dims)
-        batch, k = (prod(sizes[dim] for dim in dims) for dims in (shared & out, shared - out))
+        count, k = (prod(sizes[dim] for dim in dims) for dims in (shared & out, shared - out))
         m, n = (prod(sizes[dim] for dim in set(array.dims) - shared) for array in (left, right))
-        moved = sum(
-            prod(sizes[dim] for dim in array.dims) * dtype_bytes(array.dtype) for array in (*step.inputs, step.output)
-        )
-        dtype = max(left.dtype, right.dtype, key=dtype_bytes)
-        flops, rates = float(batch * matmul_flops(m, k, n)), self.rates
+        return count, m, k, n
+
+    def _einsum(self, step: Step) -> Cost:
+        count, m, k, n = self.matmul_sizes(step)
+        moved = sum(map(self.bytes, (*step.inputs, step.output)))
+        flops, rates = float(count * matmul_flops(m, k, n)), self.rates
+        dtype = self._matmul_dtype(step)
         peak_s = flops / self.mesh.slice.device_flops_per_s(dtype)
         busy = {"mxu": peak_s, "hbm": moved / rates.hbm_bytes_per_s}
         seconds = max(busy.values())
         if self.kind == "expected":
             # A batch of matmuls is priced as so many of them, each of its own shape.
-            seconds = max(batch * float(rates.matmul_s(m, k, n, dtype)), float(rates.hbm_s(moved)))
+            seconds = max(count * float(rates.matmul_s(m, k, n, dtype)), float(rates.hbm_s(moved)))
         return Cost(flops=flops, hbm_bytes=moved, resources=busy, time_s=seconds)
 
     def _overlapped(self, step: Step) -> Cost:
         """A collective matmul over N devices: N pieces are multiplied while N - 1 transfers run beside them.
 
         The first piece of a gather is there from the start, and the last of a scatter has nowhere to go, so one piece
-        stands alone. An AllReduce is cut into N chunks, the last of which nothing hides.
+        stands alone. An AllReduce scatters its parts one after the other; each is gathered while the next one is
+        multiplied and shares the links with it, and the last one's gather hides behind nothing.
         """
         before, after = step.parts
         plain, communication = (before, after) if before.op == "einsum" else (after, before)
-        whole, pieces = self._einsum(plain), self.mesh.size(*step.axes)
-        piece_s = self._einsum(plain, step.dims[0], pieces).time_s
+        whole, devices = self._einsum(plain), self.mesh.size(*step.axes)
         moved = self.cost(communication)
-        moving_s = moved.time_s
-        if not step.bidirectional:
-            group = self.mesh.span(*step.axes)
-            one_way = price(communication.op, replace(group, ring=np.zeros_like(group.ring)))
-            moving_s = max(moving_s, sum(float(value) for value in one_way.bound_s(moved.bytes).values()))
+        payload, parts = moved.bytes, 1
         if communication.op == "all_reduce":
-            seconds = piece_s + (pieces - 1) * max(piece_s, moving_s / pieces) + moving_s / pieces
-        else:
-            seconds = piece_s + (pieces - 1) * max(piece_s, moving_s / max(1, pieces - 1))
+            parts = ALL_REDUCE_PARTS
+        piece_s = self._piece_s(plain, whole, step.dims[0], devices * parts)
+        hop_s = self._once_round_s(step, payload / parts) / (devices - 1)
+        alone_s = piece_s + (devices - 1) * max(piece_s, hop_s)
+        seconds = alone_s
+        if parts > 1:
+            both_s = piece_s + (devices - 1) * max(piece_s, 2 * hop_s)
+            seconds += (parts - 1) * both_s + (devices - 1) * hop_s
         return Cost(
-            bytes=moved.bytes,
+            bytes=payload,
             flops=whole.flops,
             hbm_bytes=whole.hbm_bytes,
             resources={**whole.resources, **moved.resources},
             latency_s=moved.latency_s,
             time_s=seconds,
         )
+
+    def _piece_s(self, plain: Step, whole: Cost, cut: str, pieces: int) -> float:
+        """Seconds of one of the pieces of a multiplication: expected ones are slower than their share of the whole."""
+        if self.kind != "expected":
+            return whole.time_s / pieces
+        count, m, k, n = self.matmul_sizes(plain, cut, pieces)
+        multiplied_s = count * float(self.rates.matmul_s(m, k, n, self._matmul_dtype(plain)))
+        return max(multiplied_s, float(self.rates.hbm_s(whole.hbm_bytes)) / pieces)
+
+    def _once_round_s(self, step: Step, payload: float) -> float:
+        """Seconds in which shards of ``payload`` go once round the ring of a collective matmul."""
+        group = self.mesh.span(*step.axes)
+        if not step.bidirectional:
+            # One way round a ring takes as long as there and back on a line.
+            group = replace(group, ring=np.zeros_like(group.ring))
+        found = price("all_gather", group)
+        if self.kind == "expected":
+            return float(found.expected_s(payload, self.rates.network_efficiency("permute"), 0.0))
+        return float(sum(found.bound_s(payload).values()))
+
+    def _matmul_dtype(self, step: Step) -> str:
+        left, right = step.inputs
+        return max(left.dtype, right.dtype, key=dtype_bytes)
 
     def _local(self, array: ShardedArray) -> dict[str, int]:
         return dict(zip(array.dims, array.local_shape(self.dims, self.mesh.shape), strict=True))

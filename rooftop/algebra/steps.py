@@ -30,6 +30,9 @@ OVERLAPPED_OPS: Mapping[str, str] = {
     "einsum_reduce_scatter": "reduce_scatter",
     "einsum_all_reduce": "all_reduce",
 }
+#: Parts of an output that an overlapped AllReduce scatters and gathers in turn: the gather of the last hides behind
+#: nothing. More parts would be shorter, but so would their matmuls.
+ALL_REDUCE_PARTS = 2
 _TITLES = {
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rooftop.cli.output import emit_json, json_option, progress_bar
+
+if TYPE_CHECKING:
+    from rooftop.algebra.einsums import Strategy
+    from rooftop.algebra.pricing import Prices
 
 
 @click.command()
@@ -78,6 +82,7 @@ def _answer(
     from rooftop.arrays import Mesh, ShardedArray, parse_axes
     from rooftop.errors import RooftopError
     from rooftop.hardware import Slice
+    from rooftop.quantities import parse_count
 
     asked = parse(expression, dtype)
     sizes, shape = _sizes(dims), parse_axes(mesh, None)
@@ -94,12 +99,15 @@ def _answer(
         raise RooftopError("layout", layout, f"a layout of the mesh {mesh}; this one is of {laid.shape}")
     prices = Prices(mesh=laid, dims=sizes, kind=price)
     data |= {"slice": where.name, "mesh": laid.to_json(), "price": price}
-    data |= _priced(asked, prices, overlapped=not no_overlap, backward=backward)
+    facts, found = _priced(asked, prices, overlapped=not no_overlap, backward=backward)
+    count = len(found) if top == "all" else parse_count(top, "top")
+    usable = where.device_hbm_usable_bytes
+    data |= facts | {
+        "strategies_found": len(found),
+        "strategies": [each.to_json() | {"fits": each.memory_bytes <= usable} for each in found[:count]],
+    }
     if simulate:
-        _simulate(data["strategies"], prices, bidirectional=not unidirectional)
-    count = len(data["strategies"]) if top == "all" else _count(top)
-    data["strategies_found"] = len(data["strategies"])
-    data["strategies"] = data["strategies"][:count]
+        _simulate(data["strategies"], found, prices, bidirectional=not unidirectional)
     if check:
         from rooftop.explain.einsum import check as compile_and_compare
 
@@ -111,10 +119,12 @@ def _answer(
     return data
 
 
-def _priced(asked: Any, prices: Any, *, overlapped: bool, backward: bool) -> dict[str, Any]:
-    """Arrays, cases and strategies of an expression."""
+def _priced(
+    asked: Any, prices: Prices, *, overlapped: bool, backward: bool
+) -> tuple[dict[str, Any], tuple[Strategy, ...]]:
+    """What is said about an expression, its arrays first, and its strategies."""
     from rooftop.algebra import derivatives
-    from rooftop.algebra.einsums import Einsum, Strategy, cases, priced, strategies
+    from rooftop.algebra.einsums import Einsum, cases, priced, strategies
     from rooftop.algebra.expression import Reshard
     from rooftop.algebra.resharding import reshard
     from rooftop.algebra.steps import Step
@@ -147,13 +157,11 @@ def _priced(asked: Any, prices: Any, *, overlapped: bool, backward: bool) -> dic
             transposed = derivatives.transposed(asked)
             data["backward"] = priced((transposed,), transposed.inputs, prices).to_json()
     else:
-        return {"kind": "array", "arrays": [_array(asked, sizes, shape)], "strategies": []}
-    usable = prices.mesh.slice.device_hbm_usable_bytes
-    listed = [each.to_json() | {"fits": each.memory_bytes <= usable} for each in found]
-    return data | {"arrays": [_array(array, sizes, shape) for array in arrays], "strategies": listed}
+        arrays, found, data = (asked,), (), {"kind": "array"}
+    return data | {"arrays": [_array(array, sizes, shape) for array in arrays]}, found
 
 
-def _array(array: Any, sizes: dict[str, int], mesh: dict[str, int]) -> dict[str, Any]:
+def _array(array: Any, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, Any]:
     """Shapes and bytes of one array."""
     from rooftop.arrays.tiles import default_layout
 
@@ -173,20 +181,28 @@ def _array(array: Any, sizes: dict[str, int], mesh: dict[str, int]) -> dict[str,
     }
 
 
-def _simulate(strategies: list[dict[str, Any]], prices: Any, *, bidirectional: bool) -> None:
-    """Add ``simulated_s`` to every collective step that runs on one torus."""
+def _simulate(listed: list[dict[str, Any]], found: Sequence[Strategy], prices: Prices, *, bidirectional: bool) -> None:
+    """Add ``simulated_s`` to the collectives, link by link, and ``mxu_utilisation`` to the multiplications."""
+    from rooftop.errors import RooftopError
     from rooftop.simulate.collectives import simulate
+    from rooftop.simulate.systolic import SystolicArray
 
     known: dict[tuple[Any, ...], float] = {}
-    for strategy in strategies:
-        for step in strategy["steps"]:
-            if step["op"] in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-                key = step["op"], tuple(step["axes"]), step["bytes"]
+    try:
+        array = SystolicArray.of(prices.mesh.slice.chip)
+    except RooftopError:  # a chip whose arrays are not known to be so many
+        array = None
+    for data, strategy in zip(listed, found, strict=False):
+        for entry, step, cost in zip(data["steps"], strategy.steps, strategy.costs, strict=True):
+            if step.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+                key = step.op, step.axes, cost.bytes
                 if key not in known:
-                    group = prices.mesh.span(*step["axes"])
-                    run = simulate(step["op"], group, step["bytes"], bidirectional=bidirectional)
+                    run = simulate(step.op, prices.mesh.span(*step.axes), cost.bytes, bidirectional=bidirectional)
                     known[key] = run.seconds
-                step["simulated_s"] = known[key]
+                entry["simulated_s"] = known[key]
+            elif step.op == "einsum" and array is not None:
+                _, m, k, n = prices.matmul_sizes(step)
+                entry["mxu_utilisation"] = float(array.cycles(m, k, n).utilisation)
 
 
 def _sizes(text: str | None) -> dict[str, int]:
@@ -221,9 +237,3 @@ def _figures(entries: tuple[str, ...]) -> dict[str, Any]:
         else:
             found[name] = number
     return found
-
-
-def _count(text: str) -> int:
-    from rooftop.quantities import parse_count
-
-    return parse_count(text, "top")

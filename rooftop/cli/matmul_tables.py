@@ -99,7 +99,7 @@ def _strategies(out: Any, data: dict[str, Any]) -> None:
 def _steps(steps: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    simulated = any("simulated_s" in step for step in steps)
+    simulated = any("simulated_s" in step or "mxu_utilisation" in step for step in steps)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("step", "axes", "in", "out"):
         table.add_column(title)
@@ -107,6 +107,8 @@ def _steps(steps: list[dict[str, Any]]) -> Any:
         table.add_column(title, justify="right")
     for step in steps:
         shown = format_seconds(step["simulated_s"]) if "simulated_s" in step else ""
+        if "mxu_utilisation" in step:
+            shown = f"MXU {step['mxu_utilisation']:.1%}"
         table.add_row(
             step["op"],
             ",".join(step["axes"]),

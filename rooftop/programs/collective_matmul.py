@@ -31,12 +31,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from rooftop.algebra.steps import ALL_REDUCE_PARTS
 from rooftop.errors import RooftopError
 
 Axis = str | tuple[str, ...]
-
-#: Parts of an output that are all-reduced in turn: the gather of the last has nothing left to hide behind.
-_ALL_REDUCE_PARTS = 2
 
 
 def all_gather_einsum(
@@ -171,9 +169,9 @@ class _Einsum:
 
     def local(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The product of what is here, as wide as it is summed."""
-        wide = jnp.float32 if jnp.issubdtype(self.dtype, jnp.inexact) else jnp.int32
-        accumulator = jnp.promote_types(self.dtype, wide)
-        return jnp.einsum(f"{','.join(self.operands)}->{self.out}", a, b, preferred_element_type=accumulator)
+        whole = jnp.issubdtype(a.dtype, jnp.integer) and jnp.issubdtype(b.dtype, jnp.integer)
+        wide = jnp.int32 if whole else jnp.float32
+        return jnp.einsum(f"{','.join(self.operands)}->{self.out}", a, b, preferred_element_type=wide)
 
     def sizes(self, a: tuple[int, ...], b: tuple[int, ...], *, sharded: bool = False) -> Mapping[str, int]:
         """The size of each letter; with ``sharded``, ``a`` has only a shard of ``dim``."""
@@ -353,7 +351,7 @@ _scatter.defvjp(lambda op, *operands: (_scatter(op, *operands), operands), _scat
 def _reduce(op: _Einsum, a: jax.Array, b: jax.Array) -> jax.Array:
     ring, axis, sizes = op.ring, op.out.index(op.dim), op.sizes(a.shape, b.shape)
     out, width = _empty(op, sizes, a), sizes[op.dim] // ring.size
-    width //= math.gcd(width, _ALL_REDUCE_PARTS)
+    width //= math.gcd(width, ALL_REDUCE_PARTS)
     for first in range(0, sizes[op.dim], width * ring.size):
         shard = _scatter_part(op, a, b, first, width * ring.size)
         for track in ring.tracks(width, ways=2 if ring.bidirectional else 1):

@@ -294,12 +294,14 @@ def _multiply(step: Step, operands: tuple[jax.Array, jax.Array]) -> jax.Array:
     )
     axis, letter, both = step.axes[0], letters[step.dims[0]], step.bidirectional
     if step.op == "all_gather_einsum":
-        made = all_gather_einsum(spec, *operands, axis=axis, gathered=step.operand, dim=letter, bidirectional=both)
+        made = all_gather_einsum(
+            spec, *operands, axis=axis, gathered=step.operand, dim=letter, bidirectional=both, dtype=dtype
+        )
     elif step.op == "einsum_reduce_scatter":
-        made = einsum_reduce_scatter(spec, *operands, axis=axis, dim=letter, bidirectional=both)
+        made = einsum_reduce_scatter(spec, *operands, axis=axis, dim=letter, bidirectional=both, dtype=dtype)
     else:
-        made = einsum_all_reduce(spec, *operands, axis=axis, dim=letter, bidirectional=both)
-    return made.astype(dtype)
+        made = einsum_all_reduce(spec, *operands, axis=axis, dim=letter, bidirectional=both, dtype=dtype)
+    return made
 
 
 def _spec(operands: Sequence[ShardedArray], output: ShardedArray) -> str:
