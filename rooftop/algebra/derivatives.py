@@ -33,23 +33,8 @@ def transposed(step: Step) -> Step:
     if step.multiplies:
         raise RooftopError("step", str(step), "a collective; a multiplication has a derivative for each operand")
     given, wanted = (_dual(array, step.axes) for array in (step.output, step.inputs[0]))
-    pairs = list(zip(step.axes, step.dims, strict=False))
-    match TRANSPOSES[step.op]:
-        case "reduce_scatter":
-            return steps.reduce_scatter(given, pairs)
-        case "all_gather":
-            return steps.all_gather(given, pairs)
-        case "all_reduce":
-            return steps.all_reduce(given, step.axes)
-        case "all_to_all":
-            return steps.all_to_all(given, step.axes, step.dims[1], step.dims[0])
-        case "pad":
-            return steps.pad(given, pairs)
-        case "slice":
-            return steps.slice_(given, pairs)
-        case "mask":
-            return steps.mask(given, step.axes)
-    return steps.permute(given, wanted)
+    dims = step.dims[::-1] if step.op == "all_to_all" else step.dims
+    return steps.make(TRANSPOSES[step.op], given, axes=step.axes, dims=dims, output=wanted)
 
 
 def _dual(array: ShardedArray, axes: Sequence[str]) -> ShardedArray:

@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from rooftop.algebra.steps import ALL_REDUCE_PARTS, OVERLAPPED_OPS, Step, permutation
 from rooftop.arrays import Mesh, ShardedArray
@@ -21,7 +22,7 @@ from rooftop.quantities import dtype_bytes
 from rooftop.roofline.collectives import Price, price
 from rooftop.roofline.matmul import flops as matmul_flops
 from rooftop.roofline.rates import Rates
-from rooftop.roofline.routing import route
+from rooftop.roofline.routing import Route, route
 
 PRICES: tuple[str, ...] = ("bound", "expected", "book")
 
@@ -69,6 +70,15 @@ class Prices:
     def _groups(self) -> dict[tuple[str, tuple[str, ...]], Price]:
         return {}
 
+    @cached_property
+    def _routes(self) -> dict[tuple[object, ...], Route]:
+        return {}
+
+    @cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Physical coordinates of every device in mesh order, [n, P]."""
+        return self.mesh.device_coordinates().reshape(-1, len(self.mesh.slice.physical_axes))
+
     def cost(self, step: Step) -> Cost:
         """The cost of a step. Raises RooftopError where dims do not split evenly or the chip lacks the dtype."""
         if step.op == "einsum":
@@ -107,12 +117,15 @@ class Prices:
         return Cost(bytes=payload, resources=busy, latency_s=latency_s, time_s=seconds)
 
     def _permute(self, step: Step) -> Cost:
-        payload = self.bytes(step.inputs[0])
-        physical = self.mesh.slice.physical_axes
-        place = self.mesh.device_coordinates().reshape(-1, len(physical))
-        pairs = permutation(step, self.mesh.shape)
-        routed = route(physical, place[pairs[:, 0]], place[pairs[:, 1]], payload)
-        busy = {name: seconds for name, seconds in routed.seconds.items() if seconds > 0}
+        payload, (source, target) = self.bytes(step.inputs[0]), (step.inputs[0], step.output)
+        # Which shard goes where does not depend on the array: one route serves all that are split alike.
+        key = source.axes, source.unreduced, target.axes, target.unreduced
+        if key not in self._routes:
+            pairs = permutation(step, self.mesh.shape)
+            ends = self._places[pairs[:, 0]], self._places[pairs[:, 1]]
+            self._routes[key] = route(self.mesh.slice.physical_axes, *ends, 1.0)
+        routed = self._routes[key]
+        busy = {name: payload * seconds for name, seconds in routed.seconds.items() if seconds > 0}
         if self.kind == "expected":
             efficiency = self.rates.network_efficiency("permute")
             start_s = self.rates.collective_start_s if busy else 0.0

@@ -254,24 +254,8 @@ def _moves(node: Sharding, mesh: Mapping[str, int]) -> Iterator[_Move]:
 
 def _step(move: _Move, array: ShardedArray) -> Step:
     """The step that a move is for an array."""
-    names = [array.dims[dim] for dim in move.dims]
-    pairs = list(zip(move.axes, names, strict=False))
-    match move.op:
-        case "all_gather":
-            return steps.all_gather(array, pairs)
-        case "reduce_scatter":
-            return steps.reduce_scatter(array, pairs)
-        case "all_reduce":
-            return steps.all_reduce(array, move.axes)
-        case "all_to_all":
-            return steps.all_to_all(array, move.axes, *names)
-        case "slice":
-            return steps.slice_(array, pairs)
-        case "pad":
-            return steps.pad(array, pairs)
-        case "mask":
-            return steps.mask(array, move.axes)
-    return steps.permute(array, array.with_axes(*move.target))
+    dims = tuple(array.dims[dim] for dim in move.dims)
+    return steps.make(move.op, array, axes=move.axes, dims=dims, output=array.with_axes(*move.target))
 
 
 def _sharding(array: ShardedArray, mesh: Mapping[str, int]) -> Sharding:

@@ -192,6 +192,27 @@ def einsum(left: ShardedArray, right: ShardedArray, dims: Sequence[str], dtype: 
     return Step(op="einsum", inputs=(left, right), output=output)
 
 
+def make(op: str, array: ShardedArray, *, axes: tuple[str, ...], dims: tuple[str, ...], output: ShardedArray) -> Step:
+    """The step ``op`` on one array; ``axes`` and ``dims`` as a Step has them, ``output`` for a permute only."""
+    pairs = list(zip(axes, dims, strict=False))
+    match op:
+        case "all_gather":
+            return all_gather(array, pairs)
+        case "reduce_scatter":
+            return reduce_scatter(array, pairs)
+        case "all_reduce":
+            return all_reduce(array, axes)
+        case "all_to_all":
+            return all_to_all(array, axes, *dims)
+        case "slice":
+            return slice_(array, pairs)
+        case "pad":
+            return pad(array, pairs)
+        case "mask":
+            return mask(array, axes)
+    return permute(array, output)
+
+
 def shard_numbers(array: ShardedArray, mesh: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """Which shard, and which partial sum of it, every device holds: a number for each device in mesh order, [n].
 
