@@ -6,6 +6,7 @@ worker reads a request from a file and writes the result to another, whole or no
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -96,6 +97,10 @@ def compile_ahead_of_time(request: Request, *, timeout_s: float | None = None) -
     Raises Infeasible when the program does not fit in HBM, RooftopError when the request is wrong, the compiler
     refuses the program, or it takes longer than ``timeout_s``.
     """
+    for package in ("jax", "libtpu"):
+        if importlib.util.find_spec(package) is None:
+            accepted = "a Python that has it, for XLA:TPU without a TPU: pip install 'rooftop[compile]' (Linux)"
+            raise RooftopError(package, "not installed", accepted)
     with tempfile.TemporaryDirectory(prefix="rooftop-compile-") as folder:
         question, answer = Path(folder, "request.json"), Path(folder, "result.json")
         question.write_text(json.dumps(request.to_json()), encoding="utf-8")
