@@ -27,10 +27,10 @@ demo: $(VENV)/demo.installed
 	$(BIN)/rooftop $(DEMO)
 
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-all: $(VENV)/dev.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-newest:
 	@for version in $(NEWER_PYTHONS); do \

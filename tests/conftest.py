@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+# What a test compiles is compiled now, and leaves the user's own cache alone.
+_CACHE = tempfile.TemporaryDirectory(prefix="rooftop-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # The same examples on every run and no deadline: a failure is then due to the change, not to a slow machine.
 settings.register_profile("rooftop", derandomize=True, deadline=None)

@@ -30,6 +30,7 @@ from rooftop.xla import hlo
 from rooftop.xla.compiled import read_ledger
 from rooftop.xla.compiling import Compiled, Request, compile_ahead_of_time
 from rooftop.xla.groups import replica_groups, varying_axes
+from rooftop.xla.kernels import declared_flops
 from rooftop.xla.matmuls import matmul_flops
 from rooftop.xla.topology import topology_mesh
 from rooftop.xla.worker import compile_here
@@ -261,6 +262,56 @@ ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
     assert (module.source(done), module.source(x)) == ("/a/b.py:45", "")
 
 
+def kernel_text(op_name: str, name: str = "splash_mha_dq_no_residuals.1", target: str = "tpu_custom_call") -> str:
+    """A module with one kernel, whose metadata XLA prints over three lines, and an instruction after it."""
+    return f"""HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[8,256,128]) -> bf16[8,256,128] {{
+  %x = bf16[8,256,128]{{2,1,0:T(8,128)(2,1)}} parameter(0)
+  %{name} = bf16[8,256,128] custom-call(%x, %x, %x), custom_call_target="{target}", frontend_attributes={{metadata={{
+"xprof_metadata":"{{\\"block_q\\": 1024}}"
+}}}}, metadata={{op_name="{op_name}"}}, backend_config={{"custom_call_config":{{"body":"TUzvUg=="}}}}
+  ROOT %copy = bf16[8,256,128] copy(%{name}), metadata={{op_name="{op_name}"}}
+}}
+"""
+
+
+FLOPS = "kernel_flops[fwd=200,dq=300,dkv=400]"
+CORE = f"jit(f)/transpose(jvp())/while/body/checkpoint/layers/attn/core/{FLOPS}/splash_mha_dq_no_residuals/pallas_call"
+
+
+def test_instructions_over_several_lines() -> None:
+    """A line that begins with a brace ends a computation only if nothing else stands there."""
+    x, kernel, copy = hlo.parse(kernel_text(CORE)).computations["main"]
+    assert (kernel.opcode, kernel.op_name, kernel.operands) == ("custom-call", CORE, (x.name,) * 3)
+    assert (copy.opcode, copy.operands) == ("copy", (kernel.name,))
+
+
+@pytest.mark.parametrize(
+    ("op_name", "target", "flops"),
+    [
+        (CORE, "tpu_custom_call", 300.0),
+        (CORE.replace("_dq_", "_dkv_"), "tpu_custom_call", 400.0),
+        (CORE.replace("dq_no", "fwd"), "tpu_custom_call", 200.0),
+        # What is declared innermost counts; 'each' stands for any name.
+        (CORE.replace("body", "kernel_flops[dq=1]"), "tpu_custom_call", 300.0),
+        (CORE.replace(FLOPS, "kernel_flops[each=7]"), "tpu_custom_call", 7.0),
+        (CORE.replace(FLOPS, "kernel_flops[gmm=7]"), "tpu_custom_call", None),
+        (CORE.replace(FLOPS, "kernel_flops[]"), "tpu_custom_call", None),
+        (CORE.replace(FLOPS + "/", ""), "tpu_custom_call", None),
+        (CORE.replace(FLOPS, "kernel_flops[fwd=5,bwd=6]"), "__cudnn$fmhaSoftmax", 5.0),
+        (CORE.replace(FLOPS, "kernel_flops[fwd=5,bwd=6]"), "__cudnn$fmhaSoftmaxBackward", 6.0),
+        (CORE, "ConcatBitcast", None),
+    ],
+)
+def test_kernels_declare_their_flops(op_name: str, target: str, flops: float | None) -> None:
+    module = hlo.parse(kernel_text(op_name, target=target))
+    _, kernel, copy = module.computations["main"]
+    assert (declared_flops(kernel), declared_flops(copy)) == (flops, None)
+    rows = [(row.scope, row.phase, row.count, row.kernel_flops) for row in read_ledger(module, {"data": 1})]
+    assert rows == ([] if flops is None else [("layers/attn/core", "backward", 1, flops)])
+
+
 def test_text_that_is_not_hlo() -> None:
     with pytest.raises(RooftopError, match="ENTRY"):
         hlo.parse("MODULE {}")
@@ -329,6 +380,38 @@ def collectives(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.st
         return jax.jit(lambda x: jax.lax.scan(body, x, length=TRIPS)[0]).lower(
             jax.ShapeDtypeStruct((16 * ROWS, 512), jnp.bfloat16, sharding=sharding)
         )
+
+
+#: What a program does along axes of the mesh, each in a scope of its own.
+STEPS = {
+    "all_gather": ("layers/mlp/up", lambda x, axes, n: jax.lax.all_gather(x, axes, tiled=True)[: x.shape[0]]),
+    "all_reduce": ("loss", lambda x, axes, n: jax.lax.psum(x, axes)),
+    "reduce_scatter": (
+        "layers/mlp/down",
+        lambda x, axes, n: jnp.tile(jax.lax.psum_scatter(x, axes, tiled=True), (n, 1)),
+    ),
+    "all_to_all": ("layers/moe/dispatch", lambda x, axes, n: jax.lax.all_to_all(x, axes, 0, 0, tiled=True)),
+    "permute": ("pipeline", lambda x, axes, n: jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])),
+}
+
+
+def steps(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    """One collective of each kind over the axes that are asked for, on [ROWS, 512] bf16 of each device."""
+    axes, everyone = tuple(arguments["axes"]), tuple(name for name, size in mesh.shape.items() if size > 1)
+
+    def local(x: jax.Array) -> jax.Array:
+        for scope, step in STEPS.values():
+            with named_scope(scope):
+                x = jnp.sin(step(jnp.tanh(x), axes, math.prod(mesh.shape[name] for name in axes)))
+            # What stands in two scopes stays two instructions.
+            x = jax.lax.optimization_barrier(x)
+        return x
+
+    spec = P(everyone, None)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    with jax.set_mesh(mesh):
+        program = jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(program).lower(jax.ShapeDtypeStruct((mesh.size * ROWS, 512), jnp.bfloat16, sharding=sharding))
 
 
 def loops(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
@@ -415,6 +498,37 @@ def test_collectives_on_tpu() -> None:
 
 
 @pytest.mark.parametrize(
+    ("slice_", "layout", "axes", "members"),
+    [
+        ("v5e:4x4@4", "data=dcn[2:2],stage=dcn[1:2],fsdp=x,tensor=y", ["data"], 2),
+        ("v5e:4x4@4", "data=dcn[2:2],stage=dcn[1:2],fsdp=x,tensor=y", ["stage"], 2),
+        # The slices are the inner axis of the mesh: within a slice XLA numbers partitions without it.
+        ("v5e:4x4@2", "data=x,fsdp=dcn,tensor=y", ["fsdp"], 2),
+        ("v5e:4x4@2", "data=x,fsdp=dcn,tensor=y", ["data"], 4),
+        ("tpu7x:2x2x1@2", "data=dcn,fsdp=x+y,tensor=core", ["data"], 2),
+    ],
+)
+def test_collectives_between_slices(slice_: str, layout: str, axes: list[str], members: int) -> None:
+    """XLA hands them to the hosts and drops their names: kind, axes, payload and scope are found again."""
+    made = compiled("steps", slice_, layout, axes=axes)
+    payload = ROWS * 512 * 2.0
+    share = (members - 1) / members
+    found = {
+        (row.scope, each.kind): (row.count, each.axes, each.bytes, each.wire_bytes)
+        for row in made.ledger
+        for each in row.collectives
+    }
+    wanted = {
+        "all_gather": (payload * members, share * payload * members),
+        "all_reduce": (payload, 2 * share * payload),
+        "reduce_scatter": (payload, share * payload),
+        "all_to_all": (payload, share * payload),
+        "permute": (payload, payload),
+    }
+    assert found == {(STEPS[kind][0], kind): (1, tuple(axes), *sizes) for kind, sizes in wanted.items()}
+
+
+@pytest.mark.parametrize(
     ("slice_", "layout"),
     [
         ("v5e:1x1", ""),
@@ -423,6 +537,10 @@ def test_collectives_on_tpu() -> None:
         ("tpu7x:2x2x1", "data=x,fsdp=y,tensor=core"),
         ("v5p:4x4x4", "fsdp=x+y[1:2],context=y[2:2],tensor=z"),
         ("v5e:4x4@2", "data=dcn,fsdp=x,tensor=y"),
+        ("v3:4x4", "fsdp=x+y,tensor=core"),
+        ("v4:2x2x2@2", "data=dcn,fsdp=x+y,tensor=z"),
+        ("v6e:16x16@4", "data=dcn,fsdp=x,tensor=y"),
+        ("tpu7x:2x2x1@2", "data=dcn+x,fsdp=y,tensor=core"),
     ],
 )
 def test_devices_stand_where_the_layout_says(slice_: str, layout: str) -> None:

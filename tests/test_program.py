@@ -9,16 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from rooftop.arrays import AXES
+from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
 from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
-from rooftop.programs.parameters import Batch, Transformer, describe, initialise, shardings
+from rooftop.models.activations import parse_policy
+from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
+from rooftop.plan.strategies import Choice
+from rooftop.plan.workload import Numerics
+from rooftop.programs.describe import describe
+from rooftop.programs.optimizer import Optimizer
+from rooftop.programs.parameters import Batch, Transformer, initialise, shardings
+from rooftop.programs.ring_attention import sequence_order
 from rooftop.programs.sharding import Specs
 from rooftop.programs.train_step import (
-    AdamW,
     TrainProgram,
     TrainState,
     abstract_batch,
@@ -33,6 +41,8 @@ MODEL = ModelConfig(
     max_seq_len=16,
 )  # fmt: skip
 BATCH, SEQ_LEN = 4, 16
+#: Tiny programs take longer to optimise than to run.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def mesh_of(**sizes: int) -> jax.sharding.Mesh:
@@ -54,9 +64,10 @@ def ids() -> tuple[np.ndarray, np.ndarray]:
 def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[TrainState[np.ndarray], float]:
     state = init_state(made, jax.random.key(0), mesh)
     place = abstract_batch(made, mesh)
-    tokens, targets = (jax.device_put(each, place.tokens.sharding) for each in ids())
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.context_order)
+    tokens, targets = (jax.device_put(each[:, order], place.tokens.sharding) for each in ids())
     with jax.set_mesh(mesh):
-        step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0)
+        step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
         state, loss = step(state, Batch(tokens=tokens, targets=targets))
     return jax.tree.map(np.asarray, state), float(loss)
 
@@ -75,9 +86,10 @@ def plain_loss(weights: Transformer[jax.Array], tokens: jax.Array, targets: jax.
         return jnp.concatenate([turned.real, turned.imag], -1)
 
     x = weights.embed[tokens]
+    ((stack,),) = weights.layers
     for layer in range(MODEL.layers):
-        attn, mlp = (jax.tree.map(lambda w: w[layer], part) for part in (weights.layers.attn, weights.layers.mlp))  # noqa: B023
-        h = norm(x, attn.norm)
+        attn, mlp = (jax.tree.map(lambda w: w[layer], part) for part in (stack.attn, stack.mlp))  # noqa: B023
+        h = norm(x, attn.norm.scale)
         q, k = rotate(jnp.einsum("btd,dnh->btnh", h, attn.q)), rotate(jnp.einsum("btd,dkh->btkh", h, attn.k))
         k, v = (
             jnp.repeat(each, MODEL.heads // MODEL.kv_heads, 2) for each in (k, jnp.einsum("btd,dkh->btkh", h, attn.v))
@@ -86,10 +98,10 @@ def plain_loss(weights: Transformer[jax.Array], tokens: jax.Array, targets: jax.
         scores = jnp.where(np.tril(np.ones((SEQ_LEN, SEQ_LEN), bool)), scores, -1e30)
         mixed = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
         x = x + mixed.reshape(BATCH, SEQ_LEN, -1) @ attn.out
-        h = norm(x, mlp.norm)
+        h = norm(x, mlp.norm.scale)
         gate = h @ mlp.gate
         x = x + (gate / (1 + jnp.exp(-gate)) * (h @ mlp.up)) @ mlp.down
-    logits = jax.nn.log_softmax(norm(x, weights.final_norm) @ weights.unembed)
+    logits = jax.nn.log_softmax(norm(x, weights.final_norm.scale) @ weights.unembed)
     return -jnp.take_along_axis(logits, targets[..., None], -1).mean()
 
 
@@ -103,37 +115,47 @@ def expected() -> tuple[float, Transformer[np.ndarray], Transformer[np.ndarray]]
     return float(loss), jax.tree.map(np.asarray, gradients), jax.tree.map(np.asarray, weights)
 
 
+def moments(state: TrainState[np.ndarray], name: str) -> Transformer[np.ndarray]:
+    found: Transformer[np.ndarray] = optax.tree_utils.tree_get(state.optimizer, name)
+    return found
+
+
 def largest_error(actual: Transformer[np.ndarray], wanted: Transformer[np.ndarray]) -> float:
     """Largest difference in any array, relative to that array's largest element."""
     errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), actual, wanted)
     return max(jax.tree.leaves(errors))
 
 
-SHARDINGS = [
-    ({}, "none", 1),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, "block", 2),  # one sequence on a device
-    ({"fsdp": 2, "tensor": 4}, "matmuls", 1),  # two
-    pytest.param({"fsdp": 4}, "none", 4, marks=pytest.mark.slow),
-    pytest.param({"data": 4}, "minimal", 1, marks=pytest.mark.slow),
-    pytest.param({"data": 2, "expert": 2}, "block", 1, marks=pytest.mark.slow),
-    pytest.param({"data": 2, "tensor": 4}, "block,qkv=save", 1, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 4, "tensor": 2}, "full", 2, marks=pytest.mark.slow),
-    pytest.param({"tensor": 4}, "none", 1, marks=pytest.mark.slow),
+SLOW = pytest.mark.slow
+CASES = [
+    ({}, {"remat": "none"}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "block", "loss_chunks": 2}),  # one sequence on a device
+    ({"fsdp": 2, "tensor": 4}, {"remat": "matmuls"}),  # two
+    ({"fsdp": 2}, {"microbatches": 2, "remat": "block,qkv=offload,layer_input=offload", "loss_chunks": 2}),
+    pytest.param({"fsdp": 4}, {"remat": "none", "loss_chunks": 4}, marks=SLOW),
+    pytest.param({"data": 4}, {"remat": "minimal"}, marks=SLOW),
+    pytest.param({"data": 2, "expert": 2}, {}, marks=SLOW),
+    pytest.param({"data": 2, "tensor": 4}, {"remat": "block,qkv=save"}, marks=SLOW),
+    pytest.param({"fsdp": 4, "tensor": 2}, {"remat": "full", "loss_chunks": 2}, marks=SLOW),
+    pytest.param({"tensor": 4}, {"remat": "none", "microbatches": 4}, marks=SLOW),
+    pytest.param({"data": 2, "tensor": 2}, {"microbatches": 2, "attention": "chunked"}, marks=SLOW),
+    pytest.param({"context": 4, "tensor": 2}, {"loss_chunks": 2}, marks=SLOW),
+    pytest.param({"context": 2, "fsdp": 2}, {"context_order": "contiguous", "attention": "chunked"}, marks=SLOW),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "remat", "chunks"), SHARDINGS)
+@pytest.mark.parametrize(("sizes", "changes"), CASES)
 def test_step_equals_plain_transformer(
-    sizes: Mapping[str, int], remat: str, chunks: int, expected: tuple[float, Any, Any]
+    sizes: Mapping[str, int], changes: Mapping[str, Any], expected: tuple[float, Any, Any]
 ) -> None:
-    """Loss, gradients (from the first moment) and AdamW, whatever the mesh, remat policy and chunks."""
+    """Loss, gradients (from the first moment) and AdamW, whatever mesh, remat, microbatches, chunks and kernel."""
     wanted_loss, wanted_gradients, weights = expected
-    adamw = AdamW(learning_rate=1e-2, weight_decay=0.5)
-    state, loss = one_step(program(remat=remat, loss_chunks=chunks, optimizer=adamw), mesh_of(**sizes))
+    adamw = Optimizer(learning_rate=1e-2, weight_decay=0.5)
+    state, loss = one_step(program(**changes, optimizer=adamw), mesh_of(**sizes))
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
-    gradients = jax.tree.map(lambda m: m / (1 - adamw.b1), state.first_moment)
+    gradients = jax.tree.map(lambda m: m / (1 - adamw.b1), moments(state, "mu"))
     assert largest_error(gradients, wanted_gradients) < 1e-4
-    squares = jax.tree.map(lambda v: np.sqrt(v / (1 - adamw.b2)), state.second_moment)
+    squares = jax.tree.map(lambda v: np.sqrt(v / (1 - adamw.b2)), moments(state, "nu"))
     assert largest_error(squares, jax.tree.map(np.abs, wanted_gradients)) < 1e-4
     # After one step Adam's change is the gradient's sign; matrices decay, norms do not.
     decay = jax.tree.map(lambda p: 0.0 if p.fan_in is None else adamw.weight_decay, describe(MODEL))
@@ -153,12 +175,12 @@ def test_bf16_stays_near_float32(expected: tuple[float, Any, Any]) -> None:
 def test_initial_weights_do_not_depend_on_the_mesh() -> None:
     key, described = jax.random.key(3), describe(MODEL)
     one, many = (
-        initialise(described, key, mesh, Specs(Rules().only(mesh.shape)))
+        initialise(described, key, mesh, Specs(Rules().only(mesh.shape)), jnp.float32)
         for mesh in (mesh_of(), mesh_of(data=2, fsdp=2, tensor=2))
     )
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), one, many))
-    assert float(jnp.std(one.layers.mlp.down)) == pytest.approx(MODEL.d_ff**-0.5, rel=0.05)
-    assert (np.asarray(one.final_norm) == 1).all()
+    assert float(jnp.std(one.layers[0][0].mlp.down)) == pytest.approx(MODEL.d_ff**-0.5, rel=0.05)
+    assert (np.asarray(one.final_norm.scale) == 1).all()
 
 
 def test_abstract_state_is_what_is_initialised() -> None:
@@ -177,14 +199,14 @@ def test_thousands_of_devices_without_any() -> None:
     with jax.sharding.use_abstract_mesh(mesh):
         before, batch = abstract_state(made, mesh), abstract_batch(made, mesh)
         after, loss = jax.eval_shape(train_step(made, made.specs(mesh)), before, batch)
-    down = before.weights.layers.mlp.down
+    down = before.weights.layers[0][0].mlp.down
     assert down.sharding.shard_shape(down.shape) == (80, 28672 // 4096, 8192)
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.spec == b.sharding.spec, before.weights, after.weights))
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
 def test_json_round_trip() -> None:
-    made = program(optimizer=AdamW(learning_rate=1e-3), rules=Rules().only({"data": 1, "fsdp": 1}))
+    made = program(optimizer=Optimizer(learning_rate=1e-3, clip_norm=1.0), rules=Rules().only({"data": 1, "fsdp": 1}))
     assert TrainProgram.from_json(made.to_json()) == made
 
 
@@ -192,13 +214,13 @@ def test_json_round_trip() -> None:
     ("changes", "sizes", "field"),
     [
         ({"remat": "blok"}, {}, "remat"),
-        ({"remat": "block,qkv=offload"}, {}, "remat of qkv"),
         ({"loss_chunks": 3}, {}, "loss_chunks"),
         ({"batch": 6}, {"fsdp": 4}, "batch"),
+        ({"microbatches": 4}, {"fsdp": 2}, "microbatches"),
+        ({"attention": "flash"}, {}, "attention"),
         ({"seq_len": 6}, {"tensor": 4}, "seq_len"),
-        ({}, {"tensor": 8}, "model weight layers.attn.k"),
-        ({}, {"context": 2}, "mesh axis context"),
-        ({"model": load_model("mixtral-8x7b")}, {}, "model.moe"),
+        ({}, {"tensor": 8}, "model weight layers[0][0].attn.k"),
+        ({}, {"stage": 2}, "mesh axis stage"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes: dict[str, int], field: str) -> None:
@@ -206,6 +228,70 @@ def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes
         lower(mesh_of(**sizes), program(**changes).to_json())
     assert refused.value.field == field
     assert "\n" not in str(refused.value)
+
+
+def plan(layout: str, **changes: Any) -> dict[str, Any]:
+    """A plan.json for LLaMA-3 8B on 16 chips."""
+    slice_ = Slice.parse(changes.pop("on", "v5e:4x4"))
+    problem = Problem(
+        model=load_model("llama3-8b"), slice=slice_, workload=Workload(batch_tokens=2**19, seq_len=4096), **changes
+    )
+    axes = {name: () for name in AXES} | dict(Mesh.from_layout(slice_, layout).axes)
+    choice = Choice(remat="block,qkv=offload", policy=parse_policy("block,qkv=offload"), microbatches=4)
+    return TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice).to_json()
+
+
+def test_program_of_a_plan() -> None:
+    numerics = Numerics(optimizer="lion", moments="bf16", gradients="f32")
+    made = TrainProgram.from_plan(plan("fsdp=x,tensor=y", numerics=numerics))
+    assert (made.model, made.batch, made.seq_len, made.microbatches) == (load_model("llama3-8b"), 128, 4096, 4)
+    assert (made.remat, made.attention, made.attention_block) == ("block,qkv=offload", "splash", 1024)
+    assert (made.compute_dtype, made.weights_dtype, made.gradient_dtype) == ("bf16", "f32", "f32")
+    assert made.optimizer == Optimizer(name="lion", moments="bf16")
+    assert made.rules == Rules()
+    # 8 sequences of 4096 on each device, 1024 of their tokens at a time.
+    assert made.loss_chunks == 32
+    assert TrainProgram.from_json(made.to_json()) == made
+    stored = TrainProgram.from_plan(plan("context=x,fsdp=y", assumptions=Assumptions(attention="reference")))
+    assert (stored.attention, stored.loss_chunks) == ("reference", 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "field", "given"),
+    [
+        ("stage=x,fsdp=y", {}, "plan mesh axis stage", 4),
+        ("fsdp=x,tensor=y", {"numerics": Numerics(matmul="int8")}, "plan dtypes.matmul", "int8"),
+        ("fsdp=x+y+z", {"on": "v5p:8x8x4"}, "plan", None),  # 256 ways for 128 sequences
+    ],
+)
+def test_plans_that_are_no_program_yet(layout: str, changes: dict[str, Any], field: str, given: object) -> None:
+    data = plan(layout, **changes)
+    with pytest.raises(RooftopError) as refused:
+        TrainProgram.from_plan(data)
+    assert refused.value.field == field
+    assert given in (None, refused.value.given)
+    with pytest.raises(RooftopError, match="rooftop plan train"):
+        TrainProgram.from_plan({"kind": "train"})
+
+
+@pytest.mark.parametrize(("name", "state"), [("adam", ("mu", "nu")), ("lion", ("mu",)), ("sgd", ())])
+def test_optimizers_keep_their_moments_in_any_dtype(name: str, state: tuple[str, ...]) -> None:
+    made = program(optimizer=Optimizer(name=name, moments="bf16"), weights_dtype="bf16")
+    abstract = abstract_state(made, mesh_of(fsdp=2))
+    assert jax.tree.all(jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, abstract.weights))
+    kept = [leaf for leaf in jax.tree.leaves(abstract.optimizer) if leaf.shape]
+    assert len(kept) == len(state) * len(jax.tree.leaves(abstract.weights))
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in kept)
+
+
+def test_clipped_gradients_have_the_norm_asked_for(expected: tuple[float, Any, Any]) -> None:
+    _, gradients, weights = expected
+    made = program(optimizer=Optimizer(name="sgd", learning_rate=1.0, clip_norm=0.5))
+    state, _ = one_step(made, mesh_of(fsdp=2, tensor=2))
+    norm = optax.tree.norm(gradients)
+    assert norm > 1
+    wanted = jax.tree.map(lambda w, g: w - 0.5 * g / norm, weights, gradients)
+    assert largest_error(state.weights, wanted) < 1e-5
 
 
 def test_unknown_program_field_and_dtype() -> None:

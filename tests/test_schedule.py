@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -23,7 +25,10 @@ from rooftop.roofline.routing import route
 from rooftop.xla import hlo
 from rooftop.xla.compiled import LogicalCollective, logical_collectives, read_ledger
 from rooftop.xla.compiling import Compiled, Request
+from rooftop.xla.machine import COMPUTE
+from rooftop.xla.perfetto import trace
 from rooftop.xla.schedule import ESTIMATES, Timeline, timeline
+from rooftop.xla.timed import TimedLedger, compiled_ledger
 from rooftop.xla.worker import compile_here
 
 ROWS = 512
@@ -33,10 +38,15 @@ NBYTES = ROWS * 512 * 2.0
 
 def module(body: Sequence[str], *computations: str, root: str = "") -> hlo.Module:
     """A scheduled module: instructions of the entry after the parameters x and w, both of ``ARRAY``."""
+    return hlo.parse(module_text(body, *computations, root=root))
+
+
+def module_text(body: Sequence[str], *computations: str, root: str = "") -> str:
+    """The text of ``module``."""
     lines = [f"x = {ARRAY} parameter(0)", f"w = {ARRAY} parameter(1)", *body]
     text = "\n".join(f"  {'ROOT ' if line.startswith(f'{root} =') else ''}%{line}" for line in lines)
     entry = f"ENTRY %main (x: {ARRAY}, w: {ARRAY}) -> {ARRAY} {{\n{text}\n}}"
-    return hlo.parse("HloModule test, is_scheduled=true\n\n" + "\n\n".join([*computations, entry]) + "\n")
+    return "HloModule test, is_scheduled=true\n\n" + "\n\n".join([*computations, entry]) + "\n"
 
 
 def fused(name: str, parameters: Sequence[str], *lines: str) -> str:
@@ -319,6 +329,10 @@ def hop_s() -> float:
 def check(line: Timeline) -> None:
     """What holds of every timeline."""
     assert line.total_s == pytest.approx(line.compute_s + line.exposed_s + line.other_wait_s)
+    assert sum(line.spent_s.values()) == pytest.approx(line.compute_s + line.other_wait_s)
+    drawn = sorted((each.start_s, each.end_s) for each in line.events if each.track == COMPUTE)
+    assert sum(end - start for start, end in drawn) == pytest.approx(line.total_s)
+    assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(drawn))
     for each in line.collectives:
         assert each.start_s <= each.done_s
         assert 0 <= each.hidden_s <= each.price_s
@@ -470,6 +484,201 @@ def test_kernels_are_named() -> None:
     assert line.compute_s == pytest.approx(float(RATES.hbm_s(3 * NBYTES)))
 
 
+@pytest.mark.parametrize(("word", "matmuls", "backward"), [("fwd", 2, False), ("dq", 3, True), ("dkv", 4, True)])
+def test_kernels_are_priced_by_the_flops_that_they_declare(word: str, matmuls: int, backward: bool) -> None:
+    """An attention kernel at the rate that was counted for the chip; both kernels of the backward pass together."""
+    heads = "bf16[16,4096,128]"
+    scores = 16 * 4096**2 / 2
+    flops = int(2 * matmuls * 128 * scores)
+    name = f"layers/attn/core/kernel_flops[{word}={flops}]/splash_mha_{word}/pallas_call"
+    kernel = f'k = {heads} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call", metadata={{op_name="{name}"}}'
+    line = run([f"q = {heads} parameter(2)", kernel])
+    whole = float(RATES.attention_s(scores, 128, 128, backward=backward))
+    assert line.kernels == ()
+    assert line.compute_s == pytest.approx(whole * (matmuls / 7 if backward else 1))
+    other = run([f"q = {heads} parameter(2)", kernel.replace(word, "gmm").replace("_gmm", "_any_gmm")])
+    large = float(RATES.matmul_s(32768, 32768, 32768, "bf16")) * flops / (2 * 32768.0**3)
+    assert other.compute_s == pytest.approx(large)
+
+
+def test_copies_to_the_host_take_its_link() -> None:
+    """They run beside the rest, at the rate of PCIe and not of HBM."""
+    out = f"o-start = ({ARRAY}{{1,0:S(5)}}, {ARRAY}, u32[]) copy-start(%x)"
+    done = f"o = {ARRAY}{{1,0:S(5)}} copy-done(%o-start)"
+    assert run([out, done]).other_wait_s == pytest.approx(NBYTES / RATES.pcie_bytes_per_s)
+    assert run([out, *[dot(f"d{i}", "x") for i in range(40)], done]).other_wait_s == 0.0
+
+
+# ---- the ledger with times ------------------------------------------------------------------------------------------
+
+
+def timed_ledger(text: str, mesh: Mesh = MESH) -> TimedLedger:
+    """The ledger of a text, as if it had been compiled."""
+    given = Compiled(mesh=mesh, hlo_text=text, peak_bytes=0, memory={}, lower_s=0.0, compile_s=0.0, versions={})
+    found = compiled_ledger(given)
+    check(found.timeline)
+    assert float(found.ledger.expected_s) == pytest.approx(found.timeline.total_s)
+    return found
+
+
+def named(line: str, scope: str) -> str:
+    return f'{line}, metadata={{op_name="jit(f)/jvp({scope})/op"}}'
+
+
+def test_rows_add_up_to_the_timeline() -> None:
+    """Compute where its matmuls are, waits where the collective is, a copy where what it fetches is used."""
+    fetch = [
+        f"c-start = ({ARRAY}{{1,0:S(1)}}, {ARRAY}, u32[]) copy-start(%w)",
+        f"c = {ARRAY}{{1,0:S(1)}} copy-done(%c-start)",
+    ]
+    body = [
+        named(gather_start("g", "Y", "y"), "layers/attn/qkv"),
+        named(dot("d", "y"), "layers/mlp/up"),
+        gather_done("g"),
+        named(dot("e", "d"), "layers/mlp/down"),
+    ]
+    lines = [*call("scan", "x"), *fetch, named(f"s = {ARRAY} add(%c, %c)", "layers/mlp/act")]
+    timed = timed_ledger(module_text(lines, *loop("scan", 10, body, "e")))
+    rows = {(row.scope, float(row.count)): row for row in timed.ledger}
+    assert timed.step.expected_s == timed.timeline.total_s
+    gathered, up, act = rows["layers/attn/qkv", 10], rows["layers/mlp/up", 10], rows["layers/mlp/act", 1]
+    assert gathered.expected_s == pytest.approx(gather_s() - DOT_S)
+    assert gathered.serial_s == pytest.approx(gather_s())
+    (collective,) = gathered.collectives
+    bound = float(price("all_gather", MESH.span("Y")).bound_s(4 * NBYTES)["ici"])
+    assert (collective.time_s, gathered.time_s) == ({"ici": pytest.approx(bound)}, {"ici": pytest.approx(bound)})
+    assert collective.exposed_s == pytest.approx(gathered.expected_s)
+    assert up.expected_s == pytest.approx(DOT_S)
+    flops = 2 * ROWS * 512 * 512
+    assert up.flops == {"bf16": flops}
+    assert up.time_s["mxu"] == pytest.approx(flops / RATES.flops_per_s["bf16"])
+    # It reads and writes three arrays in HBM, of which the copy reads one.
+    assert act.hbm_bytes == 2 * NBYTES
+    assert act.expected_s == pytest.approx(float(RATES.hbm_s(2 * NBYTES)))
+    assert act.time_s["hbm"] == pytest.approx(2 * NBYTES / RATES.hbm_bytes_per_s)
+    step = timed.step.to_json()
+    assert step["mxu_s"] == pytest.approx(20 * flops / RATES.flops_per_s["bf16"])
+    assert step["exposed_ici_s"] == pytest.approx(10 * gathered.expected_s)
+    assert (step["exposed_dcn_s"], step["serial_s"]) == (0.0, pytest.approx(float(timed.ledger.serial_s)))
+
+
+def test_what_is_exposed_over_dcn() -> None:
+    """What goes between slices begins with its send and is waited for where it is received."""
+    mesh = Mesh.from_layout(Slice.parse("v5e:4x4@2"), "D=dcn,X=x,Y=y")
+    attributes = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.7_0",'
+        '_xla_megascale_target="{1,2}x{0:15}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    body = [
+        "token = token[] after-all()",
+        f"s = ({ARRAY}, u32[], token[]) send(%x, %token), channel_id=2, {attributes}",
+        named(dot("d", "w"), "layers/mlp/up"),
+        "sent = token[] send-done(%s), channel_id=2, is_host_transfer=true",
+        f"r = ({ARRAY}, u32[], token[]) recv(%token), channel_id=1, {attributes}",
+        f"received = ({ARRAY}, token[]) recv-done(%r), channel_id=1, is_host_transfer=true",
+        f"g = {ARRAY} get-tuple-element(%received), index=0",
+        named(f"n = {ARRAY} negate(%g)", "optimizer"),
+    ]
+    timed = timed_ledger(module_text(body), mesh)
+    (one,) = timed.timeline.collectives
+    found = one.collective
+    assert (found.kind, found.axes, found.bytes, found.scope) == ("all_reduce", ("D",), NBYTES, "gradients")
+    assert one.exposed_s == pytest.approx(one.price_s - DOT_S) != one.price_s
+    assert (timed.step.exposed_ici_s, timed.step.exposed_dcn_s) == (0.0, pytest.approx(one.exposed_s))
+
+
+# ---- collectives that have lost their names ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op_name", ["", "x", "jit(f)/jvp(layers)/while/body/jit"])
+def test_a_gather_without_a_name_belongs_to_what_uses_it(op_name: str) -> None:
+    metadata = f', metadata={{op_name="{op_name}"}}' if op_name else ""
+    body = [
+        named(dot("d", "x"), "layers/attn/out"),
+        gather_start("g", "Y", "d") + metadata,
+        gather_done("g"),
+        f"c = {GATHERED} copy(%g)",
+        named(f"e = {GATHERED} negate(%c)", "layers/mlp/up"),
+    ]
+    (one,) = logical_collectives(module(body), {"X": 4, "Y": 4})
+    assert (one.scope, one.phase) == ("layers/mlp/up", "forward")
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "place"),
+    [
+        ("all-reduce", "layers/mlp/up", ("layers/attn/out", "forward")),
+        ("all-reduce", "optimizer", ("gradients", "update")),
+        ("reduce-scatter", "optimizer", ("layers/attn/out", "forward")),
+    ],
+)
+def test_a_sum_without_a_name_belongs_to_what_made_it(kind: str, use: str, place: tuple[str, str]) -> None:
+    """Unless the optimizer uses it: that is a sum of gradients."""
+    body = [
+        named(dot("d", "x"), "layers/attn/out"),
+        f"r = {ARRAY} {kind}(%d), {groups('Y')}, to_apply=%plus",
+        named(f"e = {ARRAY} negate(%r)", use),
+    ]
+    (one,) = logical_collectives(module(body, PLUS), {"X": 4, "Y": 4})
+    assert (one.scope, one.phase) == place
+
+
+def test_a_collective_that_is_named_outside_every_scope_stays_there() -> None:
+    """What a user has called for is not ascribed to a neighbour."""
+    body = [
+        named(dot("d", "x"), "layers/attn/out"),
+        f'r = {ARRAY} all-reduce(%d), {groups("Y")}, to_apply=%plus, metadata={{op_name="jit(f)/my_sum/psum"}}',
+        named(f"e = {ARRAY} negate(%r)", "layers/mlp/up"),
+    ]
+    (one,) = logical_collectives(module(body, PLUS), {"X": 4, "Y": 4})
+    assert one.scope == "unscoped"
+
+
+# ---- traces ---------------------------------------------------------------------------------------------------------
+
+
+def check_trace(found: Mapping[str, Any], line: Timeline) -> None:
+    """The Trace Event Format: what every phase of an event must have, slices that nest, arrows with both ends."""
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    required = {
+        "M": {"name", "pid", "args"},
+        "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+        "s": {"name", "cat", "id", "pid", "tid", "ts"},
+        "t": {"name", "cat", "id", "pid", "tid", "ts"},
+        "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
+    }
+    for each in found["traceEvents"]:
+        assert set(each) - {"ph", "tid"} == required[each["ph"]] - {"tid"}
+        assert each.get("ts", 0.0) >= 0 <= each.get("dur", 0.0)
+    named = {each["tid"] for each in found["traceEvents"] if each["name"] == "thread_name"}
+    slices = [each for each in found["traceEvents"] if each["ph"] == "X"]
+    assert {each["tid"] for each in slices} <= named
+    for track in named:
+        mine = sorted((each["ts"], each["ts"] + each["dur"]) for each in slices if each["tid"] == track)
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(mine))
+    compute = sum(each["dur"] for each in slices if each["tid"] == 1)
+    assert compute == pytest.approx(1e6 * line.total_s)
+    flows = {each: [e["id"] for e in found["traceEvents"] if e["ph"] == each] for each in "stf"}
+    assert len(set(flows["s"])) == len(flows["s"])
+    assert set(flows["f"]) <= set(flows["s"]) == set(flows["t"])
+
+
+def test_a_trace_of_a_loop() -> None:
+    """The first trips in detail, the others as one block; one track for each link that is used."""
+    body = [gather_start("g", "Y", "y"), named(dot("d", "y"), "layers/mlp/up"), gather_done("g"), dot("e", "d")]
+    parsed = module(call("scan", "x"), *loop("scan", 1000, body, "e"))
+    line = timeline(parsed, MESH)
+    check(line)
+    found = trace(parsed, line, title="a loop")
+    check_trace(found, line)
+    names = [each["name"] for each in found["traceEvents"] if each["ph"] == "X"]
+    (rest,) = (name for name in names if "more trips" in name)
+    assert names.count("layers/mlp/up") == 1000 - int(rest.split()[0]) <= 3
+    assert {"all_gather over Y", "wait for all_gather over Y"} <= set(names)
+    tracks = {each["args"]["name"] for each in found["traceEvents"] if each["name"] == "thread_name"}
+    assert tracks == {"compute", "link y+", "link y-"}
+
+
 # ---- XLA:TPU --------------------------------------------------------------------------------------------------------
 
 B, D, F = 8192, 8192, 32768
@@ -552,6 +761,10 @@ def test_collective_matmuls_of_the_compiler(case: str, kind: str, hops: int, syn
     assert flops_s < line.compute_s < 1.2 * flops_s
     (scheduled,) = line.collectives
     assert (scheduled.hidden_s == 0) == synchronous
+    timed = compiled_ledger(made)
+    assert float(timed.ledger.expected_s) == pytest.approx(line.total_s)
+    assert timed.ledger.flops() == made.ledger.flops()
+    check_trace(trace(made.module, line), line)
 
 
 def test_a_windowed_einsum_is_faster_than_a_plain_one() -> None:

@@ -85,7 +85,7 @@ def _answer(
     from rooftop.quantities import parse_count
 
     asked = parse(expression, dtype)
-    sizes, shape = _sizes(dims), parse_axes(mesh, None)
+    sizes, shape = parse_sizes(dims), parse_axes(mesh, None)
     data: dict[str, Any] = {"expression": expression, "dims": sizes, "mesh": {"axes": shape}}
     if slice_ is None:
         if not isinstance(asked, ShardedArray):
@@ -205,7 +205,7 @@ def _simulate(listed: list[dict[str, Any]], found: Sequence[Strategy], prices: P
                 entry["mxu_utilisation"] = float(array.cycles(m, k, n).utilisation)
 
 
-def _sizes(text: str | None) -> dict[str, int]:
+def parse_sizes(text: str | None) -> dict[str, int]:
     """Sizes of dims from 'B=8192,D=32Ki'."""
     from rooftop.errors import RooftopError
     from rooftop.quantities import parse_count

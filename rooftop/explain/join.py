@@ -21,6 +21,11 @@ TOLERANCE = 1e-6
 SPELLED_AS: Mapping[str, str] = {"reduce_scatter": "all_reduce", "all_gather": "all_reduce"}
 
 
+def stands_for(compiled: str, planned: str) -> bool:
+    """Whether a compiled kind of collective is another spelling of the planned one."""
+    return SPELLED_AS.get(planned) == compiled
+
+
 @dataclass(frozen=True, kw_only=True)
 class JoinedCollective:
     """One kind of collective over the same axes on both sides: bytes per device and step (None: absent).

@@ -1,14 +1,13 @@
 """The weights of a decoder: one description, from which come shapes, shardings and initial values.
 
-Dims: D model, F feed-forward, N query heads, K key/value heads, H head size, L layers, V vocabulary.
+Dims: D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary, E experts, n layers of one
+kind that a scan runs over.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 import jax
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from rooftop.errors import RooftopError
-from rooftop.models import ModelConfig
 from rooftop.programs.sharding import Dim, Specs, axes_of
 
 Leaf = TypeVar("Leaf")
@@ -24,45 +22,123 @@ Leaf = TypeVar("Leaf")
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Attention(Generic[Leaf]):
-    """Attention weights of all layers: norm [L, D], q [L, D, N, H], k and v [L, D, K, H], out [L, N*H, D]."""
+class Norm(Generic[Leaf]):
+    """A norm over D (or a latent's size): scale [n, D] and, of a layer norm, bias [n, D]; without n outside layers."""
 
-    norm: Leaf
+    scale: Leaf
+    bias: Leaf | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Attention(Generic[Leaf]):
+    """Attention weights: q [n, D, N, H], k and v [n, D, K, H], out [n, N*H, D]; what a family lacks is None.
+
+    Biases have the shape of what they are added to, without D; q_norm and k_norm [n, H]; sinks [n, N].
+    """
+
+    norm: Norm[Leaf]
     q: Leaf
     k: Leaf
     v: Leaf
     out: Leaf
+    q_bias: Leaf | None = None
+    k_bias: Leaf | None = None
+    v_bias: Leaf | None = None
+    out_bias: Leaf | None = None
+    q_norm: Leaf | None = None
+    k_norm: Leaf | None = None
+    sinks: Leaf | None = None
+    post_norm: Norm[Leaf] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Generic[Leaf]):
+    """Weights of multi-head latent attention (DeepSeek-V2 paper, section 2.1).
+
+    With a query latent q_down [n, D, q_rank], q_norm [n, q_rank] and q [n, q_rank, N, d_nope + d_rope], else only q
+    [n, D, N, d_nope + d_rope]. kv_down [n, D, kv_rank + d_rope], kv_norm [n, kv_rank], kv_up [n, kv_rank, N,
+    d_nope + d_v], out [n, N*d_v, D].
+    """
+
+    norm: Norm[Leaf]
+    q_down: Leaf | None = None
+    q_norm: Leaf | None = None
+    q: Leaf
+    kv_down: Leaf
+    kv_norm: Leaf
+    kv_up: Leaf
+    out: Leaf
+    post_norm: Norm[Leaf] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class MLP(Generic[Leaf]):
-    """Feed-forward weights of all layers: norm [L, D], gate and up [L, D, F], down [L, F, D]."""
+    """Feed-forward weights: gate and up [n, D, F], down [n, F, D]; no gate in an MLP of two matrices.
 
-    norm: Leaf
-    gate: Leaf
+    Biases [n, F], [n, F] and [n, D].
+    """
+
+    norm: Norm[Leaf]
+    gate: Leaf | None = None
     up: Leaf
     down: Leaf
+    gate_bias: Leaf | None = None
+    up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
+    post_norm: Norm[Leaf] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Layers(Generic[Leaf]):
-    """The stacked layers, scanned over L."""
+class MoE(Generic[Leaf]):
+    """Weights of a mixture of experts: router [n, D, E], gate and up [n, E, D, F], down [n, E, F, D].
 
-    attn: Attention[Leaf]
-    mlp: MLP[Leaf]
+    Biases: router_bias [n, E], gate_bias and up_bias [n, E, F], down_bias [n, E, D]. correction_bias [n, E] is added to
+    the scores for choosing only. The shared experts together are one MLP: shared_gate and shared_up [n, D, F_shared],
+    shared_down [n, F_shared, D]. ``norm`` (and ``post_norm``) are applied by the transformer, not by the mixture.
+    """
+
+    norm: Norm[Leaf]
+    router: Leaf
+    gate: Leaf | None = None
+    up: Leaf
+    down: Leaf
+    router_bias: Leaf | None = None
+    correction_bias: Leaf | None = None
+    gate_bias: Leaf | None = None
+    up_bias: Leaf | None = None
+    down_bias: Leaf | None = None
+    shared_gate: Leaf | None = None
+    shared_up: Leaf | None = None
+    shared_down: Leaf | None = None
+    post_norm: Norm[Leaf] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Layer(Generic[Leaf]):
+    """n layers of one kind, stacked: each weight has a leading dim n."""
+
+    attn: Attention[Leaf] | LatentAttention[Leaf]
+    mlp: MLP[Leaf] | MoE[Leaf]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Transformer(Generic[Leaf]):
-    """The whole decoder: embed [V, D], layers, final_norm [D], unembed [D, V]."""
+    """The whole decoder: embed [V, D], learned positions [max_seq_len, D], unembed [D, V] (None if tied).
+
+    ``layers[s][j]``: the weights of the layers at position j of segment s's period (see ``rooftop.programs.describe``).
+    """
 
     embed: Leaf
-    layers: Layers[Leaf]
-    final_norm: Leaf
-    unembed: Leaf
+    positions: Leaf | None = None
+    layers: tuple[tuple[Layer[Leaf], ...], ...]
+    final_norm: Norm[Leaf]
+    unembed: Leaf | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -76,66 +152,17 @@ class Batch(Generic[Leaf]):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter before it exists: its shape, the logical dims that split it, its fan-in (None for a norm's scale)."""
+    """A parameter before it exists: its shape and the logical dims that split it.
+
+    ``fan_in`` is None for scales, biases and sinks, which begin as ``value`` and do not decay. ``sequence`` is the
+    logical dim by which the tokens are split that it meets: inside matmuls ``seq``, between them ``residual_seq``.
+    """
 
     shape: tuple[int, ...]
     dims: tuple[Dim, ...]
     fan_in: int | None = None
-
-
-#: Fields of a ModelConfig that this program reads. Every other must have its default value.
-_READ = frozenset(
-    {
-        "name",
-        "family",
-        "layers",
-        "d_model",
-        "d_ff",
-        "heads",
-        "kv_heads",
-        "d_head",
-        "vocab",
-        "max_seq_len",
-        "norm_eps",
-        "rope_theta",
-    }
-)
-
-
-def describe(model: ModelConfig) -> Transformer[Parameter]:
-    """The one description of the weights, from which shapes, shardings and initial values are made.
-
-    Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay
-    thick enough for the hardware's tiles. Raises RooftopError for a model with parts that this program does not have.
-    """
-    for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        if field.name not in _READ and value != field.default:
-            raise RooftopError(f"model.{field.name}", value, f"{field.default!r}: the dense decoder has nothing else")
-    layers, d, f, v, h = model.layers, model.d_model, model.d_ff, model.vocab, model.d_head
-    heads, kv_heads = model.heads, model.kv_heads
-    scale = Parameter(shape=(layers, d), dims=(None, None))
-    column = partial(Parameter, fan_in=d)
-    return Transformer(
-        embed=column(shape=(v, d), dims=(None, ("vocab", "embed"))),
-        layers=Layers(
-            attn=Attention(
-                norm=scale,
-                q=column(shape=(layers, d, heads, h), dims=(None, "embed", "heads", None)),
-                k=column(shape=(layers, d, kv_heads, h), dims=(None, "embed", "kv_heads", None)),
-                v=column(shape=(layers, d, kv_heads, h), dims=(None, "embed", "kv_heads", None)),
-                out=Parameter(shape=(layers, heads * h, d), dims=(None, ("heads", "embed"), None), fan_in=heads * h),
-            ),
-            mlp=MLP(
-                norm=scale,
-                gate=column(shape=(layers, d, f), dims=(None, "embed", "mlp")),
-                up=column(shape=(layers, d, f), dims=(None, "embed", "mlp")),
-                down=Parameter(shape=(layers, f, d), dims=(None, ("mlp", "embed"), None), fan_in=f),
-            ),
-        ),
-        final_norm=Parameter(shape=(d,), dims=(None,)),
-        unembed=column(shape=(d, v), dims=("embed", "vocab")),
-    )
+    value: float = 0.0
+    sequence: str = "seq"
 
 
 def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs) -> Transformer[NamedSharding]:
@@ -154,18 +181,20 @@ def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, spec
 
 
 def abstract(
-    described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs
+    described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs, dtype: jnp.dtype
 ) -> Transformer[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the float32 weights, with no memory behind them."""
+    """Shapes and shardings of the weights, with no memory behind them."""
     return jax.tree.map(
-        lambda parameter, sharding: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=sharding),
+        lambda parameter, sharding: jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=sharding),
         described,
         shardings(described, mesh, specs),
     )
 
 
-def initialise(described: Transformer[Parameter], key: jax.Array, mesh: Mesh, specs: Specs) -> Transformer[jax.Array]:
-    """Initial float32 weights, each made in its shards: normal with deviation fan_in**-0.5, ones for norms' scales.
+def initialise(
+    described: Transformer[Parameter], key: jax.Array, mesh: Mesh, specs: Specs, dtype: jnp.dtype
+) -> Transformer[jax.Array]:
+    """Initial weights, each made in its shards: normal with deviation fan_in**-0.5, or constant without a fan-in.
 
     The values depend on ``key`` and not on the mesh.
     """
@@ -174,8 +203,9 @@ def initialise(described: Transformer[Parameter], key: jax.Array, mesh: Mesh, sp
 
     def make(parameter: Parameter, key: jax.Array, place: NamedSharding) -> jax.Array:
         if parameter.fan_in is None:
-            return jnp.ones(parameter.shape, jnp.float32, out_sharding=place)
-        return jax.random.normal(key, parameter.shape, jnp.float32, out_sharding=place) * parameter.fan_in**-0.5
+            return jnp.full(parameter.shape, parameter.value, dtype, out_sharding=place)
+        normal = jax.random.normal(key, parameter.shape, jnp.float32, out_sharding=place)
+        return (normal * parameter.fan_in**-0.5).astype(dtype)
 
     @jax.jit
     def made(key: jax.Array) -> list[jax.Array]:

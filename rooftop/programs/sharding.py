@@ -1,11 +1,16 @@
-"""From sharding rules to the specs of arrays in JAX's explicit mode."""
+"""From sharding rules to the specs of arrays in JAX's explicit mode, and the reshards that programs are made of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 from jax import P
+from jax.sharding import reshard
 
 from rooftop.arrays.rules import Rules
 from rooftop.errors import RooftopError, unknown
@@ -19,7 +24,8 @@ class Specs:
     """Specs by the two tables of ``rules``. Every method raises RooftopError for an unknown dim or an axis used twice.
 
     ``residual_seq`` is the sequence dim between matmuls and ``seq`` the one inside them: the axes that only the former
-    has are gathered before a matmul and scattered after it.
+    has are gathered before a matmul and scattered after it. A parameter's ``sequence`` says which of the two splits the
+    tokens that it meets.
     """
 
     rules: Rules
@@ -28,14 +34,23 @@ class Specs:
         """A parameter at rest, in shards."""
         return _spec("rules.parameters", self.rules.parameters, dims)
 
-    def in_use(self, *dims: Dim) -> P:
+    def at_rest(self, *dims: Dim, sequence: str = "seq") -> P:
+        """A parameter at rest, as a step uses it: ``reduced`` over the axes that hold copies of it.
+
+        Its gradient is then unreduced over them: it is all-reduced once, after all layers.
+        """
+        spec = self.parameter(*dims)
+        return P(*spec, reduced=self.token_axes(sequence) - _axes(spec))
+
+    def in_use(self, *dims: Dim, sequence: str = "seq") -> P:
         """A parameter while a matmul uses it: gathered over its ``embed`` axes.
 
-        ``reduced`` over every axis that splits tokens: its gradient then leaves the matmul unreduced, and is reduced
-        where the parameter was gathered.
+        ``reduced`` over every axis that splits tokens and not the parameter: its gradient then leaves the matmul
+        unreduced, and is reduced where the parameter was gathered.
         """
         table = {name: () if name == "embed" else axes for name, axes in self.rules.parameters.items()}
-        return P(*_spec("rules.parameters", table, dims), reduced=self.token_axes)
+        spec = _spec("rules.parameters", table, dims)
+        return P(*spec, reduced=self.token_axes(sequence) - _axes(spec))
 
     def activation(self, *dims: Dim, reduced: str | None = None, unreduced: str | None = None) -> P:
         """An activation; ``unreduced``: partial sums over that logical dim's axes; ``reduced``: their transpose."""
@@ -45,24 +60,80 @@ class Specs:
         return P(*_spec("rules.activations", table, dims), **axes)
 
     @property
-    def token_axes(self) -> frozenset[str]:
-        """The axes over which the tokens of a matmul are spread."""
-        return frozenset(self.rules.activations["batch"] + self.rules.activations["seq"])
+    def residual(self) -> P:
+        """The residual stream [B, T, D] between matmuls."""
+        return self.activation("batch", "residual_seq", None)
 
-    @property
-    def residual_axes(self) -> frozenset[str]:
-        """The axes over which the tokens of the residual stream are spread."""
-        return frozenset(self.rules.activations["batch"] + self.rules.activations["residual_seq"])
-
-    @property
-    def copy_axes(self) -> frozenset[str]:
-        """The token axes that hold copies of a parameter at rest: its gradient is all-reduced over them."""
-        return self.token_axes - frozenset(self.rules.parameters["embed"])
+    def token_axes(self, sequence: str = "seq") -> frozenset[str]:
+        """The axes over which the tokens of a matmul (``seq``) or of the residual stream are spread."""
+        return frozenset(self.rules.activations["batch"] + self.rules.activations[sequence])
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes of one entry of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def named_reshard(array: jax.Array, spec: P) -> jax.Array:
+    """A reshard whose collectives keep the present scope in the compiled program, in the backward pass too.
+
+    XLA names a collective after what made its operand: here the transpose of the second reshard, which moves nothing.
+    """
+    return reshard(reshard(array, spec), spec)
+
+
+def split_sequence(x: jax.Array, spec: P) -> jax.Array:
+    """x [B, T, D] resharded to ``spec``: T gathered before a matmul, or its partial sums scattered after one.
+
+    With one sequence on a device, XLA:TPU makes an AllReduce of that ReduceScatter, and sends twice the bytes, unless
+    the dim of size one is folded into T first.
+    """
+    batch, seq_len, width = x.shape
+    source, mesh = jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh()
+    if batch > math.prod(mesh.shape[axis] for axis in axes_of(source.partitions[0])):
+        return named_reshard(x, spec)
+
+    def folded(spec: P) -> P:
+        tokens = tuple(axis for entry in spec.partitions[:2] for axis in axes_of(entry))
+        return P(tokens, None, reduced=spec.reduced, unreduced=spec.unreduced)
+
+    rows = x.reshape(batch * seq_len, width, out_sharding=folded(source))
+    return named_reshard(rows, folded(spec)).reshape(batch, seq_len, width, out_sharding=spec)
+
+
+def gather(weight: jax.Array, specs: Specs, *dims: Dim, sequence: str = "seq") -> jax.Array:
+    """AllGather of a weight over its ``embed`` axes (fsdp); backward, ReduceScatter of its gradient."""
+    return reshard(weight, specs.in_use(*dims, sequence=sequence))
+
+
+def in_parts(x: jax.Array, parts: int, *, dim: int) -> jax.Array:
+    """[..., n, ...] -> [parts, ..., n/parts, ...], split as it was: an equal part of each device's elements in each."""
+    spec = jax.typeof(x).sharding.spec
+    place = partial(P, reduced=spec.reduced, unreduced=spec.unreduced)
+    before, entry, after = spec.partitions[:dim], spec.partitions[dim], spec.partitions[dim + 1 :]
+    ways = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(entry))
+    first, n, last = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+    apart = place(*before, entry, None, None, *after)
+    x = x.reshape(*first, ways, parts, n // ways // parts, *last, out_sharding=apart)
+    x = jnp.moveaxis(x, dim + 1, 0)
+    return x.reshape(parts, *first, n // parts, *last, out_sharding=place(None, *spec.partitions))
+
+
+def whole(x: jax.Array, *, dim: int) -> jax.Array:
+    """The inverse of ``in_parts``."""
+    spec = jax.typeof(x).sharding.spec
+    place = partial(P, reduced=spec.reduced, unreduced=spec.unreduced)
+    before, entry, after = spec.partitions[1 : dim + 1], spec.partitions[dim + 1], spec.partitions[dim + 2 :]
+    ways = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(entry))
+    parts, *first = x.shape[: dim + 1]
+    n, last = x.shape[dim + 1], x.shape[dim + 2 :]
+    x = x.reshape(parts, *first, ways, n // ways, *last, out_sharding=place(None, *before, entry, None, *after))
+    x = jnp.moveaxis(x, 0, dim + 1)
+    return x.reshape(*first, parts * n, *last, out_sharding=place(*before, entry, *after))
+
+
+def _axes(spec: P) -> frozenset[str]:
+    return frozenset(axis for entry in spec for axis in axes_of(entry))
 
 
 def _spec(field: str, table: Mapping[str, tuple[str, ...]], dims: tuple[Dim, ...]) -> P:

@@ -1,4 +1,4 @@
-"""One optimizer step of the dense decoder: loss, gradients, AdamW; and how to lower it for any mesh."""
+"""One optimizer step: loss, gradients summed over microbatches, update; and how to lower it for any mesh."""
 
 from __future__ import annotations
 
@@ -10,57 +10,73 @@ from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import P, named_scope
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
 from rooftop.arrays.rules import Rules
 from rooftop.errors import RooftopError, unknown
+from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, describe, initialise
-from rooftop.programs.sharding import Specs
-from rooftop.programs.transformer import loss
-
-_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019); norms' scales do not decay."""
-
-    learning_rate: float = 3e-4
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+from rooftop.models.activations import parse_policy
+from rooftop.plan.memory import LOSS_CHUNK
+from rooftop.programs.attention import BLOCK, KERNELS
+from rooftop.programs.describe import describe
+from rooftop.programs.optimizer import DTYPES, Optimizer
+from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, initialise
+from rooftop.programs.ring_attention import ORDERS
+from rooftop.programs.sharding import Specs, in_parts, named_reshard
+from rooftop.programs.transformer import Computation, loss
+from rooftop.roofline.rates import Rates
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState(Generic[Leaf]):
-    """What a step reads and writes: step (int32 scalar), weights and both moments (float32)."""
+    """What a step reads and writes: step (int32 scalar), weights, and the optimizer's state as optax keeps it."""
 
     step: Leaf
     weights: Transformer[Leaf]
-    first_moment: Transformer[Leaf]
-    second_moment: Transformer[Leaf]
+    optimizer: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainProgram:
-    """All that decides the step, the mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T; see ``loss``."""
+    """All that decides the step, the mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T.
+
+    Each of the ``microbatches`` has an equal part of the batch; their gradients are summed in float32. ``loss_chunks``
+    splits T for the logits. ``compute_dtype`` is that of matmuls, ``weights_dtype`` that of the weights at rest,
+    ``gradient_dtype`` that in which gradients are summed over devices that hold copies (None: ``compute_dtype``).
+    For the rest see ``rooftop.programs.transformer.Computation``.
+    """
 
     model: ModelConfig
     batch: int
     seq_len: int
+    microbatches: int = 1
     remat: str = "block"
     loss_chunks: int = 1
+    attention: str = "reference"
+    attention_block: int = BLOCK
+    context_order: str = "zigzag"
+    expert_capacity: float | None = None
     compute_dtype: str = "bf16"
-    optimizer: AdamW = AdamW()
+    weights_dtype: str = "f32"
+    gradient_dtype: str | None = None
+    optimizer: Optimizer = Optimizer()
     rules: Rules = Rules()
 
     def __post_init__(self) -> None:
-        if self.compute_dtype not in _DTYPES:
-            raise unknown("compute_dtype", self.compute_dtype, _DTYPES)
+        for name in ("compute_dtype", "weights_dtype", "gradient_dtype"):
+            if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
+                raise unknown(name, dtype, DTYPES)
+        for name, known in (("attention", KERNELS), ("context_order", ORDERS)):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        for name in ("batch", "seq_len", "microbatches", "loss_chunks", "attention_block"):
+            if getattr(self, name) < 1:
+                raise RooftopError(name, getattr(self, name), "a positive whole number")
+        parse_policy(self.remat)
 
     def to_json(self) -> dict[str, Any]:
         """The program as plain JSON values."""
@@ -73,42 +89,123 @@ class TrainProgram:
         try:
             fields["model"] = ModelConfig.from_json(fields["model"])
             if "optimizer" in fields:
-                fields["optimizer"] = AdamW(**fields["optimizer"])
+                fields["optimizer"] = Optimizer(**fields["optimizer"])
             if "rules" in fields:
                 fields["rules"] = Rules.from_json(fields["rules"])
             return cls(**fields)
         except (TypeError, KeyError) as error:
             raise RooftopError("train program", sorted(data), f"the fields of a TrainProgram ({error})") from None
 
+    @classmethod
+    def from_plan(cls, plan: Mapping[str, Any]) -> TrainProgram:
+        """The program of a plan.json; its mesh is ``Mesh.from_json`` of the same file.
+
+        Attention is the chip's kernel, in the blocks that the plan prices. Experts keep as many tokens as evenly chosen
+        ones need, as the plan counts. Raises RooftopError for a plan that is not executable or that asks for what no
+        program does yet: pipeline stages, matmuls in another dtype than activations.
+        """
+        try:
+            sizes, workload, dtypes = plan["mesh"]["axes"], plan["workload"], plan["dtypes"]
+            slice_ = Slice.parse(plan["slice"]["name"])
+            if plan["obstacles"]:
+                raise RooftopError("plan", plan["obstacles"][0], "an executable plan, such as its nearest_executable")
+            if sizes.get("stage", 1) > 1:
+                raise RooftopError("plan mesh axis stage", sizes["stage"], "1: there is no pipeline program yet")
+            if dtypes["matmul"] != dtypes["compute"]:
+                raise RooftopError("plan dtypes.matmul", dtypes["matmul"], f"{dtypes['compute']}, as activations are")
+            assumed, microbatches = plan["assumptions"], int(plan["microbatches"])
+            rules = Rules.from_json(plan["rules"])
+            seq_len = int(workload["seq_len"])
+            batch = int(workload["batch_tokens"]) // seq_len
+            on_device = batch // microbatches // _ways(rules.activations["batch"], sizes)
+            kernel = "splash" if slice_.chip.kind == "tpu" else "cudnn"
+            return cls(
+                model=ModelConfig.from_json(plan["model"]["config"]),
+                batch=batch,
+                seq_len=seq_len,
+                microbatches=microbatches,
+                remat=plan["remat"]["name"],
+                loss_chunks=_loss_chunks(on_device, seq_len // _ways(rules.activations["seq"], sizes)),
+                attention="reference" if assumed["attention"] == "reference" else kernel,
+                attention_block=assumed["attention_block"] or Rates.of(slice_.chip).attention_block,
+                expert_capacity=1.0,
+                compute_dtype=dtypes["compute"],
+                weights_dtype=dtypes["weights"],
+                gradient_dtype=dtypes["gradients"],
+                optimizer=Optimizer(name=plan["optimizer"], moments=dtypes["moments"]),
+                rules=rules,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RooftopError("plan", f"{type(error).__name__} {error}", "a plan.json of rooftop plan train") from None
+
     def specs(self, mesh: Mesh | AbstractMesh) -> Specs:
         """The specs of arrays on ``mesh``: the rules without the axes that split nothing there."""
         return Specs(self.rules.only({axis: size for axis, size in mesh.shape.items() if size > 1}))
 
+    def computation(self, specs: Specs) -> Computation:
+        """How the forward pass is computed."""
+        shared = {field.name for field in dataclasses.fields(Computation)} - {"specs"}
+        return Computation(specs=specs, **{name: getattr(self, name) for name in shared})
+
+
+def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def _loss_chunks(sequences: int, positions: int) -> int:
+    """The fewest chunks of ``positions`` whose logits a plan has memory for, each of at least one position."""
+    return next(
+        chunks
+        for chunks in range(1, positions + 1)
+        if positions % chunks == 0 and (chunks == positions or sequences * positions // chunks <= LOSS_CHUNK)
+    )
+
 
 def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
     """The state before the first step, every array made in its shards."""
-    weights = initialise(describe(program.model), key, mesh, program.specs(mesh))
+    described = describe(program.model)
+    weights = initialise(described, key, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     with jax.set_mesh(mesh):
-        zeros = jax.jit(lambda weights: jax.tree.map(jnp.zeros_like, weights))
+        places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
+        optimizer = jax.jit(program.optimizer.transformation(described).init, out_shardings=places)(weights)
         step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, P()))
-        return TrainState(step=step, weights=weights, first_moment=zeros(weights), second_moment=zeros(weights))
+        return TrainState(step=step, weights=weights, optimizer=optimizer)
 
 
 def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
     """Shapes and shardings of the state, with no memory behind them."""
-    weights = abstract(describe(program.model), mesh, program.specs(mesh))
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    return TrainState(step=step, weights=weights, first_moment=weights, second_moment=weights)
+    described = describe(program.model)
+    weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
+    optimizer = jax.eval_shape(program.optimizer.transformation(described).init, weights)
+
+    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = P() if leaf.sharding is None else leaf.sharding.spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    return TrainState(step=placed(step), weights=weights, optimizer=jax.tree.map(placed, optimizer))
 
 
 def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of one global batch. Raises RooftopError when it does not divide over the mesh."""
+    """Shapes and shardings of one global batch; over a context axis its sequences lie in ``context_order``.
+
+    Raises RooftopError when it does not divide over the mesh, microbatches or chunks.
+    """
     specs = program.specs(mesh)
-    for name, dim, size in (("batch", "batch", program.batch), ("seq_len", "residual_seq", program.seq_len)):
-        axes = specs.rules.activations[dim]
-        ways = math.prod(mesh.shape[axis] for axis in axes)
-        if size % ways:
-            raise RooftopError(name, size, f"a multiple of {ways} (mesh axes {', '.join(axes)})")
+    axes = specs.rules.activations
+    for name, dim, size, parts in (
+        ("batch", "batch", program.batch, 1),
+        ("microbatches", "batch", program.batch, program.microbatches),
+        ("seq_len", "residual_seq", program.seq_len, 1),
+        ("loss_chunks", "seq", program.seq_len, program.loss_chunks),
+    ):
+        ways = _ways(axes[dim], mesh.shape)
+        if size % (ways * parts):
+            over = f" (mesh axes {', '.join(axes[dim])})" if axes[dim] else ""
+            if parts == 1:
+                raise RooftopError(name, size, f"a multiple of {ways}{over}")
+            whole = "sequences" if dim == "batch" else "positions"
+            raise RooftopError(name, parts, f"a divisor of the {size // ways} {whole} of a device{over}")
     ids = jax.ShapeDtypeStruct(
         (program.batch, program.seq_len), jnp.int32, sharding=NamedSharding(mesh, specs.activation("batch", "seq"))
     )
@@ -119,45 +216,75 @@ def train_step(
     program: TrainProgram, specs: Specs
 ) -> Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax.Array], jax.Array]]:
     """The step: (state, batch) -> (state, loss). To be jitted under ``jax.set_mesh``, the state donated."""
-    described = describe(program.model)
+    described, how = describe(program.model), program.computation(specs)
+    compute = jnp.dtype(DTYPES[program.compute_dtype])
+    summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
+    transformation = program.optimizer.transformation(described)
+
+    def objective(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> jax.Array:
+        return loss(weights, batch, how, chunks=program.loss_chunks) / program.microbatches
 
     def step(state: TrainState[jax.Array], batch: Batch[jax.Array]) -> tuple[TrainState[jax.Array], jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(
-            state.weights,
-            batch,
-            program.model,
-            specs,
-            remat=program.remat,
-            loss_chunks=program.loss_chunks,
-            dtype=jnp.dtype(_DTYPES[program.compute_dtype]),
-        )
+        # Cast outside the scan over layers, where XLA would move it anyway; so gradients stack up in this dtype.
+        weights, reduce = jax.vjp(lambda weights: _shared(weights, described, specs), _as(state.weights, summed))
+        weights = _as(weights, compute)
+        if program.microbatches == 1:
+            value, gradients = jax.value_and_grad(objective)(weights, batch)
+        else:
+            value, gradients = _accumulated(objective, weights, batch, program.microbatches)
+        with named_scope("gradients"):
+            (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
+            gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+            gradients = program.optimizer.clip(gradients)
         with named_scope("optimizer"):
-            return _adamw(program.optimizer, described, state, gradients), value
+            changes, optimizer = transformation.update(gradients, state.optimizer, state.weights)
+            weights = optax.apply_updates(state.weights, changes)
+        return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), value
 
     return step
 
 
-def _adamw(
-    optimizer: AdamW, described: Transformer[Parameter], state: TrainState[jax.Array], gradients: Transformer[jax.Array]
-) -> TrainState[jax.Array]:
-    """One AdamW update, elementwise in float32 on each weight's shards."""
-    step = state.step + 1
-    first_correction = 1 - optimizer.b1 ** step.astype(jnp.float32)
-    second_correction = 1 - optimizer.b2 ** step.astype(jnp.float32)
+def _as(weights: Transformer[jax.Array], dtype: jnp.dtype) -> Transformer[jax.Array]:
+    with named_scope("optimizer"):
+        return jax.tree.map(lambda weight: weight.astype(dtype), weights)
 
-    def update(
-        parameter: Parameter, value: jax.Array, first: jax.Array, second: jax.Array, gradient: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        first = optimizer.b1 * first + (1 - optimizer.b1) * gradient
-        second = optimizer.b2 * second + (1 - optimizer.b2) * jnp.square(gradient)
-        change = first / first_correction / (jnp.sqrt(second / second_correction) + optimizer.eps)
-        if parameter.fan_in is not None:
-            change = change + optimizer.weight_decay * value
-        return value - optimizer.learning_rate * change, first, second
 
-    updated = jax.tree.map(update, described, state.weights, state.first_moment, state.second_moment, gradients)
-    weights, first, second = jax.tree.transpose(jax.tree.structure(described), jax.tree.structure((0, 0, 0)), updated)
-    return TrainState(step=step, weights=weights, first_moment=first, second_moment=second)
+def _shared(weights: Transformer[jax.Array], described: Transformer[Parameter], specs: Specs) -> Transformer[jax.Array]:
+    """Weights marked reduced over the axes that hold copies: no communication; backward, one AllReduce of a shard."""
+
+    def mark(parameter: Parameter, weight: jax.Array) -> jax.Array:
+        return named_reshard(weight, specs.at_rest(*parameter.dims, sequence=parameter.sequence))
+
+    with named_scope("gradients"):
+        return jax.tree.map(mark, described, weights)
+
+
+def _accumulated(
+    objective: Callable[[Transformer[jax.Array], Batch[jax.Array]], jax.Array],
+    weights: Transformer[jax.Array],
+    batch: Batch[jax.Array],
+    microbatches: int,
+) -> tuple[jax.Array, Transformer[jax.Array]]:
+    """The sums over microbatches of the objective and, in float32, of its gradients."""
+
+    def zeros(weight: jax.Array) -> jax.Array:
+        spec = jax.typeof(weight).sharding.spec
+        start = jnp.zeros(weight.shape, jnp.float32, out_sharding=P(*spec.partitions))
+        return reshard(start, P(*spec.partitions, unreduced=spec.reduced))
+
+    def body(
+        total: tuple[jax.Array, Transformer[jax.Array]], part: Batch[jax.Array]
+    ) -> tuple[tuple[jax.Array, Transformer[jax.Array]], None]:
+        value, gradients = jax.value_and_grad(objective)(weights, part)
+        with named_scope("gradients"):
+            summed = jax.tree.map(lambda sum_, more: sum_ + more.astype(jnp.float32), total[1], gradients)
+            return (total[0] + value, summed), None
+
+    with named_scope("gradients"):
+        start = jnp.zeros((), jnp.float32), jax.tree.map(zeros, weights)
+    parts = jax.tree.map(lambda ids: in_parts(ids, microbatches, dim=0), batch)
+    total, _ = jax.lax.scan(body, start, parts)
+    return total
 
 
 def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:

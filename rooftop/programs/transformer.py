@@ -1,8 +1,8 @@
-"""A dense decoder in the LLaMA style, with every collective stated where it happens.
+"""The decoder, with every collective stated where it happens.
 
-Dims: B batch, T sequence, D model, F feed-forward, N query heads, K key/value heads, H head size, L layers,
-V vocabulary. JAX's explicit mode carries shardings in the types: each ``reshard`` below is one collective and its
-transpose another, and nothing is left for the partitioner to guess. With the default rules:
+Dims: B batch, T sequence, D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary. JAX's
+explicit mode carries shardings in the types: each reshard below is one collective and its transpose another, and
+nothing is left for the partitioner to guess. With the default rules:
 
 - the residual stream is split over batch and sequence; before a matmul it is gathered over tensor, and after one its
   partial sums are scattered over tensor, in the scope of that matmul;
@@ -11,7 +11,8 @@ transpose another, and nothing is left for the partitioner to guess. With the de
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -21,255 +22,265 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from rooftop.errors import RooftopError
-from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
-from rooftop.programs.parameters import MLP, Attention, Batch, Layers, Parameter, Transformer, describe
-from rooftop.programs.sharding import Dim, Specs, axes_of
+from rooftop.models.config import ModelConfig
+from rooftop.programs import loss as losses
+from rooftop.programs.attention import BLOCK, attend
+from rooftop.programs.describe import Kind, segments
+from rooftop.programs.elementwise import add_bias, norm, scale_norm
+from rooftop.programs.mla import latent_qkv
+from rooftop.programs.moe import activate, moe_mlp
+from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, Layer, MoE, Transformer
+from rooftop.programs.positions import rotate, rotation
+from rooftop.programs.ring_attention import ring_attend, sequence_order
+from rooftop.programs.sharding import Specs, gather, split_sequence
+
+_Block = Callable[[jax.Array, Layer[jax.Array]], jax.Array]
 
 
-def loss(
-    weights: Transformer[jax.Array],
-    batch: Batch[jax.Array],
-    model: ModelConfig,
-    specs: Specs,
-    *,
-    remat: str,
-    loss_chunks: int,
-    dtype: jnp.dtype,
-) -> jax.Array:
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """How a model is computed: its arrays by ``specs``, checkpoints by ``remat`` (see ``rooftop.models.activations``).
+
+    ``attention`` is a kernel of ``rooftop.programs.attention``, with blocks of at most ``attention_block``; over a
+    context axis the sequence lies in ``context_order`` (see ``rooftop.programs.ring_attention``). ``expert_capacity``
+    is the ``capacity_factor`` of ``rooftop.programs.moe``: None drops no token.
+    """
+
+    model: ModelConfig
+    specs: Specs
+    remat: str = "none"
+    attention: str = "reference"
+    attention_block: int = BLOCK
+    context_order: str = "zigzag"
+    expert_capacity: float | None = None
+
+    def positions(self, seq_len: int) -> jax.Array:
+        """The positions [T] of a sequence's tokens, in the order in which the mesh splits them."""
+        ring = self.specs.rules.activations["seq"]
+        if not ring:
+            return jnp.arange(seq_len)
+        ways = jax.sharding.get_abstract_mesh().shape[ring[0]]
+        return jnp.asarray(sequence_order(seq_len, ways, self.context_order))
+
+
+def loss(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation, *, chunks: int) -> jax.Array:
     """Mean cross-entropy in nats over all B*T tokens, a float32 scalar.
 
-    ``weights`` are float32 and at rest; matmuls run in ``dtype``; norms, softmax and loss in float32. Gradients are
-    summed once, in ``dtype``, over the axes that hold copies of a weight. ``remat`` is a policy of
-    ``rooftop.models.activations``. ``loss_chunks`` splits T for the logits: above one, the backward pass computes
-    each chunk's logits again. Runs under ``jax.set_mesh``.
+    ``weights`` are at rest (``Specs.at_rest``), in the dtype of matmuls; norms, softmax and loss are in float32. T is
+    split into ``chunks`` for the logits. Runs under ``jax.set_mesh``.
 
-    Raises RooftopError for a model with other parts, a remat policy that is unknown or offloads, chunks that do not
-    divide T, or a mesh that splits T within attention or layers into stages.
+    Raises RooftopError for an unknown remat policy, chunks that do not divide T, or a mesh with stages.
     """
-    for axis in ("context", "stage"):
-        if (ways := jax.sharding.get_abstract_mesh().shape.get(axis, 1)) > 1:
-            raise RooftopError(f"mesh axis {axis}", ways, "1 in this program")
-    seq_len = batch.tokens.shape[1]
-    if seq_len % loss_chunks:
-        raise RooftopError("loss_chunks", loss_chunks, f"a divisor of the sequence length {seq_len}")
-    actions = parse_policy(remat)
-    if offloaded := [name for name, action in actions.items() if action == "offload"]:
-        raise RooftopError(f"remat of {offloaded[0]}", "offload", "save or recompute in this program")
-    saved = [name for name, action in actions.items() if action == "save"]
-    weights = _for_compute(weights, describe(model), specs, dtype)
-    x = _embed(weights.embed, batch.tokens, specs)
+    tied = weights.unembed is None
+    x = _stream(weights, batch.tokens, how)
+    matrix = weights.embed if weights.unembed is None else weights.unembed
+    return losses.cross_entropy(
+        x, matrix, batch.targets, how.specs, chunks=chunks, softcap=how.model.final_softcap, tied=tied
+    )
+
+
+def logits(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation) -> jax.Array:
+    """Logits [B, T, V] in float32, V split over tensor; see ``loss``."""
+    tied = weights.unembed is None
+    matrix = weights.embed if weights.unembed is None else weights.unembed
+    x, matrix = losses.head(_stream(weights, tokens, how), matrix, how.specs, tied=tied)
+    return losses.logits(x, matrix, how.model.final_softcap)
+
+
+def _stream(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation) -> jax.Array:
+    """The residual stream [B, T, D] after all layers and the final norm."""
+    model, specs = how.model, how.specs
+    if (ways := jax.sharding.get_abstract_mesh().shape.get("stage", 1)) > 1:
+        raise RooftopError("mesh axis stage", ways, "1 in this program")
+    actions = parse_policy(how.remat)
+    # Positive lists only: "all but the weights" would keep a gathered weight under the reshard's own output.
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name, action in actions.items() if action == "save"],
+        names_which_can_be_offloaded=[name for name, action in actions.items() if action == "offload"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    with named_scope("embed"):
+        x = _embed(weights, tokens, how)
     with named_scope("layers"):
         with named_scope("attn"), named_scope("rope"):
-            rotation = _rotation(seq_len, model.d_head, model.rope_theta)
+            positions = how.positions(tokens.shape[1])
+            turns = {local: rotation(model, positions, local=local) for local in (False, True)}
 
-        # Positive lists only: "all but the weights" would keep a gathered weight under the reshard's own output.
-        @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*saved))
-        def block(x: jax.Array, layer: Layers[jax.Array]) -> tuple[jax.Array, None]:
+        def layer(kind: Kind, x: jax.Array, weights: Layer[jax.Array]) -> jax.Array:
+            x = checkpoint_name(x, "layer_input")
+            local = kind.window is not None and model.rope_local_theta is not None
             with named_scope("attn"):
-                x = _attention(x, layer.attn, rotation, model.norm_eps, specs)
-            with named_scope("mlp"):
-                x = _mlp(x, layer.mlp, model.norm_eps, specs)
-            return x, None
+                x = _attention(x, weights.attn, turns[local], kind.window, how)
+            return _feed_forward(x, weights.mlp, how)
 
-        x, _ = jax.lax.scan(block, x, weights.layers)
+        for segment, stacks in zip(segments(model), weights.layers, strict=True):
+            blocks = [jax.checkpoint(partial(layer, kind), policy=policy) for kind in segment.kinds]
+
+            def period(
+                x: jax.Array, layers: tuple[Layer[jax.Array], ...], blocks: list[_Block] = blocks
+            ) -> tuple[jax.Array, None]:
+                for block, weights in zip(blocks, layers, strict=True):
+                    x = block(x, weights)
+                return x, None
+
+            x, _ = jax.lax.scan(period, x, stacks)
     with named_scope("final_norm"):
-        x = _rms_norm(x, weights.final_norm, model.norm_eps, specs)
-    return _cross_entropy(x, weights.unembed, batch.targets, specs, loss_chunks)
+        return norm(x, weights.final_norm, model, specs)
 
 
-def _for_compute(
-    weights: Transformer[jax.Array], described: Transformer[Parameter], specs: Specs, dtype: jnp.dtype
-) -> Transformer[jax.Array]:
-    """Weights cast to ``dtype`` and marked reduced over the axes that hold copies: backward, one AllReduce of a shard.
-
-    The cast stands outside the scan over layers, where XLA would move it anyway; so gradients stack up in ``dtype``.
-    """
-
-    def prepare(parameter: Parameter, array: jax.Array) -> jax.Array:
-        with named_scope("optimizer"):
-            array = array.astype(dtype)
-        with named_scope("gradients"):
-            copies = specs.residual_axes if parameter.fan_in is None else specs.copy_axes
-            return _named_reshard(array, P(*specs.parameter(*parameter.dims), reduced=copies))
-
-    return jax.tree.map(prepare, described, weights)
-
-
-def _named_reshard(array: jax.Array, spec: P) -> jax.Array:
-    """A reshard whose collectives keep the present scope in the compiled program, in the backward pass too.
-
-    XLA names a collective after what made its operand: here the transpose of the second reshard, which moves nothing.
-    """
-    return reshard(reshard(array, spec), spec)
-
-
-def _split_sequence(x: jax.Array, spec: P) -> jax.Array:
-    """x [B, T, D] resharded to ``spec``: T gathered before a matmul, or its partial sums scattered after one.
-
-    With one sequence on a device, XLA:TPU makes an AllReduce of that ReduceScatter, and sends twice the bytes, unless
-    the dim of size one is folded into T first.
-    """
-    batch, seq_len, width = x.shape
-    source, mesh = jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh()
-    if batch > math.prod(mesh.shape[axis] for axis in axes_of(source.partitions[0])):
-        return _named_reshard(x, spec)
-
-    def folded(spec: P) -> P:
-        tokens = tuple(axis for entry in spec.partitions[:2] for axis in axes_of(entry))
-        return P(tokens, None, reduced=spec.reduced, unreduced=spec.unreduced)
-
-    rows = x.reshape(batch * seq_len, width, out_sharding=folded(source))
-    return _named_reshard(rows, folded(spec)).reshape(batch, seq_len, width, out_sharding=spec)
-
-
-def _gather(weight: jax.Array, specs: Specs, *dims: Dim) -> jax.Array:
-    """AllGather of a weight over fsdp; backward, ReduceScatter of its gradient."""
-    return reshard(weight, specs.in_use(*dims))
-
-
-def _embed(table: jax.Array, tokens: jax.Array, specs: Specs) -> jax.Array:
-    """Rows of ``table`` [V, D] for ``tokens`` [B, T]: the residual stream [B, T, D].
+def _embed(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation) -> jax.Array:
+    """Rows of the table [V, D] for ``tokens`` [B, T], and of learned positions: the residual stream [B, T, D].
 
     Each device reads its columns of the rows that its fsdp group needs. One AllToAll over fsdp then trades columns
     for batch, another over tensor trades columns for sequence; in one step the partitioner would replicate the array.
     """
+    model, specs = how.model, how.specs
     fsdp, tensor = specs.rules.parameters["embed"], specs.rules.parameters["vocab"]
     copies = tuple(axis for axis in specs.rules.activations["batch"] if axis not in fsdp)
-    (seq,) = specs.activation("seq")
-    with named_scope("embed"):
-        ids = reshard(tokens, P(copies, seq))
-        x = table.at[ids].get(out_sharding=P(copies, seq, tensor + fsdp))
-        x = reshard(x, P(*specs.activation("batch", "seq"), tensor))
-        return reshard(x, specs.activation("batch", "residual_seq", None))
+    (seq,), (residual_seq,) = specs.activation("seq"), specs.activation("residual_seq")
+    (columns,) = specs.parameter(("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
+    x = weights.embed.at[reshard(tokens, P(copies, seq))].get(out_sharding=P(copies, seq, columns))
+    # The axis that is minor in the columns leaves first: what it trades is contiguous.
+    batch, *_ = specs.residual
+    x = reshard(x, P(copies, residual_seq, fsdp) if model.tied_embeddings else P(batch, seq, tensor))
+    x = reshard(x, specs.residual)
+    if model.embed_scale != 1.0:
+        x = x * jnp.asarray(model.embed_scale, x.dtype)
+    if weights.positions is None:
+        return x
+    everywhere = P(None, None, reduced=specs.token_axes("residual_seq"))
+    where = reshard(how.positions(tokens.shape[1]), P(residual_seq))
+
+    def local(x: jax.Array, table: jax.Array, where: jax.Array) -> jax.Array:
+        return x + jax.lax.pcast(table, tuple(everywhere.reduced), to="varying")[where]
+
+    add = jax.shard_map(local, in_specs=(specs.residual, everywhere, P(residual_seq)), out_specs=specs.residual)
+    return add(x, reshard(weights.positions, everywhere), where)
 
 
 def _attention(
-    x: jax.Array, layer: Attention[jax.Array], rotation: jax.Array, norm_eps: float, specs: Specs
+    x: jax.Array,
+    layer: Attention[jax.Array] | LatentAttention[jax.Array],
+    turns: jax.Array,
+    window: int | None,
+    how: Computation,
 ) -> jax.Array:
-    """Causal grouped-query attention on the residual stream [B, T, D]."""
+    """Causal attention on the residual stream [B, T, D], added to it."""
+    model, specs = how.model, how.specs
     with named_scope("norm"):
-        normed = checkpoint_name(_rms_norm(x, layer.norm, norm_eps, specs), "attn_normed")
-    with named_scope("qkv"):
-        h = _split_sequence(normed, specs.activation("batch", "seq", None, reduced="heads"))
-        q = jnp.einsum("btd,dnh->btnh", h, _gather(layer.q, specs, "embed", "heads", None))
-        k = jnp.einsum("btd,dkh->btkh", h, _gather(layer.k, specs, "embed", "kv_heads", None))
-        v = jnp.einsum("btd,dkh->btkh", h, _gather(layer.v, specs, "embed", "kv_heads", None))
-        q, k, v = (checkpoint_name(each, "qkv") for each in (q, k, v))
-    with named_scope("rope"):
-        q, k = (checkpoint_name(_rope(each, rotation), "rope") for each in (q, k))
+        normed = checkpoint_name(norm(x, layer.norm, model, specs), "attn_normed")
+    sinks, out_bias = None, None
+    if isinstance(layer, LatentAttention):
+        assert model.mla is not None
+        q, k, v = latent_qkv(normed, layer, turns, model, model.mla, specs)
+    else:
+        q, k, v = _qkv(normed, layer, turns, how)
+        sinks, out_bias = layer.sinks, layer.out_bias
     with named_scope("core"):
-        heads = specs.activation("batch", "seq", "heads", None)
-        kv_heads = specs.activation("batch", "seq", "kv_heads", None)
-        grouped = specs.activation("batch", "seq", "kv_heads", None, None)
-        core = jax.shard_map(_causal_attention, in_specs=(heads, kv_heads, kv_heads), out_specs=grouped)
-        o = checkpoint_name(core(q, k, v), "attn_core")
+        o = _core(q, k, v, sinks, window, how)
     with named_scope("out"):
         # XLA names a matmul after a reshape that it absorbs, so this one stands in the scope of its matmul.
         o = o.reshape(*o.shape[:2], -1, out_sharding=specs.activation("batch", "seq", "heads"))
-        return checkpoint_name(x + _project(o, layer.out, "heads", "attn_out", specs), "mlp_input")
+        y = add_bias(_project(o, layer.out, "heads", specs), out_bias, specs.residual)
+        y = checkpoint_name(y, "attn_out")
+    if layer.post_norm is not None:
+        with named_scope("norm"):
+            y = norm(y, layer.post_norm, model, specs)
+    with named_scope("out"):
+        return checkpoint_name(x + y, "mlp_input")
 
 
-def _mlp(x: jax.Array, layer: MLP[jax.Array], norm_eps: float, specs: Specs) -> jax.Array:
-    """SwiGLU on the residual stream [B, T, D]."""
-    with named_scope("norm"):
-        normed = checkpoint_name(_rms_norm(x, layer.norm, norm_eps, specs), "mlp_normed")
+def _qkv(
+    x: jax.Array, layer: Attention[jax.Array], turns: jax.Array, how: Computation
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, N, H], keys and values [B, T, K, H] of the normalised x [B, T, D]; rotated if positions are."""
+    model, specs = how.model, how.specs
+    heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
+    with named_scope("qkv"):
+        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
+        q = jnp.einsum("btd,dnh->btnh", h, gather(layer.q, specs, "embed", "heads", None))
+        k = jnp.einsum("btd,dkh->btkh", h, gather(layer.k, specs, "embed", "kv_heads", None))
+        v = jnp.einsum("btd,dkh->btkh", h, gather(layer.v, specs, "embed", "kv_heads", None))
+        q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
+        k = checkpoint_name(add_bias(k, layer.k_bias, kv_heads), "qkv")
+        v = checkpoint_name(add_bias(v, layer.v_bias, kv_heads), "qkv")
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = scale_norm(q, layer.q_norm, model, heads)
+            k = scale_norm(k, layer.k_norm, model, kv_heads)
+    if model.positions != "rope":
+        return q, k, v
+    with named_scope("rope"):
+        q, k = (checkpoint_name(rotate(each, turns, interleaved=model.rope_interleaved), "rope") for each in (q, k))
+        return q, k, v
+
+
+def _core(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, window: int | None, how: Computation
+) -> jax.Array:
+    """Attention proper: [B, T, N, d_v] from q [B, T, N, H], k [B, T, K, H], v [B, T, K, d_v] and sinks [N]."""
+    model, specs = how.model, how.specs
+    heads = specs.activation("batch", "seq", "heads", None)
+    kv_heads = specs.activation("batch", "seq", "kv_heads", None)
+    sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
+    attention = partial(attend, block=how.attention_block)
+    if ring := specs.rules.activations["seq"]:
+        attention = partial(ring_attend, block=how.attention_block, axis=ring[0], order=how.context_order)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        return attention(
+            q, k, v,
+            scale=model.d_head**-0.5 if model.query_scale is None else model.query_scale,
+            kernel=how.attention, window=window, softcap=model.attn_softcap, sinks=sinks,
+        )  # fmt: skip
+
+    # A Pallas kernel's outputs do not say over which axes they vary.
+    typed = how.attention != "splash"
+    specs_in = (heads, kv_heads, kv_heads, sink_spec)
+    return jax.shard_map(local, in_specs=specs_in, out_specs=heads, check_vma=typed)(q, k, v, sinks)
+
+
+def _feed_forward(x: jax.Array, layer: MLP[jax.Array] | MoE[jax.Array], how: Computation) -> jax.Array:
+    """The MLP or the mixture of experts on the residual stream [B, T, D], added to it."""
+    model, specs = how.model, how.specs
+    with named_scope("mlp"), named_scope("norm"):
+        normed = norm(x, layer.norm, model, specs)
+    if isinstance(layer, MLP):
+        with named_scope("mlp"):
+            y = _mlp(checkpoint_name(normed, "mlp_normed"), layer, how)
+    else:
+        y = moe_mlp(normed, layer, model, specs, capacity_factor=how.expert_capacity)
+    with named_scope("mlp"):
+        if layer.post_norm is not None:
+            with named_scope("norm"):
+                y = norm(y, layer.post_norm, model, specs)
+        with named_scope("down"):
+            return x + y
+
+
+def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
+    """The MLP of the normalised x [B, T, D], gated or not."""
+    specs = how.specs
+    hidden = specs.activation("batch", "seq", "mlp")
+
+    def into(h: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = jnp.einsum("btd,df->btf", h, gather(weight, specs, "embed", "mlp"))
+        return checkpoint_name(add_bias(y, bias, hidden), "mlp_up")
+
     with named_scope("up"):
-        h = _split_sequence(normed, specs.activation("batch", "seq", None, reduced="mlp"))
-        gate = checkpoint_name(jnp.einsum("btd,df->btf", h, _gather(layer.gate, specs, "embed", "mlp")), "mlp_up")
-        up = checkpoint_name(jnp.einsum("btd,df->btf", h, _gather(layer.up, specs, "embed", "mlp")), "mlp_up")
+        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="mlp"))
+        gate = None if layer.gate is None else into(h, layer.gate, layer.gate_bias)
+        up = into(h, layer.up, layer.up_bias)
     with named_scope("act"):
-        act = checkpoint_name(jax.nn.silu(gate) * up, "mlp_act")
+        act = checkpoint_name(activate(gate, up, how.model), "mlp_act")
     with named_scope("down"):
-        return x + _project(act, layer.down, "mlp", "mlp_down", specs)
+        y = add_bias(_project(act, layer.down, "mlp", specs), layer.down_bias, specs.residual)
+        return checkpoint_name(y, "mlp_down")
 
 
-def _project(x: jax.Array, weight: jax.Array, dim: str, name: str, specs: Specs) -> jax.Array:
+def _project(x: jax.Array, weight: jax.Array, dim: str, specs: Specs) -> jax.Array:
     """x [B, T, dim] times weight [dim, D], its partial sums scattered into the residual stream's sharding."""
     partial_sums = specs.activation("batch", "seq", None, unreduced=dim)
-    y = jnp.einsum("btf,fd->btd", x, _gather(weight, specs, (dim, "embed"), None), out_sharding=partial_sums)
-    return checkpoint_name(_split_sequence(y, specs.activation("batch", "residual_seq", None)), name)
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, specs: Specs) -> jax.Array:
-    """x / rms(x) * scale over D, in float32; x [B, T, D] as the residual stream is split, scale [D].
-
-    In shard_map the gradient of the scale stays unreduced, to be all-reduced once for all layers.
-    """
-
-    def local(x: jax.Array, scale: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-        return wide.astype(x.dtype) * scale
-
-    spec = specs.activation("batch", "residual_seq", None)
-    return jax.shard_map(local, in_specs=(spec, P(None, reduced=specs.residual_axes)), out_specs=spec)(x, scale)
-
-
-def _rotation(seq_len: int, d_head: int, theta: float) -> jax.Array:
-    """Cosines and sines of the rotary angles, [2, T, 1, H/2] float32 (Su et al. 2021, RoFormer)."""
-    frequency = theta ** (-jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
-    angle = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)])[:, :, None, :]
-
-
-def _rope(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Turn x [B, T, heads, H]; the two halves of H are the coordinates, as in Hugging Face checkpoints."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def _causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Reference attention on local heads: q [b, T, n, H], k and v [b, T, k, H] -> [b, T, k, n/k, H].
-
-    It computes all T*T scores and masks half of them, so its FLOPs are those of full attention.
-    """
-    b, t, _, h = q.shape
-    q = q.reshape(b, t, k.shape[2], -1, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * h**-0.5
-    causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v)
-
-
-def _cross_entropy(x: jax.Array, unembed: jax.Array, targets: jax.Array, specs: Specs, chunks: int) -> jax.Array:
-    """Mean of -log softmax(x @ unembed)[target]; x [B, T, D], unembed [D, V], V split throughout."""
-    # The barrier makes the gradient of the unembedding complete before the layers' backward pass begins: without it,
-    # XLA keeps that gradient in full until the end.
-    x, unembed = jax.lax.optimization_barrier((x, unembed))
-    with named_scope("unembed"):
-        x = _split_sequence(x, specs.activation("batch", "seq", None, reduced="vocab"))
-        matrix = _named_reshard(unembed, specs.in_use("embed", "vocab"))
-
-    def chunk_loss(x: jax.Array, targets: jax.Array) -> jax.Array:
-        """The loss of each sequence, summed over the chunk's positions: [B]."""
-        with named_scope("unembed"):
-            logits = jnp.einsum("btd,dv->btv", x, matrix, preferred_element_type=jnp.float32)
-        with named_scope("loss"):
-            top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-            top = checkpoint_name(top, "loss_max")
-            total = checkpoint_name(jnp.sum(jnp.exp(logits - top), axis=-1), "loss_sum")
-            # Picked by comparison: an index into the split V would need a gather.
-            ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=jax.typeof(logits).sharding)
-            label = jnp.sum(jnp.where(ids == targets[..., None], logits, 0.0), axis=-1)
-            return jnp.sum(jnp.log(total) + top[..., 0] - label, axis=-1)
-
-    if chunks == 1:
-        losses = chunk_loss(x, targets)
-    else:
-        # A chunk's logits are computed again in the backward pass, their reductions over V are not.
-        policy = jax.checkpoint_policies.save_only_these_names("loss_max", "loss_sum")
-        checkpointed = jax.checkpoint(chunk_loss, policy=policy)
-
-        def split(array: jax.Array) -> jax.Array:
-            return jnp.moveaxis(array.reshape(array.shape[0], chunks, -1, *array.shape[2:]), 1, 0)
-
-        def body(losses: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            return losses + checkpointed(*chunk), None
-
-        start = jnp.zeros(targets.shape[:1], jnp.float32, out_sharding=specs.activation("batch"))
-        losses, _ = jax.lax.scan(body, start, (split(x), split(targets)))
-    with named_scope("loss"):
-        return jnp.sum(losses) / targets.size
+    y = jnp.einsum("btf,fd->btd", x, gather(weight, specs, (dim, "embed"), None), out_sharding=partial_sums)
+    return split_sequence(y, specs.residual)

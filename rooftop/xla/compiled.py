@@ -2,8 +2,8 @@
 
 Matmul FLOPs are those of ``dot`` and ``convolution`` (XLA:TPU writes every matmul as a convolution); collectives are
 the logical ones, folded from the several instructions that the compiler makes of each: pairs of start and done,
-asynchronous fusions, fused scatters, rings of permutes. Elementwise work, HBM traffic and hand-written kernels are not
-counted here.
+asynchronous fusions, fused scatters, rings of permutes. Hand-written kernels count by the FLOPs that they declare.
+Elementwise work, HBM traffic and times are added by ``rooftop.xla.timed``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from rooftop.arrays import Mesh
 from rooftop.ledger import Collective, Ledger, Row
-from rooftop.scopes import PHASES, SCOPES, UNSCOPED, scope_and_phase
+from rooftop.scopes import PHASES, SCOPES
+from rooftop.xla.between_slices import Transfer, place_of_transfer, transfers, within_slice
 from rooftop.xla.groups import replica_groups, varying_axes
 from rooftop.xla.hlo import Computation, Instruction, Module
-from rooftop.xla.matmuls import matmul_dtype, matmul_flops
+from rooftop.xla.kernels import declared_flops
+from rooftop.xla.matmuls import MATMULS, matmul_dtype, matmul_flops
+from rooftop.xla.places import first_place, flow_place, holders, place_of, producer
 from rooftop.xla.rings import Ring, find_rings
 
 _KINDS = {
@@ -60,12 +64,18 @@ class LogicalCollective:
         )
 
 
-def logical_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[LogicalCollective, ...]:
+def logical_collectives(
+    module: Module, mesh: Mapping[str, int], layout: Mesh | None = None
+) -> tuple[LogicalCollective, ...]:
     """Every logical collective of a compiled program. ``mesh`` has the axes and sizes it was compiled for, in order.
 
     Permutes that make up an AllGather or a ReduceScatter are folded into it (``rooftop.xla.rings`` has the rule); what
-    is in no ring stays a permute. What XLA has combined into one instruction is taken apart again.
+    is in no ring stays a permute. What XLA has combined into one instruction is taken apart again. ``layout`` is the
+    mesh on its slice: where there are several slices it tells which collectives go between them.
     """
+    between = [] if layout is None or layout.slice.num_slices == 1 else list(transfers(module, layout))
+    if layout is not None:
+        mesh = within_slice(layout)
     rings = find_rings(module, mesh)
     folded = {place: ring for ring in rings for place in ring.permutes}
     found: list[LogicalCollective] = []
@@ -75,74 +85,67 @@ def logical_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Logica
             found += _unfolded(module, mesh, occurrences)
         elif occurrences[0].place == ring.permutes[0]:
             found.append(_from_ring(module, ring))
-    return tuple(found)
+    return (*found, *(_from_transfer(module, each) for each in between))
 
 
-def read_ledger(module: Module, mesh: Mapping[str, int]) -> Ledger:
+def read_ledger(module: Module, mesh: Mapping[str, int], layout: Mesh | None = None) -> Ledger:
     """The rows of a compiled program, per device, in the order of the scope list.
 
-    ``mesh`` gives the axes and sizes of the mesh it was compiled for, in order. One (scope, phase) has one row for
+    ``mesh`` and ``layout`` are as in ``logical_collectives``. One (scope, phase) has one row for
     each number of executions (``count``): what a scan repeats and what was moved out of it stand apart. A
     collective's ``critical`` says that the schedule waits for the whole of it: it is synchronous.
     """
-    rows: dict[tuple[str, str, int], _Draft] = {}
-    for scope, phase, count, dtype, amount in _matmuls(module):
-        flops = rows.setdefault((scope, phase, count), _Draft()).flops
-        flops[dtype] = flops.get(dtype, 0.0) + amount
-    for each in logical_collectives(module, mesh):
-        draft = rows.setdefault((each.scope, each.phase, each.executions), _Draft())
-        draft.collectives.append(each.ledger_entry)
-    order = {name: index for index, name in enumerate(SCOPES)}
-    keys = sorted(rows, key=lambda key: (order.get(key[0], len(order)), key[0], PHASES.index(key[1]), key[2]))
-    return Ledger(
-        tuple(
-            Row(
-                scope=scope,
-                phase=phase,
-                count=count,
-                flops=rows[scope, phase, count].flops,
-                collectives=tuple(rows[scope, phase, count].collectives),
-                formula="read from compiled HLO",
-            )
-            for scope, phase, count in keys
-        )
-    )
+    rows = counted(module)
+    for each in logical_collectives(module, mesh, layout):
+        rows.setdefault((each.scope, each.phase, each.executions), Draft()).collectives.append(each.ledger_entry)
+    return in_order(rows)
+
+
+#: Scope, phase and executions.
+Key = tuple[str, str, int]
 
 
 @dataclass
-class _Draft:
+class Draft:
+    """A row while it is added up; fields as in ``rooftop.ledger.Row``."""
+
     flops: dict[str, float] = field(default_factory=dict)
+    kernel_flops: float = 0.0
+    vector_flops: float = 0.0
+    hbm_bytes: float = 0.0
     collectives: list[Collective] = field(default_factory=list)
+    time_s: dict[str, float] = field(default_factory=dict)
+    expected_s: float = 0.0
+    serial_s: float = 0.0
 
 
-def _matmuls(module: Module) -> Iterator[tuple[str, str, int, str, float]]:
-    """Scope, phase, executions, dtype and FLOPs of every matmul."""
+def counted(module: Module) -> dict[Key, Draft]:
+    """Rows with the FLOPs of every matmul, and of every kernel as its program declares them."""
+    rows: dict[Key, Draft] = {}
     for computation in module.computations.values():
         count = module.executions[computation.name]
-        for instruction in computation:
-            if count and instruction.opcode in ("dot", "convolution"):
-                flops = matmul_flops(computation, instruction)
-                names = [instruction.op_name, *_caller_names(module, computation.name)]
-                yield *_place(names), count, matmul_dtype(computation, instruction), flops
+        for instruction in computation if count else ():
+            declared = declared_flops(instruction)
+            if declared is None and instruction.opcode not in MATMULS:
+                continue
+            draft = rows.setdefault((*place_of(module, computation, instruction), count), Draft())
+            draft.kernel_flops += declared or 0.0
+            if instruction.opcode in MATMULS:
+                dtype = matmul_dtype(computation, instruction)
+                draft.flops[dtype] = draft.flops.get(dtype, 0.0) + matmul_flops(computation, instruction)
+    return rows
 
 
-def _place(op_names: list[str]) -> tuple[str, str]:
-    """Scope and phase from the first name that stands in a scope."""
-    places = [scope_and_phase(name) for name in op_names if name]
-    return next((place for place in places if place[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
+def in_order(rows: Mapping[Key, Draft]) -> Ledger:
+    """The rows in the order of the scope list."""
+    order = {name: index for index, name in enumerate(SCOPES)}
+    keys = sorted(rows, key=lambda key: (order.get(key[0], len(order)), key[0], PHASES.index(key[1]), key[2]))
+    return Ledger(tuple(_row(key, rows[key]) for key in keys))
 
 
-def _caller_names(module: Module, name: str) -> Iterator[str]:
-    """op_names of the instructions that hold a computation, innermost first."""
-    for computation, instruction in holders(module, name):
-        yield instruction.op_name
-        yield from _caller_names(module, computation.name)
-
-
-def holders(module: Module, name: str) -> list[tuple[Computation, Instruction]]:
-    """The fusions that hold a computation, and the asynchronous calls: TPU7x gives collectives to its SparseCores."""
-    callers = module.callers.get(name, ())
-    return [each for each in callers if each[1].opcode == "fusion" or each[1].opcode.endswith("-start")]
+def _row(key: Key, draft: Draft) -> Row:
+    fields = {**vars(draft), "collectives": tuple(draft.collectives)}
+    return Row(scope=key[0], phase=key[1], count=key[2], formula="read from compiled HLO", **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +189,11 @@ def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurr
     if not axes or (first.kind == "permute" and _is_halo(module, first)):
         return
     holding = _holding(module, occurrences)
-    own = _place([each.op_name for each in [*(each.instruction for each in occurrences), *holding]])
+    *own, line = _own_place(module, occurrences, holding)
     for source in first.sources:
         combined = len(first.sources) > 1 and own[1] != "update"
-        place = _producer(module, first.computation, source) if combined else None
+        made_by = producer(module, first.computation, source) if combined else None
+        scope, phase = place_of(module, *made_by) if made_by else own
         nbytes = sum(tensor.nbytes for tensor in source.shape) * (members if first.kind == "all_gather" else 1)
         yield LogicalCollective(
             kind=first.kind,
@@ -199,16 +203,35 @@ def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurr
             executions=max(module.executions[each.computation.name] for each in occurrences),
             synchronous=all(each.synchronous for each in occurrences),
             hops=0,
-            scope=(place or own)[0],
-            phase=(place or own)[1],
-            source=_source(module, [*(each.instruction for each in occurrences), *holding]),
+            scope=scope,
+            phase=phase,
+            source=line,
             instructions=tuple(each.place for each in occurrences),
         )
 
 
+def _own_place(module: Module, occurrences: list[_Occurrence], holding: list[Instruction]) -> tuple[str, str, str]:
+    """Scope, phase and 'file:line' of a collective: its own, or by the data flow where the compiler dropped them."""
+    first, own = occurrences[0], [each.instruction for each in occurrences]
+    held = [place for each in occurrences for place in holders(module, each.computation.name)]
+    end = max(held, key=lambda place: place[0].position(place[1]), default=(first.computation, first.instruction))
+    flow = flow_place(module, first.kind, (first.computation, first.sources[0]), end)
+    # What holds a step of an asynchronous collective is named after the work that it hides behind.
+    named = [*own, *(holding if all(each.synchronous for each in occurrences) else [])]
+    if flow and all(_UNNAMED.search(each.op_name) for each in named):
+        return flow
+    place = first_place(each.op_name for each in [*own, *holding])
+    return *place, _source(module, [*own, *holding]) or (flow[2] if flow else "")
+
+
+#: Names that tell nothing of what an instruction is for: none, that of an argument, or of what stands around it.
+_AROUND = "while|body|cond|jit|remat2|eval_jaxpr|closed_call|checkpoint|optimization_barrier"
+_UNNAMED = re.compile(rf"^[^/]*$|/(?:{_AROUND})$")
+
+
 def _from_ring(module: Module, ring: Ring) -> LogicalCollective:
     permutes = [module.computations[computation].instructions[name] for computation, name in ring.permutes]
-    scope, phase = _place([permute.op_name for permute in permutes])
+    scope, phase = first_place([permute.op_name for permute in permutes])
     return LogicalCollective(
         kind=ring.kind,
         axes=ring.axes,
@@ -221,6 +244,23 @@ def _from_ring(module: Module, ring: Ring) -> LogicalCollective:
         phase=phase,
         source=_source(module, permutes),
         instructions=ring.permutes,
+    )
+
+
+def _from_transfer(module: Module, transfer: Transfer) -> LogicalCollective:
+    scope, phase, source = place_of_transfer(module, transfer)
+    return LogicalCollective(
+        kind=transfer.kind,
+        axes=transfer.axes,
+        bytes=transfer.bytes,
+        wire_bytes=transfer.bytes * _wire_share(transfer.kind, transfer.members),
+        executions=module.executions[transfer.computation.name],
+        synchronous=False,
+        hops=0,
+        scope=scope,
+        phase=phase,
+        source=source,
+        instructions=((transfer.computation.name, transfer.send.name),),
     )
 
 
@@ -261,24 +301,8 @@ def _occurrence(module: Module, computation: Computation, instruction: Instructi
     )
 
 
-def _producer(module: Module, computation: Computation, source: Instruction) -> tuple[str, str] | None:
-    """Scope and phase of the work that made ``source``, if its name or that of what it copies stands in a scope."""
-    while True:
-        place = scope_and_phase(source.op_name)
-        if place[0] != UNSCOPED:
-            return place
-        outer = holders(module, computation.name)
-        if source.opcode == "parameter" and outer:
-            computation, holder = outer[0]
-            source = computation.operands(holder)[int(source.literal)]
-        elif source.operands:
-            source = computation.operands(source)[0]
-        else:
-            return None
-
-
 #: What moves an array without changing its elements.
-_MOVES = ("bitcast", "copy", "reshape", "get-tuple-element")
+_MOVES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "get-tuple-element")
 
 
 def _through(computation: Computation, source: Instruction, opcodes: tuple[str, ...]) -> Instruction:
@@ -296,7 +320,7 @@ def _is_scatter(computation: Computation, instruction: Instruction) -> bool:
 
 def _is_halo(module: Module, permute: _Occurrence) -> bool:
     """Whether a permute only moves the edges of a padded ReduceScatter to where they belong."""
-    source = _through(permute.computation, permute.sources[0], ("slice", *_MOVES))
+    source = _through(permute.computation, permute.sources[0], ("slice", "slice-start", "slice-done", *_MOVES))
     if source.opcode != "fusion":
         return False
     inner = module.computations[source.called[0]]

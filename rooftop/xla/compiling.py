@@ -6,13 +6,14 @@ worker reads a request from a file and writes the result to another, whole or no
 
 from __future__ import annotations
 
-import importlib.util
+import base64
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,9 @@ from rooftop.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.ledger import Ledger
 from rooftop.xla import hlo
+from rooftop.xla.cache import Cache
 from rooftop.xla.compiled import read_ledger
+from rooftop.xla.memory import OutOfMemory, PeakMemory
 
 #: What libtpu needs to compile with no TPU: no look-up of the machine, and more than one process at a time.
 ENVIRONMENT: Mapping[str, str] = {
@@ -31,6 +34,14 @@ ENVIRONMENT: Mapping[str, str] = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+#: What a worker does, in order: it starts (JAX is imported), has libtpu describe the slice, traces and lowers the
+#: program, compiles it, and reads the compiler's reports.
+PHASES: tuple[str, ...] = ("starting", "describing", "lowering", "compiling", "reading")
+#: How often the caller hears of progress.
+_TICK_S = 0.25
+
+#: Told the phase and the seconds since the beginning.
+Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +50,14 @@ class Request:
 
     ``program`` is 'module:function'. The function takes a jax Mesh and ``arguments`` (JSON) and returns a
     ``jax.stages.Lowered``. ``options`` are compiler options: booleans as Python ones, except for those of XLA's that
-    take 'true' and 'false'.
+    take 'true' and 'false'. ``save`` asks for the executable, to be loaded where the devices are.
     """
 
     mesh: Mesh
     program: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    save: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The request as plain JSON values."""
@@ -55,21 +67,23 @@ class Request:
             "program": self.program,
             "arguments": dict(self.arguments),
             "options": dict(self.options),
+            "save": self.save,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Request:
         """The inverse of ``to_json``."""
-        mesh = Mesh.from_json(Slice.parse(data["slice"]), data["mesh"])
-        return cls(mesh=mesh, program=data["program"], arguments=data["arguments"], options=data["options"])
+        fields = {name: value for name, value in data.items() if name not in ("slice", "mesh")}
+        return cls(mesh=Mesh.from_json(Slice.parse(data["slice"]), data["mesh"]), **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """What the compiler made of a request. Bytes are those of one device.
 
-    ``peak_bytes`` is what must fit in HBM; ``memory`` has XLA's figures of which it is made. ``versions`` are those of
-    jax, jaxlib and libtpu.
+    ``peak_bytes`` is XLA's own figure and ``memory`` has those of which it is made; ``at_peak`` says what is alive then
+    (None where the compiler left no report). ``versions`` are those of jax, jaxlib and libtpu. ``executable`` is there
+    if the request asked for it, see ``rooftop.xla.executable``; ``cached`` says that nothing was compiled just now.
     """
 
     mesh: Mesh
@@ -79,6 +93,19 @@ class Compiled:
     lower_s: float
     compile_s: float
     versions: Mapping[str, str]
+    at_peak: PeakMemory | None = None
+    executable: bytes | None = None
+    cached: bool = False
+
+    @classmethod
+    def from_json(cls, mesh: Mesh, data: Mapping[str, Any], *, cached: bool = False) -> Compiled:
+        """What a worker's result says."""
+        at_peak, executable = data["at_peak"], data["executable"]
+        changed = {
+            "at_peak": None if at_peak is None else PeakMemory.from_json(at_peak),
+            "executable": None if executable is None else base64.b64decode(executable),
+        }
+        return cls(mesh=mesh, cached=cached, **{**data, **changed})
 
     @cached_property
     def module(self) -> hlo.Module:
@@ -87,41 +114,80 @@ class Compiled:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The compiled ledger."""
-        return read_ledger(self.module, self.mesh.shape)
+        """The compiled ledger, without times: ``rooftop.xla.timed`` has those."""
+        return read_ledger(self.module, self.mesh.shape, self.mesh)
 
 
-def compile_ahead_of_time(request: Request, *, timeout_s: float | None = None) -> Compiled:
-    """Compile ``request`` in a worker process and wait for it.
+def compile_ahead_of_time(
+    request: Request, *, timeout_s: float | None = None, cache: bool = True, on_progress: Progress | None = None
+) -> Compiled:
+    """Compile ``request`` in a worker process and wait for it, unless the ``cache`` has the answer.
 
-    Raises Infeasible when the program does not fit in HBM, RooftopError when the request is wrong, the compiler
-    refuses the program, or it takes longer than ``timeout_s``.
+    ``on_progress`` is called a few times a second. Raises OutOfMemory (an Infeasible) when the program does not fit in
+    HBM, RooftopError when the request is wrong, the compiler refuses the program, or it takes longer than
+    ``timeout_s``. The worker ends with the call, however that ends, and with this process.
     """
-    for package in ("jax", "libtpu"):
-        if importlib.util.find_spec(package) is None:
-            accepted = "a Python that has it, for XLA:TPU without a TPU: pip install 'rooftop[compile]' (Linux)"
-            raise RooftopError(package, "not installed", accepted)
-    with tempfile.TemporaryDirectory(prefix="rooftop-compile-") as folder:
-        question, answer = Path(folder, "request.json"), Path(folder, "result.json")
-        question.write_text(json.dumps(request.to_json()), encoding="utf-8")
-        command = [sys.executable, "-m", "rooftop.xla.worker", str(question), str(answer)]
-        try:
-            worker = subprocess.run(
-                command,
-                env={**os.environ, **ENVIRONMENT},
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise RooftopError("timeout_s", timeout_s, f"longer than compiling {request.program} takes") from None
-        if not answer.exists():
-            last = (worker.stderr.strip().splitlines() or ["no message"])[-1]
-            raise RooftopError("program", request.program, f"one that XLA compiles (exit {worker.returncode}: {last})")
-        result = json.loads(answer.read_text(encoding="utf-8"))
+    asked = request.to_json()
+    store = Cache.of_user()
+    result = store.find(asked) if cache else None
+    found = result is not None
+    if result is None:
+        answer = _ask_worker(request, asked, timeout_s, on_progress or (lambda phase, elapsed_s: None))
+        if "error" in answer:
+            raise RooftopError(**answer["error"])
+        result = answer["result"]
+        if cache:
+            store.keep(asked, result, answer["sources"])
+    if "out_of_memory" in result:
+        raise OutOfMemory.from_json(result["out_of_memory"])
     if "infeasible" in result:
         raise Infeasible(**result["infeasible"])
-    if "error" in result:
-        raise RooftopError(**result["error"])
-    return Compiled(mesh=request.mesh, **result)
+    return Compiled.from_json(request.mesh, result, cached=found)
+
+
+def _ask_worker(
+    request: Request, asked: Mapping[str, Any], timeout_s: float | None, on_progress: Progress
+) -> dict[str, Any]:
+    """What a new worker answers: a result and the sources that it depends on, or an error."""
+    with tempfile.TemporaryDirectory(prefix="rooftop-compile-") as name:
+        folder = Path(name)
+        question, answer, log = folder / "request.json", folder / "result.json", folder / "log"
+        question.write_text(json.dumps(asked), encoding="utf-8")
+        with log.open("w", encoding="utf-8") as output:
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "rooftop.xla.worker", str(question), str(answer)],
+                env={**os.environ, **ENVIRONMENT},
+                # The worker reads it to the end, which comes when this process does.
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                # Ctrl-C in a terminal reaches this process alone, which ends the worker below.
+                start_new_session=True,
+            )
+            try:
+                _wait(worker, folder / "phase", timeout_s, on_progress)
+            except subprocess.TimeoutExpired:
+                raise RooftopError("timeout_s", timeout_s, f"longer than compiling {request.program} takes") from None
+            finally:
+                worker.kill()
+                worker.communicate()
+        if not answer.exists():
+            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no message"])[-1]
+            raise RooftopError("program", request.program, f"one that XLA compiles (exit {worker.returncode}: {last})")
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def _wait(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | None, on_progress: Progress) -> None:
+    """Wait until the worker has ended. Raises TimeoutExpired when it takes longer than ``timeout_s``."""
+    start = time.monotonic()
+    while True:
+        elapsed_s = time.monotonic() - start
+        on_progress(phase.read_text(encoding="utf-8") if phase.exists() else PHASES[0], elapsed_s)
+        left_s = _TICK_S if timeout_s is None else min(_TICK_S, timeout_s - elapsed_s)
+        try:
+            worker.wait(timeout=max(0.0, left_s))
+            return
+        except subprocess.TimeoutExpired:
+            if timeout_s is not None and time.monotonic() - start >= timeout_s:
+                raise

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from rooftop.roofline.rates import Rates
 from rooftop.xla.hlo import Computation, Instruction, Module, Tensor
+from rooftop.xla.kernels import Kernel, kernel
 from rooftop.xla.matmuls import MATMULS, matmul_dtype, matmul_sizes
 
 #: What takes no time by itself: names for other results, and scalars that only say who this device is.
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "optimization-barrier", "add-dependency", "domain", "opt-barrier", "while", "call", "conditional", "iota",
+    "send", "recv",
 )  # fmt: skip
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 #: What computes no elements one by one.
@@ -24,10 +26,14 @@ _MOVES = (
     *FREE, *MATMULS, *_COLLECTIVES, "copy", "reshape", "transpose", "broadcast", "slice", "dynamic-slice",
     "dynamic-update-slice", "pad", "concatenate", "gather", "scatter", "reverse", "fusion", "custom-call",
 )  # fmt: skip
-#: Custom calls of the compiler that move nothing; any other is a kernel.
+#: Custom calls of the compiler that move nothing.
 _FREE_CALLS = (
     "AllocateBuffer", "ConcatBitcast", "AsyncCollective", "PrepareAsyncCall", "AssumeGatherIndicesInBound", "Sharding",
 )  # fmt: skip
+#: Copies that run beside the rest; the shape of each has both its ends.
+_COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+#: The memory space of the host in layouts.
+_HOST = 5
 _RENAMES = ("bitcast", "reshape", "transpose", "convert", "copy", "pad")
 
 
@@ -36,8 +42,8 @@ class Work:
     """One execution of an instruction.
 
     ``matmuls`` are M, K, N and dtype of each matmul; ``vector_ops`` elements computed one by one; ``vmem_bytes`` all
-    that is read; ``cycles`` XLA's own estimate (None where it gives none); ``kernel`` marks a hand-written kernel, of
-    which only the arrays that it reads and writes are known.
+    that is read; ``cycles`` XLA's own estimate (None where it gives none). Of a hand-written ``kernel`` only the arrays
+    that it reads and writes are known, and what FLOPs it declares.
     """
 
     matmuls: tuple[tuple[float, float, float, str], ...] = ()
@@ -45,12 +51,13 @@ class Work:
     vmem_bytes: float = 0.0
     vector_ops: float = 0.0
     cycles: float | None = None
-    kernel: bool = False
+    kernel: Kernel | None = None
 
     def expected_s(self, rates: Rates) -> float:
         """Seconds at the chip's named fractions, the slowest of matrix unit, HBM, VMEM and vector unit."""
         known = rates.chip.flops_per_s
         matrix = sum(float(rates.matmul_s(m, k, n, d if d in known else "bf16")) for m, k, n, d in self.matmuls)
+        matrix += self.kernel.expected_s(rates) if self.kernel else 0.0
         return max(
             matrix,
             float(rates.hbm_s(self.hbm_bytes)),
@@ -66,9 +73,10 @@ class Work:
 def work(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """The work of one instruction of a scheduled computation; that of what a loop or a call runs is not its own."""
     opcode = instruction.opcode
-    kernel = opcode == "custom-call" and not any(name in instruction.attributes for name in _FREE_CALLS)
-    if opcode in FREE or (opcode == "custom-call" and not kernel):
+    if opcode in FREE or (opcode == "custom-call" and any(name in instruction.attributes for name in _FREE_CALLS)):
         return Work()
+    if opcode.endswith(("-start", "-done")):
+        return Work(hbm_bytes=moved_bytes(instruction))
     cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
     reads, writes = _traffic(module, computation, instruction)
     return Work(
@@ -77,8 +85,23 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
         vmem_bytes=sum(nbytes for nbytes, _ in reads),
         vector_ops=_vector_ops(module, instruction),
         cycles=float(cycles.group(1)) if cycles else None,
-        kernel=kernel,
+        kernel=kernel(computation, instruction),
     )
+
+
+def is_host_copy(start: Instruction) -> bool:
+    """Whether a copy that begins here goes to or comes from the memory of the host."""
+    return start.opcode in _COPIES and any(tensor.space == _HOST for tensor in start.shape[:2])
+
+
+def moved_bytes(start: Instruction) -> float:
+    """What a copy from one memory to another moves that begins with this instruction, 0 if none does.
+
+    One that an earlier program has begun is there already.
+    """
+    if start.opcode not in _COPIES or "cross_program_prefetch_index" in start.attributes:
+        return 0.0
+    return min((tensor.nbytes for tensor in start.shape[:2]), default=0.0)
 
 
 def _matmuls(

@@ -7,13 +7,13 @@ rest of each line as raw attributes. The text is public and complete; nothing he
 from __future__ import annotations
 
 import math
-import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from rooftop.errors import RooftopError
+from rooftop.xla.loops import trip_count
 
 #: Bits of one element by HLO type; types that are not here (token, opaque) hold no data.
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16} | {
@@ -21,12 +21,13 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "b
 }  # fmt: skip
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-# Not every line that begins with a brace: the metadata of a Pallas kernel may run over several lines.
 _END = re.compile(r'^\}(?:, execution_thread="\w+")?$')
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 # A memory space stands at the end of a layout: {1,0:T(8,128)(2,1)S(1)}.
 _TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
+#: Files of JAX and of what is built on it, in which no user looks for the cause of anything.
+_LIBRARY = re.compile(r"[/\\]site-packages[/\\](?:jax|jaxlib|optax|flax)[/\\]")
 _ROLES = "calls|to_apply|condition|body|branch_computations|called_computations"
 _CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
 
@@ -103,6 +104,14 @@ class Computation:
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.instructions.values())
 
+    @cached_property
+    def _positions(self) -> Mapping[str, int]:
+        return {name: position for position, name in enumerate(self.instructions)}
+
+    def position(self, instruction: Instruction) -> int:
+        """The place of an instruction in the order of the text."""
+        return self._positions[instruction.name]
+
     def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
         """The instructions whose results ``instruction`` reads."""
         return tuple(self.instructions[name] for name in instruction.operands)
@@ -161,83 +170,7 @@ class Module:
 
     def trip_count(self, computation: Computation, loop: Instruction) -> int | None:
         """Trips of a ``while`` that counts from a constant to a constant, else None. TPU text prints none."""
-        body = self.computations[loop.called_as("body")]
-        condition = self.computations[loop.called_as("condition")]
-        for element in range(len(loop.shape)):
-            trips = self._trips(computation, loop, body, condition, element)
-            if trips is not None:
-                return trips
-        return None
-
-    def _trips(
-        self, computation: Computation, loop: Instruction, body: Computation, condition: Computation, element: int
-    ) -> int | None:
-        """Trips if ``element`` of the loop's tuple is the counter."""
-        carried = computation.operands(loop)[0]
-        if carried.opcode != "tuple" or loop.shape[element].dims or loop.shape[element].dtype not in _COUNTERS:
-            return None
-
-        def initial(index: int) -> int | None:
-            return self._value(computation, carried.operands[index], lambda *_: None)
-
-        def at(counter: int) -> Callable[[int, int | None], int | None]:
-            """Parameters of body and condition: the counter is given, other elements keep what they started with."""
-            return lambda _, index: None if index is None else counter if index == element else initial(index)
-
-        def holds(counter: int) -> int | None:
-            return self._value(condition, condition.root, at(counter))
-
-        def following(counter: int) -> int | None:
-            root = body.instructions[body.root]
-            if root.opcode != "tuple":
-                return None
-            return self._value(body, root.operands[element], at(counter))
-
-        start = initial(element)
-        if start is None or (second := following(start)) is None or second == start:
-            return None
-        step = second - start
-        if following(second) != second + step or holds(start) is None:
-            return None
-        trips = 1
-        while holds(start + trips * step):
-            trips *= 2
-            if trips > 2**40:
-                return None
-        low, high = -1, trips
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if holds(start + middle * step) else (low, middle)
-        return high
-
-    def _value(
-        self, computation: Computation, name: str, parameter: Callable[[int, int | None], int | None]
-    ) -> int | None:
-        """The integer that a scalar instruction yields, or None; ``parameter(number, element)`` gives the inputs."""
-        instruction = computation.instructions[name]
-        opcode = instruction.opcode
-        if opcode == "constant":
-            return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
-        if opcode == "parameter":
-            return parameter(int(instruction.literal), None)
-        if opcode == "get-tuple-element":
-            source, index = computation.operands(instruction)[0], int(instruction.attribute("index"))
-            if source.opcode == "parameter":
-                return parameter(int(source.literal), index)
-            return self._value(computation, source.operands[index], parameter) if source.opcode == "tuple" else None
-        if opcode in ("fusion", "call"):
-            inner = self.computations[instruction.called[0]]
-            return self._value(
-                inner, inner.root, lambda number, _: self._value(computation, instruction.operands[number], parameter)
-            )
-        values = [self._value(computation, operand, parameter) for operand in instruction.operands]
-        known = [value for value in values if value is not None]
-        if not known or len(known) < len(values):
-            return None
-        if opcode in ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done"):
-            return known[0]
-        operation = _ARITHMETIC.get(instruction.attribute("direction") if opcode == "compare" else opcode)
-        return None if operation is None else int(operation(known[0], known[-1]))
+        return trip_count(self.computations, computation, loop)
 
     def _callers_first(self) -> Iterable[str]:
         """Computations in an order in which every caller precedes what it calls."""
@@ -256,53 +189,67 @@ class Module:
         return order
 
 
-_COUNTERS = ("s32", "u32", "s64", "u64")
-
-# Not EQ and NE: a loop is counted by bisection, and whether it goes on must change once.
-_ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-}
-
-
 def parse(text: str) -> Module:
     """Parse a module's text. Raises RooftopError when it is not HLO."""
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     instructions: dict[str, Instruction] = {}
     root = ""
-    for line in text.splitlines():
-        if name and _END.match(line):
+    for line in _whole_lines(text):
+        if not name:
+            if match := _HEADER.match(line):
+                name, instructions, root = match.group(2), {}, ""
+                entry = name if match.group(1) else entry
+        elif line.startswith("}"):
             last = next(reversed(instructions))
             computations[name] = Computation(name=name, instructions=instructions, root=root or last)
             name = ""
-        elif name and (match := _INSTRUCTION.match(line)):
+        elif match := _INSTRUCTION.match(line):
             instruction = _instruction(match.group(2), match.group(3))
             instructions[instruction.name] = instruction
             root = instruction.name if match.group(1) else root
-        elif not name and (match := _HEADER.match(line)):
-            name, instructions, root = match.group(2), {}, ""
-            entry = name if match.group(1) else entry
     if not entry or entry not in computations:
         raise RooftopError("hlo", text[:60], "the text of a compiled HLO module, with an ENTRY computation")
     name = _first(r"^HloModule ([\w.\-]+)", text)
     return Module(name=name, computations=computations, entry=entry, frames=_frames(text))
 
 
+def _whole_lines(text: str) -> Iterator[str]:
+    """The lines of a text, each instruction on one: the metadata of a Pallas kernel may run over several."""
+    held = ""
+    for line in text.splitlines():
+        # Inside a computation every line begins with two spaces, the last one excepted.
+        if held and not (line.startswith("  ") or _END.match(line)):
+            held += line
+            continue
+        if held:
+            yield held
+        held = line if line.startswith("  ") else ""
+        if not held:
+            yield line
+    if held:
+        yield held
+
+
 def _frames(text: str) -> dict[int, str]:
-    """'file:line' by id of a stack frame, from the tables at the head of the text."""
+    """'file:line' by id of a stack frame, from the tables at the head of the text.
+
+    What a library does for its caller stands where the caller calls it.
+    """
     tables = text[: text.find("{\n")]
-    files = dict(re.findall(r'^(\d+) "(.*)"$', tables.partition("\nFileNames\n")[2].partition("\n\n")[0], re.MULTILINE))
+    names = tables.partition("\nFileNames\n")[2].partition("\n\n")[0]
+    files = dict(re.findall(r'^(\d+) "(.*)"$', names, re.MULTILINE))
     places = {
         place: f"{files.get(name, '')}:{line}"
         for place, name, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", tables, re.MULTILINE)
     }
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", tables, re.MULTILINE)
-    return {int(frame): places[place] for frame, place in frames if place in places}
+    frames: dict[int, str] = {}
+    given = re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", tables, re.MULTILINE)
+    for frame, place, parent in given:
+        # Parents stand before their children, and the id that is printed for them is one too high.
+        own, caller = places.get(place, ""), frames.get(int(parent) - 1, "")
+        frames[int(frame)] = caller if caller and _LIBRARY.search(own) else own
+    return {frame: place for frame, place in frames.items() if place}
 
 
 def _instruction(name: str, text: str) -> Instruction:

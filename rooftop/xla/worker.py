@@ -1,49 +1,68 @@
 """The process that compiles: ``python -m rooftop.xla.worker REQUEST RESULT``, both JSON files.
 
-The result holds a program, or why there is none; it appears whole or not at all.
+The result holds a program, or why there is none; it appears whole or not at all. What the process is about stands in
+the file ``phase`` beside it.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import importlib.metadata
 import json
 import os
 import re
 import sys
+import sysconfig
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from rooftop.errors import Infeasible, RooftopError
+from rooftop.xla import hlo
+from rooftop.xla.assignment import read_memory
+from rooftop.xla.cache import digest
 from rooftop.xla.compiling import Request
+from rooftop.xla.executable import pack
+from rooftop.xla.memory import OutOfMemory, PeakMemory
 from rooftop.xla.topology import topology_mesh
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_EXCEEDED = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
 def main(question: Path, answer: Path) -> None:
     """Read a request, compile it, write the result."""
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    phase = answer.with_name("phase")
     try:
-        result = compile_here(Request.from_json(json.loads(question.read_text(encoding="utf-8"))))
+        request = Request.from_json(json.loads(question.read_text(encoding="utf-8")))
+        result = {"result": _plain(compile_here(request, lambda name: _write(phase, name))), "sources": _sources()}
+    except OutOfMemory as no:
+        result = {"result": {"out_of_memory": no.to_json()}, "sources": _sources()}
     except Infeasible as no:
-        result = {"infeasible": {"what": no.what, "by": no.by}}
+        # A program's own answer, before there is anything to compile.
+        result = {"result": {"infeasible": {"what": no.what, "by": no.by}}, "sources": _sources()}
     except RooftopError as wrong:
         result = {"error": {"field": wrong.field, "given": wrong.given, "accepted": wrong.accepted}}
-    unfinished = answer.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(result, default=str), encoding="utf-8")
-    os.replace(unfinished, answer)
+    _write(answer, json.dumps(result, default=str))
 
 
-def compile_here(request: Request) -> dict[str, Any]:
+def compile_here(request: Request, on_phase: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
     """Compile in this process; the fields of ``Compiled``, mesh excepted.
 
-    Raises Infeasible when the program does not fit in HBM, RooftopError when the compiler refuses it.
+    Raises OutOfMemory when the program does not fit in HBM, RooftopError when the compiler refuses it.
     """
     start = time.perf_counter()
+    on_phase("describing")
     mesh, lower = topology_mesh(request.mesh), _program(request.program)
+    on_phase("lowering")
     try:
         lowered = lower(mesh, request.arguments)
     except (RooftopError, Infeasible):
@@ -52,12 +71,19 @@ def compile_here(request: Request) -> dict[str, Any]:
         traceback.print_exc()
         raise RooftopError("program", request.program, f"one that lowers for this mesh ({_line(error)})") from None
     lower_s = time.perf_counter() - start
-    try:
-        compiled = lowered.compile(dict(request.options))
-    except jax.errors.JaxRuntimeError as error:
-        raise _refusal(request, error) from None
-    compile_s = time.perf_counter() - start - lower_s
+    on_phase("compiling")
+    with tempfile.TemporaryDirectory(prefix="rooftop-dump-") as folder:
+        reports = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        try:
+            compiled = lowered.compile({**reports, **request.options})
+        except jax.errors.JaxRuntimeError as error:
+            on_phase("reading")
+            raise _refusal(request, error, Path(folder)) from None
+        compile_s = time.perf_counter() - start - lower_s
+        on_phase("reading")
+        at_peak = _peak_memory(Path(folder))
     memory = compiled.memory_analysis()
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
     return {
         "hlo_text": compiled.as_text(),
         "peak_bytes": memory.peak_memory_in_bytes,
@@ -67,7 +93,19 @@ def compile_here(request: Request) -> dict[str, Any]:
         },
         "lower_s": lower_s,
         "compile_s": compile_s,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")},
+        "versions": versions,
+        "at_peak": at_peak,
+        "executable": pack(compiled, request, versions) if request.save else None,
+    }
+
+
+def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as JSON values: what ``Compiled.from_json`` takes."""
+    at_peak, executable = result["at_peak"], result["executable"]
+    return {
+        **result,
+        "at_peak": at_peak and at_peak.to_json(),
+        "executable": executable and base64.b64encode(executable).decode(),
     }
 
 
@@ -80,13 +118,53 @@ def _program(name: str) -> Callable[..., Any]:
     return found
 
 
-def _refusal(request: Request, error: Exception) -> Infeasible | RooftopError:
+def _peak_memory(folder: Path) -> PeakMemory | None:
+    """What the compiler's reports say; None if it has left none (its own options may send them elsewhere)."""
+    endings = ("-buffer-assignment.txt", "-live-range.txt", ".txt")
+    names = [next(folder.glob(f"*.after_optimizations{ending}"), None) for ending in endings]
+    texts = [path.read_text(encoding="utf-8") for path in names if path is not None]
+    if len(texts) < len(endings):
+        return None
+    assignment, live_ranges, module = texts
+    return read_memory(assignment, live_ranges, hlo.parse(module))
+
+
+def _refusal(request: Request, error: Exception, folder: Path) -> OutOfMemory | RooftopError:
     """Why XLA did not compile: out of memory is an answer, anything else a wrong request."""
-    exceeded = re.search(r"\(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", str(error))
-    if exceeded:
-        by = f"needs {exceeded.group(1)}iB of the {exceeded.group(2)}iB of HBM of a device"
-        return Infeasible(f"{request.program} on {request.mesh.slice.name}", by)
-    return RooftopError("program", request.program, f"one that XLA compiles ({_line(error)})")
+    exceeded = _EXCEEDED.search(str(error))
+    if exceeded is None:
+        return RooftopError("program", request.program, f"one that XLA compiles ({_line(error)})")
+    needed, needed_unit, available, available_unit = exceeded.groups()
+    return OutOfMemory(
+        f"{request.program} on {request.mesh.slice.name}",
+        needed_bytes=float(needed) * _UNITS[needed_unit],
+        available_bytes=float(available) * _UNITS[available_unit],
+        at_peak=_peak_memory(folder),
+    )
+
+
+def _sources() -> Mapping[str, str]:
+    """Digests of the source files that were imported: rooftop's, and the user's that come from no installed package."""
+    package = Path(__file__).parents[1]
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    files = {Path(name) for module in list(sys.modules.values()) if (name := getattr(module, "__file__", None))}
+    return {
+        str(path): digest(path)
+        for path in sorted(files)
+        if path.suffix == ".py" and (package in path.parents or not any(each in path.parents for each in installed))
+    }
+
+
+def _end_with_caller() -> None:
+    """End this process when its caller has gone, which closes its end of the pipe."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def _line(error: Exception) -> str:

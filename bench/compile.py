@@ -1,0 +1,188 @@
+"""Plans beside their compiled programs: FLOPs, peak memory, collective bytes by axis, expected time.
+
+Each case is planned, its program compiled ahead of time by XLA:TPU (no TPU; half a minute to two minutes each on two
+cores, one at a time) and set beside the plan. Writes bench/results/compile.csv, a row at a time, and prints the table
+of docs/compile.md. A case whose program cannot be built, or does not fit, says so in ``note``.
+
+    python bench/compile.py [NAME ...]
+
+NAME picks cases (all of them otherwise); rows of the others stay as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rooftop.arrays import parse_axes
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.explain.checks import bytes_by_axes
+from rooftop.explain.compiled import Report
+from rooftop.explain.training import Refusal, compile_plan
+from rooftop.files import write_text
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload, plan_training
+
+RESULTS = Path(__file__).parent / "results" / "compile.csv"
+COLUMNS = (
+    "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
+    "planned_flops", "compiled_flops", "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes",
+    "compiled_peak_bytes", "planned_collective_bytes", "compiled_collective_bytes", "planned_s", "compiled_s",
+    "unexpected", "unexplained", "missing", "differs", "compile_s", "jax", "libtpu", "date", "note",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A plan to be compiled: all that is not searched. ``layers`` None: all of them."""
+
+    name: str
+    model: str
+    slice: str
+    mesh: str
+    remat: str
+    sequences: int
+    seq_len: int = 4096
+    microbatches: int = 1
+    layers: int | None = None
+    attention: str = "flash"
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The plan, laid on the slice as the search finds best."""
+        model = load_model(self.model)
+        problem = Problem(
+            model=model if self.layers is None else replace(model, layers=self.layers),
+            slice=Slice.parse(self.slice),
+            workload=Workload(batch_tokens=self.sequences * self.seq_len, seq_len=self.seq_len),
+            assumptions=Assumptions(attention=self.attention),
+            axes=parse_axes(self.mesh),
+            remat=self.remat,
+            microbatches=self.microbatches,
+        )
+        return plan_training(problem, alternatives=0).plan
+
+
+def _case(name: str, model: str, slice_: str, mesh: str, remat: str, sequences: int, **more: Any) -> Case:
+    return Case(name=name, model=model, slice=slice_, mesh=mesh, remat=remat, sequences=sequences, **more)
+
+
+CASES = (
+    _case("v5e-fsdp", "llama3-8b", "v5e:4x4", "fsdp=16", "block", 16),
+    _case("v5e-fsdp-tensor", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16),
+    _case("v5e-tensor", "llama3-8b", "v5e:4x4", "data=2,tensor=8", "block", 4, layers=8),
+    _case("v5e-matmuls", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "matmuls", 8),
+    _case("v5e-two-slices", "llama3-8b", "v5e:4x4@2", "data=2,fsdp=4,tensor=4", "block", 32),
+    _case("v5e-microbatches", "llama3-8b", "v5e:8x8", "fsdp=16,tensor=4", "block", 64, microbatches=2),
+    _case("v6e-fsdp", "llama3-8b", "v6e:4x4", "fsdp=16", "minimal", 16),
+    _case("v6e-fsdp-tensor", "llama3-8b", "v6e:4x4", "fsdp=4,tensor=4", "matmuls", 16),
+    _case("v5p-fsdp", "llama3-8b", "v5p:4x4x4", "fsdp=64", "matmuls", 128),
+    _case("v5p-fsdp-tensor", "llama3-70b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 128),
+    _case("v5p-none", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "none", 32),
+    _case("v5p-tensor", "llama3-8b", "v5p:4x4x4", "data=8,tensor=8", "matmuls", 64),
+    _case("v5p-two-slices", "llama3-8b", "v5p:4x4x4@2", "data=2,fsdp=64", "block", 256),
+    _case("v5p-context", "llama3-8b", "v5p:4x4x4", "fsdp=16,context=4", "block", 16, seq_len=32768),
+    _case("v5p-moe", "mixtral-8x7b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64),
+    _case("v6e-moe", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64),
+    _case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
+)
+
+
+def row(case: Case) -> dict[str, Any]:
+    """One line of the table."""
+    given = {
+        "name": case.name, "slice": case.slice, "mesh": case.mesh, "remat": case.remat, "sequences": case.sequences,
+        "microbatches": case.microbatches, "seq_len": case.seq_len, "attention": case.attention, "model": case.model,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }  # fmt: skip
+    try:
+        plan = case.plan
+        given |= {"layers": plan.problem.model.layers, "planned_s": plan.expected_s}
+        given |= {"planned_peak_bytes": plan.memory_bytes}
+        answer = compile_plan(plan, timeout_s=1800)
+        return given | ({"note": answer.verdict} if isinstance(answer, Refusal) else _compared(answer))
+    except (RooftopError, Infeasible) as error:
+        return given | {"note": str(error)}
+
+
+def _compared(report: Report) -> dict[str, Any]:
+    data = report.to_json()
+    moved = bytes_by_axes(report.joined, report.findings)
+    return {
+        "planned_flops": data["planned_flops"],
+        "compiled_flops": data["flops"],
+        "planned_kernel_flops": data["planned_kernel_flops"],
+        "compiled_kernel_flops": data["kernel_flops"],
+        "planned_peak_bytes": data["planned_peak_bytes"],
+        "compiled_peak_bytes": data["peak_bytes"],
+        "planned_collective_bytes": " ".join(f"{axes}:{ours:.0f}" for axes, (ours, _) in moved.items()),
+        "compiled_collective_bytes": " ".join(f"{axes}:{theirs:.0f}" for axes, (_, theirs) in moved.items()),
+        "planned_s": data["planned_step"]["expected_s"],
+        "compiled_s": data["step"]["expected_s"],
+        "unexpected": sum(each["bytes"] for each in data["unexpected"] if each["kind"] != "matmul"),
+        "unexplained": sum(each.bytes for each in report.findings.unexplained),
+        "missing": sum(each["bytes"] for each in data["missing"]),
+        "differs": "; ".join(str(check) for check in report.checks if not check.holds),
+        "compile_s": data["compile_s"],
+        "jax": data["versions"]["jax"],
+        "libtpu": data["versions"]["libtpu"],
+    }
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The rows as docs/compile.md shows them: planned over compiled."""
+    lines = [
+        "| plan | matmul FLOPs | peak memory | collective bytes, largest axes first | expected time | differs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        model = f"{each['model']} ({each['layers']} layers)"
+        what = f"{model}, {each['slice']}, {each['mesh']}, {each['remat']}, {each['sequences']} x {each['seq_len']}"
+        if not each["compiled_s"]:
+            lines.append(f"| {what} | | | | | {each['note']} |")
+            continue
+        planned, compiled = (_parsed(each[f"{side}_collective_bytes"]) for side in ("planned", "compiled"))
+        large = sorted((axes for axes in compiled if compiled[axes] > 1e6), key=lambda axes: -compiled[axes])
+        moved = ", ".join(f"{axes} {planned[axes] / compiled[axes]:.3f}" for axes in large)
+        ratios = [
+            float(each[f"planned_{name}"]) / float(each[f"compiled_{name}"]) for name in ("flops", "peak_bytes", "s")
+        ]
+        differs = each["differs"] or "no"
+        lines.append(f"| {what} | {ratios[0]:.3f} | {ratios[1]:.3f} | {moved} | {ratios[2]:.3f} | {differs} |")
+    return "\n".join(lines)
+
+
+def _parsed(text: str) -> dict[str, float]:
+    return {axes: float(nbytes) for axes, _, nbytes in (entry.partition(":") for entry in text.split())}
+
+
+def main(names: list[str]) -> None:
+    """Compile the cases, one after another, and write the table."""
+    known = {case.name: case for case in CASES}
+    for name in names:
+        if name not in known:
+            sys.exit(f"{name}: one of {', '.join(known)}")
+    found: dict[str, Mapping[str, Any]] = {}
+    if RESULTS.exists():
+        with RESULTS.open(encoding="utf-8", newline="") as file:
+            found = {each["name"]: each for each in csv.DictReader(file)}
+    for name in names or known:
+        found[name] = {column: "" for column in COLUMNS} | row(known[name])
+        print(f"{name}: {found[name]['note'] or found[name]['differs'] or 'as planned'}", file=sys.stderr, flush=True)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found[each] for each in known if each in found)
+        write_text(RESULTS, text.getvalue())
+    print(table(found[each] for each in known if each in found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,211 @@
+"""``rooftop compile``: the program of a plan, or any JAX function, compiled by XLA:TPU for a slice that is not here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rooftop.cli.output import emit_json, json_option
+
+if TYPE_CHECKING:
+    from rooftop.explain.compiled import Report
+    from rooftop.explain.training import Refusal
+    from rooftop.plan import TrainingPlan
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+class _SeveralArrays(click.Command):
+    """A command whose ``--args`` takes all the words that follow it, up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread, taking = list[str](), False
+        for word in args:
+            if word.startswith("-"):
+                taking = word == "--args"
+                if not taking:
+                    spread.append(word)
+            else:
+                spread += ["--args", word] if taking else [word]
+        return super().parse_args(ctx, spread)
+
+
+@click.command(cls=_SeveralArrays)
+@click.argument("program", metavar="PLAN.json|MODULE:FUNCTION")
+@click.option("--args", "arrays", multiple=True, metavar="ARRAY...", help="A function's arrays: bf16[8192_X, D_Y].")
+@click.option("--dims", metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
+@click.option("--mesh", metavar="AXES", help="Mesh axes and their sizes for a function: X=4,Y=4.")
+@click.option("--on", "slice_", metavar="SLICE", help="The slice to compile a function for, such as v5e:4x4.")
+@click.option("--layout", metavar="LAYOUT", help="Pin the axes to the torus: X=x,Y=y[1:2]+z.")
+@click.option("--auto", is_flag=True, help="Leave a function's axes to the partitioner: not JAX's explicit mode.")
+@click.option("--timeout", metavar="S", help="Give up after so many seconds.")
+@click.option("--no-cache", is_flag=True, help="Compile again, even if the answer is known.")
+@click.option("--top", default="10", show_default=True, metavar="N", help="Operations and buffers to list.")
+@click.option("--save", type=_FILE, help="Write the executable here, with the versions that compiled it.")
+@click.option("--perfetto", type=_FILE, help="Write the compiled timeline here, for ui.perfetto.dev.")
+@click.option("-o", "--output", type=_FILE, help="Write the JSON report here.")
+@json_option
+def command(
+    as_json: bool,
+    program: str,
+    timeout: str | None,
+    no_cache: bool,
+    top: str,
+    save: Path | None,
+    perfetto: Path | None,
+    output: Path | None,
+    **of_function: Any,
+) -> int:
+    r"""Compile ahead of time with XLA:TPU, no TPU needed, and read what the compiler made of it.
+
+    Of a PLAN.json written by 'rooftop plan', planned and compiled stand side by side: FLOPs, memory, collectives and
+    time by scope and phase, with what was not planned and what is missing. Of MODULE:FUNCTION, any function of JAX
+    arrays, the compiled ledger and a roofline for every op.
+
+    \b
+    Examples: rooftop compile plan.json
+              rooftop compile mypkg.mymodule:step --args 'bf16[8192_X, 4096]' 'bf16[4096, F_Y]' \
+                  --dims F=16384 --mesh X=4,Y=4 --on v5e:4x4
+    """
+    from rooftop.errors import RooftopError
+    from rooftop.quantities import parse_count, parse_quantity
+
+    listed = parse_count(top, "top")
+    timeout_s = None if timeout is None else parse_quantity(timeout, "timeout")
+    with _progress_line(shown=not as_json) as on_progress:
+        how = {"timeout_s": timeout_s, "cache": not no_cache, "save": save is not None, "on_progress": on_progress}
+        if Path(program).suffix == ".json":
+            _refuse(of_function)
+            answer = _compiled_plan(Path(program), how)
+        elif ":" in program:
+            answer = _compiled_function(program, **of_function, how=how)
+        else:
+            raise RooftopError("program", program, "a plan.json written by rooftop plan, or module:function")
+    return _give(answer, top=listed, as_json=as_json, save=save, perfetto=perfetto, output=output)
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Raise RooftopError if an option is given that only functions have."""
+    from rooftop.errors import RooftopError
+
+    names = {"slice_": "on", "arrays": "args"}
+    for name, value in options.items():
+        if value:
+            raise RooftopError(names.get(name, name), value, "nothing with a plan, which says all that is needed")
+
+
+@contextmanager
+def _progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
+    """What the compiler calls with what it is about: a line on stderr if that is a terminal."""
+    if not (shown and sys.stderr.isatty()):
+        yield None
+        return
+
+    def write(phase: str, elapsed_s: float) -> None:
+        click.echo(f"\r{phase}: {elapsed_s:.0f} s\x1b[K", err=True, nl=False)
+
+    try:
+        yield write
+    finally:
+        click.echo("\r\x1b[K", err=True, nl=False)
+
+
+def _compiled_plan(file: Path, how: Mapping[str, Any]) -> Report | Refusal:
+    plan = read_plan(file)
+    from rooftop.explain.training import compile_plan
+
+    return compile_plan(plan, **how)
+
+
+def read_plan(file: Path) -> TrainingPlan:
+    """The plan in a file. Raises RooftopError, in one line, for a file that is not there or is no plan."""
+    from rooftop.errors import RooftopError
+    from rooftop.plan import TrainingPlan
+    from rooftop.schemas import schema
+
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RooftopError("plan", str(file), f"a file that can be read ({error.strerror})") from None
+    except ValueError as error:
+        raise RooftopError("plan", str(file), f"a plan.json written by rooftop plan (not JSON: {error})") from None
+    if not isinstance(data, Mapping):
+        raise RooftopError("plan", str(file), "a plan.json written by rooftop plan (this is no JSON object)")
+    absent = [name for name in schema("plan")["required"] if name not in data]
+    if absent:
+        raise RooftopError("plan", str(file), f"a plan.json written by rooftop plan (without {', '.join(absent)})")
+    return TrainingPlan.from_json(data)
+
+
+def _compiled_function(
+    name: str,
+    *,
+    arrays: tuple[str, ...],
+    dims: str | None,
+    mesh: str | None,
+    slice_: str | None,
+    layout: str | None,
+    auto: bool,
+    how: Mapping[str, Any],
+) -> Report:
+    from rooftop.arrays import Mesh
+    from rooftop.cli.matmul import parse_sizes
+    from rooftop.errors import RooftopError
+    from rooftop.explain.function import inspect, laid_mesh
+    from rooftop.hardware import Slice
+
+    if slice_ is None:
+        raise RooftopError("on", slice_, "a slice, such as v5e:4x4")
+    where = Slice.parse(slice_)
+    laid = laid_mesh(where, mesh) if layout is None else Mesh.from_layout(where, layout)
+    if layout is not None and mesh is not None and laid.shape != laid_mesh(where, mesh).shape:
+        raise RooftopError("layout", layout, f"a layout of the mesh {mesh}; this one is of {laid.shape}")
+    return inspect(name, *arrays, on=where, mesh=laid, dims=parse_sizes(dims), auto=auto, **how)
+
+
+def _give(
+    answer: Report | Refusal, *, top: int, as_json: bool, save: Path | None, perfetto: Path | None, output: Path | None
+) -> int:
+    """Write what is asked for and print the answer. Raises Infeasible where that is no."""
+    from rooftop.explain.training import Refusal
+    from rooftop.files import write_text
+
+    data = answer.to_json(top=top)
+    if output is not None:
+        write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    if not isinstance(answer, Refusal):
+        if save is not None:
+            _write_bytes(save, answer.compiled.executable or b"")
+        if perfetto is not None:
+            from rooftop.xla.perfetto import trace
+
+            drawn = trace(answer.compiled.module, answer.timeline, title=answer.compiled.module.name)
+            write_text(perfetto, json.dumps(drawn, allow_nan=False))
+    if as_json:
+        emit_json(data)
+    else:
+        from rooftop.cli import compile_tables
+
+        written = {"report": output, "executable": save, "timeline": perfetto}
+        compile_tables.show(answer, data, {name: str(path) for name, path in written.items() if path is not None})
+    if isinstance(answer, Refusal):
+        raise answer.infeasible
+    return 0
+
+
+def _write_bytes(file: Path, data: bytes) -> None:
+    from rooftop.errors import RooftopError
+
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(file)
+    except OSError as error:
+        raise RooftopError("output file", str(file), f"a path that can be written ({error.strerror})") from None

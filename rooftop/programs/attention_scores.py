@@ -1,0 +1,126 @@
+"""What attention kernels compute: which scores count, how many of them a kernel makes, and what that costs.
+
+Dims as in ``rooftop.programs.attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+KERNELS: tuple[str, ...] = ("reference", "chunked", "splash", "cudnn")
+#: Queries and keys in a block of a kernel: the block for which docs/achievable.md prices the TPU kernels.
+BLOCK = 1024
+
+#: Sequences on TPU are made of whole registers of 128 lanes.
+LANES = 128
+#: Matmuls of [T, S] scores in each kernel: those that contract or produce H, and those that do d_v.
+_MATMULS: Mapping[str, tuple[int, int]] = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "bwd": (3, 2)}
+#: The kernels of a forward and of a backward pass; 'bwd' makes dQ, dK and dV at once.
+_PASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "reference": (("fwd",), ("bwd",)),
+    "chunked": (("fwd",), ("bwd",)),
+    "splash": (("fwd",), ("dq", "dkv")),
+    "cudnn": (("fwd",), ("bwd",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How scores are made of queries and keys, and which of them count.
+
+    A score is ``scale`` times q.k, capped to c tanh(score/c) with c = ``softcap``. Query i and key j count when
+    0 <= i + ``offset`` - j < ``window`` (None: no limit): the first query stands ``offset`` positions after the first
+    key. ``block`` is the most queries and keys that a kernel takes at a time.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    offset: int = 0
+    block: int = BLOCK
+
+    def mask(self, queries: jax.Array, keys: jax.Array, absent: jax.Array | None) -> jax.Array:
+        """Which of these queries and keys count, by their indices; the first ``absent`` keys do not."""
+        behind = queries[:, None] + self.offset - keys
+        seen = behind >= 0
+        if self.window is not None:
+            seen &= behind < self.window
+        return seen if absent is None else seen & (keys >= absent)
+
+    def logits(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+        """Capped scores [b, k, g, T, S] float32 of queries [b, T, k, g, H] and keys [b, S, k, H], none masked."""
+        found = jnp.einsum("btkgh,bskh->bkgts", queries, keys, preferred_element_type=jnp.float32) * self.scale
+        return found if self.softcap is None else self.softcap * jnp.tanh(found / self.softcap)
+
+
+def kernel_flops(
+    kernel: str,
+    *,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    heads: int,
+    d_qk: int,
+    d_v: int,
+    window: int | None = None,
+    offset: int = 0,
+    block: int = BLOCK,
+    backward: bool = False,
+) -> float:
+    """FLOPs that a kernel's forward or backward pass executes for ``heads`` query heads of ``batch`` sequences.
+
+    Those of whole blocks; blocks that ``splash`` and ``cudnn`` skip are not counted. The other two skip none, and
+    their matmuls are visible to XLA. With two kernels a backward pass computes the scores twice, and takes 7 matmuls.
+    """
+    pairs = executed_pairs(kernel, q_len=q_len, kv_len=kv_len, window=window, offset=offset, block=block)
+    return float(sum(_flops(each, batch * heads * pairs, d_qk, d_v) for each in _PASSES[kernel][backward]))
+
+
+def executed_pairs(kernel: str, *, q_len: int, kv_len: int, window: int | None, offset: int, block: int) -> int:
+    """(query, key) pairs of one head whose scores a kernel computes: those of every block with a pair that counts."""
+    if kernel in ("reference", "chunked"):
+        return q_len * kv_len
+    rows, columns = block_size(q_len, block), block_size(kv_len, block)
+    first = np.arange(0, q_len, rows) + offset
+    newest = np.minimum((first + rows - 1) // columns, kv_len // columns - 1)
+    oldest = np.zeros_like(first) if window is None else np.maximum(first - window + 1, 0) // columns
+    return int(np.maximum(newest - oldest + 1, 0).sum()) * rows * columns
+
+
+def block_size(length: int, block: int) -> int:
+    """The largest size up to ``block`` into which ``length`` divides; in whole registers of 128 where it is such."""
+    step = LANES if length % LANES == 0 and block >= LANES else 1
+    return max(size for size in range(step, min(block, length) + 1, step) if length % size == 0)
+
+
+def kernel_scope(flops: Mapping[str, float]) -> AbstractContextManager[None]:
+    """The named scope that declares the FLOPs of the kernels called in it, by a word of their names."""
+    return jax.named_scope("kernel_flops[" + ",".join(f"{name}={round(flops[name])}" for name in flops) + "]")
+
+
+def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays as varying over every mesh axis that any of them varies over, so that gradients are summed outside."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    union = frozenset[str]().union(*varying)
+    return [lax.pcast(x, tuple(union - had), to="varying") for x, had in zip(arrays, varying, strict=True)]
+
+
+def _flops(name: str, pairs: float, d_qk: int, d_v: int) -> float:
+    of_qk, of_v = _MATMULS[name]
+    return 2.0 * pairs * (of_qk * d_qk + of_v * d_v)
+
+
+def declared(kernel: str, scores: Scores, q: jax.Array, v: jax.Array) -> AbstractContextManager[None]:
+    """The scope for the kernels of both passes, which inherit it from the forward one."""
+    (batch, q_len, heads, d_qk), (_, kv_len, _, d_v) = q.shape, v.shape
+    window, offset, block = scores.window, scores.offset, scores.block
+    pairs = executed_pairs(kernel, q_len=q_len, kv_len=kv_len, window=window, offset=offset, block=block)
+    names = (name for names in _PASSES[kernel] for name in names)
+    return kernel_scope({name: _flops(name, batch * heads * pairs, d_qk, d_v) for name in names})

@@ -1,0 +1,79 @@
+"""Rotary positions (Su et al. 2021, RoFormer), stretched as the model says; angles in float32.
+
+Dims: B batch, T sequence, H the rotated size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.models.config import ModelConfig, RopeScaling
+
+
+def frequencies(model: ModelConfig, *, local: bool = False) -> npt.NDArray[np.float64]:
+    """Radians per position of each rotated pair, [H/2]; ``local``: of a windowed layer.
+
+    Scaled as RopeScaling says: linear (Chen et al. 2023), as LLaMA 3.1, or by YaRN (Peng et al. 2023, section 3).
+    """
+    size = model.d_head if model.mla is None else model.mla.d_rope
+    local = local and model.rope_local_theta is not None
+    theta = model.rope_local_theta if local and model.rope_local_theta else model.rope_theta
+    found: npt.NDArray[np.float64] = theta ** (-np.arange(0, size, 2) / size)
+    scaling = None if local else model.rope_scaling
+    if scaling is None:
+        return found
+    return found * (1 - _stretched(found, scaling, theta) * (1 - 1 / scaling.factor))
+
+
+def rotation(model: ModelConfig, positions: jax.Array, *, local: bool = False) -> jax.Array:
+    """Cosines and sines of the rotary angles at ``positions`` [T], [2, T, 1, H/2] float32.
+
+    YaRN's attention factor multiplies both.
+    """
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(model, local=local), jnp.float32)
+    turns = jnp.stack([jnp.cos(angle), jnp.sin(angle)])[:, :, None, :]
+    factor = 1.0 if local or model.rope_scaling is None else model.rope_scaling.attention_factor
+    return turns if factor == 1.0 else turns * factor
+
+
+def rotate(x: jax.Array, turns: jax.Array, *, interleaved: bool = False) -> jax.Array:
+    """Turn x [B, T, heads, H]: the two halves of H are the coordinates, or neighbours if ``interleaved``.
+
+    Interleaved pairs come out as halves: queries and keys are reordered alike, and their products do not see it.
+    """
+    cos, sin = turns
+    wide = x.astype(jnp.float32)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _stretched(
+    frequency: npt.NDArray[np.float64], scaling: RopeScaling, theta: float
+) -> npt.NDArray[np.float64] | float:
+    """How far each frequency is divided by the factor: 0 as it was, 1 in full."""
+    original = scaling.original_max_seq_len
+    if scaling.kind == "llama3":
+        assert original and scaling.low_freq_factor and scaling.high_freq_factor
+        turns = original * frequency / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return 1 - np.clip((turns - low) / (high - low), 0, 1)
+    if scaling.kind == "yarn":
+        assert original and scaling.beta_fast and scaling.beta_slow
+        size = 2 * len(frequency)
+
+        def dim(turns: float) -> float:
+            """The (fractional) pair that makes this many turns in the original length."""
+            return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = dim(scaling.beta_fast), dim(scaling.beta_slow)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        return np.clip((np.arange(len(frequency)) - first) / max(last - first, 1e-3), 0, 1)
+    return 1.0

@@ -1,0 +1,369 @@
+"""Attention by every kernel, on one device and round a ring, equals a softmax written out here."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import P
+
+from rooftop.errors import RooftopError
+from rooftop.hardware import chip
+from rooftop.plan.shapes import attended_pairs
+from rooftop.programs import splash_attention
+from rooftop.programs.attention import attend, kernel_flops, kernel_scope
+from rooftop.programs.attention_scores import Scores, block_size, declared, executed_pairs
+from rooftop.programs.ring_attention import ring_attend, sequence_order
+from rooftop.roofline.achievable import kernel_matmuls
+from rooftop.scopes import scope_and_phase
+from rooftop.xla import hlo
+
+Arrays = tuple[jax.Array, ...]
+
+
+def arrays(b: int, t: int, n: int, k: int, h: int, d_v: int) -> Arrays:
+    """q, k, v, sinks and the weights of a sum of the outputs."""
+    shapes = (b, t, n, h), (b, t, k, h), (b, t, k, d_v), (n,), (b, t, n, d_v)
+    random = np.random.default_rng(0)
+    return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def plain(q: Any, k: Any, v: Any, sinks: Any, *, scale: float, window: int | None, softcap: float | None) -> jax.Array:
+    """Query by query, with the keys that it sees picked out."""
+    rows, group = [], q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    for i in range(q.shape[1]):
+        first = 0 if window is None else max(0, i - window + 1)
+        scores = jnp.einsum("bnh,bsnh->bns", q[:, i], k[:, first : i + 1]) * scale
+        weights = jnp.exp(scores if softcap is None else softcap * jnp.tanh(scores / softcap))
+        total = weights.sum(-1) + (0 if sinks is None else jnp.exp(sinks))
+        rows.append(jnp.einsum("bns,bsnh->bnh", weights, v[:, first : i + 1]) / total[..., None])
+    return jnp.stack(rows, 1)
+
+
+def derived(attention: Any, given: Arrays, *, sinks: bool) -> Any:
+    """Outputs, and derivatives of their weighted sum by q, k, v and sinks."""
+
+    def weighed(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+        o = attention(q, k, v, sinks=s if sinks else None)
+        return (o * given[4]).sum(), o
+
+    gradients, o = jax.jit(jax.grad(weighed, (0, 1, 2, 3), has_aux=True))(*given[:4])
+    return jax.tree.map(np.asarray, (o, *gradients))
+
+
+def close(actual: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    for a, b in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * max(1.0, np.abs(b).max()), rtol=0)
+
+
+#: Windows, soft caps, sinks, key/value heads, size of value heads.
+CASES = [(None, None, False, 2, 16), (5, 3.0, True, 1, 8), (1, None, True, 4, 16), (20, 5.0, False, 2, 24)]
+
+
+@pytest.mark.parametrize(("window", "softcap", "sinks", "kv_heads", "d_v"), CASES)
+def test_reference_and_chunked_equal_plain(
+    window: int | None, softcap: float | None, sinks: bool, kv_heads: int, d_v: int
+) -> None:
+    made = arrays(2, 12, 4, kv_heads, 16, d_v)
+    how = {"scale": 0.3, "window": window, "softcap": softcap}
+    wanted = derived(lambda q, k, v, sinks: plain(q, k, v, sinks, **how), made, sinks=sinks)
+    assert sinks == (np.abs(wanted[-1]).max() > 0)
+    for kernel, block in (("reference", 1024), ("chunked", 4), ("chunked", 1024)):
+        close(derived(partial(attend, kernel=kernel, block=block, **how), made, sinks=sinks), wanted)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pallas kernels run on the CPU."""
+    make = partial(splash_attention.splash.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention.splash, "make_splash_mha", make)
+
+
+SPLASH = [
+    (70, 5.0, True, 2, 8),
+    pytest.param(None, None, False, 2, 16, marks=pytest.mark.slow),
+    pytest.param(1, None, True, 4, 16, marks=pytest.mark.slow),
+    pytest.param(300, None, False, 1, 24, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("window", "softcap", "sinks", "kv_heads", "d_v"), SPLASH)
+def test_splash_equals_reference(
+    window: int | None, softcap: float | None, sinks: bool, kv_heads: int, d_v: int
+) -> None:
+    made = arrays(2, 256, 4, kv_heads, 16, d_v)
+    how = {"scale": 0.3, "window": window, "softcap": softcap}
+    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=sinks)
+    close(derived(partial(attend, kernel="splash", block=128, **how), made, sinks=sinks), wanted)
+
+
+def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is passed to JAX's function means the same to its other implementation, which runs here."""
+    on_cpu, asked = jax.nn.dot_product_attention, []
+
+    def function(*operands: jax.Array, implementation: str, **settings: Any) -> jax.Array:
+        asked.append(implementation)
+        return on_cpu(*operands, implementation="xla", **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", function)
+    made = arrays(2, 24, 4, 2, 16, 16)
+    for window in (None, 7):
+        how = {"scale": 0.3, "window": window}
+        wanted = derived(partial(attend, kernel="reference", **how), made, sinks=False)
+        close(derived(partial(attend, kernel="cudnn", **how), made, sinks=False), wanted)
+    assert set(asked) == {"cudnn"}
+
+
+def test_output_has_the_dtype_of_the_queries() -> None:
+    q, k, v = (x.astype(jnp.bfloat16) for x in arrays(1, 16, 2, 1, 8, 8)[:3])
+    exact = attend(*(x.astype(jnp.float32) for x in (q, k, v)), scale=0.3, kernel="reference")
+    for kernel in ("reference", "chunked"):
+        o = attend(q, k, v, scale=0.3, kernel=kernel, block=4)
+        assert o.dtype == jnp.bfloat16
+        np.testing.assert_allclose(o.astype(jnp.float32), exact, atol=0.03)
+
+
+def jaxpr(kernel: str, remat: Any = None) -> str:
+    q, k, v, *_ = arrays(2, 40, 4, 2, 16, 16)
+
+    def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v, scale=0.3, kernel=kernel, block=8).sum()
+
+    policy = None if remat is None else jax.checkpoint_policies.save_only_these_names(*remat)
+    function = summed if remat is None else jax.checkpoint(summed, policy=policy)
+    return str(jax.make_jaxpr(jax.grad(function, (0, 1, 2)))(q, k, v))
+
+
+def test_chunked_never_has_all_scores() -> None:
+    assert "40,40]" in jaxpr("reference")
+    assert "40,8]" in jaxpr("chunked")
+    assert "40,40]" not in jaxpr("chunked")
+
+
+def test_saved_attention_is_not_computed_again() -> None:
+    """One scan over the keys forward and one backward; a third only if the policy keeps nothing."""
+    assert jaxpr("chunked").count(" scan[") == 2
+    assert jaxpr("chunked", remat=("attn_core",)).count(" scan[") == 2
+    assert jaxpr("chunked", remat=()).count(" scan[") == 3
+
+
+def by_counting(q_len: int, kv_len: int, window: int | None, offset: int, block: int) -> int:
+    rows, columns = block_size(q_len, block), block_size(kv_len, block)
+    behind = np.arange(q_len)[:, None] + offset - np.arange(kv_len)
+    seen = (behind >= 0) & (behind < (window or kv_len + q_len + offset))
+    blocks = seen.reshape(q_len // rows, rows, kv_len // columns, columns).any((1, 3))
+    return int(blocks.sum()) * rows * columns
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.none() | st.integers(1, 60), st.integers(0, 50), st.integers(1, 16))
+def test_executed_pairs_are_those_of_blocks_with_a_pair_that_counts(
+    q_len: int, kv_len: int, window: int | None, offset: int, block: int
+) -> None:
+    sizes = {"q_len": q_len, "kv_len": kv_len, "window": window, "offset": offset, "block": block}
+    assert executed_pairs("splash", **sizes) == by_counting(**sizes)
+    assert executed_pairs("chunked", **sizes) == q_len * kv_len
+
+
+@given(st.integers(1, 12), st.sampled_from([1, 4, 128]), st.none() | st.integers(1, 2000))
+def test_planner_counts_the_same_pairs(blocks: int, block: int, window: int | None) -> None:
+    length = blocks * block
+    pairs = executed_pairs("splash", q_len=length, kv_len=length, window=window, offset=0, block=block)
+    assert pairs == attended_pairs(length, window, block)
+
+
+@pytest.mark.parametrize(("kernel", "kind"), [("splash", "v5p"), ("cudnn", "h100")])
+def test_flops_are_the_planners(kernel: str, kind: str) -> None:
+    sizes = {"batch": 3, "q_len": 4096, "kv_len": 4096, "heads": 8, "d_qk": 128, "d_v": 128, "window": 1500}
+    scores = 3 * 8 * attended_pairs(4096, 1500, 1024)
+    for backward in (False, True):
+        planned = kernel_matmuls(chip(kind), backward=backward) * 2 * 128 * scores
+        assert kernel_flops(kernel, **sizes, backward=backward) == planned
+
+
+def test_matmuls_are_counted_by_their_own_head_size() -> None:
+    """Forward S = Q K and O = P V. dQ: S, dP = dO V, dS K. dK and dV: S, dP, dS Q, P dO."""
+    sizes = {"batch": 1, "q_len": 128, "kv_len": 128, "heads": 1, "d_qk": 192, "d_v": 100}
+    assert kernel_flops("splash", **sizes) == 2 * 128**2 * (192 + 100)
+    assert kernel_flops("splash", **sizes, backward=True) == 2 * 128**2 * ((2 * 192 + 100) + (2 * 192 + 2 * 100))
+    assert kernel_flops("chunked", **sizes, backward=True) == 2 * 128**2 * (3 * 192 + 2 * 100)
+
+
+def test_declared_flops_stand_in_the_names_of_operations() -> None:
+    q, _, v, *_ = arrays(2, 256, 4, 2, 16, 16)
+
+    def scoped(q: jax.Array) -> jax.Array:
+        with jax.named_scope("layers/attn/core"), declared("splash", Scores(scale=1.0, block=128), q, v):
+            return jnp.sin(q)
+
+    sizes = {"batch": 2, "q_len": 256, "kv_len": 256, "heads": 4, "d_qk": 16, "d_v": 16, "block": 128}
+    text = jax.jit(scoped).lower(q).compile().as_text()
+    forward, backward = (round(kernel_flops("splash", **sizes, backward=each)) for each in (False, True))
+    name = f"layers/attn/core/kernel_flops[fwd={forward},dq={backward * 3 // 7},dkv={backward * 4 // 7}]/sin"
+    assert name in text
+    assert scope_and_phase(f"jit(f)/transpose(jvp(layers))/attn/core/{name.rpartition('core/')[2]}") == (
+        "layers/attn/core",
+        "backward",
+    )
+
+
+def test_kernel_scope_has_whole_numbers() -> None:
+    def scoped(x: jax.Array) -> jax.Array:
+        with kernel_scope({"each": 1e15}):
+            return x + 1
+
+    assert "kernel_flops[each=1000000000000000]/add" in jax.jit(scoped).lower(1.0).as_text(debug_info=True)
+
+
+def ring(devices: int, order: str, kernel: str, given: Arrays, *, sinks: bool, check_vma: bool, **how: Any) -> Any:
+    """As ``derived``, for the sequence split over so many devices."""
+    mesh = jax.make_mesh((devices,), ("context",), devices=jax.devices()[:devices])
+    positions = sequence_order(given[0].shape[1], devices, order)
+    split, whole = P(None, "context", None, None), P(None)
+
+    def sharded(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        attention = partial(ring_attend, axis="context", kernel=kernel, order=order, **how)
+        if sinks is None:
+            return jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split, check_vma=check_vma)(q, k, v)
+        attend_with = jax.shard_map(
+            lambda q, k, v, sinks: attention(q, k, v, sinks=sinks),
+            in_specs=(split, split, split, whole), out_specs=split, check_vma=check_vma,
+        )  # fmt: skip
+        return attend_with(q, k, v, sinks)
+
+    with jax.set_mesh(mesh):
+        q, k, v, s, weights = given
+        places = [jax.NamedSharding(mesh, split), jax.NamedSharding(mesh, whole)]
+        q, k, v, weights = (jax.device_put(x[:, positions], places[0]) for x in (q, k, v, weights))
+        o, dq, dk, dv, ds = derived(sharded, (q, k, v, jax.device_put(s, places[1]), weights), sinks=sinks)
+    back = np.argsort(positions)
+    return *(x[:, back] for x in (o, dq, dk, dv)), ds
+
+
+RINGS = [
+    (2, "contiguous", None, 2, 2, True),
+    (4, "zigzag", None, 1, 2, True),  # half of the sequences each way
+    (4, "contiguous", 7, 2, 1, False),
+    (4, "zigzag", 7, 2, 1, True),
+    *(
+        pytest.param(devices, order, window, kv_heads, batch, window is None, marks=pytest.mark.slow)
+        for devices in (2, 3, 4, 8)
+        for order in ("contiguous", "zigzag")
+        for window, kv_heads, batch in ((None, 2, 1), (None, 1, 1), (1, 2, 1), (2, 2, 1), (9, 1, 2), (47, 2, 1))
+    ),
+]
+
+
+@pytest.mark.parametrize(("devices", "order", "window", "kv_heads", "batch", "check_vma"), RINGS)
+def test_ring_equals_one_device(
+    devices: int, order: str, window: int | None, kv_heads: int, batch: int, check_vma: bool
+) -> None:
+    """Outputs and all gradients, at tolerance of float32; windows shorter and longer than a device's share."""
+    made = arrays(batch, 48, 4, kv_heads, 16, 8)
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
+    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    found = ring(devices, order, "chunked", made, sinks=True, check_vma=check_vma, block=4, **how)
+    close(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_ring_of_splash_equals_one_device(devices: int, order: str, window: int | None) -> None:
+    """Its backward pass calls a private function of JAX's: this is what notices when that changes."""
+    made = arrays(1, 256 * devices, 2, 1, 16, 8)
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
+    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    close(ring(devices, order, "splash", made, sinks=True, check_vma=False, block=128, **how), wanted)
+
+
+def permuted_bytes(devices: int, layers: int, *, backward: bool) -> float:
+    """Bytes that a device sends in a scan over layers, by the permutes of a compiled program and trips of its loops."""
+    mesh = jax.make_mesh((devices,), ("context",), devices=jax.devices()[:devices])
+    split = P(None, "context", None, None)
+    attention = partial(ring_attend, axis="context", scale=1.0, kernel="chunked", order="zigzag")
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attn_core"))
+    def layer(carry: Arrays, _: None) -> tuple[Arrays, None]:
+        q, k, v = carry
+        return (jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split)(q, k, v), k / 2, v / 2), None
+
+    def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.lax.scan(layer, (q, k, v), None, length=layers)[0][0].sum()
+
+    with jax.set_mesh(mesh):
+        shapes = [(1, 64 * devices, heads, 16) for heads in (4, 2, 2)]
+        given = [jax.ShapeDtypeStruct(each, jnp.float32, sharding=jax.NamedSharding(mesh, split)) for each in shapes]
+        function = jax.grad(summed, (0, 1, 2)) if backward else summed
+        module = hlo.parse(jax.jit(function).lower(*given).compile().as_text())
+    return sum(
+        module.executions[computation.name] * sum(tensor.nbytes for tensor in each.shape)
+        for computation in module.computations.values()
+        for each in computation
+        if each.opcode == "collective-permute"
+    )
+
+
+def test_keys_and_values_go_round_once_and_twice_more_in_the_backward_pass() -> None:
+    once = 3 * 2 * 64 * 2 * 16 * 4
+    assert permuted_bytes(4, layers=5, backward=False) == 5 * once
+    assert permuted_bytes(4, layers=5, backward=True) == 5 * (1 + 2) * once
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.sampled_from(["contiguous", "zigzag"]))
+def test_sequence_order_is_a_permutation_with_an_even_share_of_work(devices: int, chunk: int, order: str) -> None:
+    length = 2 * devices * chunk
+    positions = sequence_order(length, devices, order)
+    assert sorted(positions) == list(range(length))
+    work = positions.reshape(devices, -1).sum(1)
+    if order == "zigzag":
+        assert len(set(work.tolist())) == 1
+    else:
+        assert (positions == np.arange(length)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": "splsh"}, "did you mean splash"),
+        ({"kernel": "splash"}, "a multiple of 128"),
+        ({"kernel": "cudnn", "softcap": 3.0}, "softcap of the cudnn kernel"),
+        ({"kernel": "cudnn", "sinks": np.zeros(4)}, "sinks of the cudnn kernel"),
+        ({"kernel": "cudnn"}, "size of value heads of the cudnn kernel"),
+        ({"kernel": "chunked", "heads": 3}, "a multiple of the 2 key/value heads"),
+    ],
+)
+def test_what_a_kernel_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    q, k, v, *_ = arrays(1, 48, changes.get("heads", 4), 2, 16, 8)
+    with pytest.raises(RooftopError, match=message):
+        attend(q, k, v, scale=1.0, **{name: value for name, value in changes.items() if name != "heads"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": "zigzig"}, "did you mean zigzag"),
+        ({"kernel": "cudnn"}, "one of chunked, reference, splash"),
+        ({"length": 6, "order": "zigzag"}, "a multiple of 2 for zigzag"),
+    ],
+)
+def test_what_a_ring_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    mesh = jax.make_mesh((2,), ("context",), devices=jax.devices()[:2])
+    split = P(None, "context", None, None)
+    settings = {"kernel": "chunked", "length": 8} | changes
+    given = arrays(1, settings.pop("length"), 2, 2, 8, 8)[:3]
+    attention = partial(ring_attend, axis="context", scale=1.0, **settings)
+    given = jax.device_put(given, jax.NamedSharding(mesh, split))
+    with jax.set_mesh(mesh), pytest.raises(RooftopError, match=message):
+        jax.eval_shape(jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split), *given)
+    with pytest.raises(RooftopError, match="a multiple of 6 for 3 devices"):
+        sequence_order(8, 3, "zigzag")

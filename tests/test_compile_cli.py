@@ -1,0 +1,167 @@
+"""``rooftop compile`` as people type it: a plan beside its program, any JAX function, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from rooftop.cli.main import main
+from rooftop.schemas import schema
+
+Run = Callable[..., Any]
+TOY = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 2048,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+FUNCTION = (
+    "step:product", "--args", "bf16[8192_X, D]", "bf16[D_X, F_Y]", "--dims", "D=4096,F=16Ki", "--mesh", "X=4,Y=4",
+    "--on", "v5e:4x4",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the commands run: a model, a module of the user's, and a cache of compiled programs of their own."""
+    folder = tmp_path_factory.mktemp("compile")
+    (folder / "config.json").write_text(json.dumps(TOY))
+    (folder / "step.py").write_text(
+        "import jax.numpy as jnp\n\n\ndef product(x, w):\n    return jnp.einsum('bd,df->bf', x, w)\n\n\nnumber = 3\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+def make_plan(name: str, *options: str) -> None:
+    """Write a plan of the toy on v5e:2x2, both axes of two devices, unless options say otherwise."""
+    job = ["plan", "train", "config.json", "--on", "v5e:2x2", "--batch-seqs", "8", "--seq", "512", "--remat", "block"]
+    with pytest.raises(SystemExit):
+        main([*job, *(options or ("--mesh", "fsdp=2,tensor=2")), "-o", name, "--json"])
+
+
+def test_a_plan_and_its_program_side_by_side(rooftop: Run, folder: Path) -> None:
+    make_plan("plan.json")
+    answer = rooftop("compile", "plan.json", "--json", "-o", "report.json")
+    assert (answer.status, answer.err) == (0, "")
+    data = answer.json
+    jsonschema.validate(data, schema("compiled"))
+    jsonschema.validate(data["ledger"], schema("ledger"))
+    assert json.loads((folder / "report.json").read_text()) == data
+    checks = {check["name"]: check for check in data["checks"]}
+    for name in ("collectives over fsdp", "collectives over tensor", "unexplained collectives"):
+        assert checks[name]["holds"], checks[name]
+    assert data["unexpected"] == []
+    moved = sum(each["count"] * each["bytes"] for each in data["collectives"] if each["axes"] == ["fsdp"])
+    assert moved == checks["collectives over fsdp"]["compiled"]
+    assert all(each["source"] for each in data["collectives"] if each["bytes"] > 2**16)
+    # Once compiled it is known, tables included.
+    tables = rooftop("compile", "plan.json")
+    lines = [line for line in tables.out.splitlines() if line.strip()]
+    assert " on v5e:2x2: fsdp 2 x tensor 2; remat block" in lines[0]
+    assert "once compiled" in lines[1]
+    for part in ("Per step on one device", "layers/mlp/up", "all_gather fsdp", "HBM of a device", "operations that"):
+        assert part in tables.out
+
+
+def test_a_function_is_compiled_by_name(rooftop: Run) -> None:
+    answer = rooftop("compile", *FUNCTION, "--json")
+    assert (answer.status, answer.err) == (0, "")
+    jsonschema.validate(answer.json, schema("compiled"))
+    assert answer.json["flops"] == 2 * 2048 * 4096 * 4096
+    assert {(each["kind"], *each["axes"]) for each in answer.json["collectives"]} == {("all_gather", "X")}
+    assert (answer.json["planned_flops"], answer.json["joined"], answer.json["checks"]) == (None, [], [])
+    tables = rooftop("compile", *FUNCTION).out
+    for part in ("v5e:4x4: X 4 x Y 4", "all_gather", "step.py:5", "mxu", "peak memory"):
+        assert part in tables
+
+
+def test_automatic_axes(rooftop: Run) -> None:
+    """The same program, the sharding of its result left to the partitioner."""
+    data = rooftop("compile", *FUNCTION, "--auto", "--json").json
+    assert data["flops"] == 2 * 2048 * 4096 * 4096
+
+
+def test_the_timeline_and_the_executable_are_written(rooftop: Run, folder: Path) -> None:
+    answer = rooftop("compile", *FUNCTION, "--perfetto", "trace.json", "--save", "program.bin")
+    assert (answer.status, answer.err) == (0, "")
+    drawn = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in drawn} >= {"M", "X"}
+    stamp = json.loads((folder / "program.bin").read_bytes().partition(b"\n")[0])
+    assert stamp["versions"].keys() == {"jax", "jaxlib", "libtpu"}
+    assert "program.bin" in answer.out
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_status_one(rooftop: Run) -> None:
+    """By how many bytes, what fills it, and what would fit, on one line and in the report."""
+    make_plan("large.json", "--mesh", "fsdp=4", "--batch-seqs", "65536")
+    answer = rooftop("compile", "large.json", "--json")
+    assert answer.status == 1
+    jsonschema.validate(answer.json, schema("compiled"))
+    assert answer.json["fits"] is False
+    assert answer.json["over_bytes"] > 0
+    assert answer.json["buffers"]
+    (line,) = answer.err.strip().splitlines()
+    assert "does not fit: XLA needs" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.json",), "nowhere.json"),
+        (("config.json",), "without kind"),
+        (("broken.json",), "not JSON"),
+        (("list.json",), "no JSON object"),
+        (("plan",), "module:function"),
+        (("step:nothing", "--on", "v5e:2x2"), "nothing"),
+        (("step:number", "--on", "v5e:2x2"), "a function"),
+        (("nomodule:fn", "--on", "v5e:2x2"), "nomodule"),
+        (("step:product",), "a slice"),
+        (("step:product", "--on", "v5e:4x5"), "v5e"),
+        (("step:product", "--on", "v5e:4x4", "--mesh", "X=4"), "16 devices"),
+        (("step:product", "--on", "v5e:4x4", "--mesh", "X=4,Y=4", "--layout", "X=x+y"), "layout"),
+        (("step:product", "--on", "v5e:4x4", "--args", "bf16[8_x", "--dims", "D=4"), "bf16[B_X"),
+        (("step:product", "--on", "v5e:4x4", "--args", "bf16[8_x]", "--dims", "D4"), "NAME=SIZE"),
+        (("other.json", "--on", "v5e:4x4"), "nothing with a plan"),
+        (("other.json", "--args", "bf16[8]"), "nothing with a plan"),
+        (("other.json", "--timeout", "soon"), "timeout"),
+        (("other.json", "--top", "0"), "top"),
+    ],
+)
+def test_bad_arguments_are_one_line(rooftop: Run, folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    (folder / "broken.json").write_text("{")
+    (folder / "list.json").write_text("[]")
+    _refused(rooftop("compile", *arguments), message)
+
+
+def test_a_plan_of_another_kind_is_refused(rooftop: Run, folder: Path) -> None:
+    make_plan("other.json")
+    data = json.loads((folder / "other.json").read_text())
+    (folder / "other.json").write_text(json.dumps(data | {"kind": "serve"}))
+    _refused(rooftop("compile", "other.json"), "train 1")
+    (folder / "other.json").write_text(json.dumps(data | {"slice": {"name": "v5e:3x3"}}))
+    _refused(rooftop("compile", "other.json"), "v5e")
+
+
+def test_a_time_out_is_one_line(rooftop: Run) -> None:
+    _refused(rooftop("compile", *FUNCTION, "--no-cache", "--timeout", "0.01"), "timeout")
+
+
+@pytest.mark.parametrize("option", ["-o", "--save", "--perfetto"])
+def test_a_file_that_cannot_be_written(rooftop: Run, option: str) -> None:
+    _refused(rooftop("compile", *FUNCTION, option, "nowhere/file"), "output file")
+
+
+def _refused(answer: Any, message: str) -> None:
+    assert answer.status == 2
+    assert answer.out == ""
+    (line,) = answer.err.strip().splitlines()
+    assert line.startswith("rooftop: ")
+    assert message in line
