@@ -11,11 +11,16 @@ from rooftop.errors import RooftopError
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` in one step. Raises RooftopError if the place cannot be written."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` in one step. Raises RooftopError if the place cannot be written."""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             # mkstemp makes private files; a plan is as readable as any file that its owner writes.

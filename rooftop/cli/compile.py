@@ -175,14 +175,14 @@ def _give(
 ) -> int:
     """Write what is asked for and print the answer. Raises Infeasible where that is no."""
     from rooftop.explain.training import Refusal
-    from rooftop.files import write_text
+    from rooftop.files import write_bytes, write_text
 
     data = answer.to_json(top=top)
     if output is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
     if not isinstance(answer, Refusal):
         if save is not None:
-            _write_bytes(save, answer.compiled.executable or b"")
+            write_bytes(save, answer.compiled.executable or b"")
         if perfetto is not None:
             from rooftop.xla.perfetto import trace
 
@@ -198,14 +198,3 @@ def _give(
     if isinstance(answer, Refusal):
         raise answer.infeasible
     return 0
-
-
-def _write_bytes(file: Path, data: bytes) -> None:
-    from rooftop.errors import RooftopError
-
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(file)
-    except OSError as error:
-        raise RooftopError("output file", str(file), f"a path that can be written ({error.strerror})") from None

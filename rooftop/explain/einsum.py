@@ -97,7 +97,7 @@ def compiled_program(compiled: Compiled, schedule: Timeline, prices: Prices, dty
         seconds = prices.collective_s(each.collective.kind, each.collective.axes, each.collective.bytes)
         entries.append(replace(each.ledger_entry, time_s={"ici": seconds}))
     counts = tuple(each.collective.executions for each in schedule.collectives)
-    flops = float(read_ledger(compiled.module, compiled.mesh.shape).flops())
+    flops = float(read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh).flops())
     moving = sum(count * float(entry.time_s["ici"]) for entry, count in zip(entries, counts, strict=True))
     return Program(
         collectives=tuple(entries),
