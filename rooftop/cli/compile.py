@@ -119,6 +119,9 @@ def _progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | No
 
 def _compiled_plan(file: Path, how: Mapping[str, Any]) -> Report | Refusal:
     plan = read_plan(file)
+    from rooftop.xla.compiling import require_compiler
+
+    require_compiler()
     from rooftop.explain.training import compile_plan
 
     return compile_plan(plan, **how)
@@ -158,8 +161,11 @@ def _compiled_function(
     from rooftop.arrays import Mesh
     from rooftop.cli.matmul import parse_sizes
     from rooftop.errors import RooftopError
-    from rooftop.explain.function import inspect, laid_mesh
     from rooftop.hardware import Slice
+    from rooftop.xla.compiling import require_compiler
+
+    require_compiler()
+    from rooftop.explain.function import inspect, laid_mesh
 
     if slice_ is None:
         raise RooftopError("on", slice_, "a slice, such as v5e:4x4")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ class Compiled:
         return read_ledger(self.module, self.mesh.shape, self.mesh)
 
 
+def require_compiler() -> None:
+    """Raise RooftopError where JAX, libtpu or optax is not installed."""
+    for package in ("jax", "libtpu", "optax"):
+        if find_spec(package) is None:
+            accepted = "a Python that has it, for XLA:TPU without a TPU: pip install 'rooftop[compile]' (Linux)"
+            raise RooftopError(package, "not installed", accepted)
+
+
 def compile_ahead_of_time(
     request: Request, *, timeout_s: float | None = None, cache: bool = True, on_progress: Progress | None = None
 ) -> Compiled:
@@ -127,6 +136,7 @@ def compile_ahead_of_time(
     HBM, RooftopError when the request is wrong, the compiler refuses the program, or it takes longer than
     ``timeout_s``. The worker ends with the call, however that ends, and with this process.
     """
+    require_compiler()
     asked = request.to_json()
     store = Cache.of_user()
     result = store.find(asked) if cache else None
