@@ -97,7 +97,10 @@ class Prices:
         return array.device_bytes(self.dims, self.mesh.shape)
 
     def collective_s(self, kind: str, axes: tuple[str, ...], payload: float) -> float:
-        """Seconds of a collective that is no permute, ``payload`` as in ``rooftop.ledger.Collective``."""
+        """Seconds of a collective, ``payload`` as in ``rooftop.ledger.Collective``.
+
+        A permute is the shift to the next device: the least that any permute over these axes takes.
+        """
         return self._collective(kind, axes, payload).time_s
 
     def _collective(self, kind: str, axes: tuple[str, ...], payload: float) -> Cost:
