@@ -40,7 +40,7 @@ def _parameters() -> dict[str, tuple[str, ...]]:
 
 def _activations() -> dict[str, tuple[str, ...]]:
     return {
-        "batch": ("data", "fsdp", "expert"),
+        "batch": ("data", "expert", "fsdp"),
         "seq": ("context",),
         "residual_seq": ("context", "tensor"),
         "heads": ("tensor",),
