@@ -22,7 +22,7 @@ from rooftop.hardware import Slice
 from rooftop.ledger import Collective, Ledger, Row
 from rooftop.models import ModelConfig
 from rooftop.plan import Problem, TrainingPlan, Workload, plan_training
-from rooftop.xla.compiled import LogicalCollective
+from rooftop.xla.collectives import LogicalCollective
 from rooftop.xla.memory import Buffer, OutOfMemory, PeakMemory
 from rooftop.xla.schedule import Scheduled
 
@@ -131,6 +131,11 @@ def test_repeated_by_xla_is_explained_by_its_name() -> None:
 def test_small_collectives_need_no_reason() -> None:
     (small,) = found([], [scheduled("loss", "all_reduce", "fsdp", 1000.0)]).unexpected
     assert small.rule == "small"
+    # Nor is it taken for a part of something large elsewhere.
+    large = planned("embed", ("all_reduce", "fsdp", 4e6))
+    findings = found([large], [scheduled("loss", "all_reduce", "fsdp", 1000.0)])
+    assert [each.rule for each in findings.unexpected] == ["small"]
+    assert [(each.rule, each.bytes) for each in findings.missing] == [("", 8e6)]
 
 
 @pytest.mark.parametrize(("axes", "rule"), [("fsdp,tensor", "whole_slice"), ("fsdp", "spelled")])
@@ -138,7 +143,7 @@ def test_an_all_reduce_for_a_scatter_is_said(axes: str, rule: str) -> None:
     plan = [planned("unembed", ("reduce_scatter", axes, 4e6), phase="backward")]
     findings = found(plan, [scheduled("unembed", "all_reduce", axes, 4e6, phase="backward")])
     assert (findings.unexpected, findings.missing) == ((), ())
-    assert [(each.kind, each.rule) for each in findings.spelled] == [("all_reduce", rule)]
+    assert [(each.kind, each.rule, each.cost_s) for each in findings.spelled] == [("all_reduce", rule, 4e-3)]
 
 
 def test_a_sum_over_slices_in_three_steps_is_one() -> None:
@@ -176,6 +181,15 @@ def test_a_kernel_that_is_none_is_said() -> None:
     real = Row(scope="layers/attn/core", phase="forward", count=2, flops={"bf16": 1e9})
     (absent,) = found([row], [], [operation("layers/attn/core", 1e9)], real).missing
     assert (absent.rule, absent.flops) == ("no_kernel", 4e9)
+
+
+@pytest.mark.parametrize(("kernel", "rule"), [(False, "scores"), (True, "")])
+def test_scores_are_computed_again_where_no_kernel_keeps_them(kernel: bool, rule: str) -> None:
+    row = planned("layers/attn/core", flops=1e9, phase="backward")
+    real = Row(scope="layers/attn/core", phase="backward", count=2, flops={"bf16": 2e9})
+    one = replace(operation("layers/attn/core", 2e9, phase="backward"), kernel=kernel)
+    (more,) = found([row], [], [one], real).unexpected
+    assert (more.rule, more.flops) == (rule, 2e9)
 
 
 # ---- tolerances ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.routing import route
 from rooftop.xla import hlo
-from rooftop.xla.compiled import LogicalCollective, logical_collectives, read_ledger
+from rooftop.xla.collectives import LogicalCollective, logical_collectives
+from rooftop.xla.compiled import read_ledger
 from rooftop.xla.compiling import Compiled, Request
 from rooftop.xla.machine import COMPUTE
 from rooftop.xla.perfetto import trace
@@ -621,6 +622,60 @@ def test_a_sum_without_a_name_belongs_to_what_made_it(kind: str, use: str, place
     ]
     (one,) = logical_collectives(module(body, PLUS), {"X": 4, "Y": 4})
     assert (one.scope, one.phase) == place
+
+
+def test_an_all_reduce_of_zeros_and_one_part_gathers() -> None:
+    """Each part belongs to what uses it; one layer's weights, used in the backward pass, are gathered again."""
+    layers = "bf16[8,128,512]"
+
+    def part(name: str, source: str) -> list[str]:
+        return [
+            f"{name} = bf16[128,512] reshape(%{source})",
+            f"{name}-whole = {ARRAY} dynamic-update-slice(%zeros, %{name}, %i, %i)",
+        ]
+
+    body = [
+        "zero = bf16[] constant(0)",
+        f"zeros = {ARRAY} broadcast(%zero), dimensions={{}}",
+        "i = s32[] partition-id()",
+        f"stacked = {layers} parameter(2)",
+        "layer = bf16[1,128,512] dynamic-slice(%stacked, %i, %i, %i), dynamic_slice_sizes={1,128,512}",
+        *part("a", "layer"),
+        "held = bf16[128,512] parameter(3)",
+        *part("b", "held"),
+        f"r = ({ARRAY}, {ARRAY}) all-reduce(%a-whole, %b-whole), {groups('Y')}, to_apply=%plus",
+        f"g0 = {ARRAY} get-tuple-element(%r), index=0",
+        f"g1 = {ARRAY} get-tuple-element(%r), index=1",
+        dot("d", "x", "g0") + ', metadata={op_name="jit(f)/transpose(jvp(layers/mlp/up))/op"}',
+        dot("e", "x", "g1") + ', metadata={op_name="jit(f)/transpose(jvp(layers/attn/out))/op"}',
+    ]
+    first, second = logical_collectives(module(body, PLUS), {"X": 4, "Y": 4})
+    assert (first.kind, first.bytes) == (second.kind, second.bytes) == ("all_reduce", NBYTES)
+    assert (first.scope, first.phase) == ("layers/mlp/up", "recompute")
+    assert (second.scope, second.phase) == ("layers/attn/out", "backward")
+
+
+def test_what_a_loop_carries_to_its_use_and_from_what_made_it() -> None:
+    body = [
+        named(dot("d", "y"), "unembed"),
+        f"b = {ARRAY} bitcast(%d)",
+    ]
+    lines = [
+        gather_start("g", "Y"),
+        gather_done("g"),
+        f"part = {ARRAY} slice(%g), slice={{[0:{ROWS}], [0:512]}}",
+        *call("scan", "part"),
+        named(f"n = {ARRAY} bitcast(%scan)", "loss"),
+        f"r = {ARRAY} all-reduce(%n), {groups('Y')}, to_apply=%plus",
+    ]
+    found = logical_collectives(module(lines, PLUS, *loop("scan", 10, body, "b")), {"X": 4, "Y": 4})
+    assert {each.kind: each.scope for each in found} == {"all_gather": "unembed", "all_reduce": "unembed"}
+
+
+def test_the_rings_of_attention_stay_permutes() -> None:
+    """Keys and values pass by: no device ever has them all."""
+    lines = [named(line, "layers/attn/core") if "-permute-" in line else line for line in gather(4, 3, 0)]
+    assert folded(module(lines), 4) == [("permute", NBYTES, 0, 1)] * 3
 
 
 def test_a_collective_that_is_named_outside_every_scope_stays_there() -> None:

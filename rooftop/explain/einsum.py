@@ -92,18 +92,21 @@ def planned_program(strategy: Strategy, prices: Prices) -> Program:
 
 def compiled_program(compiled: Compiled, schedule: Timeline, prices: Prices, dtype: str) -> Program:
     """What the compiler made, its collectives priced as ours are."""
-    entries = []
-    for each in schedule.collectives:
-        seconds = prices.collective_s(each.collective.kind, each.collective.axes, each.collective.bytes)
-        entries.append(replace(each.ledger_entry, time_s={"ici": seconds}))
+    seconds = [
+        prices.collective_s(each.collective.kind, each.collective.axes, each.collective.bytes)
+        for each in schedule.collectives
+    ]
+    entries = tuple(
+        replace(each.ledger_entry, time_s=each.by_resource(price_s))
+        for each, price_s in zip(schedule.collectives, seconds, strict=True)
+    )
     counts = tuple(each.collective.executions for each in schedule.collectives)
     flops = float(read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh).flops())
-    moving = sum(count * float(entry.time_s["ici"]) for entry, count in zip(entries, counts, strict=True))
     return Program(
-        collectives=tuple(entries),
+        collectives=entries,
         counts=counts,
         flops=flops,
-        communication_s=moving,
+        communication_s=sum(count * price_s for count, price_s in zip(counts, seconds, strict=True)),
         compute_s=_compute_s(flops, dtype, prices),
     )
 

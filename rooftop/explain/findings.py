@@ -102,9 +102,8 @@ def find(
 ) -> Findings:
     """The findings of rows that are joined; ``collectives`` and ``operations`` are those of the compiled program."""
     rows = list(joined)
-    kernels = {row.key for row in planned if row.kernel_flops} - {
-        (each.scope, each.phase) for each in operations if each.kernel
-    }
+    kernels = {(each.scope, each.phase) for each in operations if each.kernel}
+    no_kernels = {row.key for row in planned if row.kernel_flops} - kernels
     prices = _planned_prices(planned)
     scheduled = _by_key(collectives)
     unexpected: list[Finding] = []
@@ -121,8 +120,8 @@ def find(
                 spelled.append(_spelling(draft, each, mesh))
     unexpected, missing = _in_steps(*_moved(unexpected, missing), mesh)
     return Findings(
-        unexpected=_ordered(_explained(each) for each in unexpected),
-        missing=_ordered(_absent(each, kernels) for each in missing),
+        unexpected=_ordered(_explained(each, kernels) for each in unexpected),
+        missing=_ordered(_absent(each, no_kernels) for each in missing),
         recomputed=_ordered(_recomputed(rows, operations, collectives)),
         spelled=_ordered(spelled),
     )
@@ -142,7 +141,7 @@ def _collective(
         kind=kinds[-1] if compiled > planned else each.kind,
         axes=each.axes,
         bytes=max(planned, compiled),
-        cost_s=sum(item.collective.executions * item.price_s for item in found) if compiled > planned else price,
+        cost_s=sum(item.collective.executions * item.price_s for item in found) if compiled >= planned else price,
         source=next((item.collective.source for item in found if item.collective.source), ""),
         instructions=tuple(name for item in found for _, name in item.collective.instructions),
     )
@@ -179,7 +178,7 @@ def _moved(unexpected: list[Finding], missing: list[Finding]) -> tuple[list[Find
     found: list[Finding] = []
     for each in unexpected:
         while each.amount > TOLERANCE:
-            near = [other for other in left if _alike(each, other)]
+            near = [] if _is_small(each) else [other for other in left if _alike(each, other)]
             if not near:
                 extra.append(each)
                 break
@@ -239,26 +238,27 @@ def _alike(compiled: Finding, planned: Finding) -> bool:
     return same and set(compiled.axes) == set(planned.axes)
 
 
-def _explained(finding: Finding) -> Finding:
-    """The finding with its reason, where there is evidence for one."""
+def _explained(finding: Finding, kernels: Container[tuple[str, str]]) -> Finding:
+    """The finding with its reason, where there is evidence for one; ``kernels`` are the rows that have any."""
     if finding.rule:
         return finding
     if any(".remat" in name for name in finding.instructions):
         return replace(finding, rule="rematerialised", why=_EDGE)
-    if finding.kind == MATMUL and finding.scope == "layers/attn/core":
+    row = finding.scope, finding.phase
+    if finding.kind == MATMUL and finding.scope == "layers/attn/core" and row not in kernels:
         return replace(finding, rule="scores", why="XLA computes attention scores again rather than store them")
-    if finding.kind != MATMUL and finding.bytes < SMALL:
-        return replace(finding, rule="small", why=_SMALL)
-    return finding
+    return replace(finding, rule="small", why=_SMALL) if _is_small(finding) else finding
 
 
 def _absent(finding: Finding, kernels: Container[tuple[str, str]]) -> Finding:
     """The same for what is missing; ``kernels`` are the rows that were planned as kernels and compiled as none."""
     if not finding.rule and finding.kind == MATMUL and (finding.scope, finding.phase) in kernels:
         return replace(finding, rule="no_kernel", why="planned as a hand-written kernel, which the program has not")
-    if not finding.rule and finding.kind != MATMUL and finding.bytes < SMALL:
-        return replace(finding, rule="small", why=_SMALL)
-    return finding
+    return replace(finding, rule="small", why=_SMALL) if _is_small(finding) and not finding.rule else finding
+
+
+def _is_small(finding: Finding) -> bool:
+    return finding.kind != MATMUL and finding.bytes < SMALL
 
 
 def _recomputed(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rooftop.roofline.rates import Rates
-from rooftop.xla.costs import Work, work
+from rooftop.xla.costs import work
 from rooftop.xla.hlo import Computation, Instruction, Module
 from rooftop.xla.machine import scheduled
-from rooftop.xla.places import place_of
+from rooftop.xla.places import purpose, users
 from rooftop.xla.schedule import Timeline
 
 
@@ -86,9 +86,9 @@ def operations(module: Module, line: Timeline, rates: Rates) -> tuple[Operation,
     up to ``compute_s`` and ``other_wait_s`` of the timeline.
     """
     found = (
-        _operation(module, computation, instruction, line, rates)
+        _operation(module, computation, instruction, place, line, rates)
         for computation in scheduled(module)
-        for instruction in computation
+        for instruction, place in _placed(module, computation)
     )
     return tuple(each for each in found if each.expected_s)
 
@@ -98,42 +98,37 @@ def slowest(found: Iterable[Operation], count: int) -> list[Operation]:
     return sorted(found, key=lambda each: -each.total_s)[:count]
 
 
+def _placed(module: Module, computation: Computation) -> Iterator[tuple[Instruction, tuple[str, str]]]:
+    """The instructions of a computation, each with its scope and phase."""
+    used_by = users(computation)
+    for instruction in computation:
+        yield instruction, purpose(module, computation, instruction, used_by)
+
+
 def _operation(
-    module: Module, computation: Computation, instruction: Instruction, line: Timeline, rates: Rates
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    place: tuple[str, str],
+    line: Timeline,
+    rates: Rates,
 ) -> Operation:
     done = work(module, computation, instruction)
-    scope, phase = place_of(module, computation, instruction)
     sizes = max(done.matmuls, key=lambda each: each[0] * each[1] * each[2], default=None)
     executions = module.executions[computation.name]
     return Operation(
         name=instruction.name,
         opcode=instruction.opcode,
-        scope=scope,
-        phase=phase,
+        scope=place[0],
+        phase=place[1],
         source=module.source(instruction),
         executions=executions,
         shape=", ".join(f"{each.dtype}[{','.join(map(str, each.dims))}]" for each in instruction.shape),
         matmul="" if sizes is None else " x ".join(f"{size:.0f}" for size in sizes[:3]),
-        flops=sum(2.0 * m * k * n for m, k, n, _ in done.matmuls) + _kernel_flops(done),
+        flops=done.flops,
         hbm_bytes=float(done.hbm_bytes),
         vector_ops=float(done.vector_ops),
-        time_s=_bounds(done, rates),
+        time_s=done.bound_s(rates),
         expected_s=line.spent_s.get((computation.name, instruction.name), 0.0) / executions,
         kernel=done.kernel is not None,
     )
-
-
-def _kernel_flops(done: Work) -> float:
-    """What a kernel declares (0 where it declares nothing)."""
-    return 0.0 if done.kernel is None else done.kernel.flops or 0.0
-
-
-def _bounds(done: Work, rates: Rates) -> dict[str, float]:
-    """Seconds by resource at peak rates; a dtype that the chip does not multiply runs as bf16."""
-    peak = rates.flops_per_s
-    return {
-        "mxu": sum(2.0 * m * k * n / peak.get(dtype, peak["bf16"]) for m, k, n, dtype in done.matmuls)
-        + _kernel_flops(done) / peak["bf16"],
-        "hbm": done.hbm_bytes / rates.hbm_bytes_per_s,
-        "vpu": done.vector_ops / rates.vector_flops_per_s,
-    }

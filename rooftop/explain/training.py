@@ -14,6 +14,7 @@ from rooftop.programs.train_step import TrainProgram
 from rooftop.quantities import format_bytes
 from rooftop.xla.compiling import Progress, Request, compile_ahead_of_time
 from rooftop.xla.memory import OutOfMemory
+from rooftop.xla.options import training_options
 
 PROGRAM = "rooftop.programs.train_step:lower"
 
@@ -93,7 +94,8 @@ def compile_plan(
 
 def request(plan: TrainingPlan) -> Request:
     """What to compile. Raises RooftopError for a plan that no program can run as it stands."""
-    return Request(mesh=plan.mesh, program=PROGRAM, arguments=TrainProgram.from_plan(plan.to_json()).to_json())
+    program = TrainProgram.from_plan(plan.to_json())
+    return Request(mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=training_options(plan.mesh))
 
 
 def nearest_fit(plan: TrainingPlan, needed_bytes: float) -> TrainingPlan | None:

@@ -25,6 +25,9 @@ CHECKPOINTS: tuple[str, ...] = (
     "mlp_act",
     "mlp_down",
 )
+#: Tokens whose logits are held at once: the loss is computed in chunks.
+LOSS_CHUNK = 1024
+
 ACTIONS: tuple[str, ...] = ("save", "offload", "recompute")
 
 
@@ -36,7 +39,7 @@ def _policy(*saved: str) -> dict[str, str]:
 #: attention kernel; ``minimal`` the projections only, as MaxText's policy of that name; ``block`` and ``full`` (two
 #: names in use for the same) only the layer's input, which a scan over layers keeps in any case.
 POLICIES: dict[str, dict[str, str]] = {
-    "none": _policy(*(name for name in CHECKPOINTS if name != "mlp_down")),
+    "none": _policy(*CHECKPOINTS),
     "matmuls": _policy("qkv", "attn_core", "attn_out", "mlp_up"),
     "minimal": _policy("qkv", "attn_out", "mlp_up", "mlp_down"),
     "block": _policy(),
@@ -70,12 +73,17 @@ def parse_policy(text: str, field: str = "remat") -> dict[str, str]:
 def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, float]:
     """Elements per token of each intermediate of one layer, before any sharding.
 
-    In a layer of experts each token is held once per active expert (and for the shared ones).
+    In a layer of experts each token is held once per active expert (and for the shared ones). MLA makes its latents
+    beside queries, keys and values.
     """
     d_qk, d_v = config.d_head, config.d_head
-    if config.mla is not None:
-        d_qk, d_v = config.mla.d_nope + config.mla.d_rope, config.mla.d_v
-    queries, keys, values = config.heads * d_qk, config.kv_heads * d_qk, config.kv_heads * d_v
+    queries, keys = config.heads * d_qk, config.kv_heads * d_qk
+    projected = queries + keys + config.kv_heads * d_v
+    if (mla := config.mla) is not None:
+        d_qk, d_v = mla.d_nope + mla.d_rope, mla.d_v
+        queries = keys = config.heads * d_qk
+        latents = (mla.q_rank or 0) + mla.kv_rank + mla.d_rope
+        projected = queries + config.heads * (mla.d_nope + d_v) + latents
     hidden: float = config.d_ff
     if moe_layer and config.moe is not None:
         hidden = config.moe.active * config.moe.d_ff + config.moe.shared_d_ff
@@ -83,8 +91,8 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     return {
         "layer_input": config.d_model,
         "attn_normed": config.d_model,
-        "qkv": queries + keys + values,
-        "rope": queries + keys,
+        "qkv": projected,
+        "rope": queries + keys if config.positions == "rope" else 0.0,
         # The kernel keeps one float32 log-sum-exp per query and head beside its output.
         "attn_core": config.heads * d_v + 2 * config.heads,
         "attn_out": config.d_model,
@@ -96,11 +104,25 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     }
 
 
-def saved_elements(config: ModelConfig, policy: Mapping[str, str], action: str, *, moe_layer: bool) -> float:
-    """Elements per token and layer that ``policy`` treats with ``action``."""
-    return sum(
-        width for name, width in checkpoint_widths(config, moe_layer=moe_layer).items() if policy[name] == action
-    )
+def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bool) -> dict[str, float]:
+    """Elements per token of each intermediate that ``policy`` keeps and the backward pass reads, others 0.
+
+    What nothing reads is not stored, whatever the policy says: the sum of a residual needs neither of its terms again,
+    and a rotation not what it rotated, unless norms stand between.
+    """
+    widths = checkpoint_widths(config, moe_layer=moe_layer)
+    kept = {name: 0.0 if policy[name] == "recompute" else width for name, width in widths.items()}
+    if config.norms_per_layer == 2:
+        kept["mlp_down"] = 0.0
+        if kept["mlp_input"]:
+            kept["attn_out"] = 0.0
+    if kept["rope"] and not config.qk_norm:
+        mla = config.mla
+        values = config.kv_heads * config.d_head
+        if mla is not None:
+            values = config.heads * mla.d_v + (mla.q_rank or 0) + mla.kv_rank
+        kept["qkv"] = min(kept["qkv"], values)
+    return kept
 
 
 def checkpoint_bytes(tokens: float, layers: int, elements_per_token: float, *, element_bytes: float = 2.0) -> float:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rooftop.ledger import Number
-from rooftop.models.activations import checkpoint_widths
+from rooftop.models.activations import LOSS_CHUNK
+from rooftop.plan.shapes import attention_head_sizes
 from rooftop.plan.training import TrainingStep
-
-#: Tokens whose logits are held at once: the loss is computed in chunks.
-LOSS_CHUNK = 1024
+from rooftop.quantities import dtype_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +32,27 @@ class Memory:
 def training_memory(step: TrainingStep) -> Memory:
     """What a device holds at the peak of a step.
 
-    State is split over fsdp, tensor, expert and stage. Saved activations of every layer are alive at the start of the
-    backward pass. Beside them the workspace: either one layer's backward pass (its gathered weights twice, since the
-    next layer's arrive meanwhile, its whole weight gradient, and hidden activations: three arrays of F if they were
-    saved, five if they are computed again), or the loss with the unembedding and its gradient, whichever is larger.
+    State is split over fsdp, tensor, expert and stage, and saved activations of every layer are alive at the start of
+    the backward pass. The peak is one of two moments: the loss, when no layer has a gradient yet, or the backward pass
+    of the last layer, when the layers' gradients have their place and the table's copies in the compute dtype are gone.
     """
-    strategies, numerics, element = step.strategies, step.numerics, step.element_bytes
+    strategies, numerics = step.strategies, step.numerics
     held = sum(step.held_parameters.values(), np.float64(0.0))
+    vocab = step.held_parameters["vocab"]
+    tables = 1 if step.model.tied_embeddings else 2
+    weights = held * numerics.weight_bytes
     # Sums over microbatches are kept in float32.
-    gradient = np.where(strategies.microbatches > 1, 4.0, numerics.gradient_bytes)
-    own = step.tokens / step.tensor
+    sums = np.where(strategies.microbatches > 1, 4.0, 0.0) * held
+    gradients = sums + numerics.gradient_bytes * (held - vocab + vocab / tables)
+    copies = vocab * (numerics.weight_bytes - dtype_bytes(numerics.weights))
+    loss, layer = _loss(step), _layer_backward(step)
+    at_loss = weights + sums + loss > weights - copies + gradients + layer
     return Memory(
-        weights=held * numerics.weight_bytes,
+        weights=np.where(at_loss, weights, weights - copies),
         optimizer=held * numerics.optimizer_bytes,
-        gradients=held * gradient,
-        activations=saved_per_layer(step, "save") * step.layers * in_flight(step) * own * element,
-        workspace=np.maximum(_layer_backward(step), _loss(step)),
+        gradients=np.where(at_loss, sums, gradients),
+        activations=saved_per_layer(step, "save") * step.layers * in_flight(step) * _own(step) * step.element_bytes,
+        workspace=np.where(at_loss, loss, layer),
     )
 
 
@@ -65,9 +69,9 @@ def saved_per_layer(step: TrainingStep, action: str) -> Number:
     share = step.dense_share
     total: Number = 0.0
     if share:
-        total = total + share * step.strategies.kept(action, checkpoint_widths(step.model, moe_layer=False))
+        total = total + share * step.strategies.kept(action, step.model, moe_layer=False)
     if share < 1:
-        total = total + (1 - share) * step.strategies.kept(action, checkpoint_widths(step.model, moe_layer=True))
+        total = total + (1 - share) * step.strategies.kept(action, step.model, moe_layer=True)
     return total
 
 
@@ -87,24 +91,45 @@ def in_flight(step: TrainingStep) -> Number:
 
 def host_bytes(step: TrainingStep) -> Number:
     """Bytes of offloaded activations that one device keeps in its host's memory, [C, K]."""
-    own = step.tokens / step.tensor * step.element_bytes
-    return saved_per_layer(step, "offload") * step.layers * in_flight(step) * own
+    return saved_per_layer(step, "offload") * step.layers * in_flight(step) * _own(step) * step.element_bytes
+
+
+def _own(step: TrainingStep) -> Number:
+    """Tokens whose residual stream a device has, [C, K]: those of its tensor group are split over it."""
+    return step.tokens / step.tensor
 
 
 def _layer_backward(step: TrainingStep) -> Number:
-    sizes, element = step.layer_parameters, step.element_bytes
-    dense = sizes["attn"] + sizes["mlp"]
-    hidden = float(step.model.d_ff) if step.dense_share else 0.0
-    largest = dense
-    if step.model.moe is not None:
-        moe = step.model.moe
-        largest = np.maximum(dense, sizes["attn"] + sizes["experts"] + sizes["shared"])
+    """What the backward pass of one layer adds, as counted in the peaks of compiled programs (docs/compile.md).
+
+    Its weights as gathered over fsdp and the largest one's whole gradient; three arrays of hidden activations; five of
+    the stream at the width of the matmuls' inputs (those of both blocks, their gradients, partial sums) and four as the
+    residual stream is split; queries, keys, values and output of attention; what experts were sent and send back.
+    """
+    model, sizes, moe = step.model, step.layer_parameters, step.model.moe
+    weights, hidden, sent = sizes["attn"], 0.0, 0.0
+    matrix: Number = 0.0
+    if step.dense_share:
+        weights, hidden = weights + sizes["mlp"], float(model.d_ff)
+        matrix = model.d_model * model.d_ff / step.tensor
+    if moe is not None:
+        weights = np.maximum(weights, sizes["attn"] + sizes["experts"] + sizes["shared"])
         hidden = max(hidden, float(moe.active * moe.d_ff + moe.shared_d_ff))
-    arrays = 3 + 2 * step.strategies.recomputed("mlp_up")
-    return 3 * largest * element + arrays * hidden * step.tokens / step.tensor * element
+        sent = 2.0 * moe.active * model.d_model
+        matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
+    gathered = np.where(step.strategies.devices("fsdp") > 1, weights + matrix, 0.0)
+    d_qk, d_v = attention_head_sizes(model)
+    queries_and_keys = d_qk * (model.heads + model.kv_heads) + d_v * (model.heads + model.kv_heads)
+    # A ring has its running sums, and the keys and values on their way, beside them.
+    ring = np.where(step.strategies.devices("context") > 1, 5.0 * model.heads * d_v, 0.0)
+    inside = 3.0 * hidden + queries_and_keys + ring + sent
+    streams = (5.0 * step.tensor + 4.0) * model.d_model
+    return (gathered + _own(step) * (inside + streams)) * step.element_bytes
 
 
 def _loss(step: TrainingStep) -> Number:
+    """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient."""
     table = step.model.d_model * step.model.vocab / step.tensor
     chunk = np.minimum(step.tokens, LOSS_CHUNK) * step.model.vocab / step.tensor
-    return 2 * table * step.element_bytes + chunk * (4 + step.element_bytes)
+    streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
+    return (2.0 * table + streams) * step.element_bytes + 4.0 * chunk

@@ -6,14 +6,13 @@ in the backward pass; that gather is part of the recompute phase, as a compiler 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rooftop.ledger import Number
-from rooftop.models.activations import checkpoint_widths
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
     Matmul,
@@ -23,8 +22,9 @@ from rooftop.plan.shapes import (
     mlp_matmuls,
     parameters,
 )
+from rooftop.plan.strategies import TOKEN_AXES
 from rooftop.quantities import dtype_bytes
-from rooftop.roofline.achievable import kernel_matmuls
+from rooftop.roofline.achievable import kernel_flops
 
 if TYPE_CHECKING:
     from rooftop.plan.training import TrainingStep
@@ -59,9 +59,6 @@ _EXPERT_CHECKPOINTS = {
     "mlp_act": "layers/moe/experts",
     "mlp_down": "layers/moe/experts",
 }
-
-#: The axes over which tokens are spread.
-TOKEN_AXES = ("data", "fsdp", "expert", "context")
 
 #: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
 _VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}
@@ -105,7 +102,7 @@ def _embed(step: TrainingStep) -> list[Work]:
 
 def _attention(step: TrainingStep, count: Number) -> list[Work]:
     model, tensor, tokens = step.model, step.tensor, step.tokens
-    into, out = attention_matmuls(model, tensor)
+    matmuls = attention_matmuls(model, tensor)
     d_qk, d_v = attention_head_sizes(model)
     heads = model.heads / tensor
     kv_heads = np.maximum(model.kv_heads / tensor, 1.0)
@@ -123,17 +120,19 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
     per_score = 12.0 if reference else 0.0
 
-    def core(phase: str, matmuls: Number, exchanged: float, factor: Number = 1.0) -> Work:
+    def core(phase: str, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
+        """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times."""
+        matmuls = per_pair / (d_qk + d_v)
         return Work(
             scope="layers/attn/core",
             phase=phase,
             count=count * factor,
-            flops={step.numerics.compute: matmuls * (d_qk + d_v) * scores if reference else 0.0},
-            kernel_flops=0.0 if reference else matmuls * (d_qk + d_v) * scores,
+            flops={step.numerics.compute: per_pair * scores if reference else 0.0},
+            kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(matmuls / 2) * (queries_keys + values + per_score * scores),
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
             collectives=(Transfer("permute_ring", ("context",), exchanged * keys_values * ring, "context"),),
-            formula=f"{matmuls} matmuls of [T, S] blocks x heads, masked blocks skipped",
+            formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
 
     rope = Work(
@@ -142,20 +141,32 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         formula="queries and keys rotated, transposed, written: 6.3 passes",
     )  # fmt: skip
     recomputed = step.strategies.recomputed
-    backward = 4 if reference else kernel_matmuls(step.slice.chip, backward=True)
+    forward = float(kernel_flops(step.slice.chip, d_qk, d_v))
+    backward = 2 * forward if reference else float(kernel_flops(step.slice.chip, d_qk, d_v, backward=True))
     core_again = recomputed("attn_core")
-    out_again = recomputed("attn_out") * recomputed("mlp_input")
+    # Keys and values go round, then their gradients; the first hop is the one that the recomputation has made.
+    around = 2.0 - core_again / np.maximum(ring - 1, 1)
+    out_again = recomputed("attn_out") * (1.0 if _post_norms(step) else recomputed("mlp_input"))
+    # MLA gathers what its latents hold, each of its down-projections being done where the tokens are.
+    latents = sum(m.n for m in matmuls.latent)
+    widths = model.d_model if model.mla is None or model.mla.q_rank is None else 0.0
+    gathered = tokens * (widths + latents) * step.element_bytes
     return [
         *_norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
-        *_matmuls(step, "layers/attn/qkv", count, into, tokens, gathered=stream, again=recomputed("qkv")),
+        *_matmuls(step, "layers/attn/qkv", count, matmuls.latent, tokens / tensor, again=recomputed("qkv")),
+        *_matmuls(step, "layers/attn/qkv", count, matmuls.into, tokens, gathered=gathered, again=recomputed("qkv")),
         rope,
         _again(rope, recomputed("rope")),
         _backward(rope, 2.0),
-        core("forward", 2, 1.0),
+        core("forward", forward, 1.0),
         # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
-        core("recompute", 1 + core_again, 1.0) if reference else core("recompute", 2, 1.0, core_again),
-        core("backward", backward, 2.0),
-        *_matmuls(step, "layers/attn/out", count, out, tokens, scattered=stream, again=out_again, residual=True),
+        core("recompute", forward / 2 * (1 + core_again), 1.0)
+        if reference
+        else core("recompute", forward, 1.0, core_again),
+        core("backward", backward, around),
+        *_matmuls(
+            step, "layers/attn/out", count, matmuls.out, tokens, scattered=stream, again=out_again, residual=True
+        ),
         *_offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
     ]
 
@@ -164,11 +175,12 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
     recomputed = step.strategies.recomputed
     up, down = mlp_matmuls(step.model, step.model.d_ff, step.tensor)
     stream = step.tokens * step.model.d_model * step.element_bytes
+    again = recomputed("mlp_down") * _post_norms(step)
     return [
         *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
         *_matmuls(step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up")),
         *_activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
-        *_matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=0.0, residual=True),
+        *_matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=again, residual=True),
         *_offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
     ]
 
@@ -182,6 +194,8 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     sent = own * moe.active * model.d_model * element
     again = recomputed("mlp_up")
     exchange = (Transfer("all_to_all", ("expert",), sent, "all_to_all"),)
+    # Each pair's weight goes with it, in float32; the expert's output comes back weighed.
+    dispatch = (Transfer("all_to_all", ("expert",), sent + 4.0 * own * moe.active, "all_to_all"),)
     up, down = mlp_matmuls(model, moe.d_ff, step.tensor)
     # Tokens of all expert shards meet here; each local expert sees its share of them.
     local = moe.experts / step.strategies.devices("expert")
@@ -189,20 +203,29 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     gathered = routed * model.d_model * element
     router = Matmul(float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor))
     move = Work(
-        scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=exchange,
-        formula="AllToAll of k T D bytes over expert",
+        scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=dispatch,
+        formula="AllToAll of k T D bytes over expert, and of the weights of k experts",
     )  # fmt: skip
     back = Work(
         scope="layers/moe/combine", phase="forward", count=count, hbm_bytes=2 * sent, collectives=exchange,
         vector_flops=2 * sent / element, formula="AllToAll back, then the weighted sum of k experts",
     )  # fmt: skip
+    # The experts' inputs are gathered over tensor with their weights.
+    shares = Work(
+        scope="layers/moe/experts", phase="forward", count=count,
+        collectives=(Transfer("all_gather", ("tensor",), 4.0 * routed, "tensor"),), formula="weights of k experts",
+    )  # fmt: skip
+    scattered = (Transfer("reduce_scatter", ("tensor",), 4.0 * routed, "tensor"),)
     work = [
         *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
-        *_matmuls(step, "layers/moe/router", count, [router], own, again=again, plain=True),
+        *_matmuls(step, "layers/moe/router", count, [router], own, again=again),
         move,
         _again(move, recomputed("mlp_normed")),
         _backward(move, 1.0),
         *_matmuls(step, "layers/moe/experts", count * local, up, per_expert, gathered=gathered / local, again=again),
+        shares,
+        _again(shares, 1.0),
+        replace(_backward(shares, 1.0), collectives=scattered),
         *_activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
         *_matmuls(step, "layers/moe/experts", count * local, down, per_expert, scattered=gathered / local, again=0.0),
         back,
@@ -235,9 +258,19 @@ def _head(step: TrainingStep) -> list[Work]:
         vector_flops=_VECTOR_OPS["loss"] * logits,
         formula="float32 logits read twice; maximum and sums over the split vocabulary",
     )  # fmt: skip
-    return [
+    work = [
         *_norm(step, "final_norm", count, 0.0),
         *_matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0),
+    ]
+    if model.tied_embeddings:
+        turned = Transfer("all_to_all", ("tensor",), step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
+        turn = Work(
+            scope="unembed", phase="forward", count=count, collectives=(turned,),
+            formula="the embedding table, split over D, split over V instead",
+        )  # fmt: skip
+        work += [turn, _backward(turn, 1.0)]
+    return [
+        *work,
         loss,
         _backward(loss, 1.0, collectives=False),
     ]
@@ -247,12 +280,15 @@ def _update(step: TrainingStep) -> list[Work]:
     held = step.held_parameters
     total = held["dense"] + held["experts"] + held["vocab"]
     gradient = dtype_bytes(step.numerics.gradients)
-    copied = held["dense"] + held["vocab"]
-    reduce = (
-        Transfer("all_reduce", ("data",), total * gradient, "gradient_all_reduce"),
-        Transfer("all_reduce", ("context",), total * gradient, "gradient_all_reduce"),
-        Transfer("all_reduce", ("expert",), copied * gradient, "gradient_all_reduce"),
-        Transfer("all_reduce", (*TOKEN_AXES, "tensor"), step.norm_parameters * gradient, "gradient_all_reduce"),
+    partial = step.sequence_parameters
+    sums = {
+        ("data", "context"): held["experts"],
+        ("data", "expert", "context"): held["dense"] + held["vocab"] - partial,
+        ("data", "expert", "context", "tensor"): partial,
+    }
+    reduce = tuple(
+        Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce")
+        for axes, elements in (*sums.items(), *step.vectors.items())
     )
     more = np.maximum(step.strategies.microbatches - 1, 0)
     return [
@@ -283,21 +319,22 @@ def _matmuls(
     step: TrainingStep,
     scope: str,
     count: Number,
-    matmuls: list[Matmul],
+    matmuls: Sequence[Matmul],
     tokens: Number,
     *,
     again: Number,
     gathered: Number | None = None,
     scattered: Number | None = None,
     residual: bool = False,
-    plain: bool = False,
 ) -> list[Work]:
     """Forward, recompute and backward of matmuls that share an input or feed one output.
 
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
-    residual stream. ``plain`` weights are not gathered over fsdp.
+    residual stream.
     """
+    if not matmuls:
+        return []
     element = step.element_bytes
     dtype = step.numerics.matmul if scope.startswith("layers") else step.numerics.compute
     operand = min(element, dtype_bytes(dtype))
@@ -316,8 +353,8 @@ def _matmuls(
     forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in matmuls), 0.0)
     dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in matmuls), 0.0)
     dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in matmuls), 0.0)
-    gather_weight = () if plain else (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
-    scatter_weight = () if plain else (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
+    gather_weight = (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
+    scatter_weight = (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
     gather_input = () if gathered is None else (Transfer("all_gather", ("tensor",), gathered, "tensor"),)
     scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
     gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)
@@ -347,6 +384,11 @@ def _matmuls(
     return [forward, backward] if once else [forward, regather, backward]
 
 
+def _post_norms(step: TrainingStep) -> bool:
+    """Whether the outputs of attention and MLP are normalised before they are added: their norms read them again."""
+    return step.model.norms_per_layer == 4
+
+
 def _norm(step: TrainingStep, scope: str, count: Number, again: Number) -> list[Work]:
     stream = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     times = step.model.norms_per_layer / 2 if scope.startswith("layers") else 1.0
@@ -369,11 +411,10 @@ def _activation(step: TrainingStep, scope: str, count: Number, hidden: Number) -
 
 def _offloads(step: TrainingStep, count: Number, made: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
     """Offloaded checkpoints of a layer on their way to host memory, and back for the backward pass."""
-    widths = checkpoint_widths(step.model, moe_layer=moe_layer)
     own = step.tokens / step.tensor * step.element_bytes
     work = []
     for name, scope in made.items():
-        kept = step.strategies.kept("offload", {**dict.fromkeys(widths, 0.0), name: widths[name]})
+        kept = step.strategies.kept("offload", step.model, moe_layer=moe_layer, names=(name,))
         if kept.any():
             formula = f"T elements of {name} to host memory and back"
             work += [

@@ -6,6 +6,7 @@ dW = [k, tokens] x [tokens, n]. Sizes may be arrays over strategies: ``tensor`` 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,25 @@ class Matmul:
         return self.k * self.n
 
 
-def attention_matmuls(config: ModelConfig, tensor: Floats) -> tuple[list[Matmul], list[Matmul]]:
+@dataclass(frozen=True, kw_only=True)
+class AttentionMatmuls:
+    """The projections of a layer's attention on one device.
+
+    ``latent`` are the down-projections of MLA, which each device computes for its own part of the sequence; ``into``
+    make queries, keys and values for its own heads, ``out`` adds up what its heads found.
+    """
+
+    latent: tuple[Matmul, ...]
+    into: tuple[Matmul, ...]
+    out: tuple[Matmul, ...]
+
+    @property
+    def every(self) -> tuple[Matmul, ...]:
+        """All of them."""
+        return self.latent + self.into + self.out
+
+
+def attention_matmuls(config: ModelConfig, tensor: Floats) -> AttentionMatmuls:
     """The projections into attention and out of it, heads split over ``tensor``.
 
     Key and value heads are copied where there are fewer of them than ways. The down-projections of MLA have no heads:
@@ -38,17 +57,17 @@ def attention_matmuls(config: ModelConfig, tensor: Floats) -> tuple[list[Matmul]
     if config.mla is not None:
         mla = config.mla
         queries = heads * (mla.d_nope + mla.d_rope)
-        into = [
-            Matmul(d * one, (mla.kv_rank + mla.d_rope) * one),
-            Matmul(mla.kv_rank * one, heads * (mla.d_nope + mla.d_v)),
-        ]
+        latent = [Matmul(d * one, (mla.kv_rank + mla.d_rope) * one)]
+        into = [Matmul(mla.kv_rank * one, heads * (mla.d_nope + mla.d_v))]
         if mla.q_rank is None:
             into.append(Matmul(d * one, queries))
         else:
-            into += [Matmul(d * one, mla.q_rank * one), Matmul(mla.q_rank * one, queries)]
-        return into, [Matmul(heads * mla.d_v, d * one)]
+            latent.append(Matmul(d * one, mla.q_rank * one))
+            into.append(Matmul(mla.q_rank * one, queries))
+        return AttentionMatmuls(latent=tuple(latent), into=tuple(into), out=(Matmul(heads * mla.d_v, d * one),))
     kv_heads = np.maximum(config.kv_heads / tensor, 1.0)
-    return [Matmul(d * one, (heads + 2 * kv_heads) * config.d_head)], [Matmul(heads * config.d_head, d * one)]
+    into = [Matmul(d * one, (heads + 2 * kv_heads) * config.d_head)]
+    return AttentionMatmuls(latent=(), into=tuple(into), out=(Matmul(heads * config.d_head, d * one),))
 
 
 def mlp_matmuls(config: ModelConfig, hidden: float, tensor: Floats) -> tuple[list[Matmul], list[Matmul]]:
@@ -57,7 +76,7 @@ def mlp_matmuls(config: ModelConfig, hidden: float, tensor: Floats) -> tuple[lis
     return [Matmul(d, (config.mlp_matrices - 1) * columns)], [Matmul(columns, d)]
 
 
-def parameters(matmuls: list[Matmul]) -> Floats:
+def parameters(matmuls: Iterable[Matmul]) -> Floats:
     """Elements of all the weights together."""
     total: Floats = sum((m.parameters for m in matmuls), np.zeros(()))
     return total

@@ -16,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
-from rooftop.models.activations import CHECKPOINTS
+from rooftop.models import ModelConfig
+from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts
 from rooftop.roofline.collectives import Price, price
 
 #: Pipeline schedules and the share of the 1F1B bubble that each leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
 #: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
 SCHEDULES: dict[str, float] = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1.0 / 3.0}
+
+#: The axes over which tokens are spread.
+TOKEN_AXES = ("data", "fsdp", "expert", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +103,13 @@ class Strategies:
         """1 where the policy recomputes the named checkpoint and 0 where it is kept, [1, K]."""
         return np.array([[float(choice.policy[name] == "recompute") for choice in self.choices]])
 
-    def kept(self, action: str, widths: Mapping[str, float]) -> Floats:
-        """Elements per token and layer under ``action``, given each checkpoint's width, [1, K]."""
-        totals = [sum(widths[name] for name in CHECKPOINTS if choice.policy[name] == action) for choice in self.choices]
-        return np.array([totals])
+    def kept(self, action: str, config: ModelConfig, *, moe_layer: bool, names: Sequence[str] = CHECKPOINTS) -> Floats:
+        """Elements per token and layer of the checkpoints ``names`` under ``action``, [1, K]."""
+        totals = []
+        for choice in self.choices:
+            widths = kept_widths(config, choice.policy, moe_layer=moe_layer)
+            totals.append(sum(widths[name] for name in names if choice.policy[name] == action))
+        return np.array([totals], np.float64)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -15,16 +15,22 @@ import numpy as np
 
 from rooftop.arrays.mesh import Floats
 from rooftop.hardware import Slice
-from rooftop.ledger import Ledger
+from rooftop.ledger import Ledger, Number
 from rooftop.models import ModelConfig, weights
 from rooftop.plan.assumptions import Assumptions
 from rooftop.plan.pricing import price_work
 from rooftop.plan.rows import training_work
 from rooftop.plan.shapes import attention_matmuls, mlp_matmuls, parameters
-from rooftop.plan.strategies import Strategies
+from rooftop.plan.strategies import TOKEN_AXES, Strategies
 from rooftop.plan.workload import Numerics, Workload
 from rooftop.quantities import dtype_bytes
 from rooftop.roofline.rates import Rates
+
+#: Vectors that a mesh axis splits, by name or by component.
+_SPLIT_VECTORS = {
+    "expert": ("experts",),
+    "tensor": ("q_bias", "k_bias", "v_bias", "sinks", "gate_bias", "up_bias"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +73,8 @@ class TrainingStep:
     @cached_property
     def layer_parameters(self) -> dict[str, Floats]:
         """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard)."""
-        into, out = attention_matmuls(self.model, self.tensor)
         sizes = {
-            "attn": parameters(into + out),
+            "attn": parameters(attention_matmuls(self.model, self.tensor).every),
             "mlp": np.zeros_like(self.tensor),
             "experts": np.zeros_like(self.tensor),
         }
@@ -106,10 +111,34 @@ class TrainingStep:
             "vocab": tables * self.model.vocab * self.model.d_model / self.tensor / fsdp,
         }
 
-    @property
-    def norm_parameters(self) -> float:
-        """Scales (and biases) of norms, which every device holds."""
-        return float(sum(weight.params for weight in weights(self.model) if weight.component == "norms"))
+    @cached_property
+    def vectors(self) -> dict[tuple[str, ...], Number]:
+        """Elements of scales, biases and sinks on a device, by the mesh axes over which copies of them are spread.
+
+        None is split over fsdp. Those that belong to heads or hidden columns are split over tensor.
+        """
+        found: dict[tuple[str, ...], Number] = {}
+        for weight in weights(self.model):
+            if weight.matmul or weight.name in ("tokens", "correction_bias"):
+                continue
+            split = [
+                axis for axis, names in _SPLIT_VECTORS.items() if weight.name in names or weight.component in names
+            ]
+            axes = tuple(axis for axis in (*TOKEN_AXES, "tensor") if axis not in split)
+            found[axes] = found.get(axes, 0.0) + weight.params / self.strategies.devices(*split)
+        return found
+
+    @cached_property
+    def sequence_parameters(self) -> Floats:
+        """Parameters in one device's shards that meet only its own part of the sequence, [C, 1].
+
+        Routers and the down-projections of MLA: their gradients are summed over tensor too.
+        """
+        latent = parameters(attention_matmuls(self.model, self.tensor).latent)
+        moe = self.model.moe
+        router = 0.0 if moe is None else (1 - self.dense_share) * self.model.d_model * moe.experts
+        found: Floats = self.layers * (latent + router) / self.strategies.devices("fsdp")
+        return found
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rooftop.roofline.achievable import KERNEL_MATMULS
+
 KERNELS: tuple[str, ...] = ("reference", "chunked", "splash", "cudnn")
 #: Queries and keys in a block of a kernel: the block for which docs/achievable.md prices the TPU kernels.
 BLOCK = 1024
 
 #: Sequences on TPU are made of whole registers of 128 lanes.
 LANES = 128
-#: Matmuls of [T, S] scores in each kernel: those that contract or produce H, and those that do d_v.
-_MATMULS: Mapping[str, tuple[int, int]] = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "bwd": (3, 2)}
 #: The kernels of a forward and of a backward pass; 'bwd' makes dQ, dK and dV at once.
 _PASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reference": (("fwd",), ("bwd",)),
@@ -113,7 +113,7 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _flops(name: str, pairs: float, d_qk: int, d_v: int) -> float:
-    of_qk, of_v = _MATMULS[name]
+    of_qk, of_v = KERNEL_MATMULS[name]
     return 2.0 * pairs * (of_qk * d_qk + of_v * d_v)
 
 

@@ -18,8 +18,7 @@ from rooftop.arrays.rules import Rules
 from rooftop.errors import RooftopError, unknown
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.models.activations import parse_policy
-from rooftop.plan.memory import LOSS_CHUNK
+from rooftop.models.activations import LOSS_CHUNK, parse_policy
 from rooftop.programs.attention import BLOCK, KERNELS
 from rooftop.programs.describe import describe
 from rooftop.programs.optimizer import DTYPES, Optimizer

@@ -28,9 +28,9 @@ NO_MEASUREMENT = "no measurement: bound"
 #: Scores that fill one vector register: the unit in which attention kernels are counted.
 _REGISTER = 1024
 #: Matmuls of an attention kernel that contract or produce the size of a query head, and of a value head.
-_KERNELS: Mapping[str, tuple[int, int]] = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dq_dkv": (3, 2)}
-#: Kernels of the backward pass: one for dQ and one for dK and dV on TPU, both in one on GPU.
-_BACKWARD: Mapping[str, tuple[str, ...]] = {"tpu": ("dq", "dkv"), "gpu": ("dq_dkv",)}
+KERNEL_MATMULS: Mapping[str, tuple[int, int]] = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "bwd": (3, 2)}
+#: Kernels of the backward pass: one for dQ and one for dK and dV on TPU, both in one ('bwd') on GPU.
+_BACKWARD: Mapping[str, tuple[str, ...]] = {"tpu": ("dq", "dkv"), "gpu": ("bwd",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class MatmulFit:
 class AttentionFit:
     """Attention kernels with square blocks of ``block`` queries and keys.
 
-    ``vector_cycles`` maps a kernel ('forward', 'dq', 'dkv') to the cycles of one core, per 1024 scores, in which the
+    ``vector_cycles`` maps a kernel ('fwd', 'dq', 'dkv') to the cycles of one core, per 1024 scores, in which the
     matrix unit waits for the vector unit and for the loop around them.
     """
 
@@ -132,9 +132,14 @@ def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str 
     return found
 
 
-def kernel_matmuls(chip: Chip, *, backward: bool = False) -> int:
-    """Matmuls of [T, S] blocks that the attention kernels execute: 2 forward; backward 7 in two kernels, 5 in one."""
-    return sum(sum(_KERNELS[kernel]) for kernel in (_BACKWARD[chip.kind] if backward else ("forward",)))
+def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False) -> int:
+    """FLOPs of the attention kernels per (query, key, head) that they execute.
+
+    2 matmuls forward; backward 7 in two kernels on TPU, 5 in one on GPU. Each contracts or produces the size of a query
+    head (``d_qk``) or of a value head (``d_v``).
+    """
+    matmuls = [KERNEL_MATMULS[kernel] for kernel in (_BACKWARD[chip.kind] if backward else ("fwd",))]
+    return sum(2 * (of_qk * d_qk + of_v * d_v) for of_qk, of_v in matmuls)
 
 
 def attention_seconds(
@@ -149,8 +154,8 @@ def attention_seconds(
     fit = fractions(chip.name).attention
     side = chip.mxu_tile if fit else 1
     matrix, waits = 0.0, 0.0
-    for kernel in _BACKWARD[chip.kind] if backward else ("forward",):
-        of_qk, of_v = _KERNELS[kernel]
+    for kernel in _BACKWARD[chip.kind] if backward else ("fwd",):
+        of_qk, of_v = KERNEL_MATMULS[kernel]
         matrix += of_qk * -(-d_qk // side) * side + of_v * -(-d_v // side) * side
         waits += fit.vector_cycles[kernel] / _REGISTER if fit else 0.0
     rate = chip.flops_per_s["bf16"] / chip.devices

@@ -19,11 +19,12 @@ class Overlap:
     """The default schedule of one chip's compiler.
 
     ``hidden``: asynchronous share by kind of transfer. ``whole_slice_scatter``: the collective that a ReduceScatter
-    over every device of a slice becomes. ``source`` is the evidence.
+    over every device of a slice becomes, ``whole_slice_gather`` the same of an AllGather. ``source`` is the evidence.
     """
 
     hidden: Mapping[str, float]
     whole_slice_scatter: str
+    whole_slice_gather: str
     source: str
 
 
@@ -36,5 +37,6 @@ def overlap(chip_name: str) -> Overlap:
     return Overlap(
         hidden={kind: float(found.get(kind, share)) for kind, share in _UNREAD.items()},
         whole_slice_scatter=found.get("whole_slice_scatter", "reduce_scatter"),
+        whole_slice_gather=found.get("whole_slice_gather", "all_gather"),
         source=found.get("source", "no schedule was read: what may hide, hides"),
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from rooftop.arrays import Mesh
 from rooftop.errors import RooftopError
+from rooftop.xla.dataflow import rendezvous
 from rooftop.xla.hlo import Computation, Instruction, Module
 from rooftop.xla.places import flow_place, place_of
 
@@ -63,12 +64,6 @@ def transfers(module: Module, mesh: Mesh) -> Iterator[Transfer]:
             send = sent.get(rendezvous(recv)) if recv.opcode == "recv" else None
             if send is not None:
                 yield _transfer(mesh, computation, send, recv)
-
-
-def rendezvous(instruction: Instruction) -> str:
-    """The name under which both ends of a transfer meet ('' for what is none)."""
-    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
-    return found.group(1) if found and "_xla_megascale_transfer_type" in instruction.attributes else ""
 
 
 def place_of_transfer(module: Module, transfer: Transfer) -> tuple[str, str, str]:

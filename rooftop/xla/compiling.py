@@ -26,7 +26,6 @@ from rooftop.hardware import Slice
 from rooftop.ledger import Ledger
 from rooftop.xla import hlo
 from rooftop.xla.cache import Cache
-from rooftop.xla.compiled import read_ledger
 from rooftop.xla.memory import OutOfMemory, PeakMemory
 
 #: What libtpu needs to compile with no TPU: no look-up of the machine, and more than one process at a time.
@@ -116,6 +115,9 @@ class Compiled:
     @cached_property
     def ledger(self) -> Ledger:
         """The compiled ledger, without times: ``rooftop.xla.timed`` has those."""
+        # A worker needs no reader, so that its answer holds although a reader has changed.
+        from rooftop.xla.compiled import read_ledger
+
         return read_ledger(self.module, self.mesh.shape, self.mesh)
 
 

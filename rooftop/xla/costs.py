@@ -53,6 +53,25 @@ class Work:
     cycles: float | None = None
     kernel: Kernel | None = None
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matmuls, and what a kernel declares."""
+        return sum(2.0 * m * k * n for m, k, n, _ in self.matmuls) + self._kernel_flops
+
+    @property
+    def _kernel_flops(self) -> float:
+        return 0.0 if self.kernel is None else self.kernel.flops or 0.0
+
+    def bound_s(self, rates: Rates) -> dict[str, float]:
+        """Seconds by resource at peak rates; a dtype that the chip does not multiply runs as bf16."""
+        peak = rates.flops_per_s
+        return {
+            "mxu": sum(2.0 * m * k * n / peak.get(dtype, peak["bf16"]) for m, k, n, dtype in self.matmuls)
+            + self._kernel_flops / peak["bf16"],
+            "hbm": self.hbm_bytes / rates.hbm_bytes_per_s,
+            "vpu": self.vector_ops / rates.vector_flops_per_s,
+        }
+
     def expected_s(self, rates: Rates) -> float:
         """Seconds at the chip's named fractions, the slowest of matrix unit, HBM, VMEM and vector unit."""
         known = rates.chip.flops_per_s

@@ -6,6 +6,7 @@ what is permuted has places to go.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -166,6 +167,12 @@ class Flow:
         while instruction.opcode in ("convert", "bitcast"):
             instruction = self.module.computations[value.computation].instructions[instruction.operands[0]]
         return instruction.opcode == "pad"
+
+
+def rendezvous(instruction: Instruction) -> str:
+    """The name under which both ends of a transfer meet ('' for what is none)."""
+    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
+    return found.group(1) if found and "_xla_megascale_transfer_type" in instruction.attributes else ""
 
 
 def is_unrolled(module: Module, name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rooftop.roofline.achievable import MEASURED_DIMS, kernel_matmuls, matmul_fraction
+from rooftop.roofline.achievable import MEASURED_DIMS, kernel_flops, matmul_fraction
 from rooftop.roofline.rates import Rates
 from rooftop.xla.hlo import Computation, Instruction
 
@@ -41,7 +41,7 @@ class Kernel:
         chip = rates.chip
         if self.word in _ATTENTION:
             backward = _ATTENTION[self.word]
-            per_score = kernel_matmuls(chip, backward=backward) * sum(self.head_sizes)
+            per_score = kernel_flops(chip, *self.head_sizes, backward=backward)
             return self.flops / per_score * float(rates.attention_s(1.0, *self.head_sizes, backward=backward))
         large = MEASURED_DIMS[1]
         return self.flops / (rates.flops_per_s["bf16"] * float(matmul_fraction(chip.name, large, large, large)))

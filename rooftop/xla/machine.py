@@ -10,22 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from rooftop.arrays import Mesh
-from rooftop.hardware import PhysicalAxis
-from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
-from rooftop.roofline.routing import route
-from rooftop.xla.between_slices import rendezvous
-from rooftop.xla.compiled import LogicalCollective, logical_collectives
+from rooftop.xla.collectives import logical_collectives
 from rooftop.xla.costs import is_host_copy, moved_bytes, work
-from rooftop.xla.groups import replica_groups
+from rooftop.xla.dataflow import rendezvous
 from rooftop.xla.hlo import Computation, Instruction, Module
-from rooftop.xla.places import holders
-
-#: An instruction, as (computation, instruction).
-Place = tuple[str, str]
+from rooftop.xla.network import Network, Place, Transmission
 
 COMPUTE = "compute"
 #: Trips of a loop of which every event is kept; those after them are one event.
@@ -53,15 +45,6 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Transfer:
-    """Something that the network does: ``links`` are busy for ``seconds``; ``shares`` of it by logical collective."""
-
-    links: tuple[str, ...]
-    seconds: float
-    shares: Mapping[int, float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Flight:
     """An asynchronous transfer: its number, when it will have finished, and whose it is."""
 
@@ -74,9 +57,9 @@ class Machine:
     """The state while a program runs: the clock, how long each link is taken, and what is in flight."""
 
     def __init__(self, module: Module, mesh: Mesh, rates: Rates, estimates: str) -> None:
-        self.module, self.mesh, self.rates, self.estimates = module, mesh, rates, estimates
+        self.module, self.rates, self.estimates = module, rates, estimates
         self.collectives = logical_collectives(module, mesh.shape, mesh)
-        self.places = _places(module, self.collectives)
+        self.network = Network(module=module, mesh=mesh, rates=rates, collectives=self.collectives)
         count = len(self.collectives)
         self.accounts = {
             (computation.name, instruction.name): 3 + 2 * count + index
@@ -92,8 +75,6 @@ class Machine:
         self.flights: dict[object, _Flight] = {}
         self.kernels: dict[str, None] = {}
         self.seconds: dict[Place, float] = {}
-        self.transfers: dict[Place, _Transfer] = {}
-        self.bounds: dict[int, dict[str, float]] = {}
         self.events: list[Event] = []
         self.detailed, self.started = True, 0
 
@@ -110,7 +91,7 @@ class Machine:
                 self._loop(computation, instruction)
             elif instruction.opcode in ("call", "conditional"):
                 self.run(_longest(self.module, instruction))
-            elif place in self.places or instruction.opcode.startswith("collective-permute"):
+            elif place in self.network.places or instruction.opcode.startswith("collective-permute"):
                 self._communicate(computation, instruction)
             elif instruction.opcode.endswith("-start"):
                 self._prefetch(instruction, place)
@@ -162,17 +143,17 @@ class Machine:
         if instruction.opcode.endswith("-done"):
             self._wait(_started(computation, instruction), place)
             return
-        if instruction.opcode == "fusion" and not self.collectives[self.places[place][0]].synchronous:
+        if instruction.opcode == "fusion" and not self.collectives[self.network.places[place][0]].synchronous:
             # One step of an asynchronous collective: the first begins it, one that calls for it ends it.
-            chain = "chain", *self.places[place]
+            chain = "chain", *self.network.places[place]
             if chain not in self.flights:
-                self.flights[chain] = self._begin(self._transfer(computation, instruction), place)
+                self.flights[chain] = self._begin(self.network.transmission(computation, instruction), place)
             self._compute(computation, instruction)
             fused = self.module.computations[instruction.called[0]]
             if any("AsyncCollectiveDone" in each.attributes for each in fused):
                 self._wait(chain, place)
             return
-        self.flights[place] = self._begin(self._transfer(computation, instruction), place)
+        self.flights[place] = self._begin(self.network.transmission(computation, instruction), place)
         if instruction.opcode != "send" and not instruction.opcode.endswith("-start"):
             self._wait(place, place)
 
@@ -180,13 +161,13 @@ class Machine:
         """A copy between HBM and VMEM, or to and from the host."""
         moved = moved_bytes(instruction)
         if is_host_copy(instruction):
-            transfer = _Transfer(links=("pcie",), seconds=moved / self.rates.pcie_bytes_per_s, shares={})
+            transfer = Transmission(links=("pcie",), seconds=moved / self.rates.pcie_bytes_per_s, shares={})
         else:
-            transfer = _Transfer(links=("hbm",), seconds=float(self.rates.hbm_s(moved)), shares={})
+            transfer = Transmission(links=("hbm",), seconds=float(self.rates.hbm_s(moved)), shares={})
         if moved:
             self.flights[place] = self._begin(transfer, place)
 
-    def _begin(self, transfer: _Transfer, place: Place) -> _Flight:
+    def _begin(self, transfer: Transmission, place: Place) -> _Flight:
         start = max([self.now, *(self.free.get(link, 0.0) for link in transfer.links)])
         finish = start + transfer.seconds
         self.free |= dict.fromkeys(transfer.links, finish)
@@ -237,55 +218,6 @@ class Machine:
         if self.detailed:
             self.events.append(event)
 
-    def _transfer(self, computation: Computation, instruction: Instruction) -> _Transfer:
-        """The price of one instruction that communicates, and which links it takes."""
-        place = computation.name, instruction.name
-        if place not in self.transfers:
-            logical = {index: self.collectives[index] for index in self.places.get(place, ())}
-            if instruction.opcode.startswith("collective-permute"):
-                self.transfers[place] = self._permute(computation, instruction, tuple(logical))
-            else:
-                self.transfers[place] = self._collective(logical)
-        return self.transfers[place]
-
-    def _collective(self, logical: Mapping[int, LogicalCollective]) -> _Transfer:
-        first = next(iter(logical.values()))
-        group = self.mesh.span(*first.axes)
-        payload = sum(each.bytes for each in logical.values())
-        seconds = price(first.kind, group).expected_s(
-            payload, self.rates.network_efficiency(first.kind), self.rates.collective_start_s
-        )
-        used = [axis.name for axis, size in zip(group.physical, group.size, strict=True) if size > 1]
-        return _Transfer(
-            links=tuple(f"{name}{way}" for name in used for way in "+-"),
-            seconds=float(seconds),
-            shares={index: each.bytes / payload for index, each in logical.items()},
-        )
-
-    def _permute(self, computation: Computation, instruction: Instruction, logical: tuple[int, ...]) -> _Transfer:
-        """Pairs by shortest paths; the busiest link decides."""
-        sent = sum(tensor.nbytes for each in computation.operands(instruction) for tensor in each.shape)
-        physical = self.mesh.slice.physical_axes
-        # Devices of one slice: a permute between slices is no permute in the text.
-        places = self.mesh.device_coordinates().reshape(-1, len(physical))
-        places = places[(places[:, [axis.kind == "dcn" for axis in physical]] == 0).all(axis=1)]
-        pairs = np.array(replica_groups(instruction.attributes, len(places)))
-        source, target = places[pairs[:, 0]], places[pairs[:, 1]]
-        routed = route(physical, source, target, sent)
-        links = [
-            axis.name + way
-            for column, axis in enumerate(physical)
-            for way in _ways(axis, target[:, column] - source[:, column])
-        ]
-        efficiency = self.rates.network_efficiency("permute")
-        busy = sum(seconds / efficiency[resource] for resource, seconds in routed.seconds.items())
-        seconds = self.rates.collective_start_s + routed.latency_s + busy if links else 0.0
-        for index in logical:
-            if self.collectives[index].hops == 0:
-                self.bounds[index] = dict(routed.seconds)
-        shares = dict.fromkeys(logical, 1.0 / max(1, len(logical)))
-        return _Transfer(links=tuple(links), seconds=seconds, shares=shares)
-
 
 def scheduled(module: Module) -> Iterator[Computation]:
     """The computations whose instructions run one after the other: the entry, bodies of loops and what is called.
@@ -316,17 +248,6 @@ def _only(shares: Mapping[int, float]) -> int | None:
     return next(iter(shares), None)
 
 
-def _ways(axis: PhysicalAxis, moved: npt.NDArray[np.int64]) -> str:
-    """The directions of an axis that messages take which move so far along it: '+', '-', both or none."""
-    if not moved.any():
-        return ""
-    if axis.kind != "torus":
-        return "+-"
-    up, down = (moved % axis.size, -moved % axis.size) if axis.wrapped else (moved, -moved)
-    short = np.minimum(up, down) if axis.wrapped else np.abs(moved)
-    return "".join(way for way, far in (("+", up), ("-", down)) if ((far == short) & (far > 0)).any())
-
-
 def _started(computation: Computation, done: Instruction) -> tuple[str, str]:
     """The instruction that began what ``done`` waits for."""
     source = computation.operands(done)[0]
@@ -337,21 +258,3 @@ def _started(computation: Computation, done: Instruction) -> tuple[str, str]:
         meeting = rendezvous(source)
         source = next((each for each in computation if each.opcode == "send" and rendezvous(each) == meeting), source)
     return computation.name, source.name
-
-
-def _places(module: Module, collectives: tuple[LogicalCollective, ...]) -> dict[tuple[str, str], list[int]]:
-    """Which collectives each scheduled instruction belongs to: the fusion or call that holds them, if one does."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for index, each in enumerate(collectives):
-        for computation, name in each.instructions:
-            for place in _held(module, computation, name):
-                found.setdefault(place, []).append(index)
-    return found
-
-
-def _held(module: Module, computation: str, name: str) -> Iterator[tuple[str, str]]:
-    held = holders(module, computation)
-    if not held:
-        yield computation, name
-    for outer, holder in held:
-        yield from _held(module, outer.name, holder.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from rooftop.scopes import UNSCOPED, scope_and_phase
+from rooftop.xla.dataflow import rendezvous
 from rooftop.xla.hlo import Computation, Instruction, Module
 from rooftop.xla.matmuls import MATMULS
 
@@ -50,7 +51,7 @@ def holders(module: Module, name: str) -> list[tuple[Computation, Instruction]]:
 
 
 #: Instructions that a search among what uses a result looks at.
-_FAR = 30
+_FAR = 60
 
 
 def users(computation: Computation) -> dict[str, list[Instruction]]:
@@ -79,8 +80,9 @@ Found = tuple[Computation, Instruction]
 def flow_place(module: Module, kind: str, source: Found, end: Found) -> tuple[str, str, str] | None:
     """Scope, phase and 'file:line' of a collective without a name: XLA drops them in programs over several slices.
 
-    A reduction belongs to what made its operand ``source``, but for sums that the optimizer uses: those are of
-    gradients. Anything else belongs to what uses its result, which is that of ``end``. None where neither has a scope.
+    A reduction belongs to what made its operand ``source``; what the optimizer uses is a sum of gradients, or the last
+    step of one. Anything else belongs to what uses its result, which is that of ``end``; what the program was given and
+    the backward pass gathers is gathered again. None where neither has a scope.
     """
     after, before = consumer(module, *end), producer(module, *source)
     first, second = (before, after) if kind in ("all_reduce", "reduce_scatter") else (after, before)
@@ -88,28 +90,101 @@ def flow_place(module: Module, kind: str, source: Found, end: Found) -> tuple[st
     if found is None:
         return None
     line = module.source(found[1])
-    if kind == "all_reduce" and after and place_of(module, *after)[0] == "optimizer":
+    if kind in ("all_reduce", "all_gather") and after and place_of(module, *after)[0] == "optimizer":
         return "gradients", "update", line
-    return *place_of(module, *found), line
+    scope, phase = place_of(module, *found)
+    again = kind == "all_gather" and phase == "backward" and before is None and _is_stacked(module, *source)
+    return scope, "recompute" if again else phase, line
+
+
+#: What has the name of what stands around it as often as that of what it moves.
+_MOVES = ("bitcast", "while")
 
 
 def producer(module: Module, computation: Computation, source: Instruction) -> Found | None:
-    """The work that made ``source``, if its name or that of what it copies stands in a scope."""
-    while True:
-        outer = holders(module, computation.name)
-        if source.opcode == "parameter" and outer:
-            # The fusion's own name is that of one of its results, and may not be of this one.
-            computation, holder = outer[0]
-            source = computation.operands(holder)[int(source.literal)]
-        elif place_of(module, computation, source)[0] != UNSCOPED:
-            return computation, source
-        elif source.operands:
-            source = computation.operands(source)[0]
-        else:
-            return None
+    """The work that made ``source``; what only moves it if nothing else stands in a scope."""
+    at: Found | None = (computation, source)
+    moved: Found | None = None
+    while at is not None:
+        # A parameter of a fusion has the fusion's own name, which is that of one of its results.
+        given = at[1].opcode == "parameter" and holders(module, at[0].name)
+        if not given and place_of(module, *at)[0] != UNSCOPED:
+            if at[1].opcode not in _MOVES:
+                return at
+            moved = moved or at
+        at = _before(module, *at)
+    return moved
+
+
+def _before(module: Module, computation: Computation, source: Instruction) -> Found | None:
+    """What ``source`` is made of, by its first operand; of a loop's result what the body makes of it."""
+    outer = holders(module, computation.name)
+    if source.opcode == "parameter" and outer:
+        around, holder = outer[0]
+        return around, around.operands(holder)[int(source.literal)]
+    if not source.operands:
+        return None
+    first = computation.operands(source)[0]
+    if source.opcode == "get-tuple-element" and first.opcode == "while":
+        body = module.computations[first.called_as("body")]
+        results = body.operands(body.instructions[body.root])
+        return (body, results[int(source.attribute("index"))]) if results else None
+    return computation, first
+
+
+def purpose(
+    module: Module, computation: Computation, instruction: Instruction, used_by: Mapping[str, list[Instruction]]
+) -> tuple[str, str]:
+    """Scope and phase of an instruction; without a scope, those of the first that uses its result, or of what made it.
+
+    ``used_by`` are the ``users`` of the computation.
+    """
+    own = place_of(module, computation, instruction)
+    if own[0] != UNSCOPED:
+        return own
+    around = (place_of(module, computation, each) for each in followers(instruction, used_by))
+    after = next((place for place in around if place[0] != UNSCOPED), None)
+    before = None if after else producer(module, computation, instruction)
+    return after or (place_of(module, *before) if before else own)
+
+
+def _is_stacked(module: Module, computation: Computation, source: Instruction) -> bool:
+    """Whether ``source`` is one layer's part of an array of all layers: a weight, or what the forward pass has kept."""
+    at: Found | None = (computation, source)
+    while at is not None:
+        opcode, called = at[1].opcode, at[1].called
+        inside = module.computations[called[0]] if opcode == "fusion" else ()
+        if opcode == "dynamic-slice" or any(each.opcode == "dynamic-slice" for each in inside):
+            return True
+        at = _before(module, *at)
+    return False
 
 
 def consumer(module: Module, computation: Computation, result: Instruction) -> Found | None:
-    """The nearest work in a scope that uses ``result``, directly or by way of copies."""
-    after = ((computation, each) for each in followers(result, users(computation)))
-    return next((each for each in after if place_of(module, *each)[0] != UNSCOPED), None)
+    """The nearest work in a scope that uses ``result``: directly, by way of copies and other slices, or in a loop."""
+    left, seen = [(computation, result)], set[tuple[str, str]]()
+    used_by: dict[str, dict[str, list[Instruction]]] = {}
+    while left and len(seen) < _FAR:
+        inside, source = left.pop(0)
+        uses = used_by.setdefault(inside.name, users(inside))
+        for user in uses.get(source.name, ()):
+            if (inside.name, user.name) in seen:
+                continue
+            seen.add((inside.name, user.name))
+            loops = [each for each in uses.get(user.name, ()) if user.opcode == "tuple" and each.opcode == "while"]
+            if user.opcode == "send" and (meeting := rendezvous(user)):
+                left += [(inside, each) for each in inside if each.opcode == "recv" and rendezvous(each) == meeting]
+            elif loops:
+                left += [each for loop in loops for each in _carried(module, user.operands.index(source.name), loop)]
+            elif place_of(module, inside, user)[0] != UNSCOPED:
+                return inside, user
+            else:
+                left.append((inside, user))
+    return None
+
+
+def _carried(module: Module, element: int, loop: Instruction) -> list[Found]:
+    """Where the body of a loop takes an element of what it carries."""
+    body = module.computations[loop.called_as("body")]
+    taken = (each for each in body if each.opcode == "get-tuple-element" and each.attribute("index") == str(element))
+    return [(body, each) for each in taken if body.operands(each)[0].opcode == "parameter"]

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from rooftop.arrays import Mesh
 from rooftop.errors import unknown
 from rooftop.ledger import Collective
-from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
-from rooftop.xla.compiled import LogicalCollective
+from rooftop.xla.collectives import LogicalCollective
 from rooftop.xla.hlo import Module
-from rooftop.xla.machine import Event, Machine, Place
+from rooftop.xla.machine import Event, Machine
+from rooftop.xla.network import Place
 
 #: Whose estimate of compute: the named fractions of ``rooftop.roofline``, or the compiler's cycles.
 ESTIMATES: tuple[str, ...] = ("rooftop", "xla")
@@ -42,11 +42,10 @@ class Scheduled:
     exposed_s: float
     time_s: Mapping[str, float]
 
-    @property
-    def exposed_by_resource(self) -> dict[str, float]:
-        """``exposed_s`` on each network resource, in proportion to the bounds there."""
+    def by_resource(self, seconds: float) -> dict[str, float]:
+        """``seconds`` of this collective on each network resource, in proportion to the bounds there."""
         total = sum(self.time_s.values())
-        return {name: self.exposed_s * seconds / total for name, seconds in self.time_s.items() if seconds}
+        return {name: seconds * bound / total for name, bound in self.time_s.items() if bound}
 
     @property
     def hidden_s(self) -> float:
@@ -109,7 +108,7 @@ def _timeline(machine: Machine) -> Timeline:
             done_s=max(machine.first.get(index, [0.0])),
             price_s=float(prices[index]) / each.executions,
             exposed_s=float(waits[index]) / each.executions,
-            time_s=_bound_s(machine, index),
+            time_s=machine.network.bound_s(index),
         )
         for index, each in enumerate(machine.collectives)
     )
@@ -122,12 +121,3 @@ def _timeline(machine: Machine) -> Timeline:
         spent_s={place: float(machine.sums[at]) for place, at in machine.accounts.items() if machine.sums[at]},
         events=tuple(machine.events),
     )
-
-
-def _bound_s(machine: Machine, index: int) -> dict[str, float]:
-    """Lower bound on one execution of a collective by network resource."""
-    if index in machine.bounds:
-        return machine.bounds[index]
-    each = machine.collectives[index]
-    bound = price(each.kind, machine.mesh.span(*each.axes)).bound_s(each.bytes)
-    return {resource: float(seconds) for resource, seconds in bound.items()}

@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass
 
 from rooftop.ledger import Ledger
 from rooftop.roofline.rates import Rates
-from rooftop.scopes import UNSCOPED
 from rooftop.xla.compiled import Draft, counted, in_order
 from rooftop.xla.compiling import Compiled
 from rooftop.xla.costs import Work, is_host_copy, work
-from rooftop.xla.hlo import Computation, Instruction, Module
 from rooftop.xla.machine import scheduled
-from rooftop.xla.places import followers, place_of, users
+from rooftop.xla.places import purpose, users
 from rooftop.xla.schedule import Timeline, timeline
 
 
@@ -64,7 +62,7 @@ def compiled_ledger(compiled: Compiled, rates: Rates | None = None) -> TimedLedg
             done = work(module, computation, instruction)
             spent_s = line.spent_s.get((computation.name, instruction.name), 0.0)
             if spent_s or done != Work():
-                place = _purpose(module, computation, instruction, used_by)
+                place = purpose(module, computation, instruction, used_by)
                 key = (*place, module.executions[computation.name])
                 _add(rows.setdefault(key, Draft()), done, spent_s / key[2], rates, is_host_copy(instruction))
     for each in line.collectives:
@@ -85,7 +83,9 @@ def _add(draft: Draft, done: Work, spent_s: float, rates: Rates, to_host: bool) 
     draft.hbm_bytes += done.hbm_bytes
     draft.expected_s += spent_s
     draft.serial_s += spent_s
-    busy = {"vpu": done.vector_ops / rates.vector_flops_per_s, "hbm": done.hbm_bytes / rates.hbm_bytes_per_s}
+    bound = done.bound_s(rates)
+    # That of the matrix unit is the row's: FLOPs are counted where they stand.
+    busy = {name: bound[name] for name in ("vpu", "hbm")}
     if to_host:
         busy["pcie"] = done.hbm_bytes / rates.pcie_bytes_per_s
     for resource, seconds in busy.items():
@@ -105,7 +105,7 @@ def _matters(draft: Draft) -> bool:
 def _step(ledger: Ledger, line: Timeline) -> StepTimes:
     exposed = {"ici": 0.0, "dcn": 0.0}
     for each in line.collectives:
-        for resource, seconds in each.exposed_by_resource.items():
+        for resource, seconds in each.by_resource(each.exposed_s).items():
             exposed[resource] += each.collective.executions * seconds
     return StepTimes(
         **{f"{name}_s": float(ledger.total(name)) for name in ("mxu", "vpu", "hbm")},
@@ -113,14 +113,3 @@ def _step(ledger: Ledger, line: Timeline) -> StepTimes:
         expected_s=line.total_s,
         serial_s=float(ledger.serial_s),
     )
-
-
-def _purpose(
-    module: Module, computation: Computation, instruction: Instruction, used_by: Mapping[str, list[Instruction]]
-) -> tuple[str, str]:
-    """Scope and phase of an instruction; what has no scope belongs to the first that uses its result and has one."""
-    own = place_of(module, computation, instruction)
-    if own[0] != UNSCOPED:
-        return own
-    around = (place_of(module, computation, each) for each in followers(instruction, used_by))
-    return next((place for place in around if place[0] != UNSCOPED), own)
