@@ -8,12 +8,13 @@ NEWER_PYTHONS := 3.14 3.13 3.12
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 DEMO := plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --seq 4096 --tokens 15T
+DEMO_COMPILED := plan train llama3.2-1b --on v5e:2x2 --mesh fsdp=2,tensor=2 --batch-seqs 8 --seq 2048 -o build/plan.json
 
 .PHONY: help demo test test-all test-newest lint bench docs lock clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo         plan a LLaMA-3 70B training run on 4,096 TPU v5p chips'
+	@echo 'make demo         plan a LLaMA-3 70B run on 4,096 TPU v5p chips; plan and compile a 1B one for four v5e'
 	@echo 'make test         the tests, slow ones left out'
 	@echo 'make test-all     the tests, slow ones included'
 	@echo 'make test-newest  make test, on the newest Python found here, with the newest JAX'
@@ -23,8 +24,16 @@ help:
 	@echo 'make lock         write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
 	@echo 'make clean        remove what the other targets made'
 
+# The compiler of TPUs exists for Linux only.
 demo: $(VENV)/demo.installed
 	$(BIN)/rooftop $(DEMO)
+	@mkdir -p build
+	$(BIN)/rooftop $(DEMO_COMPILED)
+	@if $(BIN)/python -c 'import libtpu' 2>/dev/null; then \
+	    echo '$(BIN)/rooftop compile build/plan.json'; $(BIN)/rooftop compile build/plan.json; \
+	else \
+	    echo 'rooftop compile build/plan.json: SKIPPED: no libtpu for this machine (Linux on x86-64 has it)'; \
+	fi
 
 test: $(VENV)/dev.installed
 	$(BIN)/python -m pytest -n auto -m "not slow"
@@ -61,7 +70,7 @@ COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-ver
 
 lock: $(VENV)/dev.installed
 	$(COMPILE) --group dev --extra jax --extra compile --output-file requirements/dev.txt
-	$(COMPILE) --group build --constraints requirements/dev.txt --output-file requirements/demo.txt
+	$(COMPILE) --group build --extra compile --constraints requirements/dev.txt --output-file requirements/demo.txt
 	@! grep -n '://' requirements/*.txt
 
 clean:

@@ -655,6 +655,22 @@ def test_an_all_reduce_of_zeros_and_one_part_gathers() -> None:
     assert (second.scope, second.phase) == ("layers/attn/out", "backward")
 
 
+@pytest.mark.parametrize(("stacked", "phase"), [(True, "recompute"), (False, "backward")])
+def test_one_layers_weight_is_gathered_again_in_the_backward_pass(stacked: bool, phase: str) -> None:
+    """Even where XLA names the gather after the matmul that it serves."""
+    part = "p = bf16[128,512] " + (
+        "dynamic-slice(%x, %i, %i), dynamic_slice_sizes={128,512}" if stacked else "slice(%x)"
+    )
+    body = [
+        "i = s32[] partition-id()",
+        part,
+        f'g = {ARRAY} all-gather(%p), {groups("Y")}, metadata={{op_name="jit(f)/transpose(jvp(layers/mlp/up))/op"}}',
+        dot("d", "w", "g") + ', metadata={op_name="jit(f)/transpose(jvp(layers/mlp/up))/op"}',
+    ]
+    (one,) = logical_collectives(module(body), {"X": 4, "Y": 4})
+    assert (one.scope, one.phase) == ("layers/mlp/up", phase)
+
+
 def test_what_a_loop_carries_to_its_use_and_from_what_made_it() -> None:
     body = [
         named(dot("d", "y"), "unembed"),

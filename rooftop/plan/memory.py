@@ -12,6 +12,9 @@ from rooftop.plan.shapes import attention_head_sizes
 from rooftop.plan.training import TrainingStep
 from rooftop.quantities import dtype_bytes
 
+#: Elements in one row of a TPU's registers.
+_LANES = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -66,13 +69,15 @@ def book_memory(step: TrainingStep) -> Memory:
 
 def saved_per_layer(step: TrainingStep, action: str) -> Number:
     """Elements per token and layer under ``action``, averaged over dense layers and layers of experts, [1, K]."""
-    share = step.dense_share
+    share, strategies = step.dense_share, step.strategies
     total: Number = 0.0
-    if share:
-        total = total + share * step.strategies.kept(action, step.model, moe_layer=False)
-    if share < 1:
-        total = total + (1 - share) * step.strategies.kept(action, step.model, moe_layer=True)
-    return total
+    for of, moe_layer in ((share, False), (1 - share, True)):
+        if of:
+            total = total + of * strategies.kept(action, step.model, moe_layer=moe_layer)
+    # TPU kernels write heads of whole registers.
+    d_v, lanes = attention_head_sizes(step.model)[1], _LANES if step.slice.chip.kind == "tpu" else 1
+    padding = -(-d_v // lanes) * lanes / d_v - 1
+    return total + padding * strategies.kept(action, step.model, moe_layer=False, names=("attn_core",))
 
 
 def in_flight(step: TrainingStep) -> Number:

@@ -150,16 +150,23 @@ class _Reader:
         return Buffer(
             bytes=size,
             shape=values[at].shape,
-            memory_class=self._class(values, named[1], values[at].shape, phase),
+            memory_class=self._class(values, named[1], values[at].shape, (scope, phase)),
             name=origin.name,
             scope=scope,
             phase=phase,
             source=self.module.source(named[1]) or self.module.source(origin),
         )
 
-    def _class(self, values: Sequence[_Value], origin: Instruction, shape: str, phase: str) -> str:
+    def _class(self, values: Sequence[_Value], origin: Instruction, shape: str, place: tuple[str, str]) -> str:
         if origin.opcode == "constant":
             return "other"
+        scope, phase = place
+        # Before the update only the weights' copies in the compute dtype are of the optimizer's scope.
+        if scope == "optimizer" and self.phase != "update" and _dims(shape) in self._weight_dims:
+            return "weights"
+        # The gradients of the last matmul and of the loss are made beside their forward pass, which leaves nothing.
+        if scope in ("unembed", "loss") and _dims(shape) not in self._weight_dims:
+            return "workspace"
         carried = self._is_carried(values)
         copied = "jvp(" in origin.op_name or argument_class(origin.op_name) == "weights"
         if _dims(shape) in self._weight_dims and (phase == "backward" or not copied):

@@ -17,7 +17,7 @@ from rooftop.xla.between_slices import Transfer, place_of_transfer, transfers, w
 from rooftop.xla.dataflow import Flow, Value
 from rooftop.xla.groups import replica_groups, varying_axes
 from rooftop.xla.hlo import Computation, Instruction, Module
-from rooftop.xla.places import Found, first_place, flow_place, holders, place_of, producer
+from rooftop.xla.places import Found, again, first_place, flow_place, holders, place_of, producer
 from rooftop.xla.rings import Ring, find_rings
 
 _KINDS = {
@@ -167,8 +167,10 @@ def _own_place(module: Module, occurrences: list[_Occurrence], holding: list[Ins
     named = [*own, *(holding if all(each.synchronous for each in occurrences) else [])]
     if flow and all(_UNNAMED.search(each.op_name) for each in named):
         return flow
-    place = first_place(each.op_name for each in [*own, *holding])
-    return *place, _source(module, [*own, *holding]) or (flow[2] if flow else "")
+    scope, phase = first_place(each.op_name for each in [*own, *holding])
+    # Where it has the name of what it serves.
+    phase = again(module, first.kind, phase, (first.computation, first.sources[0]))
+    return scope, phase, _source(module, [*own, *holding]) or (flow[2] if flow else "")
 
 
 #: Names that tell nothing of what an instruction is for: none, that of an argument, or of what stands around it.
@@ -261,8 +263,8 @@ _MOVES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "get-tuple-el
 
 
 def _through(computation: Computation, source: Instruction, opcodes: tuple[str, ...]) -> Instruction:
-    """What ``source`` is made of, seen through instructions of those opcodes."""
-    while source.opcode in opcodes:
+    """What ``source`` is made of, seen through instructions of those opcodes, and through copies made in parts."""
+    while source.opcode in opcodes or 'custom_call_target="ConcatBitcast"' in source.attributes:
         source = computation.operands(source)[0]
     return source
 

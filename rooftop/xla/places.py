@@ -93,8 +93,16 @@ def flow_place(module: Module, kind: str, source: Found, end: Found) -> tuple[st
     if kind in ("all_reduce", "all_gather") and after and place_of(module, *after)[0] == "optimizer":
         return "gradients", "update", line
     scope, phase = place_of(module, *found)
-    again = kind == "all_gather" and phase == "backward" and before is None and _is_stacked(module, *source)
-    return scope, "recompute" if again else phase, line
+    return scope, again(module, kind, phase, source), line
+
+
+def again(module: Module, kind: str, phase: str, source: Found) -> str:
+    """The phase of a collective of ``source``; what the backward pass gathers of what it was given is gathered again.
+
+    That is one layer's part of an array of all layers: a weight, or what the forward pass has kept.
+    """
+    given = kind == "all_gather" and phase == "backward" and producer(module, *source) is None
+    return "recompute" if given and _is_stacked(module, *source) else phase
 
 
 #: What has the name of what stands around it as often as that of what it moves.
@@ -149,7 +157,7 @@ def purpose(
 
 
 def _is_stacked(module: Module, computation: Computation, source: Instruction) -> bool:
-    """Whether ``source`` is one layer's part of an array of all layers: a weight, or what the forward pass has kept."""
+    """Whether ``source`` is one layer's part of an array of all layers."""
     at: Found | None = (computation, source)
     while at is not None:
         opcode, called = at[1].opcode, at[1].called
