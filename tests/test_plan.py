@@ -179,6 +179,21 @@ def test_pipeline_bubble_shrinks_with_microbatches_and_schedule() -> None:
     assert few == pytest.approx(3 / 4, rel=0.01)
 
 
+def test_pipelines_that_no_program_runs_say_why() -> None:
+    def obstacles(**more: object) -> str:
+        asked = problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block", **more)
+        return "; ".join(best(sweep(asked)).obstacles)
+
+    assert not obstacles(microbatches=8)
+    experts = replace(load_model("deepseek-v2-lite"), layers=28)
+    mixed = replace(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block", microbatches=8), model=experts)
+    assert "begins with dense ones" in "; ".join(best(sweep(mixed)).obstacles)
+    several = obstacles(seqs=96, microbatches=6, schedule="interleaved", chunks=2)
+    assert "multiple of 4 microbatches, not 6" in several
+    plan = best(sweep(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block,qkv=offload", microbatches=8)))
+    assert plan.obstacles == ["no program offloads activations from a pipeline stage"]
+
+
 def test_experts_are_exchanged_and_counted() -> None:
     plan = best(sweep(problem("mixtral-8x7b", axes={"fsdp": 8, "expert": 8}, microbatches=1)))
     exchanged = [

@@ -89,7 +89,8 @@ def in_flight(step: TrainingStep) -> Number:
     strategies = step.strategies
     stages = strategies.devices("stage")
     waiting = np.minimum(strategies.microbatches, stages)
-    waiting = np.where(strategies.chunks > 1, waiting * (1 + (stages - 1) / (stages * strategies.chunks)), waiting)
+    early = waiting * (1 + (stages - 1) / (stages * strategies.chunks))
+    waiting = np.where(strategies.chunks > 1, np.minimum(early, strategies.microbatches), waiting)
     waiting = np.where(strategies.keeps_all_in_flight, strategies.microbatches, waiting)
     return np.where(stages > 1, waiting, 1.0)
 

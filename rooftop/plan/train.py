@@ -116,7 +116,7 @@ class TrainingPlan:
     @cached_property
     def obstacles(self) -> list[str]:
         """What keeps a JAX program from running the plan as it stands."""
-        return list(_obstacles(self.problem, self.mesh))
+        return list(_obstacles(self.problem, self.mesh, self.choice))
 
     @cached_property
     def reasons(self) -> list[Reason]:
@@ -290,16 +290,23 @@ def _plan(found: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
     return TrainingPlan(problem=found.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
 
 
-def _obstacles(problem: Problem, mesh: Mesh) -> list[str]:
+def _obstacles(problem: Problem, mesh: Mesh, choice: Choice) -> list[str]:
     model, workload = problem.model, problem.workload
     found: list[str] = []
+    if (stages := mesh.size("stage")) > 1:
+        if model.moe is not None and 0 < model.moe.dense_layers < model.layers:
+            found.append(f"stages share layers of one kind: {model.name} begins with dense ones")
+        if "offload" in choice.policy.values():
+            found.append("no program offloads activations from a pipeline stage")
+        if choice.chunks > 1 and choice.microbatches > stages and choice.microbatches % stages:
+            found.append(f"interleaved stages want a multiple of {stages} microbatches, not {choice.microbatches}")
     batch = mesh.size("data", "fsdp", "expert")
     columns = mesh.size("fsdp", "tensor")
     checks = [
         (workload.batch_seqs, batch, f"{workload.batch_seqs} sequences", "data x fsdp x expert"),
         (model.d_model, columns, f"a D of {model.d_model}", "fsdp x tensor"),
         (workload.seq_len, mesh.size("context", "tensor"), f"sequences of {workload.seq_len}", "context x tensor"),
-        (model.layers, mesh.size("stage"), f"{model.layers} layers", "stage"),
+        (model.layers, stages * choice.chunks, f"{model.layers} layers", "stages and their chunks"),
     ]
     for whole, ways, what, axes in checks:
         if whole % ways:
