@@ -589,3 +589,28 @@ def test_ledger_of_a_program_without_scopes() -> None:
     (row,) = read_ledger(hlo.parse(text), {"data": 1})
     assert (row.scope, row.phase, row.count) == ("unscoped", "forward", 1)
     assert row.flops == {"f32": 2.0 * 8**3}
+
+
+def test_a_branch_runs_as_often_as_its_program_says() -> None:
+    """A matmul that one of four trips does, then in a further conditional, which does not count once more."""
+
+    def taken(x: jax.Array, op: jax.Array) -> jax.Array:
+        with named_scope("taken[1:4]"):
+            return jax.lax.cond(op > 5, lambda x: jnp.sin(x) @ x, lambda x: x, x @ x)
+
+    def step(x: jax.Array, ops: jax.Array) -> jax.Array:
+        def slot(x: jax.Array, op: jax.Array) -> tuple[jax.Array, None]:
+            return jax.lax.switch(jnp.minimum(op, 1), [lambda x, op: jnp.cos(x), taken], x, op), None
+
+        return jax.lax.scan(slot, x, ops)[0]
+
+    text = jax.jit(step).lower(jnp.ones((64, 64)), jnp.zeros(4, jnp.int32)).compile().as_text()
+    assert text.count("conditional(") == 2
+    module = hlo.parse(text)
+    flops = sum(
+        module.executions[each.name] * matmul_flops(each, instruction)
+        for each in module.computations.values()
+        for instruction in each
+        if instruction.opcode == "dot"
+    )
+    assert flops == 2 * 2 * 64**3

@@ -32,6 +32,10 @@ _ROLES = "calls|to_apply|condition|body|branch_computations|called_computations"
 _CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
 
 
+#: The scope in which a program says how often it takes a branch of a conditional.
+_TAKEN = re.compile(r"taken\[(\d+):(\d+)\]")
+
+
 @dataclass(frozen=True)
 class Tensor:
     """Type and dims of one array, on one device. On a TPU ``space`` is 0 in HBM, 1 in VMEM, more in scalar memory."""
@@ -145,18 +149,27 @@ class Module:
     def executions(self) -> Mapping[str, int]:
         """How often each computation runs in one execution of the module, loops multiplied out.
 
-        The body of a loop in ``uncounted_loops`` counts once, and so does every branch of a conditional; a computation
-        that nothing reaches counts zero.
+        The body of a loop in ``uncounted_loops`` counts once. So does a branch of a conditional, unless its program says
+        in a scope, ``taken[8:22]``, that it takes it 8 of 22 times. A computation that nothing reaches counts zero.
         """
         counts = dict.fromkeys(self.computations, 0)
         counts[self.entry] = 1
         for name in self._callers_first():
             for caller, instruction in self.callers.get(name, ()):
-                times = 1
+                times, of = 1, 1
                 if instruction.opcode == "while":
                     times = self.trip_count(caller, instruction) or 1
-                counts[name] += counts[caller.name] * times
+                elif instruction.opcode == "conditional" and not _TAKEN.search(instruction.op_name):
+                    times, of = self._taken(self.computations[name])
+                counts[name] += counts[caller.name] * times // of
         return counts
+
+    def _taken(self, branch: Computation) -> tuple[int, int]:
+        """How often a branch is taken, of how many times; (1, 1) if its program does not say."""
+        for instruction in branch:
+            if found := _TAKEN.search(instruction.op_name):
+                return int(found[1]), int(found[2])
+        return 1, 1
 
     @cached_property
     def uncounted_loops(self) -> tuple[str, ...]:
