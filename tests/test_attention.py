@@ -19,6 +19,7 @@ from rooftop.plan.shapes import attended_pairs
 from rooftop.programs import splash_attention
 from rooftop.programs.attention import attend, kernel_flops, kernel_scope
 from rooftop.programs.attention_scores import Scores, block_size, declared, executed_pairs
+from rooftop.programs.gathered_attention import gathered_attend
 from rooftop.programs.ring_attention import ring_attend, sequence_order
 from rooftop.roofline import achievable
 from rooftop.scopes import scope_and_phase
@@ -34,7 +35,26 @@ def arrays(b: int, t: int, n: int, k: int, h: int, d_v: int) -> Arrays:
     return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
 
 
-def plain(q: Any, k: Any, v: Any, sinks: Any, *, scale: float, window: int | None, softcap: float | None) -> jax.Array:
+#: Segments [2, 12] of packed sequences: some of one token, and padding.
+PACKED = np.array([[1, 1, 1, 2, 2, 3, 4, 4, 4, 4, 4, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]], np.int32)
+
+
+def packed(length: int) -> np.ndarray:
+    """The same at another length, [2, length], so that segments begin and end within blocks and chunks."""
+    return PACKED[:, np.arange(length) * 12 // length]
+
+
+def plain(
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    segments: np.ndarray | None = None,
+) -> jax.Array:
     """Query by query, with the keys that it sees picked out."""
     rows, group = [], q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -42,6 +62,8 @@ def plain(q: Any, k: Any, v: Any, sinks: Any, *, scale: float, window: int | Non
         first = 0 if window is None else max(0, i - window + 1)
         scores = jnp.einsum("bnh,bsnh->bns", q[:, i], k[:, first : i + 1]) * scale
         weights = jnp.exp(scores if softcap is None else softcap * jnp.tanh(scores / softcap))
+        if segments is not None:
+            weights *= (segments[:, first : i + 1] == segments[:, i : i + 1])[:, None]
         total = weights.sum(-1) + (0 if sinks is None else jnp.exp(sinks))
         rows.append(jnp.einsum("bns,bsnh->bnh", weights, v[:, first : i + 1]) / total[..., None])
     return jnp.stack(rows, 1)
@@ -68,11 +90,12 @@ CASES = [(None, None, False, 2, 16), (5, 3.0, True, 1, 8), (1, None, True, 4, 16
 
 
 @pytest.mark.parametrize(("window", "softcap", "sinks", "kv_heads", "d_v"), CASES)
+@pytest.mark.parametrize("segments", [None, PACKED], ids=["whole", "packed"])
 def test_reference_and_chunked_equal_plain(
-    window: int | None, softcap: float | None, sinks: bool, kv_heads: int, d_v: int
+    window: int | None, softcap: float | None, sinks: bool, kv_heads: int, d_v: int, segments: np.ndarray | None
 ) -> None:
     made = arrays(2, 12, 4, kv_heads, 16, d_v)
-    how = {"scale": 0.3, "window": window, "softcap": softcap}
+    how = {"scale": 0.3, "window": window, "softcap": softcap, "segments": segments}
     wanted = derived(lambda q, k, v, sinks: plain(q, k, v, sinks, **how), made, sinks=sinks)
     assert sinks == (np.abs(wanted[-1]).max() > 0)
     for kernel, block in (("reference", 1024), ("chunked", 4), ("chunked", 1024)):
@@ -105,6 +128,15 @@ def test_splash_equals_reference(
     close(derived(partial(attend, kernel="splash", block=128, **how), made, sinks=sinks), wanted)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("window", [None, pytest.param(70, marks=pytest.mark.slow)])
+def test_splash_equals_reference_within_segments(window: int | None) -> None:
+    made = arrays(2, 256, 4, 2, 16, 8)
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": packed(256)}
+    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    close(derived(partial(attend, kernel="splash", block=128, **how), made, sinks=True), wanted)
+
+
 def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is passed to JAX's function means the same to its other implementation, which runs here."""
     on_cpu, asked = jax.nn.dot_product_attention, []
@@ -115,8 +147,8 @@ def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", function)
     made = arrays(2, 24, 4, 2, 16, 16)
-    for window in (None, 7):
-        how = {"scale": 0.3, "window": window}
+    for window, segments in ((None, None), (7, None), (None, packed(24)), (7, packed(24))):
+        how = {"scale": 0.3, "window": window, "segments": segments}
         wanted = derived(partial(attend, kernel="reference", **how), made, sinks=False)
         close(derived(partial(attend, kernel="cudnn", **how), made, sinks=False), wanted)
     assert set(asked) == {"cudnn"}
@@ -222,23 +254,36 @@ def test_kernel_scope_has_whole_numbers() -> None:
     assert "kernel_flops[each=1000000000000000]/add" in jax.jit(scoped).lower(1.0).as_text(debug_info=True)
 
 
-def ring(devices: int, order: str, kernel: str, given: Arrays, *, sinks: bool, check_vma: bool, **how: Any) -> Any:
+def ring(
+    devices: int,
+    order: str,
+    kernel: str,
+    given: Arrays,
+    *,
+    sinks: bool,
+    check_vma: bool,
+    segments: np.ndarray | None = None,
+    over: Any = ring_attend,
+    **how: Any,
+) -> Any:
     """As ``derived``, for the sequence split over so many devices."""
     mesh = jax.make_mesh((devices,), ("context",), devices=jax.devices()[:devices])
     positions = sequence_order(given[0].shape[1], devices, order)
-    split, whole = P(None, "context", None, None), P(None)
+    axis, split, whole = "context", P(None, "context", None, None), P(None)
 
     def sharded(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        attention = partial(ring_attend, axis="context", kernel=kernel, order=order, **how)
-        if sinks is None:
-            return jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split, check_vma=check_vma)(q, k, v)
+        attention = partial(over, axis=axis, kernel=kernel, order=order, **how)
         attend_with = jax.shard_map(
-            lambda q, k, v, sinks: attention(q, k, v, sinks=sinks),
-            in_specs=(split, split, split, whole), out_specs=split, check_vma=check_vma,
+            lambda q, k, v, sinks, segments: attention(q, k, v, sinks=sinks, segments=segments),
+            in_specs=(split, split, split, None if sinks is None else whole, None if ids is None else P(None, axis)),
+            out_specs=split, check_vma=check_vma,
         )  # fmt: skip
-        return attend_with(q, k, v, sinks)
+        return attend_with(q, k, v, sinks, ids)
 
     with jax.set_mesh(mesh):
+        ids = None
+        if segments is not None:
+            ids = jax.device_put(segments[:, positions], jax.NamedSharding(mesh, P(None, "context")))
         q, k, v, s, weights = given
         places = [jax.NamedSharding(mesh, split), jax.NamedSharding(mesh, whole)]
         q, k, v, weights = (jax.device_put(x[:, positions], places[0]) for x in (q, k, v, weights))
@@ -270,6 +315,65 @@ def test_ring_equals_one_device(
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
     wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
     found = ring(devices, order, "chunked", made, sinks=True, check_vma=check_vma, block=4, **how)
+    close(found, wanted)
+
+
+WITHIN = [
+    ("ring", 4, "zigzag", None, 1, 2),  # half of the sequences each way
+    ("ring", 4, "contiguous", 7, 2, 2),
+    ("gathered", 4, "zigzag", None, 2, 2),
+    *(
+        pytest.param(over, devices, order, window, kv_heads, batch, marks=pytest.mark.slow)
+        for over in ("ring", "gathered")
+        for devices in (2, 3, 8)
+        for order in ("contiguous", "zigzag")
+        for window, kv_heads, batch in ((None, 2, 1), (None, 1, 1), (9, 1, 2), (47, 2, 2))
+    ),
+]
+
+
+@pytest.mark.parametrize(("over", "devices", "order", "window", "kv_heads", "batch"), WITHIN)
+def test_split_sequences_attend_within_segments(
+    over: str, devices: int, order: str, window: int | None, kv_heads: int, batch: int
+) -> None:
+    """Segments rotate, or are gathered, with their keys: they lie across devices, and begin and end inside chunks."""
+    made, segments = arrays(batch, 48, 4, kv_heads, 16, 8), packed(48)[-batch:]
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": segments}
+    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    how["over"] = ring_attend if over == "ring" else gathered_attend
+    close(ring(devices, order, "chunked", made, sinks=True, check_vma=True, block=4, **how), wanted)
+
+
+GATHERED = [
+    (4, "zigzag", None, True),
+    (4, "contiguous", 7, False),
+    *(
+        pytest.param(devices, order, window, True, marks=pytest.mark.slow)
+        for devices in (2, 3, 8)
+        for order in ("contiguous", "zigzag")
+        for window in (None, 1, 2, 47)
+    ),
+]
+
+
+@pytest.mark.parametrize(("devices", "order", "window", "sinks"), GATHERED)
+def test_gathered_keys_equal_one_device(devices: int, order: str, window: int | None, sinks: bool) -> None:
+    made = arrays(1, 48, 4, 2, 16, 8)
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
+    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=sinks)
+    how["over"] = gathered_attend
+    close(ring(devices, order, "chunked", made, sinks=sinks, check_vma=True, block=4, **how), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("over", [ring_attend, gathered_attend])
+@pytest.mark.parametrize("window", [None, 200])
+def test_split_splash_attends_within_segments(over: Any, window: int | None) -> None:
+    made = arrays(2, 512, 2, 1, 16, 8)
+    how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": packed(512)}
+    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    found = ring(2, "zigzag", "splash", made, sinks=True, check_vma=False, block=128, over=over, **how)
     close(found, wanted)
 
 
@@ -356,12 +460,13 @@ def test_what_a_kernel_does_not_do_is_refused(changes: dict[str, Any], message: 
         ({"length": 6, "order": "zigzag"}, "a multiple of 2 for zigzag"),
     ],
 )
-def test_what_a_ring_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("over", [ring_attend, gathered_attend])
+def test_what_a_ring_does_not_do_is_refused(changes: dict[str, Any], message: str, over: Any) -> None:
     mesh = jax.make_mesh((2,), ("context",), devices=jax.devices()[:2])
     split = P(None, "context", None, None)
     settings = {"kernel": "chunked", "length": 8} | changes
     given = arrays(1, settings.pop("length"), 2, 2, 8, 8)[:3]
-    attention = partial(ring_attend, axis="context", scale=1.0, **settings)
+    attention = partial(over, axis="context", scale=1.0, **settings)
     given = jax.device_put(given, jax.NamedSharding(mesh, split))
     with jax.set_mesh(mesh), pytest.raises(RooftopError, match=message):
         jax.eval_shape(jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split), *given)

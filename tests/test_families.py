@@ -135,8 +135,8 @@ def train(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Transf
     tokens, targets = (jax.device_put(ids[:, order], place.sharding) for ids in (text[:, :-1], text[:, 1:]))
     with jax.set_mesh(mesh):
         step = jax.jit(train_step(program, program.specs(mesh)), compiler_options=QUICKLY)
-        state, value = step(state, Batch(tokens=tokens, targets=targets))
-    return float(value), jax.tree.map(np.asarray, optax.tree_utils.tree_get(state.optimizer, "mu"))
+        state, metrics = step(state, Batch(tokens=tokens, targets=targets))
+    return float(metrics.loss), jax.tree.map(np.asarray, optax.tree_utils.tree_get(state.optimizer, "mu"))
 
 
 def test_layers_become_few_scans() -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,10 @@ from rooftop.models import MoE as Mixture
 from rooftop.models.activations import parse_policy
 from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
 from rooftop.plan.strategies import Choice
-from rooftop.programs.moe import Slots, activate, capacity, from_slots, moe_mlp, route, to_slots
+from rooftop.programs import grouped_matmul
+from rooftop.programs.moe import Slots, activate, capacity, from_slots, moe_mlp, to_slots
 from rooftop.programs.parameters import MoE, Norm
+from rooftop.programs.routing import route
 from rooftop.programs.sharding import Dim, Specs, axes_of, named_reshard
 from rooftop.xla import hlo
 from rooftop.xla.compiled import read_ledger
@@ -123,6 +126,7 @@ def sharded(
     *,
     factor: float | None = None,
     rules: Rules | None = None,
+    matmul: str = "batched",
 ) -> tuple[np.ndarray, np.ndarray, Weights]:
     """Output, and gradients of input and weights, on a mesh."""
     specs = specs_on(mesh) if rules is None else Specs(rules)
@@ -132,7 +136,7 @@ def sharded(
     def both(x: jax.Array, weights: dict[str, jax.Array], derivative: jax.Array) -> Any:
         def mixture(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
             layer = MoE(norm=Norm(scale=None), **weights)
-            return moe_mlp(x, layer, model, specs, capacity_factor=factor)
+            return moe_mlp(x, layer, model, specs, capacity_factor=factor, matmul=matmul)[0]
 
         out, pull = jax.vjp(mixture, x, weights)
         return out, *pull(derivative)
@@ -233,11 +237,78 @@ def test_values_and_gradients_are_those_of_a_plain_mixture(name: str, sizes: Map
     assert_equal(sharded(*given, mesh_of(**sizes)), plain(*given))
 
 
-def test_crowded_experts_drop_nothing_without_a_factor() -> None:
+GROUPED = [
+    ("mixtral", {}),
+    ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2}),  # biases
+    ("deepseek_v3", {"expert": 4, "tensor": 2}),
+    *(
+        pytest.param(name, sizes, marks=pytest.mark.slow)
+        for name, sizes in (
+            ("mixtral", {"expert": 8}),
+            ("not_gated", {"expert": 2, "fsdp": 2, "tensor": 2}),
+            ("four_experts", {"expert": 4, "fsdp": 2}),
+            ("deepseek_v2", {"data": 2, "expert": 2, "context": 2}),
+            ("gpt_oss", {"fsdp": 4, "tensor": 2}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), GROUPED)
+def test_grouped_matmul_drops_nothing(name: str, sizes: Mapping[str, int]) -> None:
+    given = case(name)
+    assert_equal(sharded(*given, mesh_of(**sizes), matmul="grouped"), plain(*given))
+
+
+@pytest.mark.parametrize("matmul", ["batched", "grouped"])
+def test_crowded_experts_drop_nothing_without_a_factor(matmul: str) -> None:
+    """All tokens go to the experts of two of four devices; other experts have no rows at all."""
     model, weights, x, derivative = case("gpt_oss")
     weights = weights | {"router_bias": weights["router_bias"] + 30.0 * (np.arange(8) < 4)}
     given = model, weights, x, derivative
-    assert_equal(sharded(*given, mesh_of(expert=4, tensor=2)), plain(*given))
+    assert_equal(sharded(*given, mesh_of(expert=4, tensor=2), matmul=matmul), plain(*given))
+
+
+def test_a_capacity_of_grouped_experts_is_that_of_a_whole_shard() -> None:
+    """Of two shards of four experts a device keeps C pairs of each, those of its first tokens, whichever expert's."""
+    model, weights, x, derivative = case("mixtral")
+    mesh, moe = mesh_of(expert=2), model.moe
+    assert moe is not None
+    weights = weights | {"router": weights["router"] + np.float32(0.2) * (np.arange(8) < 4)}
+    kept = choose((x @ weights["router"]).reshape(-1, moe.experts), 0.0, moe).reshape(BATCH, SEQ_LEN, -1)
+    limit = capacity(BATCH * SEQ_LEN // 2, moe, 1.0, shards=2)
+    whole = kept.copy()
+    for place in NamedSharding(mesh, specs_on(mesh).residual).devices_indices_map(x.shape).values():
+        own = kept[place[:2]].reshape(-1, 2, 4)
+        scores = (x[place[:2]] @ weights["router"]).reshape(-1, 2, 4)
+        for shard in range(2):
+            # A token's pairs are in the order of its preference.
+            best = np.argsort(-np.where(own[:, shard], scores[:, shard], -np.inf), axis=1)
+            pairs = [
+                (token, expert) for token in range(len(own)) for expert in best[token] if own[token, shard, expert]
+            ]
+            for token, expert in pairs[limit:]:
+                own[token, shard, expert] = False
+        kept[place[:2]] = own.reshape(kept[place[:2]].shape)
+    assert 0 < (whole & ~kept).sum() < 0.3 * whole.sum()
+    given = model, weights, x, derivative
+    found = sharded(*given, mesh, factor=1.0, matmul="grouped")
+    assert_equal(found, plain(*given, kept=kept.reshape(-1, moe.experts)))
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 4), st.sampled_from([1, 3, 4, 64]))
+def test_products_of_groups(sizes: list[int], beyond: int, tile: int) -> None:
+    """Empty groups, groups that share a tile or fill several, rows of no group."""
+    random, total = np.random.default_rng(0), max(sum(sizes) + beyond, 1)
+    rows, others = random.standard_normal((total, 3)), random.standard_normal((total, 2))
+    ends = np.cumsum(sizes)
+    wanted = [rows[end - size : end].T @ others[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    with mock.patch.object(grouped_matmul, "TILE", tile):
+        found = grouped_matmul.grouped_products(
+            jnp.asarray(rows, jnp.float32), jnp.asarray(others, jnp.float32), jnp.asarray(sizes, jnp.int32)
+        )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"expert": 4, "tensor": 2}, {"fsdp": 2, "expert": 2}])
@@ -250,7 +321,7 @@ def test_pairs_beyond_the_capacity_are_dropped_last_come_first(sizes: Mapping[st
     logits = x @ weights["router"]
     kept = choose(logits.reshape(-1, moe.experts), 0.0, moe).reshape(BATCH, SEQ_LEN, -1)
     tokens = BATCH * SEQ_LEN // len(mesh.devices.flat)
-    limit = capacity(tokens, moe, 0.75)
+    limit = capacity(tokens, moe, 0.75, shards=moe.experts)
     assert limit == math.ceil(0.75 * tokens * 2 / 8)
     for place in stream.devices_indices_map(x.shape).values():
         own = kept[place[:2]].reshape(tokens, -1)
@@ -321,7 +392,10 @@ def test_activations(name: str) -> None:
 
 def test_capacity() -> None:
     moe = Mixture(experts=8, active=2, d_ff=4)
-    assert [capacity(64, moe, factor) for factor in (None, 1.0, 1.01, 0.01, 100.0)] == [64, 16, 17, 1, 64]
+    found = [capacity(64, moe, factor, shards=8) for factor in (None, 1.0, 1.01, 0.01, 100.0)]
+    assert found == [64, 16, 17, 1, 64]
+    # A shard of four experts may be chosen twice by a token.
+    assert [capacity(64, moe, factor, shards=2) for factor in (None, 1.0, 100.0)] == [128, 64, 128]
 
 
 ON_STAGES = dataclasses.replace(Rules(), parameters={**Rules().parameters, "expert": ("stage",)})
@@ -335,6 +409,7 @@ ON_STAGES = dataclasses.replace(Rules(), parameters={**Rules().parameters, "expe
         ({"shared_d_ff": 9}, {}, "moe.shared_d_ff"),
         ({}, {"factor": 0.0}, "capacity_factor"),
         ({}, {"factor": math.nan}, "capacity_factor"),
+        ({}, {"matmul": "ragged"}, "expert_matmul"),
         ({}, {"rules": ON_STAGES}, "rules.parameters.expert"),
     ],
 )
@@ -351,7 +426,8 @@ def test_what_does_not_fit_is_refused_in_one_line(
 
     def mixture(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
         layer = MoE(norm=Norm(scale=None), **weights)
-        return moe_mlp(x, layer, model, Specs(rules), capacity_factor=arguments.get("factor"))
+        matmul = arguments.get("matmul", "batched")
+        return moe_mlp(x, layer, model, Specs(rules), capacity_factor=arguments.get("factor"), matmul=matmul)[0]
 
     with jax.set_mesh(mesh), pytest.raises(RooftopError) as refused:
         jax.eval_shape(mixture, x, weights)
@@ -389,7 +465,7 @@ def compiled_rows(model: ModelConfig, slice_name: str, layout: str, batch: int, 
         x = checkpoint_name(x, "layer_input")
         with named_scope("mlp"), named_scope("norm"):
             normed = jax.nn.standardize(x)
-        return x + moe_mlp(normed, MoE(norm=Norm(scale=None), **layer), model, specs, capacity_factor=1.0), None
+        return x + moe_mlp(normed, MoE(norm=Norm(scale=None), **layer), model, specs, capacity_factor=1.0)[0], None
 
     def total(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         weights = {name: at_rest(name, weight) for name, weight in weights.items()}

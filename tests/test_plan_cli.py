@@ -43,6 +43,22 @@ def test_given_mesh_and_remat_are_kept(rooftop: Run) -> None:
     assert data["memory"]["optimizer"] == pytest.approx(4 * 8.03e9 / 64, rel=1e-3)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_pipeline_is_run_against_a_clock(rooftop: Run, schedule: str) -> None:
+    how = ("--mesh", "fsdp=16,stage=4", "--microbatches", "8", "--schedule", schedule, "--remat", "none")
+    data = rooftop(*JOB, *how, "--json").json
+    jsonschema.validate(data, schema("plan"))
+    pipeline = data["pipeline"]
+    assert pipeline["bubble"] == pytest.approx(pipeline["bubble_closed_form"], abs=0.01)
+    assert pipeline["in_flight"] == pipeline["in_flight_closed_form"] == (8 if schedule == "gpipe" else 4)
+    # The ledger's last row is the idle time, beside passes that the table runs as well.
+    idle = data["step"]["exposed_s"]["idle"]
+    if schedule != "zero_bubble":
+        assert idle / pipeline["passes_s"] == pytest.approx(pipeline["bubble"], rel=0.02)
+    assert pipeline["lockstep_s"] >= pipeline["passes_s"] * (1 - 1e-9)
+    assert f"{schedule} simulated" in rooftop(*JOB, *how).out
+
+
 def test_plan_file_is_what_json_prints(rooftop: Run, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     printed = rooftop(*JOB, "-o", str(file), "--json").json

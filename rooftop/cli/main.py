@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "matmul": ("rooftop.cli.matmul", "Sharded arrays: what multiplying and moving them costs."),
     "plan": ("rooftop.cli.plan", "Plan a training run: sharding, memory, time, cost, and why."),
     "compile": ("rooftop.cli.compile", "A plan, or any JAX function, through XLA:TPU, without a TPU."),
+    "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
     "bench": ("rooftop.cli.bench", "Measure on the devices that are here: collectives."),
     "validate": ("rooftop.cli.validate", "Our predictions beside published measurements, misses included."),
 }

@@ -57,6 +57,10 @@ def train(as_json: bool, output: Path | None, alternatives: str, **options: Any)
 
     answer = plan_training(_problem(**options), alternatives=parse_count(alternatives, "alternatives"))
     data = answer.to_json()
+    if answer.plan.mesh.size("stage") > 1:
+        from rooftop.simulate.pipeline import of_plan
+
+        data["pipeline"] = of_plan(answer.plan)
     if output is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
     if as_json:

@@ -74,6 +74,13 @@ def _summary(plan: TrainingPlan, data: dict[str, Any]) -> Table:
     exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
     waits = ", ".join(f"{name} {format_seconds(s)} ({s / step['expected_s']:.0%})" for name, s in exposed.items())
     table.add_row("not hidden", format_seconds(sum(exposed.values())), waits or "no collectives")
+    if (pipeline := data.get("pipeline")) is not None:
+        table.add_row(
+            "bubble",
+            f"{pipeline['bubble']:.1%}",
+            f"of the passes, {pipeline['schedule']} simulated; {pipeline['bubble_closed_form']:.1%} in closed form; "
+            f"{pipeline['in_flight']:g} microbatches held at most",
+        )
     return table
 
 

@@ -31,6 +31,10 @@ _PASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+#: The segments of queries [b, T] and of keys [b, S], int32 and not negative: those of one segment meet each other.
+Segments = tuple[jax.Array, jax.Array]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """How scores are made of queries and keys, and which of them count.
@@ -46,13 +50,23 @@ class Scores:
     offset: int = 0
     block: int = BLOCK
 
-    def mask(self, queries: jax.Array, keys: jax.Array, absent: jax.Array | None) -> jax.Array:
-        """Which of these queries and keys count, by their indices; the first ``absent`` keys do not."""
+    def mask(
+        self, queries: jax.Array, keys: jax.Array, absent: jax.Array | None, segments: Segments | None
+    ) -> jax.Array:
+        """Which of these queries and keys count, by their indices; the first ``absent`` keys do not.
+
+        [T, S]; with ``segments``, [b, 1, 1, T, S].
+        """
         behind = queries[:, None] + self.offset - keys
         seen = behind >= 0
         if self.window is not None:
             seen &= behind < self.window
-        return seen if absent is None else seen & (keys >= absent)
+        if absent is not None:
+            seen &= keys >= absent
+        if segments is None:
+            return seen
+        of_queries, of_keys = segments
+        return seen & (of_queries[:, :, None] == of_keys[:, None, :])[:, None, None]
 
     def logits(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """Capped scores [b, k, g, T, S] float32 of queries [b, T, k, g, H] and keys [b, S, k, H], none masked."""

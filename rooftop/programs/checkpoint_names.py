@@ -6,6 +6,7 @@ gradients too can be compared by name. NumPy only: a caller reads files and plac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -217,7 +218,7 @@ def to_checkpoint(model: ModelConfig, weights: Transformer[Array]) -> dict[str, 
     found = dict[str, Array]()
     for entry in entries(model):
         array = np.asarray(leaves[entry.leaf])[entry.index]
-        array = _matrix(array, sizes[entry.leaf], entry)
+        array = matrix(array, sizes[entry.leaf], entry)
         if entry.parts == 1:
             found[entry.name] = array
             continue
@@ -226,13 +227,52 @@ def to_checkpoint(model: ModelConfig, weights: Transformer[Array]) -> dict[str, 
     return found
 
 
-def _matrix(array: Array, parameter: Parameter, entry: Entry) -> Array:
+def matrix(array: Array, parameter: Parameter, entry: Entry) -> Array:
     """Heads and their elements as one dim, and [in, out] as [out, in], as checkpoints have them."""
-    heads = [dim in ("heads", "kv_heads") for dim in parameter.dims[len(entry.index) :]]
-    if any(heads) and array.ndim > 1:
-        at = heads.index(True)
+    at = _heads(parameter, entry)
+    if at is not None and array.ndim > 1:
         array = array.reshape(*array.shape[:at], -1)
     return array.T if entry.transposed else array
+
+
+def tensor_shape(parameter: Parameter, entry: Entry) -> tuple[int, ...]:
+    """The shape in a checkpoint of the tensor that ``entry`` is, or is a part of."""
+    *first, last = _part_shape(parameter, entry)
+    return *first, last * entry.parts
+
+
+def region(parameter: Parameter, entry: Entry, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Which elements of a checkpoint's tensor are those of ``index`` in our array, transposed if ``entry`` says so.
+
+    Of a head it takes all elements; what ``index`` says of the leading dims, from which ``entry.index`` picks, is
+    ignored.
+    """
+    shape, at = parameter.shape[len(entry.index) :], _heads(parameter, entry)
+    spans = [part.indices(size)[:2] for part, size in zip(index[len(entry.index) :], shape, strict=True)]
+    if at is not None:
+        head = math.prod(shape[at + 1 :])
+        spans = [*spans[:at], (spans[at][0] * head, spans[at][1] * head)]
+    *first, (start, stop) = reversed(spans) if entry.transposed else spans
+    if entry.interleaved:
+        last = slice(start * entry.parts + entry.part, (stop - 1) * entry.parts + entry.part + 1, entry.parts)
+    else:
+        before = entry.part * _part_shape(parameter, entry)[-1]
+        last = slice(before + start, before + stop)
+    return *(slice(*span) for span in first), last
+
+
+def _part_shape(parameter: Parameter, entry: Entry) -> tuple[int, ...]:
+    """The shape that ``matrix`` gives."""
+    shape, at = parameter.shape[len(entry.index) :], _heads(parameter, entry)
+    if at is not None:
+        shape = (*shape[:at], math.prod(shape[at:]))
+    return shape[::-1] if entry.transposed else shape
+
+
+def _heads(parameter: Parameter, entry: Entry) -> int | None:
+    """The dim of heads, after those that ``entry.index`` picks from."""
+    heads = [dim in ("heads", "kv_heads") for dim in parameter.dims[len(entry.index) :]]
+    return heads.index(True) if any(heads) else None
 
 
 @jax.tree_util.register_dataclass

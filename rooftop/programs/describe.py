@@ -6,8 +6,10 @@ kind that a scan runs over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+
+import jax
 
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
@@ -87,10 +89,11 @@ def describe(model: ModelConfig) -> Transformer[Parameter]:
 
 
 def _layer(model: ModelConfig, kind: Kind, n: int) -> Layer[Parameter]:
-    return Layer(
+    layer = Layer(
         attn=_attention(model, n) if model.mla is None else _latent(model, model.mla, n),
         mlp=_mixture(model, model.moe, n) if kind.moe and model.moe is not None else _mlp(model, n),
     )
+    return jax.tree.map(lambda weight: replace(weight, dims=("layers", *weight.dims[1:])), layer)
 
 
 def _norm(model: ModelConfig, stack: tuple[int, ...]) -> Norm[Parameter]:

@@ -14,7 +14,7 @@ from jax import P
 
 from rooftop.models.config import ModelConfig
 from rooftop.programs.parameters import Norm
-from rooftop.programs.sharding import Specs
+from rooftop.programs.sharding import Specs, on_shards
 
 
 def norm(x: jax.Array, weights: Norm[jax.Array], model: ModelConfig, specs: Specs) -> jax.Array:
@@ -55,4 +55,4 @@ def _unit(x: jax.Array, model: ModelConfig) -> jax.Array:
 def _on_shards(local: Callable[..., jax.Array], spec: P, x: jax.Array, weights: object) -> jax.Array:
     """``local`` of the shards of x, split by ``spec``, and of weights that keep the splits they have."""
     kept = jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, weights)
-    return jax.shard_map(local, in_specs=(spec, kept), out_specs=spec)(x, weights)
+    return on_shards(local, in_specs=(spec, kept), out_specs=spec)(x, weights)

@@ -17,7 +17,7 @@ from rooftop.models.config import MLA, ModelConfig
 from rooftop.programs.elementwise import scale_norm
 from rooftop.programs.parameters import LatentAttention
 from rooftop.programs.positions import rotate
-from rooftop.programs.sharding import Specs, gather, split_sequence
+from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
 
 def latent_qkv(
@@ -61,5 +61,5 @@ def latent_qkv(
             return jnp.concatenate([k, shared], axis=-1), v
 
         # In shard_map the gradient of the shared key stays a partial sum over heads, scattered with the latent's.
-        k, v = jax.shard_map(expand, in_specs=(heads, gathered), out_specs=(heads, heads))(kv, shared)
+        k, v = on_shards(expand, in_specs=(heads, gathered), out_specs=(heads, heads))(kv, shared)
         return checkpoint_name(q, "rope"), checkpoint_name(k, "rope"), v

@@ -2,14 +2,17 @@
 
 Dims: n tokens of one device, E experts, k active ones, C capacity, D model, F feed-forward.
 
-Every pair (token, expert that it chose) takes a slot. A device has C slots for each expert, so that all shapes are
-known and the AllToAll is even. Pairs beyond C are dropped, those of the earliest tokens kept: a dropped part of a
-token's sum is missing, and its other weights stay as they are. With C = n nothing can be dropped, since a token chooses
-an expert once at most; that is E/k times the rows that evenly chosen experts need.
+Every pair (token, expert that it chose) takes a slot. A device has C slots for each expert, or for each shard of the
+experts, so that all shapes are known and the AllToAll is even. Pairs beyond C are dropped, those of the earliest tokens
+kept: a dropped part of a token's sum is missing, and its other weights stay as they are. The experts' matmuls are
 
-The experts' matmuls are batched einsums over slots. ``jax.lax.ragged_dot`` could do without a capacity within a device,
-but of it XLA:TPU has only a kernel for the forward pass: its weight gradient becomes a dense product of all rows for
-every expert, E times the FLOPs (jax 0.10.2, libtpu 0.0.42.1).
+- ``batched``: einsums over the slots of each expert. With C = n nothing can be dropped, since a token chooses an expert
+  once at most; that is E/k times the rows that evenly chosen experts need, all of them multiplied;
+- ``grouped``: slots are a shard's, whichever of its experts they are for. The device that has the shard sorts them by
+  expert, and multiplies each expert's rows, as many as there are (``rooftop.programs.grouped_matmul``). With
+  C = n min(k, E/X) for each of X shards nothing can be dropped: without expert parallelism, the n k pairs that there
+  are. Over a mesh the empty slots still travel, and take memory, but are not multiplied; a capacity drops only what a
+  whole shard has too much of.
 
 A row's routing weight travels beside it and multiplies the hidden activations, before the second matmul. The gradient
 of the router then needs neither that matmul again nor a second exchange, and combining is a plain sum of k rows.
@@ -26,29 +29,47 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax, named_scope
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
 
 from rooftop import models
-from rooftop.errors import RooftopError
+from rooftop.errors import RooftopError, unknown
 from rooftop.models import ModelConfig
+from rooftop.programs.grouped_matmul import Groups, grouped_matmul
 from rooftop.programs.parameters import MoE
-from rooftop.programs.sharding import Specs, axes_of, named_reshard
+from rooftop.programs.routing import load, one_hot, route
+from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
 
 Axes = tuple[str, ...]
+#: How experts multiply: slots of their own in one batched einsum, or sorted rows in a grouped matmul.
+EXPERT_MATMULS: tuple[str, ...] = ("batched", "grouped")
 
 
 def moe_mlp(
-    x: jax.Array, layer: MoE[jax.Array], model: ModelConfig, specs: Specs, *, capacity_factor: float | None
-) -> jax.Array:
+    x: jax.Array,
+    layer: MoE[jax.Array],
+    model: ModelConfig,
+    specs: Specs,
+    *,
+    capacity_factor: float | None,
+    matmul: str = "batched",
+    measured: bool = False,
+    segments: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """The mixture of one layer and its shared experts on the normalised residual stream: x [B, T, D] -> [B, T, D].
 
     Both are split as the residual stream is. ``layer`` has no leading dim of layers; its norms are the caller's. Its
     weights come at rest and are gathered here; matmuls run in x's dtype, the router's scores are float32. For
-    ``capacity_factor`` see ``capacity``. Opens the scopes moe/{router,dispatch,experts,combine,shared}, in which
-    ``jax.checkpoint`` finds the names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
+    ``capacity_factor`` see ``capacity``, for ``matmul`` above. If ``measured``, the second result is the
+    ``rooftop.programs.routing.load`` of each device, [devices that split tokens, 3, E] split over them, of the tokens
+    whose segment (``segments`` [B, T]) is not padding. Opens the scopes
+    moe/{router,dispatch,experts,combine,shared}, in which ``jax.checkpoint`` finds the names mlp_normed (rows as
+    experts get them), mlp_up, mlp_act and mlp_down.
 
     Raises RooftopError when experts or hidden columns do not divide over their mesh axes, when the axes of experts do
-    not split tokens, or the factor is not positive.
+    not split tokens, the factor is not positive, or for an unknown ``matmul``.
     """
+    if matmul not in EXPERT_MATMULS:
+        raise unknown("expert_matmul", matmul, EXPERT_MATMULS)
     moe = model.moe
     if moe is None:
         raise RooftopError("model.moe", None, "a mixture of experts")
@@ -57,17 +78,32 @@ def moe_mlp(
     fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
     weights = {name: weight for name, weight in fields.items() if isinstance(weight, jax.Array)}
 
-    def local(x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
-        def linear(rows: jax.Array, name: str) -> jax.Array:
+    shards = _ways(axes.expert) if matmul == "grouped" else moe.experts
+    each = moe.experts // shards
+
+    def local(
+        x: jax.Array, own: dict[str, jax.Array], segments: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        def linear(rows: jax.Array, name: str, groups: Groups | None = None) -> jax.Array:
             """Rows [E, rows, d] times a weight: each expert's own [E, d, f], or [d, f] of the shared."""
+            if groups is not None:
+                return grouped_matmul(rows[0], own[name], groups)[None]
             return jnp.einsum("erd,edf->erf" if own[name].ndim == 3 else "erd,df->erf", rows, own[name])
 
-        def hidden(rows: jax.Array, prefix: str) -> jax.Array:
+        def bias_of(name: str, experts: jax.Array | None) -> jax.Array:
+            """An expert's bias for each row: [E, 1, f], or [1, rows, f] of rows of ``experts`` [1, rows, 1]."""
+            if experts is None:
+                return own[name][:, None, :]
+            return jnp.einsum("re,ef->rf", one_hot(experts[0, :, 0], each).astype(x.dtype), own[name])[None]
+
+        def hidden(
+            rows: jax.Array, prefix: str, groups: Groups | None = None, experts: jax.Array | None = None
+        ) -> jax.Array:
             into = {}
             for name in (name for name in ("gate", "up") if prefix + name in own):
-                y = linear(rows, prefix + name)
-                if (bias := own.get(f"{prefix}{name}_bias")) is not None:
-                    y = y + bias[:, None, :]
+                y = linear(rows, prefix + name, groups)
+                if f"{prefix}{name}_bias" in own:
+                    y = y + bias_of(f"{prefix}{name}_bias", experts)
                 into[name] = checkpoint_name(y, "mlp_up")
             return checkpoint_name(activate(into.get("gate"), into["up"], model), "mlp_act")
 
@@ -76,18 +112,33 @@ def moe_mlp(
             logits = jnp.einsum("nd,de->ne", tokens, own["router"], preferred_element_type=jnp.float32)
             if "router_bias" in own:
                 logits = logits + own["router_bias"]
-            weights, chosen = route(checkpoint_name(logits, "mlp_up"), own.get("correction_bias"), moe)
+            logits = checkpoint_name(logits, "mlp_up")
+            weights, chosen = route(logits, own.get("correction_bias"), moe)
+            of_tokens = None if segments is None else segments.reshape(-1)
+            measures = load(logits, chosen, of_tokens, moe)[None] if measured else None
         with named_scope("dispatch"):
-            slots = Slots.of(chosen, moe.experts, capacity(len(tokens), moe, capacity_factor))
+            shard = chosen if each == 1 else chosen // each
+            slots = Slots.of(shard, shards, capacity(len(tokens), moe, capacity_factor, shards))
             rows = to_slots(tokens, slots.pairs // moe.active, slots.taken)
             shares = to_slots(weights.reshape(-1, 1), slots.pairs, slots.taken.reshape(-1, 1))
             rows, shares = (checkpoint_name(axes.exchange(each, out=True), "mlp_normed") for each in (rows, shares))
+            experts = None
+            if matmul == "grouped":
+                experts = (chosen % each).reshape(-1, 1).at[slots.pairs].get(mode="fill", fill_value=each)
+                experts = checkpoint_name(axes.exchange(experts, out=True), "mlp_normed")
         with named_scope("experts"):
-            act = hidden(axes.gather_tokens(rows), "")
-            act = (act * axes.gather_tokens(shares)).astype(x.dtype)
-            y = axes.scatter_tokens(linear(act, "down"))
+            if experts is None:
+                act = hidden(axes.gather_tokens(rows), "")
+                act = (act * axes.gather_tokens(shares)).astype(x.dtype)
+                y = axes.scatter_tokens(linear(act, "down"))
+            else:
+                every, gathered = axes.gather_tokens(rows), axes.gather_tokens(experts)
+                groups = Groups.of(gathered[0, :, 0], each)
+                act = hidden(groups.sorted(every[0])[None], "", groups, groups.sorted(gathered[0])[None])
+                act = (act * groups.sorted(axes.gather_tokens(shares)[0])).astype(x.dtype)
+                y = axes.scatter_tokens(groups.back(linear(act, "down", groups)[0])[None])
             if "down_bias" in own:
-                y = y + (own["down_bias"][:, None, :] * shares).astype(x.dtype)
+                y = y + (bias_of("down_bias", experts) * shares).astype(x.dtype)
             y = checkpoint_name(y, "mlp_down")
         with named_scope("combine"):
             out = from_slots(axes.exchange(y, out=False), slots.pairs // moe.active, slots.taken)
@@ -96,7 +147,7 @@ def moe_mlp(
                 act = hidden(axes.gather_tokens(tokens[None]), "shared_")
                 y = axes.scatter_tokens(linear(act, "shared_down"))
                 out = out + checkpoint_name(y[0], "mlp_down")
-        return out.reshape(x.shape)
+        return out.reshape(x.shape), measures
 
     with named_scope("moe"):
         own = {}
@@ -104,7 +155,15 @@ def moe_mlp(
             with named_scope(_scope(name)):
                 own[name] = axes.gather_weight(weight)
         places = {name: jax.typeof(weight).sharding.spec for name, weight in own.items()}
-        return jax.shard_map(local, in_specs=(specs.residual, places), out_specs=specs.residual)(x, own)
+        stream = specs.residual
+        padding = None
+        if measured and segments is not None:
+            padding = reshard(segments, P(*stream.partitions[:2]))
+        return on_shards(
+            local,
+            in_specs=(stream, places, None if padding is None else P(*stream.partitions[:2])),
+            out_specs=(stream, P(axes.residual or None) if measured else None),
+        )(x, own, padding)
 
 
 def _scope(weight: str) -> str:
@@ -114,38 +173,18 @@ def _scope(weight: str) -> str:
     return "shared" if weight.startswith("shared_") else "experts"
 
 
-def capacity(tokens: int, moe: models.MoE, factor: float | None) -> int:
-    """Slots C of a device of ``tokens`` n for each expert: ``factor`` n k / E, or n for None; at most n.
+def capacity(tokens: int, moe: models.MoE, factor: float | None, shards: int) -> int:
+    """Slots C of a device of ``tokens`` n for each of ``shards`` X of the experts: ``factor`` n k / X, at most all.
 
-    A factor of 1 is what evenly chosen experts need, and what a plan counts. Raises RooftopError if it is not positive.
+    All that can be needed, also for None, is n min(k, E/X). A factor of 1 is what evenly chosen experts need, and what
+    a plan counts. Raises RooftopError if it is not positive.
     """
+    all_ = tokens * min(moe.active, moe.experts // shards)
     if factor is None:
-        return tokens
+        return all_
     if not factor > 0:
         raise RooftopError("capacity_factor", factor, "a positive number, or none to drop nothing")
-    return min(tokens, math.ceil(factor * tokens * moe.active / moe.experts))
-
-
-def route(logits: jax.Array, correction_bias: jax.Array | None, moe: models.MoE) -> tuple[jax.Array, jax.Array]:
-    """Weights [n, k] (float32) and ids [n, k] of the experts chosen by ``logits`` [n, E] (float32), best first.
-
-    The rules are ``rooftop.models.MoE``'s (DeepSeek-V3 paper, equations 13 to 16, for groups and correction).
-    """
-    scores = jax.nn.softmax(logits) if moe.scoring == "softmax" else jax.nn.sigmoid(logits)
-    choice = lax.stop_gradient(scores)
-    if correction_bias is not None:
-        choice = choice + lax.stop_gradient(correction_bias.astype(jnp.float32))
-    if moe.groups > 1:
-        groups = choice.reshape(len(choice), moe.groups, -1)
-        best = lax.top_k(groups, 1 if moe.group_score == "max" else 2)[0].sum(-1)
-        active = _one_hot(lax.top_k(best, moe.active_groups)[1], moe.groups).any(1)
-        choice = jnp.where(active[..., None], groups, -jnp.inf).reshape(choice.shape)
-    chosen = lax.top_k(choice, moe.active)[1]
-    # Picked by comparison: the gradient of an index would be a scatter.
-    weights = jnp.sum(jnp.where(_one_hot(chosen, moe.experts), scores[:, None, :], 0.0), axis=-1)
-    if moe.normalise:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights * moe.routed_scaling, chosen
+    return min(all_, math.ceil(factor * tokens * moe.active / shards))
 
 
 def activate(gate: jax.Array | None, up: jax.Array, model: ModelConfig) -> jax.Array:
@@ -185,7 +224,7 @@ class Slots:
             raise RooftopError("pairs of token and expert on a device", size, f"fewer than 2**31 / {experts}")
         # One key and nothing beside it: of all ways to rank, the one that XLA:TPU compiles fastest.
         expert, order = jnp.divmod(lax.sort(chosen.reshape(-1) * size + pair, is_stable=False), size)
-        count = jnp.sum(_one_hot(chosen.reshape(-1), experts), axis=0, dtype=jnp.int32)
+        count = jnp.sum(one_hot(chosen.reshape(-1), experts), axis=0, dtype=jnp.int32)
         first = jnp.cumsum(count) - count
         place = jnp.arange(capacity, dtype=jnp.int32)
         rank = pair - first[expert]
@@ -233,19 +272,23 @@ class _Axes:
     """The mesh axes at work here, each a part of the mesh that splits something.
 
     ``expert`` splits experts, and tokens outside them; ``tensor`` hidden columns, and tokens between matmuls; ``embed``
-    weights at rest. ``residual`` are all that split tokens.
+    weights at rest. ``residual`` are all that split tokens, and over ``summed`` of them gradients are summed later.
     """
 
     expert: Axes
     tensor: Axes
     embed: Axes
     residual: Axes
+    summed: Set[str]
 
     @classmethod
     def of(cls, specs: Specs) -> _Axes:
         tables, weights = specs.rules.activations, specs.rules.parameters
         residual = tables["batch"] + tables["residual_seq"]
-        return cls(expert=weights["expert"], tensor=weights["mlp"], embed=weights["embed"], residual=residual)
+        return cls(
+            expert=weights["expert"], tensor=weights["mlp"], embed=weights["embed"], residual=residual,
+            summed=specs.token_axes("residual_seq"),
+        )  # fmt: skip
 
     def check(self, moe: models.MoE) -> None:
         """Whether experts and columns divide, and tokens are split where they are exchanged and gathered."""
@@ -265,7 +308,7 @@ class _Axes:
         at_rest = jax.typeof(weight).sharding.spec
         held = [axes_of(entry) for entry in at_rest.partitions]
         whole = [tuple(axis for axis in entry if axis not in self.embed) for entry in held]
-        reduced = frozenset(self.residual).difference(*whole)
+        reduced = frozenset(self.summed).difference(*whole)
         if weight.ndim == 3 and held != whole and weight.shape[0] == _ways(held[0]):
             # One expert on a device: of its ReduceScatter along the second dim XLA:TPU makes an AllReduce, and sends
             # twice the bytes, unless the first is folded into it.
@@ -295,11 +338,6 @@ class _Axes:
         if not self.expert:
             return rows
         return lax.all_to_all(rows, self.expert, split_axis=split, concat_axis=joined, tiled=True)
-
-
-def _one_hot(ids: jax.Array, size: int) -> jax.Array:
-    """Whether an id is e, for every e: [..., size] booleans."""
-    return ids[..., None] == jnp.arange(size, dtype=ids.dtype)
 
 
 def _in_two(rows: jax.Array) -> jax.Array:

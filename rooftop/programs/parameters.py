@@ -144,10 +144,17 @@ class Transformer(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch(Generic[Leaf]):
-    """Token ids and the ids that follow them, both [B, T] int32."""
+    """Token ids and the ids that follow them, both [B, T] int32; in a packed batch also which document they are of.
+
+    ``segments`` [B, T] int32: a token attends to those of its own segment only, and a target of -1 carries no loss
+    (without segments every target does). The tokens of a segment lie side by side; 0 is padding. ``positions`` [B, T]
+    int32: where a token stands; None: counted from the start of its segment, or of the sequence.
+    """
 
     tokens: Leaf
     targets: Leaf
+    segments: Leaf | None = None
+    positions: Leaf | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import P
+from jax.sharding import reshard
 
 from rooftop.models.config import ModelConfig, RopeScaling
 
@@ -33,10 +35,10 @@ def frequencies(model: ModelConfig, *, local: bool = False) -> npt.NDArray[np.fl
 def rotation(model: ModelConfig, positions: jax.Array, *, local: bool = False) -> jax.Array:
     """Cosines and sines of the rotary angles at ``positions`` [T], [2, T, 1, H/2] float32.
 
-    YaRN's attention factor multiplies both.
+    Of positions [B, T], [2, B, T, 1, H/2]. YaRN's attention factor multiplies both.
     """
-    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(model, local=local), jnp.float32)
-    turns = jnp.stack([jnp.cos(angle), jnp.sin(angle)])[:, :, None, :]
+    angle = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(model, local=local), jnp.float32)
+    turns = jnp.stack([jnp.cos(angle), jnp.sin(angle)])[..., None, :]
     factor = 1.0 if local or model.rope_scaling is None else model.rope_scaling.attention_factor
     return turns if factor == 1.0 else turns * factor
 
@@ -46,11 +48,28 @@ def rotate(x: jax.Array, turns: jax.Array, *, interleaved: bool = False) -> jax.
 
     Interleaved pairs come out as halves: queries and keys are reordered alike, and their products do not see it.
     """
+    batch, seq, *_ = jax.typeof(x).sharding.spec.partitions
+    if turns.ndim == 5:
+        turns = reshard(turns, P(None, batch, seq, None, None))
     cos, sin = turns
     wide = x.astype(jnp.float32)
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def within_segments(segments: jax.Array, positions: jax.Array) -> jax.Array:
+    """Positions [B, T] counted from the start of each segment [B, T]; ``positions`` [T] are those in the sequence.
+
+    The tokens of a segment lie side by side in the sequence, whatever the order in which the positions are given.
+    """
+    spec = jax.typeof(segments).sharding.spec
+    # Each token looks at all of its sequence: a few integers beside its embedding.
+    ids = reshard(segments, P(spec.partitions[0], None))[:, jnp.argsort(positions)]
+    starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    index = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1, out_sharding=jax.typeof(ids).sharding)
+    counted = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    return reshard(counted[:, positions], spec)
 
 
 def _stretched(

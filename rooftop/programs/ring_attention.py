@@ -7,6 +7,8 @@ behind them, which every device adds to and which end at home: twice the bytes o
 in the dtype of the keys, so that a bf16 one is rounded n - 1 times. Half of the key/value heads (or, if they are odd,
 of the sequences) go each way round, so that both directions of the links are used; an odd number of both goes one way.
 
+The segments of a packed sequence travel with their keys, one int32 a token.
+
 With a window, a device needs no more than the keys and values of the window before its queries: these come by as many
 hops as it takes, the last of them in part, and one kernel meets them all. Their derivatives go back the same way.
 
@@ -23,6 +25,7 @@ Which tokens a device has decides how even the work is (T tokens in all, n devic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,7 +46,7 @@ from rooftop.programs.attention import (
     merge,
     sink_gradients,
 )
-from rooftop.programs.attention_scores import BLOCK, Scores, block_size, varying_alike
+from rooftop.programs.attention_scores import BLOCK, Scores, Segments, block_size, varying_alike
 
 ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
 #: Kernels whose results can be merged. 'reference' stores the scores of one block of keys at a time.
@@ -63,11 +66,13 @@ def ring_attend(
     sinks: jax.Array | None = None,
     block: int = BLOCK,
     order: str = "contiguous",
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """``attend`` with the sequence split over the mesh axis ``axis``: q [b, T/n, heads, H] -> [b, T/n, heads, d_v].
 
-    Called inside a ``jax.shard_map`` that is manual over ``axis``. ``order`` says which tokens are here; see above.
-    Raises RooftopError for an unknown order, a kernel that cannot merge, or a length that does not divide.
+    ``segments`` [b, T/n] are those of the tokens that are here, and ``order`` says which these are; see above. Called
+    inside a ``jax.shard_map`` that is manual over ``axis``. Raises RooftopError for an unknown order, a kernel that
+    cannot merge, or a length that does not divide.
     """
     if order not in ORDERS:
         raise unknown("order of the sequence", order, ORDERS)
@@ -75,20 +80,23 @@ def ring_attend(
         raise unknown("kernel of ring attention", kernel, RING_KERNELS)
     size = lax.axis_size(axis)
     if size == 1:
-        return attend(q, k, v, scale=scale, kernel=kernel, window=window, softcap=softcap, sinks=sinks, block=block)
+        return attend(
+            q, k, v, scale=scale, kernel=kernel, window=window, softcap=softcap, sinks=sinks, block=block,
+            segments=segments,
+        )  # fmt: skip
     if q.shape[2] % k.shape[2]:
         raise RooftopError("query heads on a device", q.shape[2], f"a multiple of the {k.shape[2]} key/value heads")
-    chunks = _chunks_of(order)
+    chunks = chunks_of(order)
     if q.shape[1] % chunks:
         raise RooftopError("sequence length on a device", q.shape[1], f"a multiple of {chunks} for {order} order")
     scores = Scores(scale=float(scale), window=window, softcap=softcap, block=block)
     ring = _Ring(axis=axis, size=size, kernel=kernel, scores=scores, chunks=chunks)
-    given = [x for x in (q, k, v, sinks) if x is not None]
-    _, q, k, v, *rest = varying_alike(lax.pcast(jnp.zeros((), q.dtype), axis, to="varying"), *given)
-    sinks = rest[0] if rest else None
+    arrays, tree = jax.tree.flatten((q, k, v, sinks, segments))
+    _, *arrays = varying_alike(lax.pcast(jnp.zeros((), q.dtype), axis, to="varying"), *arrays)
+    given = jax.tree.unflatten(tree, arrays)
     if window is not None and window < q.shape[1] * size:
-        return _windowed(ring, q, k, v, sinks)
-    return _ring_attention(ring, q, k, v, sinks)
+        return _windowed(ring, *given)
+    return _ring_attention(ring, *given)
 
 
 def sequence_order(seq_len: int, devices: int, order: str) -> np.ndarray:
@@ -99,7 +107,7 @@ def sequence_order(seq_len: int, devices: int, order: str) -> np.ndarray:
     """
     if order not in ORDERS:
         raise unknown("order of the sequence", order, ORDERS)
-    chunks = devices * _chunks_of(order)
+    chunks = devices * chunks_of(order)
     if seq_len % chunks:
         raise RooftopError("sequence length", seq_len, f"a multiple of {chunks} for {devices} devices in {order} order")
     positions = np.arange(seq_len).reshape(chunks, -1)
@@ -108,7 +116,7 @@ def sequence_order(seq_len: int, devices: int, order: str) -> np.ndarray:
     return positions.reshape(-1)
 
 
-def _chunks_of(order: str) -> int:
+def chunks_of(order: str) -> int:
     """Chunks of the sequence that each device has."""
     return 2 if order == "zigzag" else 1
 
@@ -166,28 +174,31 @@ class _Ring:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring_attention(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    return _forward(ring, q, k, v, sinks)[0]
+def _ring_attention(
+    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
+) -> jax.Array:
+    return _forward(ring, q, k, v, sinks, segments)[0]
 
 
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+_Residuals = tuple[
+    jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array, jax.Array
+]  # fmt: skip
 
 
 def _forward(
-    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None
+    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
 ) -> tuple[jax.Array, _Residuals]:
-    halves = _halves(k)
-    queries, keys = _cut(ring, halves, q), _cut(ring, halves, k, v)
+    halves, ids = _halves(k), () if segments is None else (segments,)
+    queries, keys = _cut(ring, halves, q, *ids), _cut(ring, halves, k, v, *ids)
 
     def meet(
         merged: list[_Arrays], keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
     ) -> tuple[list[_Arrays], list[_Arrays]]:
         """Outputs and log-sum-exps on each track, with the keys that came so many hops merged in; and what was sent."""
         pairs, merged = ring.pairs(len(keys), hops), list(merged)
-        chosen_q, chosen_k, chosen_v = _gather(
-            [_at(queries[p.track], p.queries) + _at(keys[p.track], p.keys) for p in pairs]
-        )
-        found, sent = attend_block(ring.kernel, ring.whole, chosen_q, chosen_k, chosen_v, sent)
+        q, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
+        k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
+        found, sent = attend_block(ring.kernel, ring.whole, q, k, v, _met(of_queries, of_keys), sent)
         for pair, (o, lse) in zip(pairs, _scatter(found, len(pairs)), strict=True):
             lse = lse if pair.counts is None else jnp.where(pair.counts, lse, -jnp.inf)
             before, before_lse = _at(merged[pair.track], pair.queries)
@@ -199,7 +210,7 @@ def _forward(
         return meet(merged, keys, hops, ring.send(keys)), None
 
     # In either order this device's own keys follow one another as its queries do.
-    (o, lse), sent = attend_block(ring.kernel, ring.scores, q, k, v, ring.send(keys))
+    (o, lse), sent = attend_block(ring.kernel, ring.scores, q, k, v, _met(ids, ids), ring.send(keys))
     own = zip(_cut(ring, halves, o.astype(jnp.float32)), _cut_rows(ring, halves, lse), strict=True)
     (merged, keys), _ = lax.scan(hop, ([o + lse for o, lse in own], sent), jnp.arange(1, ring.size - 1))
     merged, _ = meet(merged, keys, ring.size - 1, [])
@@ -208,39 +219,42 @@ def _forward(
     if sinks is not None:
         o, lse = add_sinks(o, lse, sinks)
     o, lse = (checkpoint_name(each, "attn_core") for each in (o.astype(q.dtype), lse))
-    return o, (q, k, v, sinks, o, lse)
+    return o, (q, k, v, sinks, segments, o, lse)
 
 
 def _backward(
     ring: _Ring, saved: _Residuals, do: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    q, k, v, sinks, o, lse = saved
-    halves = _halves(k)
-    given = zip(_cut(ring, halves, q), _cut(ring, halves, o, do), _cut_rows(ring, halves, lse), strict=True)
-    queries, keys = [(*q, o, *lse, do) for q, (o, do), lse in given], _cut(ring, halves, k, v)
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
+    q, k, v, sinks, segments, o, lse = saved
+    halves, ids = _halves(k), () if segments is None else (segments,)
+    given = zip(_cut(ring, halves, q), _cut(ring, halves, o, do, *ids), _cut_rows(ring, halves, lse), strict=True)
+    queries, keys = [(*q, o, *lse, *rest) for q, (o, *rest), lse in given], _cut(ring, halves, k, v, *ids)
 
     def meet(
         dq: list[_Arrays], keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
     ) -> tuple[list[_Arrays], list[_Arrays], list[_Arrays]]:
         """Derivatives of queries, with the part of keys that came so many hops added, and those of these keys."""
         pairs, dq = ring.pairs(len(keys), hops), list(dq)
-        dkv = [_zeros(track) for track in keys]
-        chosen = _gather([_at(queries[p.track], p.queries) + _at(keys[p.track], p.keys) for p in pairs])
-        q, o, lse, do, k, v = chosen
-        found, sent = block_gradients(ring.kernel, ring.whole, q, k, v, o, lse, do, sent)
+        dkv = [_zeros(track[:2]) for track in keys]
+        q, o, lse, do, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
+        k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
+        met = _met(of_queries, of_keys)
+        found, sent = block_gradients(ring.kernel, ring.whole, q, k, v, o, lse, do, met, sent)
         for pair, parts in zip(pairs, _scatter(found, len(pairs)), strict=True):
             if pair.counts is not None:
                 parts = tuple(jnp.where(pair.counts, part, jnp.zeros_like(part)) for part in parts)
             dq[pair.track] = _add_at(dq[pair.track], pair.queries, parts[:1])
             dkv[pair.track] = _add_at(dkv[pair.track], pair.keys, parts[1:])
-        return dq, jax.tree.map(lambda derivative, key: derivative.astype(key.dtype), dkv, keys), sent
+        both = [track[:2] for track in keys]
+        return dq, jax.tree.map(lambda derivative, key: derivative.astype(key.dtype), dkv, both), sent
 
     def hop(carry: tuple[list[_Arrays], list[_Arrays], list[_Arrays]], hops: jax.Array) -> tuple[Any, None]:
         dq, keys, behind = carry
         dq, found, sent = meet(dq, keys, hops, ring.send(keys) + ring.send(behind))
         return (dq, sent[: len(keys)], jax.tree.map(_add, sent[len(keys) :], found)), None
 
-    (dq, dk, dv), keys = block_gradients(ring.kernel, ring.scores, q, k, v, o, lse, do, ring.send(keys))
+    own = _met(ids, ids)
+    (dq, dk, dv), keys = block_gradients(ring.kernel, ring.scores, q, k, v, o, lse, do, own, ring.send(keys))
     track_dq = _cut(ring, halves, dq.astype(jnp.float32))
     track_dq, behind, sent = meet(track_dq, keys, 1, ring.send(keys) if ring.size > 2 else [])
     if ring.size > 2:
@@ -250,7 +264,7 @@ def _backward(
     home = ring.send(behind)
     dk, dv = (_add(x, _join([track[index] for track in home], halves)) for index, x in enumerate((dk, dv)))
     dsinks = None if sinks is None else sink_gradients(sinks, o, lse, do)
-    return _join([track[0] for track in track_dq], halves).astype(q.dtype), dk, dv, dsinks
+    return _join([track[0] for track in track_dq], halves).astype(q.dtype), dk, dv, dsinks, None
 
 
 _ring_attention.defvjp(_forward, _backward)
@@ -261,9 +275,23 @@ def _halves(k: jax.Array) -> int | None:
     return next((dim for dim in (2, 0) if k.shape[dim] % 2 == 0), None)
 
 
+def _met(of_queries: Sequence[jax.Array], of_keys: Sequence[jax.Array]) -> Segments | None:
+    """Segments of queries and keys that meet, each one array or none."""
+    return (of_queries[0], of_keys[0]) if of_queries and of_keys else None
+
+
 def _cut(ring: _Ring, halves: int | None, *arrays: jax.Array) -> list[_Arrays]:
-    """Arrays [b, T, heads, ...] as one or two tracks of arrays [chunk, b, T/chunks, heads, ...]."""
-    parts = [[x] if halves is None else jnp.split(x, 2, axis=halves) for x in arrays]
+    """Arrays [b, T, heads, ...] as one or two tracks of arrays [chunk, b, T/chunks, heads, ...].
+
+    Arrays [b, T] have no heads: where these are halved, they are on both tracks as a whole.
+    """
+
+    def tracks(x: jax.Array) -> list[jax.Array]:
+        if halves is None:
+            return [x]
+        return jnp.split(x, 2, axis=halves) if halves < x.ndim else [x, x]
+
+    parts = [tracks(x) for x in arrays]
     return [
         tuple(jnp.moveaxis(x.reshape(x.shape[0], ring.chunks, -1, *x.shape[2:]), 1, 0) for x in track)
         for track in zip(*parts, strict=True)
@@ -312,14 +340,17 @@ def _scatter(arrays: _Arrays, pairs: int) -> list[_Arrays]:
     return list(zip(*(jnp.split(x, pairs) for x in arrays), strict=True))
 
 
-def _windowed(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+def _windowed(
+    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
+) -> jax.Array:
     """Attention to a window that is shorter than the sequence: the keys before a chunk are brought to it."""
     scores, chunk = ring.scores, q.shape[1] // ring.chunks
     assert scores.window is not None
     block = block_size(chunk, scores.block)
     behind = min(-(-(scores.window - 1) // block) * block, (ring.chunks * ring.size - 1) * chunk)
-    queries, *keys = (jnp.split(x, ring.chunks, axis=1) for x in (q, k, v))
-    brought: list[list[_Arrays]] = [[each] for each in zip(*keys, strict=True)]
+    queries, keys, values = (jnp.split(x, ring.chunks, axis=1) for x in (q, k, v))
+    ids = [] if segments is None else jnp.split(segments, ring.chunks, axis=1)
+    brought: list[list[_Arrays]] = [[each] for each in zip(keys, values, *([ids] if ids else []), strict=True)]
     for hop in range(-(-behind // chunk)):
         missing = min(behind - hop * chunk, chunk)
         last = [tuple(x[:, chunk - missing :] for x in each[0]) for each in brought]
@@ -328,7 +359,7 @@ def _windowed(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.
     here = lax.axis_index(ring.axis)
     outputs = []
     for index, each in enumerate(brought):
-        k, v = (jnp.concatenate(parts, axis=1) for parts in zip(*each, strict=True))
+        k, v, *of_keys = (jnp.concatenate(parts, axis=1) for parts in zip(*each, strict=True))
         place = 2 * ring.size - 1 - here if index else here
         outputs.append(
             attend_behind(
@@ -339,6 +370,7 @@ def _windowed(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.
                 v,
                 sinks=sinks,
                 absent=jnp.maximum(behind - place * chunk, 0),
+                segments=_met(ids[index : index + 1], of_keys),
             )
         )
     return jnp.concatenate(outputs, axis=1)

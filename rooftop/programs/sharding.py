@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,56 @@ def split_sequence(x: jax.Array, spec: P) -> jax.Array:
 def gather(weight: jax.Array, specs: Specs, *dims: Dim, sequence: str = "seq") -> jax.Array:
     """AllGather of a weight over its ``embed`` axes (fsdp); backward, ReduceScatter of its gradient."""
     return reshard(weight, specs.in_use(*dims, sequence=sequence))
+
+
+def on_shards(
+    local: Callable[..., Any], *, in_specs: Any, out_specs: Any, check_vma: bool = True
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over the axes that are not manual yet: all of them, but in a pipeline's stage.
+
+    In a stage the backward pass is a ``shard_map`` of its own, which computes ``local`` again: JAX 0.10.2 cannot keep
+    what one in the other has computed, whatever the remat policy.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    mapped = partial(jax.shard_map, axis_names=free, check_vma=check_vma)
+
+    @jax.custom_vjp
+    def apply(*given: Any) -> Any:
+        return mapped(local, in_specs=in_specs, out_specs=out_specs)(*given)
+
+    def backward(given: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(given)
+        real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+        specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
+
+        def pull(leaves: list[jax.Array], cotangents: Any) -> list[jax.Array]:
+            def of(*moving: jax.Array) -> Any:
+                parts = iter(moving)
+                every = [next(parts) if is_real else leaf for leaf, is_real in zip(leaves, real, strict=True)]
+                return local(*jax.tree.unflatten(tree, every))
+
+            found = jax.vjp(of, *(leaf for leaf, is_real in zip(leaves, real, strict=True) if is_real))[1](cotangents)
+            if check_vma:
+                return list(found)
+            # Without types nobody sums the gradient of what all devices have alike.
+            out = frozenset(axis for spec in jax.tree.leaves(out_specs) for axis in _axes(spec))
+            return [jax.lax.psum(each, tuple(out - _axes(spec))) for each, spec in zip(found, moved, strict=True)]
+
+        moved = [spec for spec, is_real in zip(specs, real, strict=True) if is_real]
+        gradients = iter(mapped(pull, in_specs=(specs, out_specs), out_specs=moved)(leaves, cotangents))
+        return tuple(jax.tree.unflatten(tree, [next(gradients) if is_real else None for is_real in real]))
+
+    apply.defvjp(lambda *given: (apply(*given), given), backward)
+    return apply
+
+
+def varying_as(array: jax.Array, like: jax.Array) -> jax.Array:
+    """The array as varying over the manual axes that ``like`` varies over; what it is where there are none."""
+    axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 
 def in_parts(x: jax.Array, parts: int, *, dim: int) -> jax.Array:

@@ -21,12 +21,16 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK, parse_policy
 from rooftop.programs.attention import BLOCK, KERNELS
 from rooftop.programs.describe import describe
+from rooftop.programs.loss import carrying
+from rooftop.programs.moe import EXPERT_MATMULS
 from rooftop.programs.optimizer import DTYPES, Optimizer
 from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, initialise
+from rooftop.programs.pipeline import pipelined
 from rooftop.programs.ring_attention import ORDERS
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
-from rooftop.programs.transformer import Computation, loss
+from rooftop.programs.transformer import CONTEXT_ATTENTIONS, Computation, objective
 from rooftop.roofline.rates import Rates
+from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
 
 
 @jax.tree_util.register_dataclass
@@ -39,26 +43,54 @@ class TrainState(Generic[Leaf]):
     optimizer: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Metrics(Generic[Leaf]):
+    """What a step tells, float32 scalars; None: not asked for, or nothing of the kind.
+
+    ``loss`` is the mean cross-entropy in nats over the tokens that carry loss. ``z_loss`` and ``balance_loss`` are the
+    means that a program with these coefficients adds to it, before they are multiplied. ``tokens`` counts those that
+    carry loss in a packed batch. ``gradient_norm`` is the norm of all gradients together, before clipping.
+    """
+
+    loss: Leaf
+    z_loss: Leaf | None = None
+    balance_loss: Leaf | None = None
+    tokens: Leaf | None = None
+    gradient_norm: Leaf | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainProgram:
     """All that decides the step, the mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T.
 
-    Each of the ``microbatches`` has an equal part of the batch; their gradients are summed in float32. ``loss_chunks``
+    Each of the ``microbatches`` has an equal part of the batch, and of each device's sequences; their gradients are
+    summed in float32. Balance loss is the mean of theirs, and so depends on which sequences they have. ``loss_chunks``
     splits T for the logits. ``compute_dtype`` is that of matmuls, ``weights_dtype`` that of the weights at rest,
     ``gradient_dtype`` that in which gradients are summed over devices that hold copies (None: ``compute_dtype``).
-    For the rest see ``rooftop.programs.transformer.Computation``.
+    Batches are ``packed`` or not (see ``rooftop.programs.parameters.Batch``), and ``gradient_norm`` asks for this one
+    of ``Metrics``, which takes a sum over all gradients. Over a stage axis, ``schedule`` and ``chunks`` are those of
+    ``rooftop.scheduling.pipeline.pipeline_table``. For the rest see ``rooftop.programs.transformer.Computation``.
     """
 
     model: ModelConfig
     batch: int
     seq_len: int
+    packed: bool = False
     microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
     remat: str = "block"
     loss_chunks: int = 1
     attention: str = "reference"
     attention_block: int = BLOCK
     context_order: str = "zigzag"
+    context_attention: str = "ring"
+    expert_matmul: str = "batched"
     expert_capacity: float | None = None
+    z_loss: float = 0.0
+    balance_loss: float = 0.0
+    gradient_norm: bool = False
     compute_dtype: str = "bf16"
     weights_dtype: str = "f32"
     gradient_dtype: str | None = None
@@ -69,12 +101,24 @@ class TrainProgram:
         for name in ("compute_dtype", "weights_dtype", "gradient_dtype"):
             if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
                 raise unknown(name, dtype, DTYPES)
-        for name, known in (("attention", KERNELS), ("context_order", ORDERS)):
+        for name, known in (
+            ("attention", KERNELS),
+            ("context_order", ORDERS),
+            ("context_attention", CONTEXT_ATTENTIONS),
+            ("expert_matmul", EXPERT_MATMULS),
+        ):
             if getattr(self, name) not in known:
                 raise unknown(name, getattr(self, name), known)
+        if self.schedule not in SCHEDULES:
+            raise unknown("schedule", self.schedule, SCHEDULES)
+        if self.chunks < 1 or (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise RooftopError("chunks", self.chunks, "2 or more with the interleaved schedule, 1 with any other")
         for name in ("batch", "seq_len", "microbatches", "loss_chunks", "attention_block"):
             if getattr(self, name) < 1:
                 raise RooftopError(name, getattr(self, name), "a positive whole number")
+        for name in ("z_loss", "balance_loss"):
+            if not 0 <= (coefficient := getattr(self, name)) < math.inf:
+                raise RooftopError(name, coefficient, "a number that is not negative; 0 for none")
         parse_policy(self.remat)
 
     def to_json(self) -> dict[str, Any]:
@@ -100,16 +144,15 @@ class TrainProgram:
         """The program of a plan.json; its mesh is ``Mesh.from_json`` of the same file.
 
         Attention is the chip's kernel, in the blocks that the plan prices. Experts keep as many tokens as evenly chosen
-        ones need, as the plan counts. Raises RooftopError for a plan that is not executable or that asks for what no
-        program does yet: pipeline stages, matmuls in another dtype than activations.
+        ones need, as the plan counts. In pipeline stages keys and values are gathered over a context axis. Raises
+        RooftopError for a plan that is not executable or that asks for what no program does yet: matmuls in another
+        dtype than activations.
         """
         try:
             sizes, workload, dtypes = plan["mesh"]["axes"], plan["workload"], plan["dtypes"]
             slice_ = Slice.parse(plan["slice"]["name"])
             if plan["obstacles"]:
                 raise RooftopError("plan", plan["obstacles"][0], "an executable plan, such as its nearest_executable")
-            if sizes.get("stage", 1) > 1:
-                raise RooftopError("plan mesh axis stage", sizes["stage"], "1: there is no pipeline program yet")
             if dtypes["matmul"] != dtypes["compute"]:
                 raise RooftopError("plan dtypes.matmul", dtypes["matmul"], f"{dtypes['compute']}, as activations are")
             assumed, microbatches = plan["assumptions"], int(plan["microbatches"])
@@ -123,6 +166,9 @@ class TrainProgram:
                 batch=batch,
                 seq_len=seq_len,
                 microbatches=microbatches,
+                schedule=plan["schedule"]["name"],
+                chunks=int(plan["schedule"]["chunks"]),
+                context_attention="all_gather" if sizes.get("stage", 1) > 1 else "ring",
                 remat=plan["remat"]["name"],
                 loss_chunks=_loss_chunks(on_device, seq_len // _ways(rules.activations["seq"], sizes)),
                 attention="reference" if assumed["attention"] == "reference" else kernel,
@@ -208,37 +254,63 @@ def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[ja
     ids = jax.ShapeDtypeStruct(
         (program.batch, program.seq_len), jnp.int32, sharding=NamedSharding(mesh, specs.activation("batch", "seq"))
     )
-    return Batch(tokens=ids, targets=ids)
+    return Batch(tokens=ids, targets=ids, **({"segments": ids, "positions": ids} if program.packed else {}))
 
 
-def train_step(
-    program: TrainProgram, specs: Specs
-) -> Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax.Array], jax.Array]]:
-    """The step: (state, batch) -> (state, loss). To be jitted under ``jax.set_mesh``, the state donated."""
+_Terms = dict[str, jax.Array]
+_Step = Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax.Array], Metrics[jax.Array]]]
+
+
+def train_step(program: TrainProgram, specs: Specs) -> _Step:
+    """The step: (state, batch) -> (state, metrics). To be jitted under ``jax.set_mesh``, the state donated.
+
+    Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
+    """
     described, how = describe(program.model), program.computation(specs)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
     transformation = program.optimizer.transformation(described)
 
-    def objective(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> jax.Array:
-        return loss(weights, batch, how, chunks=program.loss_chunks) / program.microbatches
+    def step(state: TrainState[jax.Array], batch: Batch[jax.Array]) -> tuple[TrainState[jax.Array], Metrics[jax.Array]]:
+        counted = None if batch.segments is None else carrying(batch.targets)
+        of_each = None if counted is None else counted / program.microbatches
 
-    def step(state: TrainState[jax.Array], batch: Batch[jax.Array]) -> tuple[TrainState[jax.Array], jax.Array]:
+        def share(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> tuple[jax.Array, _Terms]:
+            found = objective(weights, batch, how, chunks=program.loss_chunks, counted=of_each)
+            shares: tuple[jax.Array, _Terms] = jax.tree.map(lambda mean: mean / program.microbatches, found)
+            return shares
+
         # Cast outside the scan over layers, where XLA would move it anyway; so gradients stack up in this dtype.
-        weights, reduce = jax.vjp(lambda weights: _shared(weights, described, specs), _as(state.weights, summed))
-        weights = _as(weights, compute)
-        if program.microbatches == 1:
-            value, gradients = jax.value_and_grad(objective)(weights, batch)
+        weights = _as(state.weights, summed)
+        if (stages := jax.sharding.get_abstract_mesh().shape.get("stage", 1)) > 1:
+            table = pipeline_table(
+                program.schedule, stages=stages, microbatches=program.microbatches, chunks=program.chunks
+            )
+            weights = _as(weights, compute)
+            (value, terms), gradients = pipelined(
+                weights, batch, how, table, loss_chunks=program.loss_chunks, summed=summed, counted=counted
+            )
         else:
-            value, gradients = _accumulated(objective, weights, batch, program.microbatches)
+            weights, reduce = jax.vjp(lambda weights: _shared(weights, described, specs), weights)
+            weights = _as(weights, compute)
+            if program.microbatches == 1:
+                (value, terms), gradients = jax.value_and_grad(share, has_aux=True)(weights, batch)
+            else:
+                (value, terms), gradients = _accumulated(share, weights, batch, program.microbatches)
+            with named_scope("gradients"):
+                (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
         with named_scope("gradients"):
-            (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
             gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+            norm = optax.tree.norm(gradients) if program.gradient_norm else None
             gradients = program.optimizer.clip(gradients)
         with named_scope("optimizer"):
             changes, optimizer = transformation.update(gradients, state.optimizer, state.weights)
             weights = optax.apply_updates(state.weights, changes)
-        return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), value
+        with named_scope("loss"):
+            for name, mean in terms.items():
+                value = value - getattr(program, name) * mean
+        metrics = Metrics(loss=value, **terms, tokens=counted, gradient_norm=norm)
+        return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), metrics
 
     return step
 
@@ -259,31 +331,33 @@ def _shared(weights: Transformer[jax.Array], described: Transformer[Parameter], 
 
 
 def _accumulated(
-    objective: Callable[[Transformer[jax.Array], Batch[jax.Array]], jax.Array],
+    share: Callable[[Transformer[jax.Array], Batch[jax.Array]], tuple[jax.Array, _Terms]],
     weights: Transformer[jax.Array],
     batch: Batch[jax.Array],
     microbatches: int,
-) -> tuple[jax.Array, Transformer[jax.Array]]:
-    """The sums over microbatches of the objective and, in float32, of its gradients."""
+) -> tuple[tuple[jax.Array, _Terms], Transformer[jax.Array]]:
+    """The sums over microbatches of their shares of the objective and its terms and, in float32, of the gradients."""
 
     def zeros(weight: jax.Array) -> jax.Array:
         spec = jax.typeof(weight).sharding.spec
         start = jnp.zeros(weight.shape, jnp.float32, out_sharding=P(*spec.partitions))
         return reshard(start, P(*spec.partitions, unreduced=spec.reduced))
 
-    def body(
-        total: tuple[jax.Array, Transformer[jax.Array]], part: Batch[jax.Array]
-    ) -> tuple[tuple[jax.Array, Transformer[jax.Array]], None]:
-        value, gradients = jax.value_and_grad(objective)(weights, part)
+    def body(total: _Total, part: Batch[jax.Array]) -> tuple[_Total, None]:
+        values, gradients = jax.value_and_grad(share, has_aux=True)(weights, part)
         with named_scope("gradients"):
             summed = jax.tree.map(lambda sum_, more: sum_ + more.astype(jnp.float32), total[1], gradients)
-            return (total[0] + value, summed), None
+            return (jax.tree.map(jnp.add, total[0], values), summed), None
 
-    with named_scope("gradients"):
-        start = jnp.zeros((), jnp.float32), jax.tree.map(zeros, weights)
     parts = jax.tree.map(lambda ids: in_parts(ids, microbatches, dim=0), batch)
+    shapes = jax.eval_shape(share, weights, jax.tree.map(lambda ids: ids[0], parts))
+    with named_scope("gradients"):
+        start = jax.tree.map(lambda scalar: jnp.zeros((), scalar.dtype), shapes), jax.tree.map(zeros, weights)
     total, _ = jax.lax.scan(body, start, parts)
     return total
+
+
+_Total = tuple[tuple[jax.Array, _Terms], Transformer[jax.Array]]
 
 
 def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:

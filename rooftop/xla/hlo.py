@@ -149,8 +149,8 @@ class Module:
     def executions(self) -> Mapping[str, int]:
         """How often each computation runs in one execution of the module, loops multiplied out.
 
-        The body of a loop in ``uncounted_loops`` counts once. So does a branch of a conditional, unless its program says
-        in a scope, ``taken[8:22]``, that it takes it 8 of 22 times. A computation that nothing reaches counts zero.
+        The body of a loop in ``uncounted_loops`` counts once. So does a branch of a conditional, unless its program
+        says in a scope, ``taken[8:22]``, that it takes it 8 of 22 times. What nothing reaches counts zero.
         """
         counts = dict.fromkeys(self.computations, 0)
         counts[self.entry] = 1

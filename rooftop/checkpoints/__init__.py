@@ -1,0 +1,1 @@
+"""Weights, state and tokenizers in and out."""

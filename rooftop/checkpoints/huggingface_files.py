@@ -1,0 +1,191 @@
+"""A folder of safetensors files: what is in it, slices of its tensors, and writing one tensor after another.
+
+The library reads; it writes only what is in memory as a whole, so the writing is done here. The format: eight bytes
+with the header's length, little-endian; the header, JSON from names to dtype, shape and offsets; the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from rooftop.errors import RooftopError
+from rooftop.programs.checkpoint_names import Array
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor before its values are there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The tensors in a folder: name -> (file, the format's code of the dtype, shape)."""
+
+    folder: Path
+    tensors: Mapping[str, tuple[Path, str, tuple[int, ...]]]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read names, dtypes and shapes.
+
+        Raises RooftopError on a file that is missing, damaged or not as the index says.
+        """
+        index = folder / _INDEX
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
+            files = {folder / _SINGLE} if names is None else {folder / str(file) for file in names.values()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise RooftopError(str(index), f"{type(error).__name__}", "an index from tensors to files") from None
+        tensors = dict[str, tuple[Path, str, tuple[int, ...]]]()
+        for path in sorted(files):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    found = file.get_slice(name)
+                    tensors[name] = path, found.get_dtype(), tuple(found.get_shape())
+        for name, where in (names or {}).items():
+            if name not in tensors or tensors[name][0] != folder / where:
+                raise RooftopError(f"checkpoint tensor {name}", f"not in {folder / where}", f"there, as {index} says")
+        return cls(folder=folder, tensors=tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype of a tensor. Raises RooftopError if there is none of this name, or its dtype is no plain one."""
+        if name not in self.tensors:
+            raise RooftopError("checkpoint tensor", name, f"a tensor of this name in {self.folder}")
+        path, code, _ = self.tensors[name]
+        if code not in _DTYPES:
+            raise RooftopError(
+                f"{path}: dtype of {name}", code, f"{', '.join(_DTYPES)}: weights that are not quantised"
+            )
+        return _DTYPES[code]
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises RooftopError unless the tensor is there, in a plain dtype and of this shape."""
+        self.dtype(name)
+        path, _, found = self.tensors[name]
+        if found != shape:
+            raise RooftopError(f"{path}: shape of {name}", found, f"{shape}, as the model has it")
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Array:
+        """A part of a tensor; no other part is brought into memory."""
+        # Opened for each part, because pages of a file that stays open count as ours.
+        with _opened(self.tensors[name][0]) as file:
+            found: Array = file.get_slice(name)[region]
+            return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises RooftopError if it is missing or not whole."""
+    try:
+        opened = safe_open(path, framework="numpy")
+    except FileNotFoundError:
+        raise RooftopError(str(path), "no such file", "a safetensors file") from None
+    except (SafetensorError, OSError) as error:
+        raise RooftopError(str(path), str(error), "a whole safetensors file") from None
+    with opened as file:
+        yield file
+
+
+def write_checkpoint(
+    folder: Path,
+    tensors: Sequence[Tensor],
+    content: Callable[[Tensor], Array],
+    config: Mapping[str, Any] | bytes,
+    shard_bytes: int,
+) -> None:
+    """Write ``config`` and what ``content`` gives for each of ``tensors``, asked for in order, one at a time.
+
+    Files hold at most ``shard_bytes`` of tensors, or one tensor. Raises RooftopError if ``folder`` is there already or
+    cannot be written; then nothing is left of it.
+    """
+    if shard_bytes < 1:
+        raise RooftopError("bytes of a file", shard_bytes, "a positive whole number")
+    if folder.exists():
+        raise RooftopError("export folder", str(folder), "a path where nothing is yet")
+    files = _files(tensors, shard_bytes)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            for name, held in files.items():
+                with (unfinished / name).open("wb") as file:
+                    _write(file, held, content)
+            if len(files) > 1:
+                where = {tensor.name: name for name, held in files.items() for tensor in held}
+                size = sum(tensor.bytes for tensor in tensors)
+                index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+                (unfinished / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            written = config if isinstance(config, bytes) else (json.dumps(config, indent=2) + "\n").encode()
+            (unfinished / "config.json").write_bytes(written)
+            # mkdtemp makes private folders; a checkpoint is as readable as any folder that its owner makes.
+            umask = os.umask(0)
+            os.umask(umask)
+            unfinished.chmod(0o777 & ~umask)
+            unfinished.rename(folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise RooftopError("export folder", str(folder), f"a path that can be written ({error.strerror})") from None
+
+
+def _files(tensors: Sequence[Tensor], shard_bytes: int) -> dict[str, list[Tensor]]:
+    """File name -> its tensors: the next one begins where a tensor has no room."""
+    held, size = [list[Tensor]()], 0
+    for tensor in tensors:
+        if held[-1] and size + tensor.bytes > shard_bytes:
+            held.append([])
+            size = 0
+        held[-1].append(tensor)
+        size += tensor.bytes
+    if len(held) == 1:
+        return {_SINGLE: held[0]}
+    return {f"model-{i:05d}-of-{len(held):05d}.safetensors": each for i, each in enumerate(held, 1)}
+
+
+def _write(file: BinaryIO, tensors: Sequence[Tensor], content: Callable[[Tensor], Array]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        offsets = [offset, offset := offset + tensor.bytes]
+        header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+        file.write(np.ascontiguousarray(content(tensor)).reshape(-1).view(np.uint8).data)
+    file.flush()
+    os.fsync(file.fileno())

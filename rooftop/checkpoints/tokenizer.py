@@ -1,0 +1,175 @@
+"""Text to token ids and back: a Hugging Face ``tokenizer.json``, or a byte-level BPE trained here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from rooftop.errors import RooftopError
+from rooftop.files import write_text
+
+#: Ids of one text, [tokens] int32.
+Ids = npt.NDArray[np.int32]
+
+#: What begins and ends a document in a tokenizer trained here.
+END_OF_TEXT = "<|endoftext|>"
+_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+#: Special tokens by the names that published models give them, for a tokenizer.json that comes without its settings.
+_CONVENTIONAL = {
+    "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", END_OF_TEXT),
+    "eos_token": ("<|end_of_text|>", "</s>", "<eos>", END_OF_TEXT),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A tokenizer by its ``definition``, the text of a tokenizer.json, and ``settings``, the tokenizer_config.json.
+
+    Special tokens that a text spells out are encoded as the text they are; padding and truncation that the definition
+    asks for are left off, so that no token of a document is lost. Raises RooftopError for what is no definition, or for
+    settings that name a token that it has not.
+    """
+
+    definition: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for role in _CONVENTIONAL:
+            self._special(role)
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """The tokenizer of a tokenizer.json, or of the folder that has one; with the settings that lie beside it."""
+        file = path / _FILE if path.is_dir() else path
+        beside = file.with_name(_SETTINGS)
+        try:
+            definition = file.read_text(encoding="utf-8")
+            settings = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"{error}"
+            raise RooftopError("tokenizer", str(path), f"a {_FILE}, or a folder that has one ({reason})") from None
+        if not isinstance(settings, dict):
+            raise RooftopError("tokenizer", str(beside), "a JSON object")
+        return cls(definition=definition, settings=settings)
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer.json to ``path`` (or into that folder) as it was read, and its settings beside it.
+
+        Each file is whole or not there. Raises RooftopError where they cannot be written.
+        """
+        file = path / _FILE if path.is_dir() else path
+        # Settings first: a definition without them could be taken to have other special tokens.
+        if self.settings:
+            write_text(file.with_name(_SETTINGS), json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n")
+        write_text(file, self.definition)
+
+    def encode(self, text: str) -> Ids:
+        """The ids of ``text``, with nothing before or after them."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, with nothing before or after them; the texts are encoded in parallel."""
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(each.ids, np.int32) for each in encoded]
+
+    def decode(self, ids: Ids | Sequence[int]) -> str:
+        """The text of ``ids``, special tokens left out. Raises RooftopError for an id outside the vocabulary."""
+        given = np.asarray(ids, np.int64).reshape(-1)
+        if (outside := given[(given < 0) | (given >= self.vocab)]).size:
+            raise RooftopError("token id", int(outside[0]), f"0 to {self.vocab - 1}, the ids of the tokenizer")
+        return str(self._backend.decode(given.tolist()))
+
+    @cached_property
+    def vocab(self) -> int:
+        """V: one more than the highest id."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
+    def bos(self) -> int | None:
+        """The id that begins a document, None if nothing does."""
+        return self._special("bos_token")
+
+    @cached_property
+    def eos(self) -> int | None:
+        """The id that ends a document, None if nothing does."""
+        return self._special("eos_token")
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what decides the ids of a document, in hexadecimal."""
+        return hashlib.sha256(json.dumps([self.definition, self.bos, self.eos]).encode()).hexdigest()
+
+    @cached_property
+    def _backend(self) -> tokenizers.Tokenizer:
+        try:
+            backend = tokenizers.Tokenizer.from_str(self.definition)
+            backend.get_vocab_size()
+        except Exception as error:  # the package raises nothing narrower
+            raise RooftopError("tokenizer", f"{self.definition[:40]}", f"a {_FILE} ({error})") from None
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True
+        return backend
+
+    def _special(self, role: str) -> int | None:
+        named = self.settings.get(role)
+        named = named.get("content") if isinstance(named, dict) else named
+        if named is not None:
+            if not isinstance(named, str) or (found := self._backend.token_to_id(named)) is None:
+                raise RooftopError(f"tokenizer {role}", named, "a token of the tokenizer")
+            return int(found)
+        if role in self.settings:
+            return None
+        special = {token.content: id_ for id_, token in self._backend.get_added_tokens_decoder().items()}
+        return next((special[name] for name in _CONVENTIONAL[role] if name in special), None)
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE of at most ``vocab`` tokens, the one that begins and ends a document included.
+
+    Sennrich et al. 2016; on bytes, so that every text has ids and comes back exactly. The same texts give the same
+    tokenizer. A corpus with few repeated pairs gives fewer tokens than ``vocab``. Raises RooftopError for a vocabulary
+    that has not room for every byte, or for a corpus without text.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab <= len(alphabet):
+        raise RooftopError("vocab", vocab, f"at least {len(alphabet) + 1}: every byte, and what ends a document")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    characters = 0
+
+    def counted() -> Iterable[str]:
+        nonlocal characters
+        for text in texts:
+            characters += len(text)
+            yield text
+
+    backend.train_from_iterator(counted(), trainer)
+    if not characters:
+        raise RooftopError("corpus", "no text", "text to train a tokenizer on")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        # Otherwise decoding takes spaces before punctuation out.
+        "clean_up_tokenization_spaces": False,
+    }
+    return Tokenizer(definition=backend.to_str(), settings=settings)

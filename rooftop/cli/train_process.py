@@ -1,0 +1,106 @@
+"""The process around a training run: what JAX reads when it starts, other processes, and one line at the end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.quantities import parse_count
+
+#: What training imports, by the names of modules.
+_PACKAGES = ("jax", "optax", "orbax", "safetensors", "tokenizers")
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+#: What stands in /dev where there are TPUs or GPUs.
+_ACCELERATORS = ("accel*", "vfio/[0-9]*", "nvidia*", "kfd", "dxg")
+#: Emulated devices wait for each other on a few cores: on a busy machine that takes longer than XLA expects.
+_PATIENCE_FLAGS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+)
+
+
+def prepare_environment(options: Mapping[str, Any]) -> None:
+    """What JAX and XLA read when they are first imported. Raises RooftopError where a package is not installed."""
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise RooftopError(package, "not installed", "a Python that has it: pip install 'rooftop[train]'")
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split()]
+    if options["devices"] is not None:
+        count = parse_count(options["devices"], "devices")
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)] + [f"{_COUNT_FLAG}={count}"]
+    elif "JAX_PLATFORMS" not in os.environ and not any(any(Path("/dev").glob(each)) for each in _ACCELERATORS):
+        # libtpu, where it is installed to compile with, looks for TPUs on the network and complains.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    for flag in _PATIENCE_FLAGS:
+        if not any(each.startswith(flag.partition("=")[0]) for each in flags):
+            flags.append(flag)
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def train_together(options: dict[str, Any], train: Callable[[], int]) -> int:
+    """Train as one of several processes. An error ends this one at once: the usual way out waits for the others."""
+    from rooftop.train.supervise import follow_supervisor, is_worker, keep_stdout, supervise
+
+    if not is_worker():
+        return supervise(sys.argv[1:], _how_to_resume(options))
+    follow_supervisor()
+    keep_stdout()
+    try:
+        _join(options)
+        return train()
+    except (RooftopError, Infeasible) as error:
+        line, status = str(error), error.exit_status
+    except Exception as error:  # what the runtime raises when a process is lost depends on where it is met
+        reason = (str(error).splitlines() or [""])[0][:160]
+        line, status = f"the run has lost one of its processes ({reason}); {_how_to_resume(options)}", 1
+    click.echo(f"rooftop: {line}", err=True)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _join(options: Mapping[str, Any]) -> None:
+    """Join the other processes. Raises RooftopError where that does not come about."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    where = options["coordinator"]
+    try:
+        if where == "auto":
+            jax.distributed.initialize()
+            return
+        if options["processes"] is None or options["process"] is None:
+            raise RooftopError("coordinator", where, "--processes N and --process I with it")
+        count, index = parse_count(options["processes"], "processes"), int(options["process"])
+        if not 0 <= index < count:
+            raise RooftopError("process", index, f"0 to {count - 1}")
+        jax.distributed.initialize(where, count, index, heartbeat_timeout_seconds=30)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise RooftopError(
+            "coordinator", where, f"HOST:PORT where the first process can be reached ({reason})"
+        ) from None
+
+
+def _how_to_resume(options: Mapping[str, Any]) -> str:
+    return f"to go on: rooftop train --resume {shlex.quote(str(options['resume'] or options['run']))}"
+
+
+def expect_late_reports() -> None:
+    """Keep to the one line that says it: behind a failed write, threads of TensorStore find Orbax's loop closed."""
+    before = sys.unraisablehook
+
+    def hook(late: sys.UnraisableHookArgs) -> None:
+        if not (isinstance(late.exc_value, RuntimeError) and str(late.exc_value) == "Event loop is closed"):
+            before(late)
+
+    # It stays: those threads end after the command does.
+    sys.unraisablehook = hook

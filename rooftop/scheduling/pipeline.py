@@ -1,0 +1,225 @@
+"""Pipeline schedules as tables: what each stage does in each time slot. No clock and no JAX.
+
+A step passes M microbatches through S stages. Each stage has ``chunks`` v parts of the model: part c of stage s is part
+c S + s of all, in the order in which a microbatch meets them. A stage does one task a slot:
+
+- FORWARD of a microbatch through a chunk;
+- BACKWARD, its way back. Where a table splits it, only the gradient of the chunk's input is made (dX, which the stage
+  before waits for);
+- WEIGHTS, the other half of a split one: gradients of weights (dW), for which nobody waits, so that they fill gaps.
+
+A result that another stage needs is there in the next slot. What the slots last is the business of
+``rooftop.simulate.pipeline``. Sources: chapter 5 of the book and the papers that each schedule names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from rooftop.errors import RooftopError, unknown
+
+
+class Op(IntEnum):
+    """What a stage does in a slot."""
+
+    IDLE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    WEIGHTS = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """One operation on one microbatch by one chunk of a stage."""
+
+    op: Op
+    microbatch: int
+    chunk: int = 0
+
+
+#: A stage's tasks in the order in which it does them.
+Order = Sequence[Task]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What each stage does in each slot: ``slots[t][s]`` is a task, or None for an idle stage.
+
+    Raises RooftopError for a table in which a task is missing, done twice, or done before what it needs.
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    split: bool = False
+    slots: tuple[tuple[Task | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        done = dict[tuple[int, Task], int]()
+        for slot, row in enumerate(self.slots):
+            if len(row) != self.stages:
+                raise RooftopError(f"pipeline table slot {slot}", f"{len(row)} tasks", f"one for each of {self.stages}")
+            for stage, task in ((stage, task) for stage, task in enumerate(row) if task is not None):
+                if (stage, task) in done:
+                    raise RooftopError("pipeline table", f"{named(task, stage)} in two slots", "each task once")
+                for need in self.needs(task, stage):
+                    if done.get(need, slot) >= slot:
+                        raise RooftopError(
+                            "pipeline table",
+                            f"{named(task, stage)} in slot {slot}",
+                            f"it after {named(need[1], need[0])}",
+                        )
+                done[stage, task] = slot
+        wanted = {(stage, task) for stage in range(self.stages) for task in self.tasks()}
+        if wrong := wanted ^ set(done):
+            stage, task = min(wrong)
+            raise RooftopError(
+                "pipeline table", f"{len(wrong)} tasks wrong, such as {named(task, stage)}", "every task, and no other"
+            )
+
+    def tasks(self) -> Iterator[Task]:
+        """Every task of one stage, in no particular order."""
+        ops = (Op.FORWARD, Op.BACKWARD, Op.WEIGHTS) if self.split else (Op.FORWARD, Op.BACKWARD)
+        return (
+            Task(op, microbatch, chunk)
+            for microbatch in range(self.microbatches)
+            for chunk in range(self.chunks)
+            for op in ops
+        )
+
+    def needs(self, task: Task, stage: int) -> list[tuple[int, Task]]:
+        """The (stage, task) pairs whose results ``task`` of ``stage`` reads."""
+        return needs(task, stage, self.stages, self.chunks)
+
+    def order(self, stage: int) -> list[Task]:
+        """One stage's tasks, in the order of their slots."""
+        return [task for row in self.slots if (task := row[stage]) is not None]
+
+    def in_flight(self, stage: int) -> float:
+        """The most microbatches whose activations ``stage`` holds at once; one chunk's are 1/v of a microbatch's.
+
+        They are held from the forward task until the last of the backward tasks.
+        """
+        held, most, last = 0, 0, Op.WEIGHTS if self.split else Op.BACKWARD
+        for task in self.order(stage):
+            held += task.op == Op.FORWARD
+            most = max(most, held)
+            held -= task.op == last
+        return most / self.chunks
+
+
+def needs(task: Task, stage: int, stages: int, chunks: int) -> list[tuple[int, Task]]:
+    """The (stage, task) pairs whose results ``task`` of ``stage`` reads, in a pipeline of that many stages, chunks."""
+    op, microbatch, chunk = task.op, task.microbatch, task.chunk
+    if op == Op.WEIGHTS:
+        return [(stage, Task(Op.BACKWARD, microbatch, chunk))]
+    part = chunk * stages + stage
+    other = part - 1 if op == Op.FORWARD else part + 1
+    found = [(other % stages, Task(op, microbatch, other // stages))] if 0 <= other < stages * chunks else []
+    return found if op == Op.FORWARD else [*found, (stage, Task(Op.FORWARD, microbatch, chunk))]
+
+
+def named(task: Task, stage: int) -> str:
+    """A task in words, for messages."""
+    return f"{task.op.name.lower()} of microbatch {task.microbatch} by chunk {task.chunk} of stage {stage}"
+
+
+def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int = 1) -> Table:
+    """The table of a schedule: 'gpipe', '1f1b', 'interleaved' (2 or more ``chunks``) or 'zero_bubble' (split backward).
+
+    Every stage does its tasks in the schedule's order, each in the first slot in which it can.
+
+    Raises RooftopError for an unknown schedule, for sizes that are not positive, for chunks in a schedule that has
+    none, for an interleaved one without, and where its last group of microbatches would be smaller than the others:
+    stages would wait for one another.
+    """
+    if schedule not in SCHEDULES:
+        raise unknown("schedule", schedule, SCHEDULES)
+    for name, value in (("stages", stages), ("microbatches", microbatches)):
+        if value < 1:
+            raise RooftopError(name, value, "a positive whole number")
+    if chunks < 1 or (chunks > 1) != (schedule == "interleaved"):
+        raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule, 1 with any other")
+    if schedule == "interleaved" and microbatches > stages and microbatches % stages:
+        raise RooftopError("microbatches", microbatches, f"a multiple of the {stages} stages that are interleaved")
+    orders = [SCHEDULES[schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+    split = schedule == "zero_bubble"
+    slots = _placed(orders, stages, chunks)
+    return Table(stages=stages, microbatches=microbatches, chunks=chunks, split=split, slots=slots)
+
+
+def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Task | None, ...], ...]:
+    """Each stage's tasks in order, each in the first slot that comes after those of all that it needs."""
+    done, after = set[tuple[int, Task]](), [0] * stages
+    slots = list[tuple[Task | None, ...]]()
+    while any(at < len(order) for at, order in zip(after, orders, strict=True)):
+        row = list[Task | None]()
+        for stage, order in enumerate(orders):
+            task = order[after[stage]] if after[stage] < len(order) else None
+            ready = task is not None and done.issuperset(needs(task, stage, stages, chunks))
+            row.append(task if ready else None)
+        if not any(row):
+            raise RooftopError("pipeline orders", orders, "orders in which no stage waits for ever")
+        slots.append(tuple(row))
+        for stage, task in ((stage, task) for stage, task in enumerate(row) if task is not None):
+            done.add((stage, task))
+            after[stage] += 1
+    return tuple(slots)
+
+
+def _gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
+    """All forward passes, then all backward passes (Huang et al. 2019)."""
+    return [Task(op, each) for op in (Op.FORWARD, Op.BACKWARD) for each in range(microbatches)]
+
+
+def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
+    """As many forward passes as there are stages from here on, then one backward for one forward (PipeDream-Flush)."""
+    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (Op.FORWARD, Op.BACKWARD))
+    return _alternating(forward, backward, first=stages - stage)
+
+
+def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
+    """1F1B over groups of S microbatches, each group through all chunks before the next (Narayanan et al. 2021)."""
+    groups = [range(at, min(at + stages, microbatches)) for at in range(0, microbatches, stages)]
+    forward = [Task(Op.FORWARD, each, chunk) for group in groups for chunk in range(chunks) for each in group]
+    backward = [
+        Task(Op.BACKWARD, each, chunk) for group in groups for chunk in reversed(range(chunks)) for each in group
+    ]
+    return _alternating(forward, backward, first=2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
+
+
+def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
+    """ZB-H1 (Qi et al. 2023, section 2): 1F1B in which dW waits, without more activations than 1F1B's first stage has.
+
+    Those are S. A stage needs only S - s of them to keep busy, and so may be s microbatches behind with its dW: it
+    catches up where it would wait for gradients at the end. Their ZB-H2 holds twice the activations so as to begin the
+    next step early on the first stages; within one step it ends no sooner, and is not here.
+    """
+    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (Op.FORWARD, Op.BACKWARD))
+    found, behind = list[Task](), list[Task]()
+    for task in _alternating(forward, backward, first=stages - stage):
+        found.append(task)
+        if task.op == Op.BACKWARD:
+            behind.append(Task(Op.WEIGHTS, task.microbatch))
+            if len(behind) > stage:
+                found.append(behind.pop(0))
+    return [*found, *behind]
+
+
+def _alternating(forward: Order, backward: Order, *, first: int) -> list[Task]:
+    """``first`` forward tasks, then a backward and a forward in turn, then the backward tasks that are left."""
+    found = list(forward[:first])
+    for at, task in enumerate(backward):
+        found += [task, *forward[first + at : first + at + 1]]
+    return found
+
+
+#: From the names of schedules to the order of one stage's tasks: (stage, stages, microbatches, chunks) -> tasks.
+SCHEDULES: Mapping[str, Callable[[int, int, int, int], Order]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
+}

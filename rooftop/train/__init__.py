@@ -1,0 +1,1 @@
+"""The training engine: data in, steps, checkpoints, a live view."""

@@ -1,0 +1,180 @@
+"""Where a NaN comes from: a step run again with every value checked, in the order of the program.
+
+The step's jaxpr is traced anew with, behind each equation, whether what it made has a NaN or an infinity in it; loops
+over layers and microbatches do that in each turn. Equations carry the scopes that the program opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.extend import core
+from jax.sharding import reshard
+
+from rooftop.scopes import UNSCOPED, scope_and_phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The first operation whose result had a NaN (or, ``what``, an infinity): its scope, phase and JAX name.
+
+    ``turns`` are those of the loops around it, outermost first: microbatches, and layers of one kind.
+    """
+
+    what: str
+    scope: str
+    phase: str
+    operation: str
+    turns: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = f"{self.scope} ({self.phase})" if self.scope != UNSCOPED else f"no scope ({self.phase})"
+        turns = f" in turn {'.'.join(map(str, self.turns))} of the loop around it" if self.turns else ""
+        return f"the first {self.what} is made in {where}, by {self.operation}{turns}"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An equation: what it says of itself, and where it stands in the body of each loop around it, and in the last.
+
+    ``reverse``: which of the loops go from their last turn to the first.
+    """
+
+    stack: str
+    operation: str
+    at: tuple[int, ...]
+    reverse: tuple[bool, ...]
+
+    def order(self, turns: Sequence[int]) -> tuple[int, ...]:
+        """Where it stands in the execution, in these turns of its loops."""
+        signed = (-turn if backwards else turn for turn, backwards in zip(turns, self.reverse, strict=True))
+        loops = (number for pair in zip(self.at, signed, strict=False) for number in pair)
+        return (*loops, self.at[-1])
+
+
+_Flags = list[tuple[_Place, jax.Array]]
+
+
+def find_origin(step: Callable[..., Any], *arguments: Any) -> Origin | None:
+    """Run ``step`` once, checked; where its first NaN is made, or else its first infinity. None: all is finite.
+
+    An infinity below zero is a mask and no failure. An argument that is not finite is reported as such. Runs under
+    ``jax.set_mesh``; several processes call it together.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(_all_finite(leaf)):
+            name = jax.tree_util.keystr(path[1:]).lstrip(".")
+            return Origin(what="NaN or infinity", scope=name, phase="before the step", operation="the state", turns=())
+    flat, tree = jax.tree.flatten(arguments)
+    closed = jax.make_jaxpr(lambda *leaves: step(*jax.tree.unflatten(tree, leaves)))(*flat)
+    places: list[_Place] = []
+
+    def checked(*leaves: Any) -> list[jax.Array]:
+        flags: _Flags = []
+        _evaluate(closed.jaxpr, closed.consts, leaves, _Place("", "", (), ()), flags)
+        places[:] = [place for place, _ in flags]
+        return [flag for _, flag in flags]
+
+    found = [np.asarray(flag) for flag in jax.jit(checked, compiler_options=_quickly())(*flat)]
+    for kind, what in ((0, "NaN"), (1, "infinity")):
+        marked = [
+            (place.order(turns), tuple(turns), place)
+            for place, flag in zip(places, found, strict=True)
+            for turns in np.argwhere(flag[..., kind]).tolist()
+        ]
+        if marked:
+            _, turns, place = min(marked, key=lambda entry: entry[0])
+            scope, phase = scope_and_phase(place.stack)
+            return Origin(what=what, scope=scope, phase=phase, operation=place.operation, turns=turns)
+    return None
+
+
+def _quickly() -> dict[str, Any] | None:
+    """Compiler options for a program that runs once; on a CPU optimising it takes longer than running it."""
+    if jax.default_backend() != "cpu":
+        return None
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(leaf))
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], at: _Place, flags: _Flags) -> list[Any]:
+    """``jax.core.eval_jaxpr`` with flags, of a jaxpr that is called ``at`` a place; loops and calls are entered."""
+    values: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    values.update(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, arguments, strict=True))
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        words = (at.stack, str(equation.source_info.name_stack), "rematted_computation" if _again(equation) else "")
+        here = replace(at, stack="/".join(word for word in words if word), operation=name)
+        given = [read(atom) for atom in equation.invars]
+        with equation.ctx.manager:
+            if name == "scan":
+                made = _scan(equation, given, replace(here, at=(*at.at, len(flags))), flags)
+            elif (inner := _inner(equation)) is not None:
+                made = _evaluate(inner.jaxpr, inner.consts, given, here, flags)
+            else:
+                out = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
+                made = list(out) if equation.primitive.multiple_results else [out]
+                _check(made, replace(here, at=(*at.at, len(flags))), flags)
+        values.update(zip(equation.outvars, made, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _again(equation: Any) -> bool:
+    """Whether it computes again, in the backward pass, what was not saved."""
+    return bool(equation.params.get("differentiated", False)) and equation.primitive.name in ("checkpoint", "remat2")
+
+
+def _scan(equation: Any, given: list[Any], at: _Place, flags: _Flags) -> list[Any]:
+    parameters = equation.params
+    body, reverse = parameters["jaxpr"], parameters["reverse"]
+    fixed, carried = parameters["num_consts"], parameters["num_carry"]
+    consts, carry, inputs = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
+    inside = replace(at, reverse=(*at.reverse, reverse))
+    places: list[_Place] = []
+
+    def turn(carry: list[Any], each: list[Any]) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
+        within: _Flags = []
+        out = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *each], inside, within)
+        places[:] = [place for place, _ in within]
+        return out[:carried], (out[carried:], [flag for _, flag in within])
+
+    carry, (outputs, marks) = jax.lax.scan(turn, carry, inputs, length=parameters["length"], reverse=reverse)
+    flags += zip(places, marks, strict=True)
+    return [*carry, *outputs]
+
+
+def _inner(equation: Any) -> Any:
+    """The jaxpr that an equation only calls; None for all others (kernels and ``shard_map`` are checked as a whole)."""
+    if equation.primitive.name in ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"):
+        found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        return found if hasattr(found, "consts") else core.ClosedJaxpr(found, ())
+    if equation.primitive.name == "custom_vjp_call":
+        return equation.params["call_jaxpr"]
+    return None
+
+
+def _check(made: list[Any], place: _Place, flags: _Flags) -> None:
+    """Flags of all results together, [2]: NaN, and infinity above zero. Partial sums wait until they are summed."""
+    marks = []
+    for array in made:
+        spec = jax.typeof(array).sharding.spec
+        if jnp.issubdtype(array.dtype, jnp.floating) and not spec.unreduced:
+            array = reshard(array, P(*spec.partitions)) if spec.reduced else array
+            marks.append(jnp.stack([jnp.any(jnp.isnan(array)), jnp.any(array == jnp.inf)]))
+    if marks:
+        flags.append((place, jnp.any(jnp.stack(marks), axis=0)))

@@ -1,0 +1,123 @@
+"""The forward pass alone: cross-entropy on held-out documents, and the logits that samples are drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import AxisType, Mesh, reshard
+
+from rooftop.programs.describe import describe
+from rooftop.programs.optimizer import DTYPES
+from rooftop.programs.parameters import Batch, Transformer, shardings
+from rooftop.programs.train_step import TrainProgram
+from rooftop.programs.transformer import logits, objective
+from rooftop.train.loading import Loader, place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Mean cross-entropy ``loss``, in nats over the ``tokens`` that carry loss; perplexity is its exponential."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that is no float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A program's forward pass on the devices of ``mesh``, with the axes ``into_data`` laid beside data instead."""
+
+    program: TrainProgram
+    mesh: Mesh
+    into_data: tuple[str, ...] = ("stage",)
+
+    @cached_property
+    def own_mesh(self) -> Mesh:
+        """The mesh that it runs on: the same devices, all ``AXES``."""
+        moved = ("data", *self.into_data)
+        rest = tuple(axis for axis in self.mesh.axis_names if axis not in moved)
+        order = [self.mesh.axis_names.index(axis) for axis in (*moved, *rest) if axis in self.mesh.axis_names]
+        sizes = {axis: self.mesh.shape[axis] for axis in rest}
+        names = ("data", *self.into_data, *rest)
+        shape = (-1, *(1 for _ in self.into_data), *sizes.values())
+        devices = self.mesh.devices.transpose(order).reshape(shape)
+        return Mesh(devices, names, axis_types=(AxisType.Explicit,) * len(names))
+
+    @property
+    def rows(self) -> int:
+        """What a batch must be a multiple of."""
+        axes = self.program.specs(self.own_mesh).rules.activations["batch"]
+        return math.prod(self.own_mesh.shape[axis] for axis in axes)
+
+    def weights(self, weights: Transformer[jax.Array]) -> Transformer[jax.Array]:
+        """The weights of the training mesh, laid for this one; the same arrays where nothing moves."""
+        if all(self.mesh.shape.get(axis, 1) == 1 for axis in self.into_data):
+            return weights
+        places = shardings(describe(self.program.model), self.own_mesh, self.program.specs(self.own_mesh))
+        moved: Transformer[jax.Array] = jax.device_put(weights, places)
+        return moved
+
+    def _in_use(self, weights: Transformer[jax.Array]) -> Transformer[jax.Array]:
+        dtype = DTYPES[self.program.compute_dtype]
+        cast: Transformer[jax.Array] = jax.tree.map(lambda weight: weight.astype(dtype), weights)
+        return cast
+
+    @cached_property
+    def _mean(self) -> Callable[[Any, Any], jax.Array]:
+        specs = self.program.specs(self.own_mesh)
+        how = replace(self.program.computation(specs), z_loss=0.0, balance_loss=0.0)
+
+        def mean(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> jax.Array:
+            return objective(self._in_use(weights), batch, how, chunks=self.program.loss_chunks)[0]
+
+        return jax.jit(mean)
+
+    @cached_property
+    def _next(self) -> Callable[..., jax.Array]:
+        how = self.program.computation(self.program.specs(self.own_mesh))
+
+        def next_(weights: Transformer[jax.Array], tokens: jax.Array, length: jax.Array) -> jax.Array:
+            y = logits(self._in_use(weights), tokens, how)
+            y = reshard(y, P())
+            last: jax.Array = jax.lax.dynamic_index_in_dim(y, length - 1, axis=1, keepdims=False)
+            return last
+
+        return jax.jit(next_)
+
+    def evaluate(self, weights: Transformer[jax.Array], held: Loader, *, most: int) -> Evaluation:
+        """Cross-entropy of the documents of ``held``, in batches of at least its own size.
+
+        Of more than ``most`` batches that many are taken, evenly spread and always the same.
+        """
+        loader = replace(held, batch=-(-held.batch // self.rows) * self.rows)
+        specs, order = self.program.specs(self.own_mesh), self.program.context_order
+        weights = self.weights(weights)
+        total, count = 0.0, 0
+        with jax.set_mesh(self.own_mesh):
+            steps = loader.steps_per_epoch
+            for step in range(steps) if steps <= most else np.linspace(0, steps - 1, most).astype(int).tolist():
+                batch = place(loader, step, self.own_mesh, specs, order)
+                tokens = int(jnp.sum(batch.targets >= 0))
+                total += float(self._mean(weights, batch)) * tokens
+                count += tokens
+        return Evaluation(loss=total / max(count, 1), tokens=count)
+
+    def next_logits(self, weights: Transformer[jax.Array], tokens: np.ndarray[Any, Any], length: int) -> Any:
+        """Logits [B, V] of the token behind the first ``length`` of ``tokens`` [B, T]; ``weights`` as laid for this."""
+        specs = self.program.specs(self.own_mesh)
+        sharding = jax.NamedSharding(self.own_mesh, specs.activation("batch", "seq"))
+        with jax.set_mesh(self.own_mesh):
+            placed = jax.make_array_from_callback(tokens.shape, sharding, lambda index: tokens[index])
+            return np.asarray(self._next(weights, placed, jnp.int32(length)))

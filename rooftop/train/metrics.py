@@ -1,0 +1,118 @@
+"""What a step says about itself: losses, rates, and when they mean that training has failed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from rooftop.models import ModelConfig, flops_per_token
+from rooftop.programs.train_step import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """From tokens and seconds to MFU: model FLOPs over the ``peak_flops_per_s`` of all devices (None: not known)."""
+
+    flops_per_token: float
+    convention: str
+    peak_flops_per_s: float | None
+
+    @classmethod
+    def of(cls, model: ModelConfig, seq_len: int, peak_flops_per_s: float | None) -> Rates:
+        """FLOPs as plans count them; ``peak_flops_per_s`` is that of all devices together."""
+        found = flops_per_token(model, seq_len)
+        convention = (
+            f"model FLOPs of the tokens that carry loss, over peak; {found.convention}; attention as if each "
+            "sequence were one document"
+        )
+        return cls(flops_per_token=float(found.total), convention=convention, peak_flops_per_s=peak_flops_per_s)
+
+    def model_flops_per_s(self, tokens_per_s: float) -> float:
+        """Model FLOP/s at ``tokens_per_s``."""
+        return self.flops_per_token * tokens_per_s
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOPs utilisation; None where the peak is not known."""
+        return None if self.peak_flops_per_s is None else self.model_flops_per_s(tokens_per_s) / self.peak_flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One line of metrics.jsonl.
+
+    ``step`` counts from 1, and ``loss`` (nats per token) is that of the weights before it. ``tokens`` carry loss.
+    ``seconds`` is the time since the step before was done, and ``data_share`` the part of it in which the step waited
+    for its batch; ``unix_s`` is the time of day. ``z_loss`` and ``balance_loss`` are means, without coefficients.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    model_flops_per_s: float
+    mfu: float | None
+    data_share: float
+    unix_s: float
+    z_loss: float | None = None
+    balance_loss: float | None = None
+
+    @classmethod
+    def of(
+        cls, step: int, found: Metrics[Any], *, learning_rate: float, seconds: float, waited_s: float, unix_s: float,
+        rates: Rates,
+    ) -> StepRecord:  # fmt: skip
+        """The record of a step, once it is done: this waits for it."""
+        values = {name: None if value is None else float(value) for name, value in vars(found).items()}
+        tokens = values.pop("tokens")
+        assert tokens is not None
+        tokens_per_s = tokens / max(seconds, 1e-9)
+        return cls(
+            step=step,
+            tokens=int(tokens),
+            learning_rate=learning_rate,
+            seconds=seconds,
+            tokens_per_s=tokens_per_s,
+            model_flops_per_s=rates.model_flops_per_s(tokens_per_s),
+            mfu=rates.mfu(tokens_per_s),
+            data_share=min(waited_s / max(seconds, 1e-9), 1.0),
+            unix_s=unix_s,
+            **values,  # type: ignore[arg-type]
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; what is no finite number is None."""
+        return {
+            name: value if not isinstance(value, float) or math.isfinite(value) else None
+            for name, value in vars(self).items()
+            if value is not None or name == "mfu"
+        }
+
+
+@dataclass
+class Divergence:
+    """Says when the loss has left: its mean over ``window`` steps is ``nats`` above the lowest such mean before."""
+
+    nats: float
+    window: int = 20
+    lowest: float = math.inf
+    _recent: deque[float] = field(default_factory=deque)
+
+    def rise(self, loss: float) -> float | None:
+        """Take one more loss; by how many nats it has risen if that is too much, else None."""
+        self._recent.append(loss)
+        if len(self._recent) < self.window:
+            return None
+        mean = math.fsum(self._recent) / self.window
+        self._recent.popleft()
+        self.lowest = min(self.lowest, mean)
+        return mean - self.lowest if mean - self.lowest > self.nats else None

@@ -1,0 +1,247 @@
+"""From what was asked for to an engine that is ready: program, mesh, data and the record of the run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rooftop import __version__
+from rooftop.arrays import Mesh
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, load_model
+from rooftop.programs.train_step import TrainProgram
+from rooftop.quantities import parse_count
+from rooftop.train.dataset import Dataset, Progress, Source, open_dataset
+from rooftop.train.engine import Job, require_room
+from rooftop.train.folder import RunFolder
+from rooftop.train.local import Local, local_devices, map_plan, mesh_of, write_axes
+from rooftop.train.metrics import Rates
+from rooftop.train.schedule import Schedule, ScheduledOptimizer
+from rooftop.train.sizing import PREFIX, small_llama
+
+#: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
+_OF_DEVICES = ("attention", "attention_block", "loss_chunks")
+_SEQUENCES = 16
+_SEQ_LEN = 512
+_BALANCE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for. None: by the plan, or else by default.
+
+    ``model`` is a preset, a path, 'llama:N' or a ModelConfig; ``fields`` are those of a TrainProgram that are given,
+    and ``optimizer`` those of its Optimizer. ``peak_flops_per_s`` is of one device, where the catalogue has none.
+    """
+
+    folder: RunFolder
+    data: tuple[str, ...]
+    data_field: str
+    schedule: Schedule
+    seed: int
+    held_share: float
+    plan: Mapping[str, Any] | None = None
+    as_is: bool = False
+    on_local: bool = False
+    mesh: Mapping[str, int] | None = None
+    model: str | ModelConfig | None = None
+    init: Path | None = None
+    tokenizer: Path | None = None
+    vocab: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    peak_flops_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A job with its data; ``note`` says how it lies on the devices, and ``about`` is what run.json says of it."""
+
+    job: Job
+    data: Dataset
+    rates: Rates
+    note: str
+    about: dict[str, Any]
+
+
+def prepare(request: Request, recorded: Mapping[str, Any] | None, progress: Progress | None) -> Ready:
+    """Everything that comes before the first step. ``recorded``: run.json, if the run goes on.
+
+    Raises RooftopError for what is asked for and cannot be, or is not what the run began with, and Infeasible where
+    the state does not fit. Starts JAX.
+    """
+    here = local_devices()
+    if request.plan is not None:
+        program, mesh, note = _of_plan(request, request.plan, here)
+    else:
+        program, mesh, note = _of_model(request, here)
+    program = _completed(request, program, stages=mesh.shape.get("stage", 1))
+    require_room(program, mesh)
+    data = open_dataset(
+        _source(request, program.model),
+        request.folder,
+        vocab=program.model.vocab,
+        batch=program.batch,
+        seq_len=program.seq_len,
+        seed=request.seed,
+        held_share=request.held_share,
+        progress=progress,
+    )
+    identity = {
+        "program": {name: value for name, value in program.to_json().items() if name not in _OF_DEVICES},
+        "seed": request.seed,
+        "init": None if request.init is None else str(request.init.resolve()),
+        "data": data.digest,
+        "tokenizer": None if data.tokenizer is None else data.tokenizer.digest,
+        "hold_out": request.held_share,
+    }
+    if recorded is not None:
+        _require_same(str(request.folder.path), recorded["job"], identity)
+    peak = here.flops_per_s(program.compute_dtype) if request.peak_flops_per_s is None else request.peak_flops_per_s
+    rates = Rates.of(program.model, program.seq_len, None if peak is None else peak * mesh.size)
+    return Ready(
+        job=Job(program=program, mesh=mesh, seed=request.seed, init=request.init),
+        data=data,
+        rates=rates,
+        note=note,
+        about={
+            "job": identity,
+            "rooftop_version": __version__,
+            "versions": _versions(),
+            "mesh": dict(mesh.shape),
+            "devices": {
+                "name": here.name,
+                "used": mesh.size,
+                "platform": here.devices[0].platform,
+                "processes": jax.process_count(),
+            },
+            "tokens": data.store.tokens,
+            "documents": data.store.documents,
+            "unigram_entropy": data.unigram_entropy,
+            "mfu_convention": rates.convention,
+            "note": note,
+        },
+    )
+
+
+def session(step: int, command: str) -> dict[str, Any]:
+    """What run.json says of one start of the run."""
+    return {"step": step, "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def _of_plan(request: Request, plan: Mapping[str, Any], here: Local) -> tuple[TrainProgram, Any, str]:
+    if request.model is not None and not isinstance(request.model, ModelConfig):
+        raise RooftopError("model", request.model, "nothing with a plan, which names its model")
+    mapped, note = map_plan(plan, here, as_is=request.as_is, on_local=request.on_local or request.mesh is not None)
+    axes = mapped["mesh"]["axes"]
+    if request.mesh is not None:
+        axes = request.mesh
+        mapped, note = mapped | {"mesh": {"axes": axes}}, f"{note.split(':')[0]}: mesh {write_axes(axes)}"
+    workload = dict(mapped["workload"])
+    seq_len = request.seq_len or workload["seq_len"]
+    batch = request.batch or workload["batch_tokens"] // workload["seq_len"]
+    mapped["workload"] = workload | {"seq_len": seq_len, "batch_tokens": batch * seq_len}
+    program = TrainProgram.from_plan(mapped)
+    slice_ = Slice.parse(plan["slice"]["name"])
+    layout = Mesh.from_json(slice_, plan["mesh"]) if here.is_slice(slice_) and "layout" in mapped["mesh"] else None
+    if layout is None:
+        program = replace(program, attention=here.attention(program.compute_dtype))
+    return program, mesh_of(axes, here, layout=layout), note
+
+
+def _of_model(request: Request, here: Local) -> tuple[TrainProgram, Any, str]:
+    if request.as_is or request.on_local:
+        raise RooftopError("as-is or on", "no plan", "a PLAN.json of rooftop plan train")
+    axes = dict(request.mesh) if request.mesh is not None else {"fsdp": len(here.devices)}
+    mesh = mesh_of(axes, here)
+    model = _model(request)
+    stages = axes.get("stage", 1)
+    microbatches = int(request.fields.get("microbatches", 1 if stages == 1 else 2 * stages))
+    compute = str(request.fields.get("compute_dtype", "f32" if here.devices[0].platform == "cpu" else "bf16"))
+    ways = math.prod(axes.get(axis, 1) for axis in ("data", "expert", "fsdp")) * microbatches
+    program = TrainProgram(
+        model=model,
+        batch=request.batch or -(-_SEQUENCES // ways) * ways,
+        seq_len=request.seq_len or min(_SEQ_LEN, model.max_seq_len),
+        microbatches=microbatches,
+        chunks=2 if request.fields.get("schedule") == "interleaved" else 1,
+        schedule=request.fields.get("schedule", "1f1b"),
+        # No stage of a pipeline has a ring in it.
+        context_attention="all_gather" if stages > 1 else "ring",
+        expert_matmul="batched" if "expert_capacity" in request.fields else "grouped",
+        compute_dtype=compute,
+        attention=here.attention(compute),
+    )
+    return program, mesh, f"on {here.name}: mesh {write_axes(axes)}"
+
+
+def _model(request: Request) -> ModelConfig:
+    asked = request.model if request.model is not None else None if request.init is None else str(request.init)
+    if asked is None:
+        raise RooftopError("model", None, "PLAN.json, --model (a preset, a config.json or llama:4M) or --init")
+    if isinstance(asked, ModelConfig):
+        return asked
+    if asked.startswith(PREFIX):
+        count = parse_count(asked.removeprefix(PREFIX), "model")
+        return small_llama(count, request.vocab or 4096, max(request.seq_len or _SEQ_LEN, _SEQ_LEN))
+    model = load_model(asked)
+    if request.vocab is not None and request.init is None and request.tokenizer is None:
+        model = replace(model, vocab=request.vocab)
+    return model
+
+
+def _completed(request: Request, program: TrainProgram, *, stages: int) -> TrainProgram:
+    """The program with what the options say, as a run needs it: packed batches, scheduled learning rate.
+
+    Experts are kept in balance by default; a pipeline does not have the loss for it.
+    """
+    known = vars(program.optimizer) | dict(request.optimizer)
+    optimizer = ScheduledOptimizer(**known, schedule=request.schedule)
+    balance = {"balance_loss": _BALANCE} if program.model.moe is not None and stages == 1 else {}
+    changes = {"packed": True, "gradient_norm": True, "optimizer": optimizer, **balance, **request.fields}
+    program = replace(program, **changes)
+    if program.seq_len > program.model.max_seq_len:
+        raise RooftopError("seq", program.seq_len, f"at most {program.model.max_seq_len}, the longest of the model")
+    return program
+
+
+def _source(request: Request, model: ModelConfig) -> Source:
+    tokenizer = request.tokenizer
+    if tokenizer is None and request.vocab is None:
+        beside = [Path(str(place)) for place in (request.init, request.model) if place is not None]
+        folders = [place if place.is_dir() else place.parent for place in beside if place.exists()]
+        tokenizer = next((folder for folder in folders if (folder / "tokenizer.json").exists()), None)
+    return Source(
+        data=request.data,
+        field=request.data_field,
+        tokenizer=tokenizer,
+        vocab=min(request.vocab or model.vocab, model.vocab),
+    )
+
+
+def _require_same(folder: str, recorded: Any, given: Any, name: str = "") -> None:
+    """Raises RooftopError for the first value that is not what the run began with."""
+    if isinstance(recorded, Mapping) and isinstance(given, Mapping):
+        for key in {**recorded, **given}:
+            _require_same(folder, recorded.get(key), given.get(key), f"{name}.{key}" if name else key)
+        return
+    if isinstance(given, tuple):
+        given = list(given)
+    if recorded != given:
+        raise RooftopError(f"{name} of the run {folder}", given, f"{recorded!r}, as it began; or another --run")
+
+
+def _versions() -> dict[str, str]:
+    packages = ("jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}

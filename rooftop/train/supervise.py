@@ -1,0 +1,96 @@
+"""One of several processes of a run, as a worker under a supervisor that says in one line why the worker ended.
+
+When a process of a run is lost, JAX's runtime ends the others from threads of its own: with an abort and pages on
+stderr, which no handler in Python can turn into a line. The supervisor is not a part of the run, and can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+#: The environment variable that says that this process is a worker; its value is the supervisor's process id.
+WORKER = "ROOFTOP_SUPERVISOR"
+_OURS = b"rooftop: "
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def is_worker() -> bool:
+    """Whether this process has a supervisor."""
+    return WORKER in os.environ
+
+
+def follow_supervisor() -> None:
+    """Have this worker end when its supervisor does, however that ends (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != int(os.environ[WORKER]):
+            os._exit(1)
+
+
+def keep_stdout() -> None:
+    """Let only Python write on stdout: gloo tells there of its connections, where --json allows one object."""
+    ours = os.fdopen(os.dup(1), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = ours
+
+
+def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
+    """Run ``rooftop`` with these arguments as a worker, hand on its output and signals, and return its status.
+
+    A worker that is ended by a signal, or by its runtime, has lost the others: one line says so, and the status is 1.
+    """
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "rooftop", *arguments],
+        env=os.environ | {WORKER: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Ctrl-C reaches the supervisor alone, which hands it on once.
+        start_new_session=True,
+    )
+    said = list[bytes]()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            worker.send_signal(number)
+
+    def hand_on() -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+    def listen() -> None:
+        assert worker.stderr is not None
+        said.extend(worker.stderr)
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    threads = [threading.Thread(target=each) for each in (hand_on, listen)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        status = worker.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    ours = [line for line in said if line.startswith(_OURS)]
+    if status >= 0:
+        shown = ours or said
+    else:
+        lost = f"rooftop: the run has lost one of its processes; {how_to_resume}\n"
+        shown, status = ours or [lost.encode()], 1
+    sys.stderr.buffer.writelines(shown)
+    sys.stderr.buffer.flush()
+    return status

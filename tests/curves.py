@@ -1,0 +1,60 @@
+"""Tiny programs, trained for some steps on any mesh of emulated devices: what tests of training compare."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from rooftop.arrays import AXES
+from rooftop.models import ModelConfig
+from rooftop.programs.parameters import Batch
+from rooftop.programs.ring_attention import sequence_order
+from rooftop.programs.train_step import TrainProgram, TrainState, abstract_batch, init_state, train_step
+
+MODEL = ModelConfig(
+    name="tiny", family="llama", layers=8, d_model=32, d_ff=48, heads=4, kv_heads=2, d_head=8, vocab=64,
+    max_seq_len=16,
+)  # fmt: skip
+BATCH, SEQ_LEN = 8, 16
+#: Tiny programs take longer to optimise than to run.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def mesh_of(**sizes: int) -> jax.sharding.Mesh:
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
+
+
+def program(**changes: Any) -> TrainProgram:
+    fields = {"model": MODEL, "batch": BATCH, "seq_len": SEQ_LEN, "compute_dtype": "f32", "microbatches": 4}
+    return TrainProgram(**(fields | changes))
+
+
+def train(made: TrainProgram, mesh: jax.sharding.Mesh, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
+    """The losses of so many steps, each on text of its own, and the last state."""
+    rng, losses = np.random.default_rng(0), []
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.context_order)
+    state, place = init_state(made, jax.random.key(0), mesh), abstract_batch(made, mesh)
+    with jax.set_mesh(mesh):
+        step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
+        for _ in range(steps):
+            # Only half of the vocabulary is used, so that there is something to learn.
+            text = rng.integers(0, made.model.vocab // 2, (BATCH, SEQ_LEN + 1)).astype(np.int32)
+            fields = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+            if made.packed:
+                segments = np.sort(rng.integers(1, 4, (BATCH, SEQ_LEN)), axis=1).astype(np.int32)
+                first = np.concatenate([np.ones((BATCH, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+                starts = np.maximum.accumulate(np.where(first, np.arange(SEQ_LEN), 0), axis=1)
+                fields |= {"segments": segments, "positions": (np.arange(SEQ_LEN) - starts).astype(np.int32)}
+                last = np.concatenate([first[:, 1:], np.ones((BATCH, 1), bool)], axis=1)
+                # Microbatches differ in how many of their tokens carry loss.
+                fields["targets"] = np.where(last | (np.arange(BATCH) < 2)[:, None], -1, fields["targets"])
+            on = {name: jax.device_put(ids[:, order], place.tokens.sharding) for name, ids in fields.items()}
+            # One step at a time: emulated devices share threads, and two steps could wait for each other.
+            state, metrics = jax.block_until_ready(step(state, Batch(**on)))
+            losses.append(float(metrics.loss))
+    return losses, jax.tree.map(np.asarray, state)

@@ -1,0 +1,168 @@
+"""Pipeline tables and their simulation: every table is valid, and its bubble and memory are the closed forms'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftop.errors import RooftopError
+from rooftop.plan import strategies as plan
+from rooftop.scheduling.buffers import Buffer, places
+from rooftop.scheduling.pipeline import SCHEDULES, Op, Table, Task, pipeline_table
+from rooftop.simulate.pipeline import Durations, bubble, idle_over_busy, lockstep, most_in_flight, run
+
+KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
+@given(stages=st.integers(1, 6), rounds=st.integers(1, 4), seconds=st.tuples(*[st.integers(1, 8)] * 3))
+def test_simulated_bubble_and_memory_equal_the_closed_forms(
+    schedule: str, chunks: int, stages: int, rounds: int, seconds: tuple[int, int, int]
+) -> None:
+    microbatches = stages * rounds
+    forward, dx, dw = seconds
+    durations = Durations(forward=forward, input_gradient=dx, weight_gradient=min(dw, forward, dx))
+    size = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    found = run(pipeline_table(schedule, **size), durations)
+    assert found.bubble == pytest.approx(bubble(schedule, **size, durations=durations))
+    assert found.in_flight.max() == found.in_flight[0] == pytest.approx(most_in_flight(schedule, **size))
+    work = microbatches * (forward + dx + float(durations.weight_gradient))
+    assert found.busy == pytest.approx(work)
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("times", [1, 2, 4, 8])
+def test_zero_bubble_below_interleaved_below_1f1b_as_gpipe(stages: int, times: int) -> None:
+    microbatches = stages * times
+    found = {
+        schedule: run(pipeline_table(schedule, stages=stages, microbatches=microbatches, chunks=chunks), Durations())
+        for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+    }
+    share = {schedule: float(timeline.bubble.max()) for schedule, timeline in found.items()}
+    assert share["zero_bubble"] < share["interleaved"] < share["1f1b"] == pytest.approx(share["gpipe"])
+    assert share["gpipe"] == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    assert found["interleaved"].makespan == pytest.approx(3 * microbatches * (1 + (stages - 1) / (2 * microbatches)))
+    assert found["zero_bubble"].makespan == 3 * microbatches + stages - 1
+    assert list(found["1f1b"].in_flight) == [min(microbatches, stages - stage) for stage in range(stages)]
+    assert set(found["gpipe"].in_flight) == {microbatches}
+    assert set(found["zero_bubble"].in_flight) == {stages}
+    if times > 1:
+        assert found["1f1b"].in_flight.max() < found["gpipe"].in_flight.max()
+
+
+def test_a_stage_that_is_slower_and_sends_that_take_time_make_a_step_longer() -> None:
+    table = pipeline_table("1f1b", stages=4, microbatches=8)
+    last = np.array([1.0, 1.0, 1.0, 1.5])
+    slower = run(table, Durations(forward=last))
+    assert slower.makespan > run(table, Durations()).makespan
+    assert slower.bubble[0] > slower.bubble[3]
+    # The first microbatch passes S - 1 times each way, and then a forward of each stage waits for what comes back.
+    assert run(table, Durations(send=0.25)).makespan >= run(table, Durations()).makespan + 6 * 0.25
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
+def test_lockstep_is_never_faster(schedule: str, chunks: int) -> None:
+    table, durations = pipeline_table(schedule, stages=4, microbatches=8, chunks=chunks), Durations(send=0.1)
+    assert lockstep(table, durations) >= run(table, durations).makespan * (1 - 1e-12)
+    # All stages of GPipe do the same at the same time, and so do the equal tasks of zero bubble.
+    equal = lockstep(table, Durations()) == pytest.approx(run(table, Durations()).makespan)
+    assert equal == (schedule in ("gpipe", "zero_bubble"))
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if schedule != "interleaved"])
+@given(stages=st.integers(1, 6), microbatches=st.integers(1, 9))
+def test_any_number_of_microbatches_has_a_table(schedule: str, stages: int, microbatches: int) -> None:
+    table = pipeline_table(schedule, stages=stages, microbatches=microbatches)
+    assert len(table.order(0)) == microbatches * (3 if schedule == "zero_bubble" else 2)
+    assert table.in_flight(0) <= most_in_flight(schedule, stages=stages, microbatches=microbatches)
+
+
+def test_the_plan_prices_the_same_schedules() -> None:
+    """Its idle share and what it holds are the closed forms with dX and dW as long as forward."""
+    assert set(plan.SCHEDULES) == set(SCHEDULES)
+    for schedule, share in plan.SCHEDULES.items():
+        chunks = 2 if schedule == "interleaved" else 1
+        size = {"stages": 4, "microbatches": 8, "chunks": chunks}
+        assert idle_over_busy(schedule, **size) == pytest.approx(share * 3 / (8 * chunks))
+
+
+def tampered(table: Table, slot: int, stage: int, task: Task | None) -> tuple[tuple[Task | None, ...], ...]:
+    rows = [list(row) for row in table.slots]
+    rows[slot][stage] = task
+    return tuple(map(tuple, rows))
+
+
+def test_wrong_tables_are_refused() -> None:
+    table = pipeline_table("zero_bubble", stages=2, microbatches=2)
+    forward = Task(Op.FORWARD, 0)
+    with pytest.raises(RooftopError, match="after forward of microbatch 0 by chunk 0 of stage 0"):
+        replace(table, slots=tampered(table, 0, 1, forward))
+    with pytest.raises(RooftopError, match="in two slots"):
+        replace(table, slots=(*table.slots, (forward, None)))
+    with pytest.raises(RooftopError, match="every task"):
+        replace(table, slots=table.slots[:-1])
+    with pytest.raises(RooftopError, match="every task"):
+        replace(table, slots=(*table.slots, (Task(Op.FORWARD, 2), None)))
+    with pytest.raises(RooftopError, match="one for each of 2"):
+        replace(table, slots=(*table.slots, (None,)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "chunks", "field"),
+    [
+        ("1f2b", 4, 8, 1, "schedule"),
+        ("gpipe", 0, 8, 1, "stages"),
+        ("gpipe", 4, 0, 1, "microbatches"),
+        ("1f1b", 4, 8, 2, "chunks"),
+        ("interleaved", 4, 8, 1, "chunks"),
+        ("interleaved", 4, 6, 2, "microbatches"),
+    ],
+)
+def test_what_has_no_table_is_refused(schedule: str, stages: int, microbatches: int, chunks: int, field: str) -> None:
+    with pytest.raises(RooftopError) as refused:
+        pipeline_table(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    assert refused.value.field == field
+
+
+def test_wrong_durations_are_refused() -> None:
+    with pytest.raises(RooftopError, match="not negative"):
+        Durations(send=-1.0)
+    with pytest.raises(RooftopError, match="4 stages"):
+        run(pipeline_table("gpipe", stages=4, microbatches=1), Durations(forward=np.ones(3)))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
+def test_nothing_is_overwritten_before_it_is_read(schedule: str, chunks: int) -> None:
+    """Run the table on buffers of names: every task finds in each buffer what was made for it."""
+    table = pipeline_table(schedule, stages=4, microbatches=8, chunks=chunks)
+    where = places(table)
+    nowhere = where.sizes
+    held = [{kind: dict[int, tuple[int, int]]() for kind in Buffer} for _ in range(table.stages)]
+    parts = table.stages * chunks
+    for slot, row in enumerate(table.slots):
+        sent = []
+        for stage, task in ((stage, task) for stage, task in enumerate(row) if task is not None):
+            key, part = (task.microbatch, task.chunk), task.chunk * table.stages + stage
+            assert (where.op[slot, stage], where.microbatch[slot, stage], where.chunk[slot, stage]) == (task.op, *key)
+            at = dict(zip(Buffer, where.used[slot, stage].tolist(), strict=True))
+            reads, makes = {
+                Op.FORWARD: ([Buffer.INPUT] * (part > 0), [Buffer.SAVED]),
+                Op.BACKWARD: ([Buffer.GRADIENT, Buffer.SAVED], [Buffer.SPLIT] * table.split),
+                Op.WEIGHTS: ([Buffer.SPLIT], []),
+            }[task.op]
+            assert all(held[stage][kind][at[kind]] == key for kind in reads)
+            if task.op == Op.FORWARD and part + 1 == parts:
+                makes.append(Buffer.GRADIENT)
+            for kind in makes:
+                assert at[kind] < nowhere[kind]
+                held[stage][kind][at[kind]] = key
+            if task.op != Op.WEIGHTS and 0 <= (to := part + (1 if task.op == Op.FORWARD else -1)) < parts:
+                sent.append((to % table.stages, Buffer(task.op - 1), (task.microbatch, to // table.stages)))
+        for stage, kind, key in sent:
+            held[stage][kind][int(where.arriving[slot, stage, kind])] = key
+        assert (where.arriving[slot] < nowhere[: Buffer.SAVED]).sum() == len(sent)
+    assert where.sizes[Buffer.SAVED] == max(round(table.in_flight(s) * chunks) for s in range(4)) or table.split

@@ -1,0 +1,490 @@
+"""Training runs as a user has them: they learn, go on bit for bit, and end with one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from rooftop.scopes import is_scope
+
+#: Tiny programs take longer to optimise than to run.
+QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+#: Of every run here, but for the folder and what it is about.
+OPTIONS = {
+    "vocab": 300, "seq": 32, "batch-seqs": 8, "lr": 1e-2, "decay-steps": 40, "warmup": 4, "hold-out": 0.2, "samples": 0,
+}  # fmt: skip
+
+
+def write_corpus(folder: Path) -> Path:
+    """Twenty documents of a few made-up words, and a config.json beside them."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
+    (folder / "corpus").mkdir()
+    for number in range(20):
+        text = " ".join(draw.choices(words, weights=range(1, 61), k=300))
+        (folder / "corpus" / f"{number:02}.txt").write_text(text)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def command(folder: Path, run: Path | None, **options: Any) -> list[str]:
+    """The command of a run in ``run``; an option that is None is left out, one that is True has no value."""
+    given = {"model": folder / "config.json", "data": folder / "corpus", "run": run} | OPTIONS
+    given |= {name.replace("_", "-"): value for name, value in options.items()}
+    words = [sys.executable, "-m", "rooftop", "train"]
+    for name, value in given.items():
+        if value is not None:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def environment(**more: str) -> dict[str, str]:
+    """One CPU device, compiled quickly."""
+    return os.environ | {"XLA_FLAGS": QUICK_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """How a process ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def line(self) -> str:
+        """The one line on stderr."""
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        return lines[0]
+
+
+def start(words: list[str], **more: str) -> subprocess.Popen[str]:
+    """A process whose output is kept."""
+    return subprocess.Popen(
+        words,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Done:
+    """Wait for a process."""
+    out, err = process.communicate(timeout=1200)
+    return Done(status=process.returncode, out=out, err=err)
+
+
+def run(words: list[str], **more: str) -> Done:
+    """Run a command to its end."""
+    return finish(start(words, **more))
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Step -> loss, as metrics.jsonl has them."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert len(dict(found)) == len(found), "a step is recorded twice"
+    return dict(found)
+
+
+def checkpoint_arrays(run: Path, step: int) -> dict[str, bytes]:
+    """The content of every array of a checkpoint, by its path in the state."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute())
+    return {name: np.asarray(value).tobytes() for name, value in found.items()}
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path) -> Iterator[Path]:
+    """A run of 12 steps that nothing disturbs."""
+    folder = corpus / "whole"
+    done = run(command(corpus, folder, steps=12, save_every=5, eval_every=6, json=True))
+    assert done.status == 0, done.err
+    (corpus / "whole.json").write_text(done.out)
+    yield folder
+
+
+def wait_for_line(process: subprocess.Popen[str], beginning: str) -> None:
+    """Read what a process says up to a line."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"ended before {beginning!r}: {process.communicate()[1]}")
+
+
+def test_a_run_says_what_it_did(whole: Path) -> None:
+    summary = json.loads((whole.parent / "whole.json").read_text())
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, 13))
+    assert summary["last"] == steps[-1]
+    assert summary["step"] == 12 and not summary["stopped"]
+    for record in steps:
+        assert record["tokens"] <= 8 * 32
+        assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["seconds"])
+        assert 0 <= record["data_share"] <= 1
+        assert record["mfu"] is None, "a CPU is in no catalogue"
+    # Warm-up over four steps, then half a cosine to a tenth at step 40.
+    assert steps[0]["learning_rate"] == pytest.approx(1e-2 / 4)
+    assert steps[3]["learning_rate"] == pytest.approx(1e-2)
+    share = (1 + math.cos(math.pi * 7 / 36)) / 2
+    assert steps[11]["learning_rate"] == pytest.approx(1e-2 * (0.1 + 0.9 * share))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    evaluations = [record for record in records if "eval_loss" in record]
+    assert [record["step"] for record in evaluations] == [6, 12]
+    assert summary["evaluation"]["perplexity"] == pytest.approx(math.exp(evaluations[-1]["eval_loss"]))
+    assert sorted(int(path.name) for path in (whole / "checkpoints").iterdir()) == [10, 12]
+
+
+def test_run_json_says_how_it_was_made(whole: Path) -> None:
+    about = json.loads((whole / "run.json").read_text())
+    assert about["kind"] == "run"
+    assert about["job"]["program"]["batch"] == 8
+    assert about["devices"]["platform"] == "cpu"
+    assert set(about["versions"]) >= {"python", "jax", "jaxlib", "optax"}
+    assert [session["step"] for session in about["sessions"]] == [0]
+    assert "attention causal" in about["mfu_convention"]
+
+
+def test_a_run_that_goes_on_has_the_same_losses(corpus: Path, whole: Path) -> None:
+    """By the same command, and by --resume; what was recorded and not saved is done again."""
+    folder = corpus / "parts"
+    assert run(command(corpus, folder, steps=4, save_every=5)).status == 0
+    assert run(command(corpus, folder, steps=9, save_every=5)).status == 0
+    # As if it had been killed behind step 9, before that was saved.
+    shutil.rmtree(folder / "checkpoints" / "9")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "lo')
+    assert max(losses_before_kill(folder)) == 9
+    done = run([sys.executable, "-m", "rooftop", "train", "--resume", str(folder), "--steps", "12"])
+    assert done.status == 0, done.err
+    assert "going on behind step 5" in done.out
+    assert losses(folder) == losses(whole)
+    assert checkpoint_arrays(folder, 12) == checkpoint_arrays(whole, 12)
+    about = json.loads((folder / "run.json").read_text())
+    assert [session["step"] for session in about["sessions"]] == [0, 4, 5]
+
+
+def losses_before_kill(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()[:-1]
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(corpus: Path, whole: Path, number: signal.Signals) -> None:
+    folder = corpus / number.name
+    # More steps than it can do before the signal arrives.
+    process = start(command(corpus, folder, steps=100_000))
+    wait_for_line(process, "step 1/")
+    process.send_signal(number)
+    done = finish(process)
+    assert (done.status, done.err) == (0, "")
+    saved = [int(path.name) for path in (folder / "checkpoints").iterdir()]
+    assert f"stopped by {number.name}, saved at step {max(saved)}" in done.out
+    assert f"rooftop train --resume {folder}" in done.out
+    assert max(losses(folder)) == max(saved)
+    common = losses(folder).keys() & losses(whole).keys()
+    assert all(losses(folder)[step] == losses(whole)[step] for step in common)
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_half_done(corpus: Path) -> None:
+    done = run(
+        [sys.executable, "-c", f"import os, signal, sys\nfrom rooftop.train import corpus\n"
+         f"def raising(*a, **k): os.kill(os.getpid(), signal.SIGTERM)\n"
+         f"from rooftop.train import start\nstart.open_dataset = raising\n"
+         f"from rooftop.cli.main import main\nmain({command(corpus, corpus / 'early', steps=3)[3:]!r})"]
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert "stopped by SIGTERM before the first step; the same command begins again" in done.out
+    assert not (corpus / "early" / "run.json").exists()
+
+
+def kill_at_random(corpus: Path, folder: Path, steps: int, kills: int) -> None:
+    """Start again and again, and kill at a random moment, so many times; then let it end."""
+    draw = random.Random(kills)
+    words = command(corpus, folder, steps=steps, save_every=3)
+    file = folder / "metrics.jsonl"
+    for _ in range(kills):
+        process = start(words)
+        wanted = draw.choice([None, 0, 1, 2, 4])
+        if wanted is None:
+            # It has read its data, and neither compiled nor restored anything.
+            wait_for_line(process, "")
+        else:
+            wait_for_growth(process, file, wanted)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    done = run(words)
+    assert done.status == 0, done.err
+
+
+def wait_for_growth(process: subprocess.Popen[str], file: Path, lines: int) -> None:
+    """Wait until a process has added so many lines to a file, or has ended."""
+    before = file.stat().st_size if file.exists() else 0
+    while process.poll() is None:
+        size = file.stat().st_size if file.exists() else 0
+        # What was not saved is dropped before it is done again.
+        before = min(before, size)
+        if size > before and file.read_bytes()[before:].count(b"\n") >= lines:
+            return
+
+
+def test_a_killed_run_ends_as_one_that_was_not(corpus: Path, whole: Path) -> None:
+    folder = corpus / "killed"
+    kill_at_random(corpus, folder, steps=12, kills=2)
+    assert losses(folder) == losses(whole)
+    assert checkpoint_arrays(folder, 12) == checkpoint_arrays(whole, 12)
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_no_bit(corpus: Path) -> None:
+    assert run(command(corpus, corpus / "calm", steps=60, save_every=3)).status == 0
+    kill_at_random(corpus, corpus / "chaos", steps=60, kills=20)
+    assert losses(corpus / "chaos") == losses(corpus / "calm")
+    assert checkpoint_arrays(corpus / "chaos", 60) == checkpoint_arrays(corpus / "calm", 60)
+
+
+def test_two_processes_are_as_one(corpus: Path) -> None:
+    """Two of four devices each as one of eight, to rounding; and a run goes from two to one and back bit for bit."""
+    mesh = {"mesh": "fsdp=2,tensor=2,context=2", "save_every": 4}
+
+    def together(folder: Path, steps: int) -> list[Done]:
+        where = f"127.0.0.1:{free_port()}"
+        words = command(corpus, folder, steps=steps, devices=4, coordinator=where, processes=2, **mesh)
+        return [finish(each) for each in [start([*words, "--process", str(process)]) for process in range(2)]]
+
+    alone = corpus / "alone"
+    assert run(command(corpus, alone, steps=8, devices=8, **mesh)).status == 0
+    for first, second in together(corpus / "two", 4), together(corpus / "two", 8):
+        assert (first.status, second.status) == (0, 0), first.err + second.err
+        assert "step" in first.out
+        assert second.out == first.err == second.err == ""
+    assert losses(corpus / "two") == pytest.approx(losses(alone), abs=1e-5)
+    # From two to one and back.
+    assert together(corpus / "both", 3)[0].status == 0
+    assert run(command(corpus, corpus / "both", steps=6, devices=8, **mesh)).status == 0
+    assert together(corpus / "both", 8)[0].status == 0
+    assert losses(corpus / "both") == pytest.approx(losses(alone), abs=1e-5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_process_ends_the_other_with_one_line(corpus: Path, victim: int) -> None:
+    folder = corpus / f"lost{victim}"
+    where = f"127.0.0.1:{free_port()}"
+    words = command(corpus, folder, steps=100_000, devices=2, coordinator=where, processes=2)
+    processes = [start([*words, "--process", str(process)]) for process in range(2)]
+    wait_for_line(processes[0], "step 1/")
+    processes[victim].send_signal(signal.SIGKILL)
+    done = finish(processes[1 - victim])
+    processes[victim].communicate()
+    assert done.status == 1
+    assert done.line.startswith("rooftop: the run has lost one of its processes")
+    assert done.line.endswith(f"rooftop train --resume {folder}")
+
+
+def test_a_signal_to_one_process_stops_both(corpus: Path) -> None:
+    folder = corpus / "agreed"
+    where = f"127.0.0.1:{free_port()}"
+    words = command(corpus, folder, steps=100_000, devices=2, coordinator=where, processes=2)
+    processes = [start([*words, "--process", str(process)]) for process in range(2)]
+    wait_for_line(processes[0], "step 1/")
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = map(finish, processes)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    assert "stopped by another process, saved at step" in first.out
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(corpus: Path, whole: Path) -> None:
+    folder = corpus / "full"
+    assert run(command(corpus, folder, steps=5)).status == 0
+    # No file above 40 kB can be written: records are shorter, arrays are not.
+    words = ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(corpus, folder, steps=12, save_every=3)]
+    done = run(words)
+    assert done.status == 2
+    assert done.line.startswith("rooftop: checkpoint of step 6: got 'File too large'")
+    assert "step 5 is the newest that is whole" in done.line
+    assert run(command(corpus, folder, steps=12)).status == 0
+    assert losses(folder) == losses(whole)
+
+
+def test_a_loss_that_is_no_number_is_traced_to_a_scope(corpus: Path) -> None:
+    folder = corpus / "nan"
+    done = run(command(corpus, folder, steps=30, lr=1e30, clip=0, save_every=1))
+    assert done.status == 1
+    found = re.search(r"the first (NaN|infinity|NaN or infinity) is made in (\S+) \(", done.line)
+    assert found is not None, done.line
+    assert is_scope(found[2])
+    assert re.match(r"rooftop: training stopped at step \d+: (the loss|a gradient) is not a finite number", done.line)
+    assert "the newest checkpoint is of step" in done.line
+
+
+def test_a_run_is_not_continued_with_other_data_or_another_program(corpus: Path, whole: Path) -> None:
+    done = run(command(corpus, whole, steps=13, lr=2e-2))
+    assert (done.status, done.line) == (
+        2,
+        f"rooftop: program.optimizer.learning_rate of the run {whole}: got 0.02; accepted: 0.01, as it began; "
+        "or another --run",
+    )
+    some = corpus / "corpus" / "0*.txt"
+    done = run(command(corpus, whole, steps=13, data=some))
+    assert done.status == 2
+    assert done.line.startswith(f"rooftop: data of the run {whole}: got ")
+
+
+def test_a_trace_is_written(corpus: Path) -> None:
+    folder = corpus / "traced"
+    assert run(command(corpus, folder, steps=5, profile="steps=3..4")).status == 0
+    assert list((folder / "profile").rglob("*.xplane.pb"))
+
+
+def test_no_step_at_all_exports_what_it_read(corpus: Path) -> None:
+    """Weights written by one run are read by another, and come out as they were."""
+    first, second = corpus / "published", corpus / "again"
+    assert run(command(corpus, corpus / "source", steps=1, export=first)).status == 0
+    words = command(corpus, corpus / "copy", steps=0, model=None, vocab=None, init=first, export=second)
+    done = run(words)
+    assert done.status == 0, done.err
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_samples_are_drawn_and_drawn_alike(corpus: Path, whole: Path) -> None:
+    words = command(corpus, whole, steps=12, samples=3, sample_tokens=6, prompt="ab", json=True)
+    found = run(words), run(words)
+    texts = [json.loads(done.out)["samples"] for done in found]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 3 and all(text.startswith("ab") for text in texts[0])
+
+
+@pytest.fixture(scope="module")
+def plan(corpus: Path) -> Path:
+    """A plan for sixteen TPUs, of a model that fits here."""
+    file = corpus / "plan.json"
+    words = [str(corpus / "config.json"), "--on", "v5e:4x4", "--batch-seqs", "32", "--seq", "32"]
+    words += ["--mesh", "fsdp=8,tensor=2", "-o", str(file)]
+    assert run([sys.executable, "-m", "rooftop", "plan", "train", *words]).status == 0
+    return file
+
+
+def planned(corpus: Path, plan: Path, run_: str, **options: object) -> list[str]:
+    words = command(corpus, corpus / run_, model=None, batch_seqs=None, seq=None, **options)
+    return [*words[:4], str(plan), *words[4:]]
+
+
+def test_a_plan_for_other_devices_says_how_it_maps(corpus: Path, plan: Path) -> None:
+    done = run(planned(corpus, plan, "mapped", steps=2, devices=8))
+    assert (done.status, done.line) == (
+        2,
+        "rooftop: plan slice: got 'v5e:4x4, and here are 8 x cpu'; accepted: --on local to run it with mesh "
+        "fsdp=4,tensor=2, 16 sequences of 32; or --as-is to keep mesh fsdp=8,tensor=2, 32 sequences of 32, "
+        "--devices 16",
+    )
+
+
+def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
+    done = run(planned(corpus, plan, "local", steps=2, devices=8, on="local", json=True))
+    assert done.status == 0, done.err
+    summary = json.loads(done.out)
+    assert {axis: size for axis, size in summary["mesh"].items() if size > 1} == {"fsdp": 4, "tensor": 2}
+    program = json.loads((corpus / "local" / "run.json").read_text())["job"]["program"]
+    assert (program["batch"], program["compute_dtype"]) == (16, "bf16")
+    assert json.loads((corpus / "local" / "plan.json").read_text()) == json.loads(plan.read_text())
+    # The run has its plan with it.
+    plan.rename(corpus / "moved.json")
+    try:
+        words = [sys.executable, "-m", "rooftop", "train", "--resume", str(corpus / "local"), "--steps", "3"]
+        assert run(words).status == 0
+    finally:
+        (corpus / "moved.json").rename(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"run": None}, "run: got None; accepted: --run DIR, a folder to keep the run in"),
+        ({"steps": None}, "steps: got None; accepted: --steps N, a whole number of steps"),
+        ({"data": None}, "data: got None; accepted: --data PATH: a file, a folder or a glob"),
+        (
+            {"model": None},
+            "model: got None; accepted: PLAN.json, --model (a preset, a config.json or llama:4M) or --init",
+        ),
+        (
+            {"mesh": "fsdp=2"},
+            "mesh: got 'fsdp=2'; accepted: at most the 1 x cpu that are here; --devices 2 emulates them",
+        ),
+        ({"decay": "cosin"}, "decay: got 'cosin'; accepted: did you mean cosine? one of constant, cosine, linear"),
+        ({"seq": 65}, "seq: got 65; accepted: at most 64, the longest of the model"),
+        ({"profile": "10"}, "profile: got '10'; accepted: steps=A..B with A up to B, counted from 1: steps=10..13"),
+        ({"lr": -1}, "lr: got '-1'; accepted: a number from 0"),
+        ({"on": "v5e:4x4"}, "on: got 'v5e:4x4'; accepted: local; another slice is what rooftop plan is asked for"),
+        ({"as_is": True}, "as-is or on: got 'no plan'; accepted: a PLAN.json of rooftop plan train"),
+        ({"hold_out": 2}, "share of documents for evaluation: got 2.0; accepted: more than 0 and less than 1"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_bad_input_is_one_line(corpus: Path, options: dict[str, object], line: str) -> None:
+    given = {"steps": 2, "run": corpus / "bad"} | options
+    folder = given.pop("run")
+    done = run(command(corpus, folder, **given))
+    assert (done.status, done.line) == (2, f"rooftop: {line}")
+
+
+def test_a_run_has_one_process_group_at_a_time(corpus: Path) -> None:
+    folder = corpus / "claimed"
+    process = start(command(corpus, folder, steps=100_000))
+    wait_for_line(process, "")
+    done = run(command(corpus, folder, steps=3))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert done.line == f"rooftop: run: got '{folder}'; accepted: a folder that no other process trains in now"
+
+
+def test_what_is_not_installed_is_named(corpus: Path) -> None:
+    hidden = "import sys\nsys.modules['tokenizers'] = None\nfrom rooftop.cli.main import main\nmain(sys.argv[1:])"
+    done = run([sys.executable, "-c", hidden, *command(corpus, corpus / "bare", steps=2)[3:]])
+    accepted = "a Python that has it: pip install 'rooftop[train]'"
+    assert (done.status, done.line) == (2, f"rooftop: tokenizers: got 'not installed'; accepted: {accepted}")
