@@ -1,4 +1,4 @@
-"""``rooftop plan``: training for now; each kind of plan is a subcommand."""
+"""``rooftop plan``: each kind of plan is a subcommand."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 import click
 
 from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.plan_serve import serve
 
 
 @click.group(name="plan")
 def command() -> None:
     """Predict time, memory, cost and what binds, and choose the sharding."""
+
+
+command.add_command(serve)
 
 
 @command.command(name="train")

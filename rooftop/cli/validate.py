@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--hidden", metavar="SHARES", help="Assume what hides: weight_gather=1,tensor=0.5 (docs/plan.md).")
 @json_option
 def command(runs_path: Path | None, worst: int, hidden: str | None, as_json: bool) -> None:
-    """Predicted step times beside published measurements of training runs, misses included.
+    """Predicted times beside published measurements of training and serving, misses included.
 
     Three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per chip from
     other models' runs; beside them a null model, the median FLOP/s per chip of other models. --json lists every run.
@@ -34,9 +34,11 @@ def command(runs_path: Path | None, worst: int, hidden: str | None, as_json: boo
     from rooftop.plan import Assumptions
     from rooftop.validation import load_published, load_reasons, summarise
     from rooftop.validation.predict import predict
+    from rooftop.validation.serving import serving_report
 
     assumptions = Assumptions() if hidden is None else Assumptions().with_hidden(hidden)
-    published = load_published(runs_path)
+    serving = serving_report(runs_path)
+    published = load_published(runs_path, training=not serving.comparisons)
     predicted, notes, unpredicted = [], {}, {}
     for run in published.runs:
         try:
@@ -51,9 +53,14 @@ def command(runs_path: Path | None, worst: int, hidden: str | None, as_json: boo
     )
     reasons = load_reasons()
     if as_json:
-        emit_json(_json(published, report, notes, unpredicted, reasons))
+        emit_json(_json(published, report, notes, unpredicted, reasons) | {"serving": serving.to_json()})
     else:
-        _print(published, report, unpredicted, reasons, worst)
+        from rooftop.cli.validate_serving import print_serving
+
+        if report.comparisons:
+            _print(published, report, unpredicted, reasons, worst)
+        if serving.comparisons:
+            print_serving(serving, worst)
 
 
 def _json(
@@ -105,7 +112,8 @@ def _print(
         out.print(f"not predicted: {run}: {why}", markup=False)
     out.print(
         f"{len(report.comparisons)} runs compared, {len(unpredicted)} not predicted, {len(published.unusable)} say too "
-        f"little; {published.serving_rows} rows of serving are left out. --json has every run, reading and reason."
+        f"little; {published.serving_rows} rows of serving are in tables of their own. --json has every run, "
+        "reading and reason."
     )
 
 

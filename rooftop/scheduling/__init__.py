@@ -1,1 +1,1 @@
-"""Schedules without a clock: which stage of a pipeline does what, in which order."""
+"""Decisions without a clock and without JAX: pipeline tables, and the policy of a server, simulated and run alike."""

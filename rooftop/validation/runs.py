@@ -109,11 +109,11 @@ def load_runs(path: Path | None = None) -> list[Run]:
     return list(load_published(path).runs)
 
 
-def load_published(path: Path | None = None) -> PublishedRuns:
+def load_published(path: Path | None = None, *, training: bool = True) -> PublishedRuns:
     """Merge the rows of a table (columns: ``table.COLUMNS``, and optionally 'slice') into runs, in the table's order.
 
     Rows belong to one run when all but the measurement columns agree. Raises RooftopError, with file, line and
-    column, on a bad table, and on a table without a training run.
+    column, on a bad table, and on a table without a training run unless told that there may be none.
     """
     rows = read_table(path)
     groups: dict[tuple[str, ...], list[TableRow]] = {}
@@ -123,7 +123,7 @@ def load_published(path: Path | None = None) -> PublishedRuns:
         if row.cells["phase"] == "train":
             key = (*(row.cells[column] for column in RUN_COLUMNS), row.cells.get("slice", ""))
             groups.setdefault(key, []).append(row)
-    if not groups:
+    if training and not groups:
         raise RooftopError("table of runs", str(path), "a table with at least one row whose phase is train")
     runs: list[Run] = []
     unusable: list[Unusable] = []

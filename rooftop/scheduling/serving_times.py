@@ -1,0 +1,52 @@
+"""What a step of a serving engine takes: what a serving plan provides and a simulation asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class StepTimes(Protocol):
+    """Seconds of each kind of step on one server, and the room that its KV cache has.
+
+    A server is one replica of the model on one slice; where prefill and generation are disaggregated, the slice that
+    the phase runs on. All are plain Python numbers: a simulation of an hour asks a million times, so that an answer
+    should take about a microsecond. At a given batch ``generate_s`` is convex or concave in ``context_tokens``
+    (as a rule affine: the weights once and so much per token of KV), which lets a run of steps be added up in closed
+    form.
+    """
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page (block) of the KV cache."""
+        ...
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV fits a server that generates, all sequences together."""
+        ...
+
+    @property
+    def prefill_kv_tokens(self) -> int:
+        """The same of a server that only prefills (disaggregated); ``kv_tokens`` where one slice does both."""
+        ...
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Prefill of ``chunks`` as one step: (new tokens, tokens before them whose KV is there) of each sequence."""
+        ...
+
+    def generate_s(self, batch: int, context_tokens: int) -> float:
+        """One token for each of ``batch`` sequences, which hold ``context_tokens`` tokens of KV in all before it."""
+        ...
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        """A step that prefills ``chunks`` and generates beside them (chunked prefill), as the two methods above do."""
+        ...
+
+    def transfer_s(self, tokens: int) -> float:
+        """The KV of ``tokens`` tokens from a prefill server to a generate server (disaggregated)."""
+        ...
+
+    def host_copy_s(self, tokens: int) -> float:
+        """The KV of ``tokens`` tokens between HBM and the memory of the hosts, one way (swapping, host-tier cache)."""
+        ...

@@ -1,0 +1,63 @@
+"""Servers and how they serve: what a simulation is of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rooftop.errors import RooftopError
+from rooftop.scheduling.serving import Policy, Scheduler
+from rooftop.scheduling.serving_cache import KvCache
+from rooftop.scheduling.serving_routing import Routing
+from rooftop.scheduling.serving_static import StaticScheduler
+from rooftop.scheduling.serving_times import StepTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Servers and how they serve: ``replicas`` that do both phases, or that generate, and ``prefill_servers``.
+
+    With ``prefix_cache`` pages of prompts are kept, up to ``host_kv_tokens`` tokens more in the host's memory of each
+    server; sequences that are swapped out go there too.
+    """
+
+    policy: Policy
+    times: StepTimes
+    replicas: int = 1
+    prefill_servers: int = 0
+    routing: Routing = field(default_factory=Routing)
+    prefix_cache: bool = False
+    host_kv_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise RooftopError("replicas", self.replicas, "a positive whole number")
+        if (self.prefill_servers > 0) != (self.policy.batching == "disaggregated"):
+            accepted = "1 or more with disaggregated batching, 0 with any other"
+            raise RooftopError("prefill_servers", self.prefill_servers, accepted)
+        if self.prefix_cache and self.policy.batching == "static":
+            raise RooftopError("prefix_cache", True, "batching other than static: padded prompts share no pages")
+        if self.routing.kind == "affinity" and not self.prefix_cache:
+            raise RooftopError("routing", "affinity", "affinity with a prefix cache; without one least_loaded")
+        if self.host_kv_tokens < 0:
+            raise RooftopError("host_kv_tokens", self.host_kv_tokens, "0 or more")
+
+    def schedulers(self) -> tuple[list[Scheduler | StaticScheduler], list[Scheduler]]:
+        """Those that requests come to, and those that only generate (disaggregated)."""
+        if self.policy.batching == "static":
+            return [StaticScheduler(self.policy, self._cache("both")) for _ in range(self.replicas)], []
+        if self.policy.batching == "interleaved":
+            return [Scheduler(self.policy, self._cache("both")) for _ in range(self.replicas)], []
+        return (
+            [Scheduler(self.policy, self._cache("prefill"), "prefill") for _ in range(self.prefill_servers)],
+            [Scheduler(self.policy, self._cache("generate"), "generate") for _ in range(self.replicas)],
+        )
+
+    def _cache(self, role: str) -> KvCache:
+        page_tokens = self.times.page_tokens
+        tokens = self.times.prefill_kv_tokens if role == "prefill" else self.times.kv_tokens
+        return KvCache(
+            page_tokens=page_tokens,
+            pages=tokens // page_tokens,
+            host_pages=self.host_kv_tokens // page_tokens,
+            prefixes=self.prefix_cache and role != "generate",
+        )

@@ -1,0 +1,373 @@
+"""Serving plans: what their ledgers, memory, search and times promise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rooftop.arrays.mesh import Mesh
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, load_model
+from rooftop.plan import serving_rules as rules
+from rooftop.plan.serving import ServingPlan
+from rooftop.plan.serving_answer import plan_serving
+from rooftop.plan.serving_assumptions import ServingAssumptions
+from rooftop.plan.serving_fleet import LOAD, candidate_slices, front, recommend
+from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_problem import SERVING_AXES, Draft, ServingProblem
+from rooftop.plan.serving_rows import chunk_pairs
+from rooftop.plan.serving_search import batch_grid, most_sequences, sweep_generate
+from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
+from rooftop.roofline.achievable import fractions
+
+INT8 = ServingNumerics(weights="int8", kv="int8")
+LLAMA = load_model("llama3-70b")
+
+
+def problem(model: ModelConfig = LLAMA, on: str = "v5e:4x4", batch: int | None = 32, **more: object) -> ServingProblem:
+    """A problem of 8192 tokens in and 512 out; ``more`` are fields of the problem or of its workload."""
+    of_workload = {name: more.pop(name) for name in list(more) if name in ServingWorkload.__dataclass_fields__}
+    workload = ServingWorkload(batch_seqs=batch, **of_workload)  # type: ignore[arg-type]
+    given: dict[str, object] = {
+        "model": model, "slice": Slice.parse(on), "workload": workload, "numerics": INT8,
+    }  # fmt: skip
+    return ServingProblem(**(given | more))  # type: ignore[arg-type]
+
+
+def place(on: str, kv_split: str = "batch", **sizes: int) -> Placement:
+    """A placement with these axis sizes."""
+    mesh = Mesh.lay(Slice.parse(on), {name: sizes.get(name, 1) for name in SERVING_AXES})
+    return Placement(mesh=mesh, kv_split=kv_split)
+
+
+def kv_bytes(given: ServingProblem, placement: Placement, batch: int) -> float:
+    """Bytes of the cache on a device, without scales."""
+    return float(given.memory(placement, float(batch), prefilling=False, generating=True).kv)
+
+
+# ---- the ledger -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "mixtral-8x7b", "gemma3-27b", "deepseek-v2", "gpt-oss-120b"])
+def test_plan_and_ledger_add_up_and_stay_above_their_bound(model: str) -> None:
+    answer = plan_serving(problem(load_model(model), "v5p:2x2x4", prompt=2048, generate=128))
+    plan = answer.plan
+    rows = plan.generate
+    assert plan.step_s == pytest.approx(sum(float(row.count * row.expected_s) for row in rows))
+    assert plan.lower_s <= plan.step_s <= float(rows.serial_s)
+    assert plan.prefill_s >= max(float(plan.prefill.total(name)) for name in ("hbm", "mxu"))
+    busy = plan.breakdown()
+    assert busy["weights_s"] + busy["kv_s"] == pytest.approx(float(rows.total("hbm")))
+
+
+def test_weights_and_cache_are_read_once() -> None:
+    given = problem()
+    step = given.generate(place("v5e:4x4", context=2, tensor=8), 32.0)
+    core = next(row for row in step if row.scope == "layers/attn/core")
+    # 32 sequences of 8448 tokens, 163840 bytes each and a bf16 scale per head of 128, over 16 devices.
+    assert 80 * float(core.hbm_bytes) == pytest.approx(32 * 8448 * 163840 * (1 + 2 / 128) / 16)
+    weights = sum(float(row.count * row.hbm_bytes) for row in step if row.scope.startswith("layers/mlp"))
+    # A bf16 scale per column, and activations in and out: two matmuls of D to 2 F/16 and of F/16 to D.
+    scales = 2 * 80 * (2 * 28672 / 16 + 8192)
+    moved = 2 * 80 * 32 * (8192 + 2 * 28672 / 16 + 28672 / 16 + 8192)
+    assert weights == pytest.approx(3 * 80 * 8192 * 28672 / 16 + scales + moved)
+
+
+def test_each_block_ends_in_one_all_reduce_of_the_batch() -> None:
+    step = problem().generate(place("v5e:4x4", tensor=16), 32.0)
+    summed = [(row.scope, one) for row in step for one in row.collectives if one.kind == "all_reduce"]
+    assert [scope for scope, _ in summed] == ["layers/attn/out", "layers/mlp/down"]
+    assert all(float(one.bytes) == 32 * 8192 * 2 for _, one in summed)
+
+
+def test_splitting_the_batch_costs_two_all_to_alls_and_the_sequence_a_gather_and_a_scatter() -> None:
+    def kinds(split: str) -> list[tuple[str, float]]:
+        step = problem().generate(place("v5e:4x4", split, context=2, tensor=8), 32.0)
+        core = next(row for row in step if row.scope == "layers/attn/core")
+        return [(one.kind, float(one.bytes)) for one in core.collectives]
+
+    queries = 32 * 64 * 128 * 2 / 8
+    assert kinds("batch") == [("all_to_all", queries / 2), ("all_to_all", queries / 2)]
+    (gather, scatter) = kinds("seq")
+    assert gather == ("all_gather", queries)
+    assert scatter == ("reduce_scatter", queries + 8 * 32 * 8)
+
+
+def test_2d_moves_what_the_book_counts() -> None:
+    step = problem(on="v5e:4x4").generate(place("v5e:4x4", fsdp=4, tensor=4), 32.0)
+    rows = {row.scope: row for row in step}
+    up = {one.kind: float(one.bytes) for one in rows["layers/mlp/up"].collectives if float(one.bytes) > 1000}
+    assert up == {"all_gather": 32 * 8192 * 2 / 4, "all_reduce": 32 * 2 * 28672 * 2 / 4}
+    (down,) = rows["layers/mlp/down"].collectives
+    assert (down.kind, float(down.bytes)) == ("reduce_scatter", 32 * 8192 * 2 / 4)
+
+
+def test_a_large_slice_splits_d_too() -> None:
+    plan = plan_serving(problem(on="v5e:16x16", batch=512)).plan
+    assert plan.generate_on.mesh.size("fsdp") > 1
+    reason = next(reason for reason in plan.reasons if reason.rule.startswith("2-D"))
+    assert reason.holds
+
+
+def test_only_experts_that_are_used_are_read() -> None:
+    assert float(rules.distinct_experts(8, 2, 1.0)) == pytest.approx(2)
+    assert float(rules.distinct_experts(8, 2, np.float64(1000))) == pytest.approx(8)
+    model = load_model("mixtral-8x7b")
+    given = problem(model, prompt=1024, generate=64, numerics=ServingNumerics())
+
+    def read(batch: float) -> float:
+        step = given.generate(place("v5e:4x4", context=2, tensor=8), batch)
+        return sum(float(row.count * row.hbm_bytes) for row in step if row.scope == "layers/moe/experts")
+
+    whole = 32 * 8 * 3 * 4096 * 14336 * 2 / 16
+    assert read(1.0) == pytest.approx(whole / 4, rel=0.01)
+    assert read(4.0) == pytest.approx(whole * (1 - 0.75**4), rel=0.01)
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.none() | st.integers(1, 200))
+def test_chunks_see_the_tokens_before_them(new: int, before: int, window: int | None) -> None:
+    model = replace(LLAMA, layer_windows=(window,) * 80 if window else ())
+    rows = np.arange(before, before + new)[:, None]
+    columns = np.arange(before + new)[None, :]
+    seen = columns <= rows
+    if window is not None:
+        seen &= columns > rows - window
+    # Blocks of one: exact counts. Of the keys before the chunk a window may leave one more or less by its first token.
+    assert chunk_pairs(model, new, before, 1) == pytest.approx(int(seen.sum()), abs=new + 1)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_has_copies_beyond_its_heads_and_none_if_it_is_split() -> None:
+    given = problem()
+    one = 32 * 8704 * 163840 / 16
+    assert kv_bytes(given, place("v5e:4x4", context=2, tensor=8), 32) == pytest.approx(one)
+    assert kv_bytes(given, place("v5e:4x4", "seq", context=2, tensor=8), 32) == pytest.approx(one)
+    assert kv_bytes(given, place("v5e:4x4", tensor=16), 32) == pytest.approx(2 * one)
+    # Three sequences over two: the busiest device holds two of them, or half of each.
+    assert kv_bytes(given, place("v5e:4x4", context=2, tensor=8), 3) == pytest.approx(one / 32 * 2 * 2)
+    assert kv_bytes(given, place("v5e:4x4", "seq", context=2, tensor=8), 3) == pytest.approx(one / 32 * 3)
+
+
+def test_a_latent_is_copied_over_tensor() -> None:
+    given = problem(load_model("deepseek-v2"), on="v6e:4x4", numerics=ServingNumerics())
+    latent = 16 * 8704 * 60 * (512 + 64) * 2
+    assert kv_bytes(given, place("v6e:4x4", tensor=16), 16) == pytest.approx(latent)
+    assert kv_bytes(given, place("v6e:4x4", expert=16), 16) == pytest.approx(latent / 16)
+
+
+def test_windows_bound_the_cache_and_sharing_divides_it() -> None:
+    model = load_model("gemma3-27b")
+    given = problem(model, on="v5e:4x4", numerics=ServingNumerics())
+    windows = model.windows
+    tokens = sum(8704 if window is None else min(8704, window) for window in windows)
+    assert kv_bytes(given, place("v5e:4x4", tensor=16), 1) == pytest.approx(tokens * 2 * 16 * 128 * 2 / 16)
+    shared = replace(given, numerics=ServingNumerics(kv_sharing=2))
+    layout = place("v5e:4x4", tensor=16)
+    assert kv_bytes(shared, layout, 1) == pytest.approx(kv_bytes(given, layout, 1) / 2)
+    # What is shared is read by every layer all the same.
+    assert float(shared.generate(layout, 1.0).total("hbm")) == float(given.generate(layout, 1.0).total("hbm"))
+
+
+def test_scales_are_counted() -> None:
+    def scales(**changed: object) -> float:
+        numerics = replace(INT8, kv="bf16", **changed)
+        memory = problem(numerics=numerics).memory(place("v5e:4x4", tensor=16), 0.0, prefilling=False, generating=True)
+        return float(memory.scales)
+
+    grouped = scales(weights="int4", weight_group=128)
+    assert grouped == pytest.approx(70.5e9 * 2 / 128 / 16, rel=0.03)
+    assert 0 < scales(weights="int8") < grouped / 20
+    assert scales(weights="bf16") == 0
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 200), st.sampled_from(["batch", "seq"]))
+def test_the_largest_batch_is_the_last_that_fits(prompt: int, split: str) -> None:
+    given = problem(prompt=prompt * 128, kv_split=split)
+    layout = place("v5e:4x4", split, context=2, tensor=8)
+    most = most_sequences(given, layout)
+
+    def fits(batch: int) -> bool:
+        memory = given.memory(layout, float(batch), prefilling=False, generating=True)
+        return float(memory.total) <= given.capacity
+
+    assert fits(most)
+    assert not fits(most + 1) or most == 4096
+
+
+def test_what_does_not_fit_says_what_is_left() -> None:
+    answer = plan_serving(problem(batch=400))
+    with pytest.raises(Infeasible, match=r"400 sequences of 8,704 tokens.*are left; at most 1\d\d sequences fit"):
+        answer.plan.require_fit()
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "interleaved"])
+@pytest.mark.parametrize("model", ["llama3-70b", "gemma3-27b", "mistral-7b", "mixtral-8x7b", "deepseek-v2-lite"])
+def test_step_times_are_the_plans(model: str, mode: str) -> None:
+    given = problem(load_model(model), "v5e:4x4", batch=24, prompt=3000, generate=200, mode=mode)
+    plan = plan_serving(given).plan
+    times = plan.step_times()
+    context = round(given.step_context)
+    assert times.generate_s(24, 24 * context) == pytest.approx(plan.step_s, rel=1e-9)
+    assert times.prefill_s([(3000, 0)]) == pytest.approx(plan.prefill_s, rel=0.01)
+    for batch, tokens in ((1, 100), (7, 2000), (160, 600), (1500, 50)):
+        priced = float(given.generate(plan.generate_on, float(batch), context=float(tokens)).expected_s)
+        assert times.generate_s(batch, batch * tokens) == pytest.approx(priced, rel=1e-6)
+    assert times.kv_tokens >= 24 * given.workload.held_tokens
+    assert times.transfer_s(3000) == pytest.approx(plan.transfer_s, rel=0.1)
+
+
+def test_prefill_in_chunks_pays_for_the_weights_again() -> None:
+    times = plan_serving(problem(mode="interleaved")).plan.step_times()
+    whole = times.prefill_s([(8192, 0)])
+    halves = times.prefill_s([(4096, 0)]) + times.prefill_s([(4096, 4096)])
+    assert whole < halves < 1.2 * whole
+    alone = times.generate_s(32, 32 * 8448)
+    mixed = times.mixed_s([(512, 0)], 32, 32 * 8448)
+    assert max(alone, times.prefill_s([(512, 0)])) < mixed < alone + times.prefill_s([(512, 0)])
+
+
+def test_interleaving_puts_prefills_between_tokens() -> None:
+    apart, together = (plan_serving(problem(mode=mode)).plan for mode in ("disaggregated", "interleaved"))
+    assert together.tpot_s == pytest.approx(together.step_s + 31 / 512 * together.prefill_s)
+    assert apart.tpot_s == pytest.approx(apart.step_s + apart.transfer_s / 511)
+    alone = plan_serving(problem(mode="interleaved", batch=1)).plan
+    assert alone.tpot_s == alone.step_s
+
+
+def test_transfer_and_prefix_cache() -> None:
+    plan = plan_serving(problem(hit_rate=0.75, host_bytes=400e9)).plan
+    cold = plan_serving(problem()).plan
+    kv = 8192 * 163840 * (1 + 2 / 128)
+    share = fractions("v5e")
+    assert cold.prompt_kv_bytes == pytest.approx(kv)
+    assert cold.transfer_s == pytest.approx(kv / (16 * 3.125e9 * share.dcn))
+    assert cold.prompt_kv_bytes / cold.transfer_rates["ici"] == pytest.approx(kv / (4 * 4.5e10 * share.ici["permute"]))
+    cache = plan.to_json()["prefix_cache"]
+    assert cache["prefill_without_s"] == pytest.approx(cold.prefill_s)
+    assert cache["read_s"] == pytest.approx(0.75 * kv / (16 * 1.6e10))
+    assert 2 < cache["speedup"] < 4
+    assert cache["prompts_held"] == int(2 * 400e9 / kv)
+
+
+def test_speculation_trades_flops_for_steps() -> None:
+    assert rules.speculated_tokens(4, 0.0) == 1
+    assert rules.speculated_tokens(4, 1.0) == 5
+    assert rules.speculated_tokens(3, 0.5) == pytest.approx((1 - 0.5**4) / 0.5)
+    draft = Draft(model=load_model("llama3-8b"), length=4, acceptance=0.8)
+    slow = plan_serving(problem(batch=4)).plan
+    fast = plan_serving(problem(batch=4, draft=draft)).plan
+    assert fast.token_s < 0.8 * slow.token_s
+    # Both models are held, and none of it pays if nothing is accepted.
+    assert float(fast.memory.weights) > float(slow.memory.weights) + 0.9 * 8e9 / 16
+    useless = Draft(model=draft.model, length=4, acceptance=0.0)
+    assert plan_serving(problem(batch=4, draft=useless)).plan.token_s > slow.token_s
+
+
+def test_narrow_dtypes_are_chosen_apart() -> None:
+    def step(**dtypes: str) -> float:
+        return plan_serving(problem(on="v5e:4x8", numerics=ServingNumerics(**dtypes))).plan.step_s
+
+    assert step(weights="int4", kv="int8") < step(weights="int8", kv="int8") < step(weights="int8", kv="bf16")
+    assert step(weights="int8", kv="bf16") < step()
+    with pytest.raises(RooftopError, match="flops dtype on v5e"):
+        problem(numerics=ServingNumerics(flops="f8_e4m3"))
+
+
+def test_assumptions_are_named_and_bounded() -> None:
+    best = ServingAssumptions().with_shares("hbm_read=1,bytes=1,latency=1")
+    plan, ideal = plan_serving(problem()).plan, plan_serving(problem(assumptions=best)).plan
+    assert ideal.lower_s <= ideal.step_s < plan.step_s
+    for text in ("hbm=1", "latency=2", "bytes=x", "hbm_read=0"):
+        with pytest.raises(RooftopError):
+            ServingAssumptions().with_shares(text)
+
+
+# ---- search ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_of_tpot_bounds_the_batch() -> None:
+    fast = plan_serving(problem(batch=None, tpot_s=0.010)).plan
+    free = plan_serving(problem(batch=None)).plan
+    assert fast.tpot_s <= 0.010 < free.tpot_s
+    assert fast.batch < free.batch == free.max_batch
+    with pytest.raises(Infeasible, match=r"misses its TPOT of 1 ms: nearest is"):
+        plan_serving(problem(batch=None, tpot_s=0.001)).plan.require_targets()
+
+
+def test_the_front_falls_nowhere() -> None:
+    points = plan_serving(problem(batch=None)).front
+    steps = [point["step_s"] for point in points]
+    rates = [point["tokens_per_s_per_chip"] for point in points]
+    assert len(points) > 10
+    assert steps == sorted(steps)
+    assert rates == sorted(rates)
+
+
+def test_the_plan_adds_up_to_what_the_sweep_saw() -> None:
+    given = problem(batch=None)
+    places = given.generate_placements()
+    found = sweep_generate(given, places, batch_grid(100))
+    for at in (0, 10, len(found.batches) - 1):
+        batch = int(found.batches[at])
+        plan = plan_serving(replace(given, workload=replace(given.workload, batch_seqs=batch))).plan
+        assert plan.step_s == pytest.approx(float(found.fastest_s[at]), rel=1e-12)
+        assert plan.generate_on.mesh.axes == found.best(at).mesh.axes
+
+
+def _recommend(objective: str = "cost", **targets: float) -> object:
+    where = {name: candidate_slices(Slice.parse(f"{name}:4x4")) for name in ("v5e", "v6e")}
+    given = problem(batch=None, **targets)
+    return recommend(given, where, [INT8, ServingNumerics()], ["disaggregated", "interleaved"], objective)
+
+
+def test_recommendation_meets_the_targets_and_beats_the_others() -> None:
+    found = _recommend(requests_per_second=40.0, ttft_s=0.5, tpot_s=0.03)
+    best = found.best
+    assert best.ttft_s <= 0.5
+    assert best.tpot_s <= 0.03
+    work = best.plan.problem.workload
+    assert best.generate_servers * best.plan.batch * LOAD >= 40 * work.generate * best.plan.token_s
+    assert best.prefill_servers * LOAD >= 40 * best.plan.prefill_s
+    assert best.usd_per_hour == pytest.approx(best.chips * best.plan.problem.slice.chip.price_usd_per_hour)
+    costs = [fleet.usd_per_hour for fleet in (best, *found.others)]
+    assert costs == sorted(costs)
+    assert all("dollars an hour against" in found.why(other) for other in found.others)
+    fewest = _recommend("chips", requests_per_second=40.0, ttft_s=0.5, tpot_s=0.03)
+    assert fewest.best.chips <= best.chips
+
+
+def test_an_unreachable_target_names_the_nearest() -> None:
+    with pytest.raises(Infeasible, match=r"reaches TTFT 1 ms and TPOT 10 us: nearest is TTFT .* times the target"):
+        _recommend(requests_per_second=1.0, ttft_s=1e-3, tpot_s=1e-5)
+
+
+def test_the_front_over_chips_is_faster_or_cheaper() -> None:
+    where = {name: candidate_slices(Slice.parse(f"{name}:4x4"))[:4] for name in ("v5e", "v6e")}
+    points = front(problem(batch=None), where, [INT8])
+    costs = [point["usd_per_million_tokens"] for point in points]
+    assert costs == sorted(costs, reverse=True)
+    assert {point["slice"].split(":")[0] for point in points} <= {"v5e", "v6e"}
+
+
+def test_a_plan_file_is_the_plan() -> None:
+    draft = Draft(model=load_model("llama3-8b"), length=3, acceptance=0.6)
+    given = problem(mode="disaggregated", prefill_slice=Slice.parse("v5e:8x8"), draft=draft, link="ici")
+    plan = plan_serving(given).plan
+    again = ServingPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert (again.step_s, again.token_s, again.prefill_s) == (plan.step_s, plan.token_s, plan.prefill_s)
+    assert again.to_json() == plan.to_json()
+    for broken in ({}, {"kind": "train", "schema": 1}, {"kind": "serve", "schema": 1}):
+        with pytest.raises(RooftopError, match="plan"):
+            ServingPlan.from_json(broken)
