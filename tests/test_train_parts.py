@@ -28,7 +28,7 @@ from rooftop.programs.parameters import Batch
 from rooftop.programs.train_step import TrainProgram, TrainState, init_state, train_step
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
-from rooftop.train.folder import MetricsFile
+from rooftop.train.folder import MetricsFile, RunFolder
 from rooftop.train.local import local_devices, map_plan, mesh_of, shrink, shrunk_plan
 from rooftop.train.metrics import Divergence, Rates
 from rooftop.train.schedule import DECAYS, Schedule, ScheduledOptimizer
@@ -242,3 +242,15 @@ def test_samples_see_the_same_logits_on_any_mesh() -> None:
         assert forward.own_mesh.shape["context"] == 1
         found.append(forward.next_logits(forward.weights(weights), ids, 9))
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+
+
+def test_a_folder_in_which_nothing_began_goes_again(tmp_path: Path) -> None:
+    new, there = RunFolder(path=tmp_path / "new"), RunFolder(path=tmp_path / "there")
+    there.path.mkdir()
+    for folder in (new, there):
+        with pytest.raises(RooftopError), folder.claimed():
+            raise RooftopError("steps", "ten", "a number")
+    assert not new.path.exists() and there.path.exists()
+    with new.claimed():
+        new.write({})
+    assert new.read() is not None

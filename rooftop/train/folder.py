@@ -67,7 +67,11 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out; the system lets go for one that is killed. Raises RooftopError if one is in."""
+        """Keep other processes out; the system lets go for one that is killed. Raises RooftopError if one is in.
+
+        A folder that is made for it, and in which nothing comes to stand, goes again.
+        """
+        made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("wb")
@@ -78,7 +82,12 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise RooftopError("run", str(self.path), "a folder that no other process trains in now") from None
-            yield
+            try:
+                yield
+            finally:
+                if made and [each.name for each in self.path.iterdir()] == [".lock"]:
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
 
 
 class MetricsFile:
