@@ -170,7 +170,7 @@ class TrainProgram:
                 chunks=int(plan["schedule"]["chunks"]),
                 context_attention="all_gather" if sizes.get("stage", 1) > 1 else "ring",
                 remat=plan["remat"]["name"],
-                loss_chunks=_loss_chunks(on_device, seq_len // _ways(rules.activations["seq"], sizes)),
+                loss_chunks=loss_chunks(on_device, seq_len // _ways(rules.activations["seq"], sizes)),
                 attention="reference" if assumed["attention"] == "reference" else kernel,
                 attention_block=assumed["attention_block"] or Rates.of(slice_.chip).attention_block,
                 expert_capacity=1.0,
@@ -197,7 +197,7 @@ def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
-def _loss_chunks(sequences: int, positions: int) -> int:
+def loss_chunks(sequences: int, positions: int) -> int:
     """The fewest chunks of ``positions`` whose logits a plan has memory for, each of at least one position."""
     return next(
         chunks

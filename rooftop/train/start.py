@@ -18,7 +18,8 @@ from rooftop.arrays import Mesh
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
-from rooftop.programs.train_step import TrainProgram
+from rooftop.programs.attention import BLOCK
+from rooftop.programs.train_step import TrainProgram, loss_chunks
 from rooftop.quantities import parse_count
 from rooftop.train.dataset import Dataset, Progress, Source, open_dataset
 from rooftop.train.engine import Job, require_room
@@ -30,6 +31,8 @@ from rooftop.train.sizing import PREFIX, small_llama
 
 #: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
 _OF_DEVICES = ("attention", "attention_block", "loss_chunks")
+#: Queries and keys that a CPU does best at a time (bench/train_cpu.py).
+_CPU_BLOCK = 128
 _SEQUENCES = 16
 _SEQ_LEN = 512
 _BALANCE = 0.01
@@ -170,10 +173,13 @@ def _of_model(request: Request, here: Local) -> tuple[TrainProgram, Any, str]:
     microbatches = int(request.fields.get("microbatches", 1 if stages == 1 else 2 * stages))
     compute = str(request.fields.get("compute_dtype", "f32" if here.devices[0].platform == "cpu" else "bf16"))
     ways = math.prod(axes.get(axis, 1) for axis in ("data", "expert", "fsdp")) * microbatches
+    batch = request.batch or -(-_SEQUENCES // ways) * ways
+    seq_len = request.seq_len or min(_SEQ_LEN, model.max_seq_len)
     program = TrainProgram(
         model=model,
-        batch=request.batch or -(-_SEQUENCES // ways) * ways,
-        seq_len=request.seq_len or min(_SEQ_LEN, model.max_seq_len),
+        batch=batch,
+        seq_len=seq_len,
+        loss_chunks=loss_chunks(-(-batch // ways), max(1, seq_len // axes.get("context", 1))),
         microbatches=microbatches,
         chunks=2 if request.fields.get("schedule") == "interleaved" else 1,
         schedule=request.fields.get("schedule", "1f1b"),
@@ -182,6 +188,7 @@ def _of_model(request: Request, here: Local) -> tuple[TrainProgram, Any, str]:
         expert_matmul="batched" if "expert_capacity" in request.fields else "grouped",
         compute_dtype=compute,
         attention=here.attention(compute),
+        attention_block=_CPU_BLOCK if here.devices[0].platform == "cpu" else BLOCK,
     )
     return program, mesh, f"on {here.name}: mesh {write_axes(axes)}"
 
