@@ -50,4 +50,4 @@ def test_a_curve_of_twenty_steps_is_that_of_one_device(
     how = {"microbatches": 1} | changes
     wanted = alone(**how)
     assert train(program(**how), mesh_of(**sizes), STEPS)[0] == pytest.approx(wanted, rel=1e-5)
-    assert wanted[-1] < wanted[0] - 0.1
+    assert sum(wanted[-5:]) < sum(wanted[:5])
