@@ -187,8 +187,12 @@ def test_initial_weights_do_not_depend_on_the_mesh() -> None:
 def test_abstract_state_is_what_is_initialised() -> None:
     made, mesh = program(), mesh_of(fsdp=2, tensor=4)
     real, planned = init_state(made, jax.random.key(0), mesh), abstract_state(made, mesh)
-    same = jax.tree.map(lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding), real, planned)
-    assert jax.tree.all(same)
+
+    def same(a: jax.Array, b: jax.ShapeDtypeStruct) -> bool:
+        # Newer releases of JAX write a spec out to all dims.
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+    assert jax.tree.all(jax.tree.map(same, real, planned))
 
 
 def test_thousands_of_devices_without_any() -> None:

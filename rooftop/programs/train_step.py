@@ -221,14 +221,25 @@ def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainSta
     """Shapes and shardings of the state, with no memory behind them."""
     described = describe(program.model)
     weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
-    optimizer = jax.eval_shape(program.optimizer.transformation(described).init, weights)
+    transformation = program.optimizer.transformation(described)
 
-    def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = P() if leaf.sharding is None else leaf.sharding.spec
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(step=placed(step), weights=weights, optimizer=jax.tree.map(placed, optimizer))
+    # Moments lie where their weights do. It is said here: not every release of JAX has eval_shape say it.
+    structure: Any = jax.tree.structure(weights)
+
+    def moments(node: Any) -> bool:
+        return bool(structure == jax.tree.structure(node))
+
+    def beside(node: Any) -> Any:
+        if moments(node):
+            return jax.tree.map(lambda leaf, weight: placed(leaf, weight.sharding), node, weights)
+        return placed(node, NamedSharding(mesh, P()))
+
+    optimizer = jax.tree.map(beside, jax.eval_shape(transformation.init, weights), is_leaf=moments)
+    step = placed(jax.ShapeDtypeStruct((), jnp.int32), NamedSharding(mesh, P()))
+    return TrainState(step=step, weights=weights, optimizer=optimizer)
 
 
 def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
