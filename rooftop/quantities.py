@@ -19,6 +19,9 @@ DTYPE_BYTES: dict[str, float] = {
     "f8_e5m2": 1.0,
 }
 
+_SECONDS = re.compile(r"\s*([0-9.eE+-]+?)\s*(us|ms|s|)\s*")
+_SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+
 #: Suffixes, in lower case. There is none for 1e18: '1E' is more likely an unfinished '1e3'.
 _SUFFIX: dict[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "p": 10**15} | {
     prefix + "i": 2 ** (10 * power) for power, prefix in enumerate("kmgtp", start=1)
@@ -59,6 +62,18 @@ def _parse(text: str | float | int, field: str) -> Decimal:
         accepted = "a positive number, with a suffix if wanted: 4M (4e6), 4Mi (4194304), 15T"
         raise RooftopError(field, text, accepted)
     return value
+
+
+def parse_seconds(text: str, field: str) -> float:
+    """A duration in seconds: '500ms', '30us', '0.5s', '0.5'. Raises RooftopError naming ``field``."""
+    match = _SECONDS.fullmatch(text)
+    try:
+        seconds = float(match[1]) * _SECONDS_OF[match[2]] if match else 0.0
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise RooftopError(field, text, "a time, such as 500ms or 0.5s")
+    return seconds
 
 
 def format_count(value: float, unit: str = "") -> str:

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from curves import mesh_of
 from jax import P
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from rooftop.arrays import AXES
 from rooftop.checkpoints import state as state_module
 from rooftop.checkpoints.state import Checkpoints
 from rooftop.errors import RooftopError
@@ -31,12 +31,6 @@ from rooftop.programs.optimizer import Optimizer
 from rooftop.programs.train_step import TrainProgram, abstract_state
 
 ORACLES = Path(__file__).parent / "oracles"
-
-
-def mesh_of(**sizes: int) -> Mesh:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def small(seed: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from curves import mesh_of
 
-from rooftop.arrays import AXES
 from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model, presets
 from rooftop.programs.checkpoint_names import entries, from_checkpoint, to_checkpoint
@@ -42,12 +42,6 @@ def load_module(name: str) -> ModuleType:
 
 
 TINY = load_module("tiny_weights")
-
-
-def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 @cache

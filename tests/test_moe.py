@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from curves import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import P, named_scope
@@ -93,12 +94,6 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {"correction_bias": (e,)} if moe.correction_bias else {}
     gated = model.mlp_matrices == 3
     return {name: shape for name, shape in shapes.items() if gated or "gate" not in name}
-
-
-def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 def specs_on(mesh: jax.sharding.Mesh) -> Specs:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from curves import mesh_of
 
-from rooftop.arrays import AXES
 from rooftop.arrays.rules import Rules
 from rooftop.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface
@@ -42,12 +42,6 @@ SEQ_LEN = 16
 @cache
 def model_of(name: str) -> ModelConfig:
     return from_huggingface(json.loads((ORACLES / f"{name}.json").read_text())["config"], name)
-
-
-def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 def documents(vocab: int) -> list[list[np.ndarray]]:

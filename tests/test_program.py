@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from curves import QUICKLY, mesh_of
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
@@ -42,14 +42,6 @@ MODEL = ModelConfig(
     max_seq_len=16,
 )  # fmt: skip
 BATCH, SEQ_LEN = 4, 16
-#: Tiny programs take longer to optimise than to run.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 def program(**changes: Any) -> TrainProgram:

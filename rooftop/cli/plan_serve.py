@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from rooftop.plan.serving_problem import ServingProblem
     from rooftop.plan.serving_workload import ServingNumerics
 
-_SECONDS = re.compile(r"\s*([0-9.eE+-]+?)\s*(us|ms|s|)\s*")
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 #: Number formats that a search over chips tries where none is given.
 _SEARCHED = "int8,bf16"
 
@@ -219,7 +216,7 @@ def _problem(
     from rooftop.plan.serving_assumptions import ServingAssumptions
     from rooftop.plan.serving_problem import Draft, ServingProblem
     from rooftop.plan.serving_workload import ServingWorkload
-    from rooftop.quantities import parse_count, parse_quantity
+    from rooftop.quantities import parse_count, parse_quantity, parse_seconds
 
     assumptions = ServingAssumptions(mfu=None if mfu is None else _share(mfu, "mfu"))
     other = None if prefill_on is None else Slice.parse(prefill_on)
@@ -236,8 +233,8 @@ def _problem(
             requests_per_second=None
             if requests_per_second is None
             else parse_quantity(requests_per_second, "requests-per-second"),
-            ttft_s=None if ttft is None else _seconds(ttft, "ttft"),
-            tpot_s=None if tpot is None else _seconds(tpot, "tpot"),
+            ttft_s=None if ttft is None else parse_seconds(ttft, "ttft"),
+            tpot_s=None if tpot is None else parse_seconds(tpot, "tpot"),
             hit_rate=_share(hit_rate, "hit-rate"),
         ),
         numerics=numerics,
@@ -258,18 +255,6 @@ def _problem(
         host_bytes=None if host_dram is None else parse_quantity(host_dram, "host-dram"),
         prefill_slice=other,
     )
-
-
-def _seconds(text: str, field: str) -> float:
-    """A duration: '500ms', '30ms', '0.5s', '0.5'."""
-    match = _SECONDS.fullmatch(text)
-    try:
-        seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise RooftopError(field, text, "a time, such as 500ms or 0.5s")
-    return seconds
 
 
 def _share(text: str, field: str) -> float:

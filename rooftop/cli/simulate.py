@@ -184,13 +184,13 @@ def _trace(plan: ServingPlan, options: Mapping[str, Any]) -> Trace:
 
 
 def _targets(plan: ServingPlan, ttft: str | None, tpot: str | None) -> Any:
-    from rooftop.cli.plan_serve import _seconds
+    from rooftop.quantities import parse_seconds
     from rooftop.simulate.serving_metrics import Targets
 
     work = plan.problem.workload
     return Targets(
-        ttft_s=work.ttft_s if ttft is None else _seconds(ttft, "ttft"),
-        tpot_s=work.tpot_s if tpot is None else _seconds(tpot, "tpot"),
+        ttft_s=work.ttft_s if ttft is None else parse_seconds(ttft, "ttft"),
+        tpot_s=work.tpot_s if tpot is None else parse_seconds(tpot, "tpot"),
     )
 
 

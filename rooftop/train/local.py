@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh as DeviceMesh
 from rooftop.arrays import AXES, Mesh
 from rooftop.errors import RooftopError
 from rooftop.hardware import Chip, Slice, chip
+from rooftop.xla.topology import laid
 
 #: JAX's ``device_kind`` of each TPU -> its name in the catalogue. GPUs carry theirs in their kind.
 _TPUS = {
@@ -158,22 +159,7 @@ def mesh_of(sizes: Mapping[str, int], here: Local, *, layout: Mesh | None = None
     devices = here.devices[:count]
     if devices[0].platform == "tpu" and layout is not None:
         names = tuple(layout.shape)
-        return DeviceMesh(_laid(devices, layout), names, axis_types=(AxisType.Explicit,) * len(names))
+        return DeviceMesh(laid(devices, layout), names, axis_types=(AxisType.Explicit,) * len(names))
     if devices[0].platform == "tpu":
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     return DeviceMesh(np.array(devices, dtype=object).reshape(shape), AXES, axis_types=types)
-
-
-def _laid(devices: Sequence[jax.Device], mesh: Mesh) -> Any:
-    """The devices of a TPU slice, each where the layout of the plan has its coordinates."""
-    names = [axis.name for axis in mesh.slice.physical_axes]
-    found = {}
-    for device in devices:
-        x, y, z = device.coords
-        place = {"x": x, "y": y, "z": z, "core": device.core_on_chip, "dcn": getattr(device, "slice_index", 0)}
-        found[tuple(place[name] for name in names)] = device
-    wanted = mesh.device_coordinates()
-    laid = np.empty(wanted.shape[:-1], dtype=object)
-    for index in np.ndindex(laid.shape):
-        laid[index] = found[tuple(int(place) for place in wanted[index])]
-    return laid

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from jax.experimental import topologies
 from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
@@ -20,17 +22,20 @@ def topology_mesh(mesh: Mesh) -> DeviceMesh:
     JAX must have been imported under ``rooftop.xla.compiling.ENVIRONMENT``. Raises RooftopError for a slice that
     libtpu cannot describe.
     """
-    slice_ = mesh.slice
-    axes = [axis.name for axis in slice_.physical_axes]
-    found = {_coordinates(device, axes): device for device in _describe(slice_)}
-    wanted = mesh.device_coordinates()
-    if len(found) != slice_.devices:
-        raise RooftopError("slice", slice_.name, f"a slice that libtpu knows; it lists {len(found)} devices here")
-    devices = np.empty(wanted.shape[:-1], dtype=object)
-    for index in np.ndindex(devices.shape):
-        devices[index] = found[tuple(int(place) for place in wanted[index])]
+    slice_, described = mesh.slice, _describe(mesh.slice)
+    if (count := len(_by_place(described, slice_))) != slice_.devices:
+        raise RooftopError("slice", slice_.name, f"a slice that libtpu knows; it lists {count} devices here")
     names = tuple(mesh.shape)
-    return DeviceMesh(devices, names, axis_types=(AxisType.Explicit,) * len(names))
+    return DeviceMesh(laid(described, mesh), names, axis_types=(AxisType.Explicit,) * len(names))
+
+
+def laid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
+    """The devices of a TPU slice, described or real, each where the layout of ``mesh`` has its coordinates."""
+    found, wanted = _by_place(devices, mesh.slice), mesh.device_coordinates()
+    placed = np.empty(wanted.shape[:-1], dtype=object)
+    for index in np.ndindex(placed.shape):
+        placed[index] = found[tuple(int(place) for place in wanted[index])]
+    return placed
 
 
 def _describe(slice_: Slice) -> list[Any]:
@@ -54,8 +59,11 @@ def _describe(slice_: Slice) -> list[Any]:
     return list(devices)
 
 
-def _coordinates(device: Any, axes: list[str]) -> tuple[int, ...]:
-    """A device's place along the physical axes of those names."""
-    x, y, z = device.coords
-    place = {"x": x, "y": y, "z": z, "core": device.core_on_chip, "dcn": getattr(device, "slice_index", 0)}
-    return tuple(place[axis] for axis in axes)
+def _by_place(devices: Sequence[Any], slice_: Slice) -> dict[tuple[int, ...], Any]:
+    """Devices by their places along the physical axes of the slice."""
+    found = {}
+    for device in devices:
+        x, y, z = device.coords
+        place = {"x": x, "y": y, "z": z, "core": device.core_on_chip, "dcn": getattr(device, "slice_index", 0)}
+        found[tuple(place[axis.name] for axis in slice_.physical_axes)] = device
+    return found
