@@ -18,7 +18,7 @@ from rooftop.hardware import chip
 from rooftop.plan.shapes import attended_pairs
 from rooftop.programs import splash_attention
 from rooftop.programs.attention import attend, kernel_flops, kernel_scope
-from rooftop.programs.attention_scores import Scores, block_size, declared, executed_pairs
+from rooftop.programs.attention_scores import Scores, block_size, declared, executed_pairs, runs
 from rooftop.programs.gathered_attention import gathered_attend
 from rooftop.programs.ring_attention import ring_attend, sequence_order
 from rooftop.roofline import achievable
@@ -98,7 +98,7 @@ def test_reference_and_chunked_equal_plain(
     how = {"scale": 0.3, "window": window, "softcap": softcap, "segments": segments}
     wanted = derived(lambda q, k, v, sinks: plain(q, k, v, sinks, **how), made, sinks=sinks)
     assert sinks == (np.abs(wanted[-1]).max() > 0)
-    for kernel, block in (("reference", 1024), ("chunked", 4), ("chunked", 1024)):
+    for kernel, block in (("reference", 1024), ("chunked", 4), ("chunked", 1), ("chunked", 1024)):
         close(derived(partial(attend, kernel=kernel, block=block, **how), made, sinks=sinks), wanted)
 
 
@@ -176,15 +176,18 @@ def jaxpr(kernel: str, remat: Any = None) -> str:
 
 def test_chunked_never_has_all_scores() -> None:
     assert "40,40]" in jaxpr("reference")
-    assert "40,8]" in jaxpr("chunked")
+    assert "8,8]" in jaxpr("chunked")
     assert "40,40]" not in jaxpr("chunked")
+    assert "8,40]" not in jaxpr("chunked")
 
 
 def test_saved_attention_is_not_computed_again() -> None:
-    """One scan over the keys forward and one backward; a third only if the policy keeps nothing."""
-    assert jaxpr("chunked").count(" scan[") == 2
-    assert jaxpr("chunked", remat=("attn_core",)).count(" scan[") == 2
-    assert jaxpr("chunked", remat=()).count(" scan[") == 3
+    """For each run of queries a scan over its keys forward, and one backward; a third if the policy keeps nothing."""
+    found = len(runs(q_len=40, kv_len=40, window=None, offset=0, block=8))
+    assert found == 5
+    assert jaxpr("chunked").count(" scan[") == 2 * found
+    assert jaxpr("chunked", remat=("attn_core",)).count(" scan[") == 2 * found
+    assert jaxpr("chunked", remat=()).count(" scan[") == 3 * found
 
 
 def by_counting(q_len: int, kv_len: int, window: int | None, offset: int, block: int) -> int:
@@ -201,7 +204,31 @@ def test_executed_pairs_are_those_of_blocks_with_a_pair_that_counts(
 ) -> None:
     sizes = {"q_len": q_len, "kv_len": kv_len, "window": window, "offset": offset, "block": block}
     assert executed_pairs("splash", **sizes) == by_counting(**sizes)
-    assert executed_pairs("chunked", **sizes) == q_len * kv_len
+    assert executed_pairs("reference", **sizes) == q_len * kv_len
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.none() | st.integers(1, 60), st.integers(-20, 50), st.integers(1, 16))
+def test_runs_hold_every_query_once_with_every_key_that_counts(
+    q_len: int, kv_len: int, window: int | None, offset: int, block: int
+) -> None:
+    found = runs(q_len=q_len, kv_len=kv_len, window=window, offset=offset, block=block)
+    assert [i for run in found for i in range(q_len)[run.queries]] == list(range(q_len))
+    mask = np.array(
+        Scores(scale=1.0, window=window, offset=offset).mask(np.arange(q_len), np.arange(kv_len), None, None)
+    )
+    for run in found:
+        mask[run.queries, run.keys] = False
+        assert (run.keys.stop - run.keys.start) % block_size(kv_len, block) == 0
+        assert 0 <= run.keys.start < run.keys.stop <= kv_len
+    assert not mask.any()
+
+
+def test_chunked_skips_what_causality_masks() -> None:
+    sizes = {"q_len": 4096, "kv_len": 4096, "block": 128, "offset": 0}
+    assert executed_pairs("chunked", **sizes, window=None) == 4096**2 * 9 / 16
+    assert executed_pairs("chunked", **sizes, window=512) < 4096**2 / 4
+    # Whole chunks of other devices are one run.
+    assert len(runs(**sizes | {"offset": 4096}, window=None)) == 1
 
 
 @given(st.integers(1, 12), st.sampled_from([1, 4, 128]), st.none() | st.integers(1, 2000))

@@ -37,15 +37,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rooftop.errors import RooftopError, unknown
-from rooftop.programs.attention import (
-    add_sinks,
-    attend,
-    attend_behind,
-    attend_block,
-    block_gradients,
-    merge,
-    sink_gradients,
-)
+from rooftop.programs.attention import attend, attend_behind, attend_block, block_gradients
+from rooftop.programs.attention_merge import add_sinks, merge, sink_gradients
 from rooftop.programs.attention_scores import BLOCK, Scores, Segments, block_size, varying_alike
 
 ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
