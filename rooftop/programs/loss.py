@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import P, named_scope
 from jax.sharding import reshard
 
+from rooftop.programs.projection import project
 from rooftop.programs.sharding import Specs, in_parts, named_reshard, split_sequence, varying_as, whole
 
 
@@ -24,7 +25,7 @@ def carrying(targets: jax.Array) -> jax.Array:
 def logits(x: jax.Array, matrix: jax.Array, softcap: float | None) -> jax.Array:
     """x [B, T, D] @ matrix [D, V] in float32, [B, T, V], bent by ``softcap`` c to c tanh(y/c)."""
     with named_scope("unembed"):
-        y = jnp.einsum("btd,dv->btv", x, matrix, preferred_element_type=jnp.float32)
+        y = project(x, matrix, dtype=jnp.float32)
         return y if softcap is None else softcap * jnp.tanh(y / softcap)
 
 

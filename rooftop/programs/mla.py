@@ -17,6 +17,7 @@ from rooftop.models.config import MLA, ModelConfig
 from rooftop.programs.elementwise import scale_norm
 from rooftop.programs.parameters import LatentAttention
 from rooftop.programs.positions import rotate
+from rooftop.programs.projection import project
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
 
@@ -32,14 +33,14 @@ def latent_qkv(
 
     def down(weight: jax.Array) -> jax.Array:
         matrix = gather(weight, specs, "embed", None, sequence="residual_seq")
-        return checkpoint_name(jnp.einsum("btd,dr->btr", x, matrix), "qkv")
+        return checkpoint_name(project(x, matrix), "qkv")
 
     with named_scope("qkv"):
         queries = x
         if layer.q_down is not None and layer.q_norm is not None:
             queries = scale_norm(down(layer.q_down), layer.q_norm, model, specs.residual)
         queries = split_sequence(queries, gathered)
-        q = checkpoint_name(jnp.einsum("btr,rnh->btnh", queries, gather(layer.q, specs, "embed", "heads", None)), "qkv")
+        q = checkpoint_name(project(queries, gather(layer.q, specs, "embed", "heads", None)), "qkv")
         latent, shared = jnp.split(down(layer.kv_down), [mla.kv_rank], axis=-1)
         latent = scale_norm(latent, layer.kv_norm, model, specs.residual)
     with named_scope("rope"):
@@ -48,9 +49,7 @@ def latent_qkv(
     with named_scope("qkv"):
         both = split_sequence(jnp.concatenate([latent, shared], axis=-1), gathered)
         latent, shared = jnp.split(both, [mla.kv_rank], axis=-1)
-        kv = checkpoint_name(
-            jnp.einsum("btr,rnh->btnh", latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv"
-        )
+        kv = checkpoint_name(project(latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv")
     with named_scope("rope"):
         plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
         q = jnp.concatenate([plain, rotate(turned, turns, interleaved=model.rope_interleaved)], axis=-1)

@@ -33,6 +33,7 @@ from rooftop.programs.mla import latent_qkv
 from rooftop.programs.moe import activate, moe_mlp
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, Layer, MoE, Transformer
 from rooftop.programs.positions import rotate, rotation, within_segments
+from rooftop.programs.projection import project
 from rooftop.programs.ring_attention import ring_attend, sequence_order
 from rooftop.programs.routing import balance
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
@@ -292,7 +293,7 @@ def _attention(
     with named_scope("out"):
         # XLA names a matmul after a reshape that it absorbs, so this one stands in the scope of its matmul.
         o = o.reshape(*o.shape[:2], -1, out_sharding=specs.activation("batch", "seq", "heads"))
-        y = add_bias(_project(o, layer.out, "heads", specs), out_bias, specs.residual)
+        y = add_bias(_scattered(o, layer.out, "heads", specs), out_bias, specs.residual)
         y = checkpoint_name(y, "attn_out")
     if layer.post_norm is not None:
         with named_scope("norm"):
@@ -309,9 +310,9 @@ def _qkv(
     heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
     with named_scope("qkv"):
         h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
-        q = jnp.einsum("btd,dnh->btnh", h, gather(layer.q, specs, "embed", "heads", None))
-        k = jnp.einsum("btd,dkh->btkh", h, gather(layer.k, specs, "embed", "kv_heads", None))
-        v = jnp.einsum("btd,dkh->btkh", h, gather(layer.v, specs, "embed", "kv_heads", None))
+        q = project(h, gather(layer.q, specs, "embed", "heads", None))
+        k = project(h, gather(layer.k, specs, "embed", "kv_heads", None))
+        v = project(h, gather(layer.v, specs, "embed", "kv_heads", None))
         q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
         k = checkpoint_name(add_bias(k, layer.k_bias, kv_heads), "qkv")
         v = checkpoint_name(add_bias(v, layer.v_bias, kv_heads), "qkv")
@@ -396,7 +397,7 @@ def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
     hidden = specs.activation("batch", "seq", "mlp")
 
     def into(h: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = jnp.einsum("btd,df->btf", h, gather(weight, specs, "embed", "mlp"))
+        y = project(h, gather(weight, specs, "embed", "mlp"))
         return checkpoint_name(add_bias(y, bias, hidden), "mlp_up")
 
     with named_scope("up"):
@@ -406,12 +407,12 @@ def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
     with named_scope("act"):
         act = checkpoint_name(activate(gate, up, how.model), "mlp_act")
     with named_scope("down"):
-        y = add_bias(_project(act, layer.down, "mlp", specs), layer.down_bias, specs.residual)
+        y = add_bias(_scattered(act, layer.down, "mlp", specs), layer.down_bias, specs.residual)
         return checkpoint_name(y, "mlp_down")
 
 
-def _project(x: jax.Array, weight: jax.Array, dim: str, specs: Specs) -> jax.Array:
+def _scattered(x: jax.Array, weight: jax.Array, dim: str, specs: Specs) -> jax.Array:
     """x [B, T, dim] times weight [dim, D], its partial sums scattered into the residual stream's sharding."""
     partial_sums = specs.activation("batch", "seq", None, unreduced=dim)
-    y = jnp.einsum("btf,fd->btd", x, gather(weight, specs, (dim, "embed"), None), out_sharding=partial_sums)
+    y = project(x, gather(weight, specs, (dim, "embed"), None), partial_sums)
     return split_sequence(y, specs.residual)
