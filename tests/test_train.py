@@ -289,7 +289,11 @@ def test_twenty_kills_change_no_bit(corpus: Path) -> None:
 
 
 def test_two_processes_are_as_one(corpus: Path) -> None:
-    """Two of four devices each as one of eight, to rounding; and a run goes from two to one and back bit for bit."""
+    """Two of four devices each as one of eight: bit for bit where sums have the same order, to 1e-6 where not.
+
+    Between processes gloo sums in an order of its own. So a run of two that goes on as two is the undisturbed run of
+    two bit for bit, while steps of one process differ from those of two by rounding, and what follows them too.
+    """
     mesh = {"mesh": "fsdp=2,tensor=2,context=2", "save_every": 4}
 
     def together(folder: Path, steps: int) -> list[Done]:
@@ -299,16 +303,19 @@ def test_two_processes_are_as_one(corpus: Path) -> None:
 
     alone = corpus / "alone"
     assert run(command(corpus, alone, steps=8, devices=8, **mesh)).status == 0
-    for first, second in together(corpus / "two", 4), together(corpus / "two", 8):
+    for first, second in together(corpus / "two", 8), together(corpus / "again", 4), together(corpus / "again", 8):
         assert (first.status, second.status) == (0, 0), first.err + second.err
         assert "step" in first.out
         assert second.out == first.err == second.err == ""
-    assert losses(corpus / "two") == pytest.approx(losses(alone), abs=1e-5)
+    assert losses(corpus / "two") == pytest.approx(losses(alone), abs=1e-6, rel=0)
+    assert losses(corpus / "again") == losses(corpus / "two")
     # From two to one and back.
     assert together(corpus / "both", 3)[0].status == 0
     assert run(command(corpus, corpus / "both", steps=6, devices=8, **mesh)).status == 0
     assert together(corpus / "both", 8)[0].status == 0
-    assert losses(corpus / "both") == pytest.approx(losses(alone), abs=1e-5)
+    found, straight = losses(corpus / "both"), losses(corpus / "two")
+    assert [found[step] for step in (1, 2, 3)] == [straight[step] for step in (1, 2, 3)]
+    assert found == pytest.approx(straight, abs=1e-6, rel=0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

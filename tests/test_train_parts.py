@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -17,6 +18,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rooftop.arrays import AXES
 from rooftop.arrays.rules import Rules
@@ -28,6 +30,7 @@ from rooftop.programs.parameters import Batch
 from rooftop.programs.train_step import TrainProgram, TrainState, init_state, train_step
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
+from rooftop.train.events import Events
 from rooftop.train.folder import MetricsFile, RunFolder
 from rooftop.train.local import local_devices, map_plan, mesh_of, shrink, shrunk_plan
 from rooftop.train.metrics import Divergence, Rates
@@ -167,6 +170,36 @@ def test_metrics_go_on_behind_a_step(tmp_path: Path) -> None:
     file.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": 1}, {"step": 2}, {"step": 2, "eval_loss": 1}, {"step": 3, "loss": 2.0}]
+
+
+def points(folder: Path) -> tuple[dict[tuple[str, int], float], list[int]]:
+    """(tag, step) -> value of all event files, and the steps from which on they void what was there."""
+    found, voided = {}, []
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        while data:
+            # A record: its length in 8 bytes, 4 of checksum, itself, 4 of checksum.
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            voided += [event.step] if event.session_log.status == SessionLog.START else []
+    return found, voided
+
+
+def test_metrics_come_as_tensorboard_events(tmp_path: Path) -> None:
+    events = Events(tmp_path, step=0)
+    for step in (1, 2, 3):
+        events.append({"step": step, "unix_s": 1e9 + step, "loss": 4.0 / step, "mfu": None, "tokens": 8})
+    events.append({"step": 3, "eval_loss": 1.5})
+    events.close()
+    again = Events(tmp_path, step=2)
+    again.append({"step": 3, "loss": 0.5})
+    again.close()
+    found, voided = points(tmp_path)
+    losses = {("train/loss", 1): 4.0, ("train/loss", 2): 2.0, ("train/loss", 3): 0.5}
+    assert found == losses | {("train/tokens", step): 8.0 for step in (1, 2, 3)} | {("eval/loss", 3): 1.5}
+    assert voided == [3]
 
 
 # Where a NaN starts.

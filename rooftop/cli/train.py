@@ -106,6 +106,7 @@ _ONCE = ("resume", "as_json", "coordinator", "processes", "process", "profile", 
 @click.option("--prompt", default="", metavar="TEXT", help="What they begin with.")
 @click.option("--temperature", default="0.8", show_default=True, metavar="X", help="0: the likeliest token each time.")
 @click.option("--profile", metavar="steps=A..B", help="Trace these steps with JAX's profiler, into DIR/profile.")
+@click.option("--tensorboard", is_flag=True, help="Write the metrics as TensorBoard events too, into DIR/tensorboard.")
 @click.option("--export", type=_PATH, metavar="DIR", help="At the end, write the weights as a published checkpoint.")
 @json_option
 @click.pass_context

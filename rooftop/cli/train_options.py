@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,8 @@ def course_of(options: Mapping[str, Any]) -> Course:
     steps = count(options, "steps", zero=True)
     if steps is None:
         raise RooftopError("steps", None, "--steps N, a whole number of steps")
+    if options["tensorboard"] and find_spec("tensorboardX") is None:
+        raise RooftopError("tensorboard", "--tensorboard", "tensorboardX installed: pip install 'rooftop[tensorboard]'")
     trace = None
     if options["profile"] is not None:
         match = re.fullmatch(r"steps=(\d+)\.\.(\d+)", options["profile"])
@@ -74,6 +77,7 @@ def course_of(options: Mapping[str, Any]) -> Course:
         eval_every=count(options, "eval_every"),
         eval_batches=count(options, "eval_batches") or 1,
         profile=trace,
+        tensorboard=options["tensorboard"],
         divergence=number(options, "divergence") or math.inf,
     )
 

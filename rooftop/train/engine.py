@@ -89,7 +89,7 @@ class Course:
 
     ``save_every`` and ``eval_every``: None: at the end only. ``eval_batches``: batches in an evaluation at most.
     ``profile``: first and last step of a trace. ``divergence``: nats by which the loss may rise (see
-    ``rooftop.train.metrics.Divergence``).
+    ``rooftop.train.metrics.Divergence``). ``tensorboard``: write events too.
     """
 
     steps: int
@@ -98,6 +98,7 @@ class Course:
     eval_batches: int = 16
     profile: tuple[int, int] | None = None
     divergence: float = 2.0
+    tensorboard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class Engine:
         course = self.course
         loop = Loop(
             self.folder, self.job.program.optimizer, self.rates, self.watch, start=start, divergence=course.divergence,
-            profile=course.profile,
+            profile=course.profile, tensorboard=course.tensorboard,
         )  # fmt: skip
         agreement = Agreement()
         indices = range(start, self.course.steps)

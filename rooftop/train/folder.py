@@ -18,7 +18,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """RUN/{plan.json, run.json, metrics.jsonl, tokenizer.json, checkpoints/<step>/, profile/}."""
+    """RUN/{plan.json, run.json, metrics.jsonl, tensorboard/, tokenizer.json, checkpoints/<step>/, profile/}."""
 
     path: Path
 
@@ -36,6 +36,11 @@ class RunFolder:
     def plan(self) -> Path:
         """The plan that the run began with, if it began with one."""
         return self.path / "plan.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files, if they were asked for."""
+        return self.path / "tensorboard"
 
     @property
     def metrics(self) -> Path:

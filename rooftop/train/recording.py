@@ -15,6 +15,7 @@ from rooftop.programs.optimizer import Optimizer
 from rooftop.programs.parameters import Batch
 from rooftop.programs.train_step import Metrics
 from rooftop.train.evaluate import Evaluation
+from rooftop.train.events import Events
 from rooftop.train.folder import MetricsFile, RunFolder
 from rooftop.train.loading import Fetched
 from rooftop.train.metrics import Divergence, Rates, StepRecord
@@ -57,7 +58,7 @@ class Loop:
 
     def __init__(
         self, folder: RunFolder, optimizer: Optimizer, rates: Rates, watch: Watch, *, start: int, divergence: float,
-        profile: tuple[int, int] | None,
+        profile: tuple[int, int] | None, tensorboard: bool,
     ) -> None:  # fmt: skip
         self._folder, self._optimizer, self._rates, self._watch, self._profile = (
             folder,
@@ -69,7 +70,9 @@ class Loop:
         self._pending = deque[_Posted]()
         self._ahead = 0 if one_at_a_time() else _AHEAD
         self._divergence = Divergence(divergence)
-        self._file = MetricsFile(folder.metrics, step=start) if jax.process_index() == 0 else None
+        first = jax.process_index() == 0
+        self._events = Events(folder.tensorboard, step=start) if first and tensorboard else None
+        self._file = MetricsFile(folder.metrics, step=start) if first else None
         self._mark = time.perf_counter()
         self._tracing = False
         self.record: StepRecord | None = None
@@ -111,13 +114,16 @@ class Loop:
         """A line of metrics.jsonl, in the first process."""
         if self._file is not None:
             self._file.append(record)
+        if self._events is not None:
+            self._events.append(record)
 
     def close(self) -> None:
         """End what is open."""
         if self._tracing:
             self._end_trace()
-        if self._file is not None:
-            self._file.close()
+        for each in (self._file, self._events):
+            if each is not None:
+                each.close()
 
     def _end_trace(self) -> None:
         for posted in self._pending:
