@@ -67,7 +67,7 @@ def rooftop_step(asked: dict[str, Any], folder: Path) -> tuple[Step, dict[str, s
         init_state,
         train_step,
     )
-    from rooftop.train.local import local_devices, mesh_of
+    from rooftop.xla.local import local_devices, mesh_of
 
     model, here, tokens = ModelConfig.from_json(asked["model"]), local_devices(), np.load(folder / "tokens.npy")
     fields = PROGRAM | {"attention": here.attention(asked["set"]["compute_dtype"])} | asked["set"]
@@ -189,7 +189,7 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
     from rooftop.checkpoints.huggingface import save_weights
     from rooftop.models import ModelConfig
     from rooftop.programs.train_step import TrainProgram, init_state
-    from rooftop.train.local import local_devices, mesh_of
+    from rooftop.xla.local import local_devices, mesh_of
 
     layers, d_model, d_ff, heads, kv_heads, vocab, batch, seq_len = MODELS[name]
     model = ModelConfig(

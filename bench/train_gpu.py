@@ -42,9 +42,9 @@ from rooftop.programs.parameters import Batch
 from rooftop.programs.train_step import TrainProgram, abstract_batch, abstract_state, init_state, train_step
 from rooftop.quantities import format_bytes
 from rooftop.scopes import PHASES, SCOPES, UNSCOPED
-from rooftop.train.local import Local, local_devices, mesh_of
 from rooftop.train.metrics import Rates
 from rooftop.xla.hlo import parse
+from rooftop.xla.local import Local, local_devices, mesh_of
 from rooftop.xla.places import place_of
 
 TOY = ModelConfig(

@@ -32,10 +32,11 @@ from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
 from rooftop.train.events import Events
 from rooftop.train.folder import MetricsFile, RunFolder
-from rooftop.train.local import local_devices, map_plan, mesh_of, shrink, shrunk_plan
+from rooftop.train.local import map_plan, shrink, shrunk_plan
 from rooftop.train.metrics import Divergence, Rates
 from rooftop.train.schedule import DECAYS, Schedule, ScheduledOptimizer
 from rooftop.train.sizing import small_llama
+from rooftop.xla.local import chip_of_kind, local_devices, mesh_of
 
 TINY = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 32,
@@ -140,6 +141,18 @@ def test_a_plan_is_only_run_elsewhere_when_that_is_asked_for() -> None:
     assert map_plan(small, here, as_is=True, on_local=False)[0] == small
     with pytest.raises(RooftopError, match="one of the two"):
         map_plan(small, here, as_is=True, on_local=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "tpu7x"), ("TPU v4", "v4"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("cpu", None), ("TPU v99", None),
+    ],
+)  # fmt: skip
+def test_devices_are_chips_of_the_catalogue(kind: str, name: str | None) -> None:
+    found = chip_of_kind(kind)
+    assert (None if found is None else found.name) == name
 
 
 # Metrics.

@@ -24,10 +24,11 @@ from rooftop.quantities import parse_count
 from rooftop.train.dataset import Dataset, Progress, Source, open_dataset
 from rooftop.train.engine import Job, require_room
 from rooftop.train.folder import RunFolder
-from rooftop.train.local import Local, local_devices, map_plan, mesh_of, write_axes
+from rooftop.train.local import map_plan
 from rooftop.train.metrics import Rates
 from rooftop.train.schedule import Schedule, ScheduledOptimizer
 from rooftop.train.sizing import PREFIX, small_llama
+from rooftop.xla.local import Local, local_devices, mesh_of, write_axes
 
 #: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
 _OF_DEVICES = ("attention", "attention_block", "loss_chunks")
