@@ -141,9 +141,13 @@ def _again(equation: Any) -> bool:
 
 def _scan(equation: Any, given: list[Any], at: _Place, flags: _Flags) -> list[Any]:
     parameters = equation.params
-    body, reverse = parameters["jaxpr"], parameters["reverse"]
-    fixed, carried = parameters["num_consts"], parameters["num_carry"]
-    consts, carry, inputs = given[:fixed], given[fixed : fixed + carried], given[fixed + carried :]
+    body, reverse = _closed(parameters["jaxpr"]), parameters["reverse"]
+    if "ft_in" in parameters:  # newer than JAX 0.10
+        consts, carry, inputs = (list(part) for part in parameters["ft_in"].update(given).unpack())
+    else:
+        fixed, behind = parameters["num_consts"], parameters["num_consts"] + parameters["num_carry"]
+        consts, carry, inputs = given[:fixed], given[fixed:behind], given[behind:]
+    carried = len(carry)
     inside = replace(at, reverse=(*at.reverse, reverse))
     places: list[_Place] = []
 
@@ -161,11 +165,15 @@ def _scan(equation: Any, given: list[Any], at: _Place, flags: _Flags) -> list[An
 def _inner(equation: Any) -> Any:
     """The jaxpr that an equation only calls; None for all others (kernels and ``shard_map`` are checked as a whole)."""
     if equation.primitive.name in ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"):
-        found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        return found if hasattr(found, "consts") else core.ClosedJaxpr(found, ())
+        return _closed(equation.params.get("jaxpr", equation.params.get("call_jaxpr")))
     if equation.primitive.name == "custom_vjp_call":
-        return equation.params["call_jaxpr"]
+        return _closed(equation.params["call_jaxpr"])
     return None
+
+
+def _closed(jaxpr: Any) -> Any:
+    """Some equations hold an open jaxpr, and which ones depends on JAX."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def _check(made: list[Any], place: _Place, flags: _Flags) -> None:
