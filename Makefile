@@ -19,7 +19,7 @@ help:
 	@echo 'make test-all     the tests, slow ones included'
 	@echo 'make test-newest  make test, on the newest Python found here, with the newest JAX'
 	@echo 'make lint         ruff, mypy, import-linter'
-	@echo 'make bench        how long a plan takes on this machine'
+	@echo 'make bench        how long a plan, and an hour of serving simulated, take on this machine'
 	@echo 'make docs         run the transcripts in the documentation again'
 	@echo 'make lock         write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
 	@echo 'make clean        remove what the other targets made'
@@ -59,6 +59,7 @@ lint: $(VENV)/dev.installed
 
 bench: $(VENV)/demo.installed
 	$(BIN)/python bench/plan.py
+	$(BIN)/python bench/simulate.py --runs 1
 
 docs: $(VENV)/demo.installed
 	$(BIN)/python docs/transcripts.py

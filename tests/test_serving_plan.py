@@ -20,10 +20,10 @@ from rooftop.plan.serving_answer import plan_serving
 from rooftop.plan.serving_assumptions import ServingAssumptions
 from rooftop.plan.serving_fleet import LOAD, candidate_slices, front, recommend
 from rooftop.plan.serving_phase import Placement
-from rooftop.plan.serving_problem import SERVING_AXES, Draft, ServingProblem
+from rooftop.plan.serving_problem import SERVING_AXES, ServingProblem
 from rooftop.plan.serving_rows import chunk_pairs
-from rooftop.plan.serving_search import batch_grid, most_sequences, sweep_generate
-from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
+from rooftop.plan.serving_search import MOST_SEQUENCES, batch_grid, best_prefill, most_sequences, sweep_generate
+from rooftop.plan.serving_workload import Draft, ServingNumerics, ServingWorkload
 from rooftop.roofline.achievable import fractions
 
 INT8 = ServingNumerics(weights="int8", kv="int8")
@@ -61,9 +61,19 @@ def test_plan_and_ledger_add_up_and_stay_above_their_bound(model: str) -> None:
     rows = plan.generate
     assert plan.step_s == pytest.approx(sum(float(row.count * row.expected_s) for row in rows))
     assert plan.lower_s <= plan.step_s <= float(rows.serial_s)
-    assert plan.prefill_s >= max(float(plan.prefill.total(name)) for name in ("hbm", "mxu"))
+    assert plan.prefill_s >= max(float(plan.prefill.total(name)) for name in ("hbm", "mxu", "ici"))
     busy = plan.breakdown()
     assert busy["weights_s"] + busy["kv_s"] == pytest.approx(float(rows.total("hbm")))
+
+
+def test_a_ring_hides_behind_no_more_attention_than_there_is() -> None:
+    """Keys and values of 128 heads go round 32 devices: they take longer than the attention to them."""
+    given = problem(load_model("deepseek-v3"), "v5p:4x4x8")
+    (core,) = (row for row in given.prefill(place("v5p:4x4x8", expert=32, context=4), 8192.0) if "core" in row.scope)
+    (ring,) = core.collectives
+    attention_s = float(core.expected_s) - float(ring.exposed_s)
+    assert float(ring.expected_s) > 2 * attention_s
+    assert float(ring.exposed_s) == pytest.approx(float(ring.expected_s) - attention_s)
 
 
 def test_weights_and_cache_are_read_once() -> None:
@@ -200,7 +210,16 @@ def test_the_largest_batch_is_the_last_that_fits(prompt: int, split: str) -> Non
         return float(memory.total) <= given.capacity
 
     assert fits(most)
-    assert not fits(most + 1) or most == 4096
+    assert not fits(most + 1)
+
+
+def test_small_caches_allow_large_batches() -> None:
+    given = problem(load_model("llama3.2-1b"), "v5p:4x4x8", prompt=1024, generate=64)
+    layout = place("v5p:4x4x8", data=1, context=4, tensor=32)
+    most = most_sequences(given, layout)
+    assert 4096 < most < MOST_SEQUENCES
+    memory = given.memory(layout, np.array([most, most + 4.0]), prefilling=False, generating=True)
+    assert (np.asarray(memory.total) <= given.capacity).tolist() == [True, False]
 
 
 def test_what_does_not_fit_says_what_is_left() -> None:
@@ -251,9 +270,11 @@ def test_transfer_and_prefix_cache() -> None:
     cold = plan_serving(problem()).plan
     kv = 8192 * 163840 * (1 + 2 / 128)
     share = fractions("v5e")
-    assert cold.prompt_kv_bytes == pytest.approx(kv)
+    assert cold.problem.prompt_kv_bytes == pytest.approx(kv)
     assert cold.transfer_s == pytest.approx(kv / (16 * 3.125e9 * share.dcn))
-    assert cold.prompt_kv_bytes / cold.transfer_rates["ici"] == pytest.approx(kv / (4 * 4.5e10 * share.ici["permute"]))
+    assert cold.problem.prompt_kv_bytes / cold.transfer_rates["ici"] == pytest.approx(
+        kv / (4 * 4.5e10 * share.ici["permute"])
+    )
     cache = plan.to_json()["prefix_cache"]
     assert cache["prefill_without_s"] == pytest.approx(cold.prefill_s)
     assert cache["read_s"] == pytest.approx(0.75 * kv / (16 * 1.6e10))
@@ -269,6 +290,17 @@ def test_speculation_trades_flops_for_steps() -> None:
     slow = plan_serving(problem(batch=4)).plan
     fast = plan_serving(problem(batch=4, draft=draft)).plan
     assert fast.token_s < 0.8 * slow.token_s
+    # A round: four guesses one after another, and a check of five tokens.
+    told = fast.to_json()["draft"]
+    assert told["round_s"] == pytest.approx(told["guess_s"] + told["check_s"])
+    assert told["round_s"] == pytest.approx(fast.token_s * told["tokens_per_round"])
+    small = plan_serving(problem(draft.model, batch=4, axes=fast.generate_on.mesh.shape)).plan
+    assert told["guess_s"] == pytest.approx(4 * small.step_s, rel=1e-6)
+    assert slow.step_s < told["check_s"] < 1.3 * slow.step_s
+    # The draft model prefills the prompt too, and its KV is sent as well.
+    assert fast.prefill_s == pytest.approx(slow.prefill_s + told["prefill_s"])
+    kv = 8192 * (163840 + 2 * 8 * 128 * 32) * (1 + 2 / 128)
+    assert fast.problem.prompt_kv_bytes == pytest.approx(kv)
     # Both models are held, and none of it pays if nothing is accepted.
     assert float(fast.memory.weights) > float(slow.memory.weights) + 0.9 * 8e9 / 16
     useless = Draft(model=draft.model, length=4, acceptance=0.0)
@@ -351,6 +383,32 @@ def test_recommendation_meets_the_targets_and_beats_the_others() -> None:
 def test_an_unreachable_target_names_the_nearest() -> None:
     with pytest.raises(Infeasible, match=r"reaches TTFT 1 ms and TPOT 10 us: nearest is TTFT .* times the target"):
         _recommend(requests_per_second=1.0, ttft_s=1e-3, tpot_s=1e-5)
+
+
+def test_the_nearest_is_as_near_as_servers_can_make_it() -> None:
+    with pytest.raises(Infeasible) as error:
+        _recommend(requests_per_second=40.0, ttft_s=5e-3)
+    given = problem(on="v6e:8x8")
+    _, fastest = best_prefill(given, given.prefill_placements())
+    reached = float(error.value.by.split("TTFT ")[1].split(" ms")[0]) / 1e3
+    # Ten times the servers that the load needs: the mean wait is a twentieth of a prefill, and a bit.
+    assert fastest < reached < 1.1 * fastest
+
+
+def test_where_a_server_runs_may_be_fixed() -> None:
+    given = problem(requests_per_second=10.0, axes={"context": 4, "tensor": 4}, prefill_slice=Slice.parse("v5e:8x8"))
+    best = recommend(given, {"v5e": [given.slice]}, [INT8], ["disaggregated"]).best
+    assert best.plan.generate_on.mesh.size("context", "tensor") == 16
+    assert best.plan.generate_on.mesh.size("context") == 4
+    assert best.plan.problem.prefill_server.name == "v5e:8x8"
+
+
+def test_a_chip_without_measurements_says_that_its_times_are_bounds() -> None:
+    where = {name: candidate_slices(Slice.parse(on)) for name, on in (("v6e", "v6e:4x4"), ("h100", "h100:8"))}
+    found = recommend(problem(requests_per_second=10.0), where, [INT8], ["disaggregated"])
+    fleets = {fleet.plan.problem.slice.chip.name: fleet for fleet in (found.best, *found.others)}
+    assert (fleets["v6e"].is_bound, fleets["h100"].is_bound) == (False, True)
+    assert "and its times are bounds" in found.why(fleets["h100"])
 
 
 def test_the_front_over_chips_is_faster_or_cheaper() -> None:

@@ -70,11 +70,15 @@ def test_the_front_as_data_and_as_a_picture(rooftop: Run, tmp_path: Path) -> Non
     data = rooftop(*JOB, "--bounds", "book", "--contexts", "2k,8k,32k", "--plot", str(file), "--json").json
     contexts = {point["context"] for point in data["pareto"]}
     assert contexts == {2000, 8000, 32000}
+    assert "prefers-color-scheme: dark" in file.read_text()
     drawing = ElementTree.fromstring(file.read_text())
     space = "{http://www.w3.org/2000/svg}"
+    texts = [text.text or "" for text in drawing.findall(f"{space}text")]
+    assert texts[0] == "llama3-70b: generation on v5e:4x4, int8 weights, int8 KV"
+    assert {"step, ms (logarithmic)", "tokens/s per chip", "numbers beside points: batch"} <= set(texts)
     assert len(drawing.findall(f"{space}polyline")) == 3
     assert len(drawing.findall(f"{space}circle")) == len(data["pareto"])
-    assert "context 8,000" in [text.text for text in drawing.findall(f"{space}text")]
+    assert {f"context {size:,}" for size in (2000, 8000, 32000)} <= set(texts)
 
 
 def test_given_placements_are_kept(rooftop: Run) -> None:
@@ -97,6 +101,15 @@ def test_recommendation_over_chips(rooftop: Run) -> None:
     text = rooftop(*target).out
     assert "Recommended: " in text
     assert "Runner-up: " in text
+
+
+def test_without_a_rate_servers_are_those_of_one_request_a_second(rooftop: Run) -> None:
+    target = ("plan", "serve", "--on", "v5e", "--weights", "int8", "--kv", "int8", "--tpot", "30ms")
+    one = rooftop(*target, "--json").json["recommendation"]["best"]
+    many = rooftop(*target, "--requests-per-second", "1000", "--json").json["recommendation"]["best"]
+    assert many["generate_servers"] == pytest.approx(1000 * one["generate_servers"], abs=1)
+    assert "chips, $" in rooftop(*target).out
+    assert "for each request a second; TTFT" in " ".join(rooftop(*target).out.split())
 
 
 def test_a_rate_on_one_slice_counts_servers(rooftop: Run) -> None:
@@ -134,6 +147,15 @@ def test_no_is_status_one_and_one_line(rooftop: Run, options: tuple[str, ...], m
     assert answer.json["kind"] == "serve"
     (line,) = answer.err.strip().splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    "option", [("--mesh", "tensor=8"), ("--prefill-mesh", "tensor=8"), ("--prefill-on", "v5e:4x4")]
+)
+def test_placements_are_not_fixed_where_chips_are_searched(rooftop: Run, option: tuple[str, str]) -> None:
+    answer = rooftop("plan", "serve", "--on", "v5e", "--requests-per-second", "1", *option)
+    assert answer.status == 2
+    assert f"{option[0][2:]}: got {option[1]!r}; accepted: this with one slice" in answer.err
 
 
 def test_an_unreachable_target_names_the_nearest(rooftop: Run) -> None:

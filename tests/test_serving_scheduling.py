@@ -133,6 +133,14 @@ def check_cache(cache: KvCache, running: list[Sequence], swapped: list[Sequence]
         assert pool.free + pool.idle + pool.used == pool.size
 
 
+def check_idle(cache: KvCache) -> None:
+    """With no sequence left, every page that is not free is one that the prefix cache can give up."""
+    if cache.prefixes is not None:
+        cache.prefixes.evict(cache.device.idle)
+        cache.prefixes.evict_host(cache.host.idle)
+    assert (cache.device.free, cache.host.free) == (cache.device.size, cache.host.size)
+
+
 @settings(max_examples=400)
 @given(workloads())
 def test_every_token_once_and_no_page_lost(load: dict[str, Any]) -> None:
@@ -176,8 +184,7 @@ def test_every_token_once_and_no_page_lost(load: dict[str, Any]) -> None:
         assert tokens[one.id] == min(allowed, one.max_tokens)
         assert engine.history[one.id] == answer(load["prompts"][one.id], tokens[one.id])
     assert cache.device.used == cache.host.used == 0
-    if not load["prefixes"]:
-        assert cache.device.free == cache.device.size
+    check_idle(cache)
 
 
 @settings(max_examples=200)
@@ -237,6 +244,8 @@ def test_disaggregated_servers_pass_sequences_on(load: dict[str, Any]) -> None:
     for one in sequences:
         assert here.history[one.id] == answer(load["prompts"][one.id], one.max_tokens)
     assert front_cache.device.used == back_cache.device.used == back_cache.host.used == 0
+    check_idle(front_cache)
+    check_idle(back_cache)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=8), st.integers(1, 4))

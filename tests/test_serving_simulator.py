@@ -520,10 +520,25 @@ def test_hashes_that_go_on_are_of_the_answer() -> None:
         ("trace.csv", "arrival_s,prompt_tokens,output_tokens\n1,2,0\n", "trace.csv line 2, output_tokens"),
         ("trace.jsonl", "[]\n", "trace.jsonl line 1"),
         ("trace.jsonl", "{\n", "trace.jsonl line 1"),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens\n1,-2,3\n", "trace.csv line 2, prompt_tokens"),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens\n1,nan,3\n", "trace.csv line 2, prompt_tokens"),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens\n1,2,inf\n", "trace.csv line 2, output_tokens"),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens\n1,1e30,3\n", "trace.csv line 2, prompt_tokens"),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens\ninf,2,3\n", "trace.csv line 2"),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens\n1,2,3,4\n", "trace.csv line 2"),
+        ("trace.csv", "arrival_s,prompt_tokens,output_tokens,hashes\n1,2,3,--4\n", "trace.csv line 2"),
         (
             "trace.jsonl",
-            '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}\n',
-            "trace.jsonl line 1",
+            '{"arrival_s": 1, "prompt_tokens": true, "output_tokens": 1}\n',
+            "trace.jsonl line 1, prompt_tokens",
+        ),
+        *(
+            (
+                "trace.jsonl",
+                '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ' + hashes + "}\n",
+                "trace.jsonl line 1",
+            )
+            for hashes in ('["a"]', "[1.5]", "[1e400]", "7")
         ),
     ],
 )

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rooftop.errors import RooftopError
-from rooftop.validation.serving import SERVING_LEVELS, load_serving, serving_report
+from rooftop.validation.serving import SERVING_LEVELS, serving_report
+from rooftop.validation.serving_runs import load_serving
 from rooftop.validation.table import COLUMNS
 
 Run = Callable[..., Any]
@@ -80,6 +81,42 @@ def test_the_plan_beats_the_null_model_and_the_longer_of_hbm_and_flops() -> None
 def test_levels_are_in_order() -> None:
     for one in REPORT.comparisons:
         assert one.max_hbm_flops_s <= one.bound_s <= one.expected_s
+        assert one.uncalibrated_s >= one.expected_s or one.run.phase != "decode"
+
+
+def test_what_was_calibrated_is_said_and_left_out() -> None:
+    shares = REPORT.shares["v5e"]
+    assert [name for name, share in shares.items() if share["calibrated"]] == ["hbm_read", "latency"]
+    assert all("calibrated on" in share["source"] for share in shares.values() if share["calibrated"])
+    assert (shares["hbm_read"]["uncalibrated"], shares["latency"]["uncalibrated"]) == (0.85, 0.0)
+    # Either sharding predicted with what fits the other best.
+    kept = REPORT.groups["decode, no bound beaten"]
+    error = {level: found.mean_absolute for level, found in kept.items() if found is not None}
+    assert error["expected"] < error["left_out"] < error["max_hbm_flops"] < error["uncalibrated"]
+    assert all((one.left_out_s is None) == (one.run.phase != "decode") for one in REPORT.comparisons)
+
+
+def test_batches_that_were_not_looked_at_are_predicted_as_well() -> None:
+    """Rows of the same source for batches 16, 64 and 128, found after the shares had been chosen."""
+    report = serving_report(Path(__file__).parent.parent / "bench" / "held_out_decode.csv")
+    assert {one.run.batch for one in report.comparisons} == {16, 64, 128}
+    every, kept = report.groups["decode"], report.groups["decode, no bound beaten"]
+    for group, runs in ((every, 12), (kept, 11)):
+        error = {level: found.mean_absolute for level, found in group.items() if found is not None}
+        assert group["expected"] is not None
+        assert group["expected"].runs == runs
+        assert error["expected"] < 0.08
+        assert error["expected"] < 0.5 * error["max_hbm_flops"]
+
+
+def test_requests_under_load_are_those_of_another_run_of_the_benchmark() -> None:
+    lengths = {one.run.model.name: (one.run.prompt, one.run.generate) for one in REPORT.comparisons
+               if one.run.phase == "serve"}  # fmt: skip
+    # Totals of AI-Hypercomputer/jetstream-pytorch pull request 64 and JetStream pull request 83.
+    assert lengths["llama2-13b"] == (round(220485 / 1999), round(608985 / 1999))
+    assert lengths["llama3-8b"] == (round(214914 / 1780), round(415416 / 1780))
+    assert all(any("another run of the benchmark" in text for text in one.run.assumed)
+               for one in REPORT.comparisons if one.run.phase == "serve")  # fmt: skip
 
 
 def test_large_misses_have_a_reason() -> None:

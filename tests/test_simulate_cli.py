@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+
+from rooftop.schemas import schema
 
 Run = Callable[..., Any]
 
@@ -45,6 +48,7 @@ def test_json_is_one_object_and_the_same_every_time(rooftop: Run, plan_file: str
     assert (answer.status, answer.err) == (0, "")
     assert answer.json == rooftop(*command).json == json.loads((tmp_path / "simulation.json").read_text())
     found = answer.json
+    jsonschema.validate(found, schema("simulation"))
     assert (found["kind"], found["requests"]["offered"], found["requests"]["finished"]) == ("simulation", 600, 600)
     assert found["tokens"]["generated"] == 600 * 100
     assert found["goodput"]["ttft_target_s"] == 0.5
@@ -86,6 +90,7 @@ def test_traces_with_a_prefix_cache(rooftop: Run, plan_file: str, tmp_path: Path
     command = ("simulate", plan_file, "--trace", str(trace), "--json")
     assert rooftop(*command).json["tokens"]["cached"] == 0
     cached = rooftop(*command, "--prefix-cache", "--replicas", "2", "--routing", "affinity").json
+    jsonschema.validate(cached, schema("simulation"))
     assert cached["tokens"]["cached"] == 512 + 1024 + 1536
     assert cached["trace"]["hashes"] is True
 
@@ -111,6 +116,8 @@ def test_a_recommended_fleet_is_simulated_as_it_is(rooftop: Run, tmp_path: Path)
         (("--requests-per-second", "1", "--prompt", "9:3"), 2, "prompt: got '9:3'"),
         (("--requests-per-second", "1", "--batching", "interleave"), 2, "did you mean"),
         (("--requests-per-second", "1", "--routing", "affinity"), 2, "affinity with a prefix cache"),
+        (("--requests-per-second", "1", "--prefix-cache"), 2, "a --trace whose hashes say what prompts share"),
+        (("--requests-per-second", "1", "--preemption", "swap"), 2, "swap with --host-kv-tokens"),
         (("--requests-per-second", "1", "--ttft", "soon"), 2, "ttft: got 'soon'"),
         (("--requests-per-second", "1", "--prompt", "many"), 2, "prompt: got 'many'"),
         (("--requests-per-second", "1M", "--seconds", "1M"), 2, "requests: got 1000000000000"),
@@ -136,6 +143,14 @@ def test_plans_that_are_none(rooftop: Run, tmp_path: Path, text: str) -> None:
     assert answer.status == 2
     (line,) = answer.err.strip().splitlines()
     assert line.startswith("rooftop: plan")
+
+
+def test_a_batch_of_one_request_of_one_token_has_no_times_between_tokens(rooftop: Run, plan_file: str) -> None:
+    command = ("simulate", plan_file, "--requests-per-second", "0.1", "--seconds", "10", "--generate", "1", "--json")
+    found = rooftop(*command).json
+    jsonschema.validate(found, schema("simulation"))
+    assert found["tpot_s"] is None
+    assert found["itl_s"] is None
 
 
 def test_drafts_are_not_simulated(rooftop: Run, tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def serve(
 
     where = _where(on, options.pop("price"))
     searching = ":" not in on
+    for name in ("mesh", "prefill_mesh", "prefill_on"):
+        if searching and options[name] is not None:
+            raise RooftopError(name.replace("_", "-"), options[name], "this with one slice, such as --on v5e:4x4")
     numerics, modes = _numerics(options, searching), _modes(options.pop("mode"), searching)
     problem = _problem(next(iter(where.values()))[0], numerics[0], modes[0], **options)
     sizes = None if contexts is None else [parse_count(text, "contexts") for text in contexts.split(",")]
@@ -101,7 +104,10 @@ def serve(
     if plot is not None:
         from rooftop.cli.pareto_plot import pareto_svg
 
-        write_text(plot, pareto_svg(data["pareto"], f"{problem.model.name}: generation on {on}"))
+        kinds = {(kind.weights, kind.kv) for kind in numerics}
+        dtypes = "; ".join(f"{weights} weights, {kv} KV" for weights, kv in kinds) if len(kinds) == 1 else ""
+        title = ", ".join(part for part in (f"{problem.model.name}: generation on {on}", dtypes) if part)
+        write_text(plot, pareto_svg(data["pareto"], title))
     if output is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
     if as_json:
@@ -214,8 +220,8 @@ def _problem(
     from rooftop.hardware import Slice
     from rooftop.models import load_model
     from rooftop.plan.serving_assumptions import ServingAssumptions
-    from rooftop.plan.serving_problem import Draft, ServingProblem
-    from rooftop.plan.serving_workload import ServingWorkload
+    from rooftop.plan.serving_problem import ServingProblem
+    from rooftop.plan.serving_workload import Draft, ServingWorkload
     from rooftop.quantities import parse_count, parse_quantity, parse_seconds
 
     assumptions = ServingAssumptions(mfu=None if mfu is None else _share(mfu, "mfu"))

@@ -55,6 +55,8 @@ def _recommendation(found: Recommendation) -> Text:
     text.append(f"\n  {found.best.chips:,.4g} chips", style="not bold")
     if found.best.usd_per_hour is not None:
         text.append(f", ${found.best.usd_per_hour:,.2f} an hour at list prices", style="not bold")
+    if found.best.plan.problem.workload.requests_per_second is None:
+        text.append(" for each request a second", style="not bold")
     text.append(
         f"; TTFT {format_seconds(found.best.ttft_s)} with its queue, TPOT {format_seconds(found.best.tpot_s)}",
         style="not bold",
@@ -94,12 +96,15 @@ def _summary(plan: ServingPlan, data: dict[str, Any], answer: ServingAnswer) -> 
         table.add_row(
             "speculation",
             f"{draft['gain']:+.0%} tok/s",
-            f"{draft['tokens_per_round']:.2f} tokens a round of {format_seconds(draft['round_s'])}; {draft['model']}",
+            f"{draft['tokens_per_round']:.2f} tokens a round: {draft['length']} guesses of {draft['model']} in "
+            f"{format_seconds(draft['guess_s'])}, checked in {format_seconds(draft['check_s'])}",
         )
     table.add_row(
         "rate", format_count(plan.tokens_per_s, "tok/s"), f"{step['tokens_per_s_per_chip']:.4g} tok/s per chip"
     )
-    table.add_row("TTFT", format_seconds(plan.ttft_s), f"one prefill of {problem.workload.prompt} tokens, no queue")
+    both = "" if data["draft"] is None else " by both models"
+    prefill = f"one prefill of {problem.workload.prompt} tokens{both}, no queue"
+    table.add_row("TTFT", format_seconds(plan.ttft_s), prefill)
     why = "with the prefills of others between" if problem.mode == "interleaved" else "with the KV's transfer"
     table.add_row("TPOT", format_seconds(plan.tpot_s), "a step" if problem.book else f"a step, {why}")
     classes = ", ".join(f"{name} {format_bytes(memory[name])}" for name in ("weights", "scales", "kv", "activations"))

@@ -80,6 +80,8 @@ def command(
     planned, fleet = _plan(plan)
     deployment = _deployment(planned, fleet, options)
     trace = _trace(planned, options)
+    if deployment.prefix_cache and trace.hashes is None:
+        raise RooftopError("prefix-cache", "requests without hashes", "a --trace whose hashes say what prompts share")
     targets = _targets(planned, ttft, tpot)
     with progress_bar(shown=not as_json) as on_progress:
         found = Metrics(simulation=simulate(trace, deployment, on_progress), targets=targets)
@@ -116,10 +118,7 @@ def _plan(file: Path) -> tuple[ServingPlan, Mapping[str, Any]]:
         raise RooftopError("plan", str(file), f"{accepted} (not JSON: {error})") from None
     if not isinstance(data, dict):
         raise RooftopError("plan", str(file), f"{accepted} (this is no JSON object)")
-    found = ServingPlan.from_json(data)
-    if found.problem.draft is not None:
-        raise RooftopError("plan", "one with a draft model", "one without: drafts are planned, and not simulated")
-    return found, (data.get("recommendation") or {}).get("best", {})
+    return ServingPlan.from_json(data), (data.get("recommendation") or {}).get("best", {})
 
 
 def _deployment(plan: ServingPlan, fleet: Mapping[str, Any], options: Mapping[str, Any]) -> Deployment:
@@ -144,6 +143,8 @@ def _deployment(plan: ServingPlan, fleet: Mapping[str, Any], options: Mapping[st
     if prefill is None and batching == "disaggregated":
         prefill = math.ceil(fleet.get("prefill_servers") or plan.prefill_per_generate * replicas)
     times = plan.step_times()
+    if options["preemption"] == "swap" and options["host_kv_tokens"] is None:
+        raise RooftopError("preemption", "swap", "swap with --host-kv-tokens, the room that the hosts have for it")
     if min(times.kv_tokens, times.prefill_kv_tokens) < times.page_tokens:
         plan.require_fit()
         raise Infeasible(f"{plan.problem.model.name} on {plan.problem.slice.name}", "no HBM is left for a KV cache")

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
     from rooftop.validation.serving import ServingReport
 
-_HEADINGS = {"max_hbm_flops": "max(HBM,\nFLOPs)", "bound": "\nbound", "expected": "\nexpected", "null": "null\nmodel"}
+_HEADINGS = {
+    "max_hbm_flops": "max(HBM,\nFLOPs)",
+    "bound": "\nbound",
+    "uncalibrated": "uncali-\nbrated",
+    "expected": "expec-\nted",
+    "left_out": "left\nout",
+    "null": "null\nmodel",
+}
 
 
 def print_serving(report: ServingReport, worst: int) -> None:
@@ -20,6 +27,7 @@ def print_serving(report: ServingReport, worst: int) -> None:
     out = console()
     out.print(_summary(report))
     out.print("Errors of the time of a step or prefill in %, mean absolute; in parentheses the largest.")
+    _print_shares(report)
     out.print(_decode(report))
     if any(one.beats_bound for one in report.comparisons):
         out.print("! [red]measured below the bound[/red], so an input is wrong.")
@@ -32,6 +40,18 @@ def print_serving(report: ServingReport, worst: int) -> None:
         out.print(f"{', '.join(map(_percent, errors))} %: {why}", markup=False)
     for missing in report.unusable:
         out.print(f"not predicted: {missing.source} {missing.model}: {missing.why}", markup=False)
+
+
+def _print_shares(report: ServingReport) -> None:
+    """Which figures were chosen with measurements in sight, and what the levels beside them take instead."""
+    for chip, shares in report.shares.items():
+        for name, share in shares.items():
+            if share["calibrated"]:
+                console().print(
+                    f"{chip} {name} {share['expected']:g}: {share['source']}. Uncalibrated {share['uncalibrated']:g}; "
+                    "left out: as the decode rows of other shardings have it.",
+                    markup=False,
+                )
 
 
 def _summary(report: ServingReport) -> Table:
@@ -60,18 +80,19 @@ def _decode(report: ServingReport) -> Table:
 
     table = Table(title="Decode steps: errors in %", box=SIMPLE_HEAD)
     table.add_column("\nrun", overflow="fold")
-    for heading in ("\nmeasured", "\nexpected", *_HEADINGS.values(), "tokens that\nexplain it"):
+    for heading in ("\nmeasured", *_HEADINGS.values(), "tokens\nmeant"):
         table.add_column(heading, justify="right", no_wrap=True)
+    before = None
     for one in report.comparisons:
         if one.run.phase != "decode":
             continue
         run = one.run
+        if before != (before := f"{run.model.name} on {run.slice.name}"):
+            table.add_row(Text(before))
         mesh = " ".join(f"{axis} {size}" for axis, size in (run.mesh or {}).items()) or "mesh searched"
-        name = f"{run.model.name} {run.slice.name}, {mesh}, {run.batch} x {run.context}"
         table.add_row(
-            Text(name),
+            Text(f"{mesh}, {run.batch} x {run.context}"),
             format_seconds(run.measured_s),
-            format_seconds(one.expected_s),
             *(
                 _percent(one.error(level)) + ("!" if level == "bound" and one.beats_bound else "")
                 for level in _HEADINGS

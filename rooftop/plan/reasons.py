@@ -18,15 +18,20 @@ from rooftop.roofline import rules
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """One rule applied. ``margin`` is the value over the limit: above 1 is on the good side."""
+    """One rule applied: it holds where the value is no less than the limit, or ``near`` it, within a factor of two."""
 
     rule: str
     source: str
     formula: str
     value: float
     limit: float
-    holds: bool
     text: str
+    near: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether the rule holds."""
+        return 0.5 <= self.margin <= 2 if self.near else bool(self.value >= self.limit)
 
     @property
     def margin(self) -> float:
@@ -78,7 +83,6 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         formula="HBM / bytes per parameter >= parameters",
         value=problem.capacity / per_parameter,
         limit=float(parameters),
-        holds=state <= problem.capacity,
         text=f"One device holds the state of {format_count(problem.capacity / per_parameter)} parameters at "
         f"{per_parameter:.3g} B each; the model has {format_count(parameters)}"
         + ("." if state <= problem.capacity else ", so the state must be sharded."),
@@ -91,7 +95,6 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         formula="tokens per device >= C / W_hbm",
         value=local,
         limit=batch,
-        holds=local >= batch,
         text=f"A matmul sees {format_count(local)} tokens; it needs {batch:.0f} to outlast the reading of its weights.",
     )
 
@@ -112,7 +115,6 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             formula="B/N >= C / (W_ici axes)",
             value=per_chip,
             limit=fsdp,
-            holds=per_chip >= fsdp,
             text=f"FSDP alone would need {fsdp:.0f} tokens per chip over {axes:g} ring axes; you have {per_chip:.0f}"
             + (", enough." if per_chip >= fsdp else ", so it would be bound by ICI."),
         )
@@ -126,7 +128,6 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             formula="Y <= M_Y F_eff / alpha",
             value=limit,
             limit=float(tensor),
-            holds=bool(tensor <= limit),
             text=f"Tensor parallelism of {tensor} against a limit of {limit:.1f} ways "
             f"(F_eff {f_eff:.0f}, alpha {alpha:.0f}, {max(used, 0.5):g} ring axes).",
         )
@@ -140,7 +141,6 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
                 formula="B/N >= 4 alpha^2 / (M_X M_Y F_eff); alpha^2 / (M_X M_Y F_eff) if they overlap",
                 value=per_chip,
                 limit=mixed[False],
-                holds=per_chip >= mixed[False],
                 text=f"The best mix needs {mixed[False]:.0f} tokens per chip if the two take turns on the network, "
                 f"{mixed[True]:.0f} if they overlap; you have {per_chip:.0f}.",
             )
@@ -152,7 +152,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
                 formula="X = sqrt(B M_X N / (F_eff M_Y))",
                 value=chosen,
                 limit=best,
-                holds=0.5 <= chosen / best <= 2,
+                near=True,
                 text=f"On paper {best:.0f} ways of FSDP move the fewest bytes; the search chose {chosen:.0f}.",
             )
     if problem.slice.num_slices > 1:
@@ -164,7 +164,6 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             formula="B per slice >= C / W_dcn",
             value=own,
             limit=need,
-            holds=own >= need,
             text=f"Each slice has {format_count(own)} tokens a step; gradients over DCN need {format_count(need)}.",
         )
 
@@ -178,7 +177,6 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         formula="sequences >= devices / (tensor x stage)",
         value=float(workload.batch_seqs),
         limit=float(devices / float((step.strategies.devices("tensor", "stage"))[0, 0])),
-        holds=workload.batch_seqs * float(step.strategies.devices("tensor", "stage")[0, 0]) >= devices,
         text=f"{workload.batch_seqs} sequences for {devices} devices: without tensor, context or stage axes at most "
         f"{workload.batch_seqs} devices could each take a whole one.",
     )
@@ -189,7 +187,6 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         formula="T < 8 D",
         value=float(long),
         limit=float(workload.seq_len),
-        holds=workload.seq_len < long,
         text=f"Attention FLOPs exceed those of the matmuls above {format_count(long)} tokens of context; "
         f"yours is {workload.seq_len}.",
     )
@@ -202,7 +199,6 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             formula="microbatches >= 4 (stages - 1)",
             value=counts,
             limit=4 * (stages - 1),
-            holds=counts >= 4 * (stages - 1),
             text=f"{stages:.0f} stages and {counts:.0f} microbatches: idle {(stages - 1) / counts:.1%} of busy time.",
         )
     if model.moe is not None:
@@ -215,7 +211,6 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             formula="tokens per expert group >= C / W_hbm x E / k",
             value=group,
             limit=need,
-            holds=group >= need,
             text=f"The experts of a group see {format_count(group)} tokens; {format_count(need)} keep them busy.",
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,14 +18,11 @@ from rooftop.plan.reasons import Reason
 from rooftop.plan.serving_assumptions import SHARES, ServingAssumptions
 from rooftop.plan.serving_phase import Placement, serving_rules
 from rooftop.plan.serving_pricing import scalar_ledger
-from rooftop.plan.serving_problem import Draft, ServingMemory, ServingProblem
+from rooftop.plan.serving_problem import ServingMemory, ServingProblem
 from rooftop.plan.serving_reasons import serving_reasons
-from rooftop.plan.serving_search import (
-    most_sequences,
-    token_s,
-)
+from rooftop.plan.serving_search import most_sequences, round_times, token_s
 from rooftop.plan.serving_times import PlannedTimes
-from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
+from rooftop.plan.serving_workload import Draft, ServingNumerics, ServingWorkload
 from rooftop.quantities import format_bytes, format_seconds
 from rooftop.scheduling.serving_times import StepTimes
 
@@ -69,10 +66,10 @@ class ServingPlan:
         """Lower bound of a step: the busiest resource; by the book attention and the rest after one another."""
         return self.step_s if self.problem.book else max(_busy(self.generate).values())
 
-    @property
+    @cached_property
     def prefill_s(self) -> float:
-        """Expected seconds of one prompt's prefill, with the reading of what the prefix cache has from host memory."""
-        return float(self.prefill.expected_s) + self.prefix_read_s
+        """Expected seconds of one prompt's prefill: what the prefix cache has is read, a draft model prefills too."""
+        return self.problem.prompt_s(self.prefill_on)
 
     @cached_property
     def token_s(self) -> float:
@@ -118,12 +115,6 @@ class ServingPlan:
         """The most sequences that fit the generate server as it is laid out."""
         return most_sequences(self.problem, self.generate_on)
 
-    @property
-    def prompt_kv_bytes(self) -> float:
-        """Bytes of one prompt's KV."""
-        phase = self.problem.phase("generate", self.generate_on, 1.0)
-        return float(phase.cached_bytes(self.problem.workload.prompt, stored=True))
-
     @cached_property
     def transfer_rates(self) -> dict[str, float]:
         """Bytes/s between a prefill and a generate server, at the named fractions.
@@ -142,14 +133,7 @@ class ServingPlan:
     @property
     def transfer_s(self) -> float:
         """Seconds of one prompt's KV to the generate server over the plan's link."""
-        return self.prompt_kv_bytes / self.transfer_rates[self.problem.link]
-
-    @property
-    def prefix_read_s(self) -> float:
-        """Seconds in which the part of a prompt's KV that the prefix cache has comes from host memory over PCIe."""
-        server = self.problem.prefill_server
-        rate = server.chips * server.chip.pcie_bytes_per_s
-        return self.problem.workload.hit_rate * self.prompt_kv_bytes / rate
+        return self.problem.prompt_kv_bytes / self.transfer_rates[self.problem.link]
 
     @property
     def prefill_per_generate(self) -> float:
@@ -185,7 +169,12 @@ class ServingPlan:
         return []
 
     def step_times(self) -> StepTimes:
-        """What any step of these servers takes: what a simulation of requests asks."""
+        """What any step of these servers takes: what a simulation of requests asks.
+
+        Raises RooftopError on a plan with a draft model, whose rounds yield a number of tokens that varies.
+        """
+        if self.problem.draft is not None:
+            raise RooftopError("plan", "one with a draft model", "one without: drafts are planned, and not simulated")
         rate = self.transfer_rates[self.problem.link]
         return PlannedTimes(self.problem, self.generate_on, self.prefill_on, rate)
 
@@ -196,9 +185,9 @@ class ServingPlan:
         problem, memory = self.problem, self.memory
         left = problem.capacity - float(memory.total - memory.kv)
         most = f"at most {self.max_batch} sequences fit" if self.max_batch else "not one sequence fits"
+        many = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         raise Infeasible(
-            f"{problem.model.name} with {self.batch} sequences of {problem.held_tokens:,.0f} tokens does not fit "
-            f"{problem.slice.name}",
+            f"{problem.model.name} with {many} of {problem.held_tokens:,.0f} tokens does not fit {problem.slice.name}",
             f"their KV takes {format_bytes(float(memory.kv))} of a device, of whose {format_bytes(problem.capacity)} "
             f"{format_bytes(max(left, 0.0))} are left; {most}",
         )
@@ -273,17 +262,7 @@ class ServingPlan:
                 "mfu": problem.assumptions.mfu,
                 "bounds": problem.bounds,
             },
-            "draft": None
-            if problem.draft is None
-            else {
-                "model": problem.draft.model.name,
-                "config": problem.draft.model.to_json(),
-                "length": problem.draft.length,
-                "acceptance": problem.draft.acceptance,
-                "tokens_per_round": problem.draft.tokens_per_round,
-                "round_s": self.token_s * problem.draft.tokens_per_round,
-                "gain": self.step_s / self.token_s - 1,
-            },
+            "draft": self._draft(),
             "definitions": dict(DEFINITIONS),
             "generate": {
                 "batch": self.batch,
@@ -310,8 +289,8 @@ class ServingPlan:
             "memory": self.memory_json(),
             "max_batch": self.max_batch,
             "kv_transfer": {
-                "bytes": self.prompt_kv_bytes,
-                **{f"{name}_s": self.prompt_kv_bytes / rate for name, rate in self.transfer_rates.items()},
+                "bytes": problem.prompt_kv_bytes,
+                **{f"{name}_s": problem.prompt_kv_bytes / rate for name, rate in self.transfer_rates.items()},
             },
             "prefix_cache": self._prefix_cache(),
             "evicted_tokens_per_step": rules.evicted_tokens_per_step(self.batch, work.prompt, work.generate),
@@ -322,18 +301,35 @@ class ServingPlan:
             "reasons": [reason.to_json() for reason in self.reasons],
         }  # fmt: skip
 
+    def _draft(self) -> dict[str, Any] | None:
+        """The draft model, what both models take in a round, and what it gains in tokens/s."""
+        problem, draft = self.problem, self.problem.draft
+        if draft is None:
+            return None
+        times = round_times(problem, self.generate_on, float(self.batch))
+        work = problem.workload
+        new = float(work.new_prompt_tokens)
+        prefill = problem.prefill(self.prefill_on, new, work.prompt - new, model=draft.model)
+        return draft.to_json() | {
+            "guess_s": float(times.guess_s),
+            "check_s": float(times.check_s),
+            "round_s": float(times.round_s),
+            "prefill_s": float(prefill.expected_s),
+            "gain": self.step_s / self.token_s - 1,
+        }
+
     def _prefix_cache(self) -> dict[str, Any]:
         """What the prefix cache saves, and how many prompts' KV the hosts' memory holds."""
         problem = self.problem
-        cold = float(problem.prefill(self.prefill_on, float(problem.workload.prompt)).expected_s)
+        cold = replace(problem, workload=replace(problem.workload, hit_rate=0.0)).prompt_s(self.prefill_on)
         memory = None if problem.host_bytes is None else problem.host_bytes * problem.prefill_server.hosts
         return {
             "hit_rate": problem.workload.hit_rate,
             "prefill_without_s": cold,
-            "read_s": self.prefix_read_s,
+            "read_s": problem.prefix_read_s,
             "speedup": cold / self.prefill_s,
             "host_bytes": memory,
-            "prompts_held": None if memory is None else int(memory / self.prompt_kv_bytes),
+            "prompts_held": None if memory is None else int(memory / problem.prompt_kv_bytes),
         }
 
     @classmethod
@@ -344,7 +340,6 @@ class ServingPlan:
                 raise RooftopError("plan kind and schema", f"{data['kind']} {data['schema']}", f"serve {SCHEMA}")
             slice_ = Slice.parse(data["slice"]["name"])
             prefill_slice = Slice.parse(data["prefill"]["slice"])
-            draft = data["draft"]
             problem = ServingProblem(
                 model=ModelConfig.from_json(data["model"]["config"]),
                 slice=slice_,
@@ -355,13 +350,7 @@ class ServingPlan:
                 bounds=data["assumptions"]["bounds"],
                 link=data["link"],
                 prefill_slice=None if data["prefill"]["slice"] == slice_.name else prefill_slice,
-                draft=None
-                if draft is None
-                else Draft(
-                    model=ModelConfig.from_json(draft["config"]),
-                    length=int(draft["length"]),
-                    acceptance=float(draft["acceptance"]),
-                ),
+                draft=None if data["draft"] is None else Draft.from_json(data["draft"]),
             )
             return cls(
                 problem=problem,

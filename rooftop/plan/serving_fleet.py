@@ -24,6 +24,7 @@ from rooftop.plan.serving_rules import interleaved_token_s, queue_wait_s
 from rooftop.plan.serving_search import batch_grid, best_prefill, most_sequences, pareto, slices_of, sweep_generate
 from rooftop.plan.serving_workload import ServingNumerics
 from rooftop.quantities import format_seconds
+from rooftop.roofline.achievable import NO_MEASUREMENT
 
 #: The most that servers are loaded in the mean: the rest is for bursts.
 LOAD = 0.8
@@ -53,6 +54,11 @@ class Fleet:
         """List price of all servers."""
         price = self.plan.problem.slice.chip.price_usd_per_hour
         return None if price is None else price * self.chips
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether nothing was measured on the chip, so that times are bounds and flatter it."""
+        return self.plan.problem.rates.fractions.sources["hbm"] == NO_MEASUREMENT
 
     def score(self, objective: str) -> float:
         """What is to be small."""
@@ -91,6 +97,7 @@ class Fleet:
             "usd_per_hour": self.usd_per_hour,
             "ttft_s": self.ttft_s,
             "tpot_s": self.tpot_s,
+            "is_bound": self.is_bound,
         }
 
 
@@ -116,6 +123,8 @@ class Recommendation:
         ):
             if its < ours:
                 parts.append(f"though its {name} is {format_seconds(its)}, not {format_seconds(ours)}")
+        if other.is_bound:
+            parts.append("and its times are bounds")
         return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -154,23 +163,21 @@ def recommend(
 ) -> Recommendation:
     """The cheapest fleet (or that of fewest chips) for the workload's rate and targets.
 
-    ``where``: the slices that a server may be, by chip. Raises Infeasible with the nearest that can be reached, and
-    RooftopError on an objective that is none.
+    ``where``: the slices that a server may be, by chip (prefill is on the problem's ``prefill_slice`` if it has one).
+    Raises Infeasible with the nearest that can be reached, and RooftopError on an objective that is none.
     """
     if objective not in OBJECTIVES:
         raise unknown("for", objective, OBJECTIVES)
     found: list[Fleet] = []
     searched = 0
-    for slices in where.values():
-        placed = [(slice_, *_placements(problem, slice_)) for slice_ in slices]
+    for slices, mode in product(where.values(), modes):
+        placed = [(slice_, *_placements(problem, slice_, mode)) for slice_ in slices]
+        choose = _interleaved if mode == "interleaved" else _disaggregated
         for kinds in numerics:
-            for mode in modes:
-                kind = replace(problem, numerics=kinds, mode=mode)
-                choose = _interleaved if mode == "interleaved" else _disaggregated
-                fleets = list(choose(kind, placed))
-                searched += len(fleets)
-                if fleets:
-                    found.append(min(fleets, key=lambda fleet: _order(fleet, objective)))
+            fleets = list(choose(replace(problem, slice=slices[0], numerics=kinds, mode=mode), placed))
+            searched += len(fleets)
+            if fleets:
+                found.append(min(fleets, key=lambda fleet: _order(fleet, objective)))
     if not found:
         largest = ", ".join(max(slices, key=lambda slice_: slice_.chips).name for slices in where.values())
         raise Infeasible(f"{problem.model.name} does not fit", f"not one sequence on slices up to {largest}")
@@ -182,9 +189,10 @@ def recommend(
     return Recommendation(best=best, others=others, objective=objective, searched=searched)
 
 
-def _placements(problem: ServingProblem, slice_: Slice) -> tuple[list[Placement], list[Placement]]:
-    plain = replace(problem, slice=slice_, mode="interleaved", axes=None, prefill_axes=None)
-    return plain.generate_placements(), plain.prefill_placements()
+def _placements(problem: ServingProblem, slice_: Slice, mode: str) -> tuple[list[Placement], list[Placement]]:
+    """Where a server of this slice may generate and, if it does nothing else, prefill."""
+    sized = replace(problem, slice=slice_, mode=mode)
+    return sized.generate_placements(), sized.prefill_placements() if mode == "disaggregated" else []
 
 
 def _order(fleet: Fleet, objective: str) -> tuple[float, float, float]:
@@ -297,7 +305,7 @@ def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
         for place, batch, seconds in _steps(sized, generate):
             if id(place) not in shared:
                 on = sized.shared_prefill(place)
-                shared[id(place)] = on, float(sized.prefill(on, float(work.new_prompt_tokens)).expected_s)
+                shared[id(place)] = on, sized.prompt_s(on)
             on, prefill = shared[id(place)]
             between = interleaved_token_s(seconds, prefill, batch, work.generate)
             served = LOAD * batch / (work.generate * between)
@@ -309,14 +317,16 @@ def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
 
 def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[tuple[Placement, int, float]]:
     """The fastest placement of every batch that fits, with the seconds between two tokens."""
-    most = max((most_sequences(problem, placement) for placement in placements), default=0)
-    if not most:
+    room = [(placement, most) for placement in placements if (most := most_sequences(problem, placement))]
+    if not room:
         return
     given = problem.workload.batch_seqs
-    batches = batch_grid(most)
+    batches = batch_grid(max(most for _, most in room))
     # A third of the grid: steps of a quarter in the batch are fine enough to compare fleets.
     chosen = batches[sorted({*range(0, len(batches), 3), len(batches) - 1})]
-    found = sweep_generate(problem, placements, chosen if given is None else np.array([float(given)]))
+    found = sweep_generate(
+        problem, [placement for placement, _ in room], chosen if given is None else np.array([float(given)])
+    )
     for at, batch in enumerate(found.batches):
         if np.isfinite(found.fastest_s[at]):
             yield found.best(at), int(batch), float(found.fastest_s[at])
@@ -326,12 +336,13 @@ def _prefill_servers(seconds: float, rate: float | None, target_s: float | None)
     """Servers that keep the load and, if it can be, the mean time to first token; and the mean wait before one."""
     if rate is None:
         return seconds / LOAD, queue_wait_s(seconds, LOAD)
-    count = max(1, ceil(rate * seconds / LOAD))
-    slack = inf if target_s is None else target_s - seconds
-    # More servers than ten times the load would only wait for a burst.
-    while slack > 0 and queue_wait_s(seconds, rate * seconds / count) > slack and count < 10 * rate * seconds:
-        count += 1
-    return float(count), queue_wait_s(seconds, rate * seconds / count)
+    load = rate * seconds
+    slack = inf if target_s is None else max(target_s - seconds, 0.0)
+    # The mean wait, S r / (2 (1 - r)) at r = load / count, is no longer than the slack. More servers than ten times the
+    # load would only wait for a burst.
+    enough = load * (1 + seconds / (2 * slack)) if slack else inf
+    count = max(1, ceil(load / LOAD), ceil(min(enough, 10 * load)))
+    return float(count), queue_wait_s(seconds, load / count)
 
 
 def _whole(count: float, rate: float | None) -> float:

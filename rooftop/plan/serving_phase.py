@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import Rules
+from rooftop.errors import unknown
 from rooftop.hardware import Slice
 from rooftop.ledger import Number
 from rooftop.models import ModelConfig
@@ -41,10 +43,19 @@ class Placement:
     mesh: Mesh
     kv_split: str = "batch"
 
+    def __post_init__(self) -> None:
+        if self.kv_split not in KV_SPLITS:
+            raise unknown("kv-split", self.kv_split, KV_SPLITS)
+
     @property
     def slice(self) -> Slice:
         """The slice under the mesh."""
         return self.mesh.slice
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis."""
+        return self.mesh.shape
 
     @cached_property
     def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
@@ -76,7 +87,8 @@ class Phase:
 
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together."""
-        return self.placement.mesh.size(*axes)
+        sizes = self.placement.sizes
+        return prod(sizes.get(axis, 1) for axis in axes)
 
     @property
     def generating(self) -> bool:
@@ -148,13 +160,8 @@ class Phase:
         return 1.0 if self.model.mla is not None else self.kv_heads / self.model.kv_heads
 
     def cached_bytes(self, context: Number, *, stored: bool) -> Number:
-        """Bytes of KV of a sequence of ``context`` tokens, scales included, over all heads and layers.
-
-        As read in a step; as ``stored``, layers that share a cache have it once.
-        """
-        plain = kv_cache_bytes(self.model, self.numerics.kv, context)
-        scales = 1.0 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes
-        return plain * scales / (self.numerics.kv_sharing if stored else 1)
+        """Bytes of KV of a sequence of ``context`` tokens: see ``cached_bytes``."""
+        return cached_bytes(self.model, self.numerics, context, stored=stored)
 
     def sequences(self, batch: Number) -> Number:
         """Sequences of ``batch`` whose KV the busiest device has a part of; a sequence split counts as its part."""
@@ -217,6 +224,16 @@ class Phase:
         width = 4 * model.d_model + projected + 3 * hidden / self.split
         logits = 4.0 * (tokens if self.generating else 1) * model.vocab / self.split
         return tokens * width * ACTIVATION_BYTES + logits
+
+
+def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number, *, stored: bool) -> Number:
+    """Bytes of KV of a sequence of ``context`` tokens, scales included, over all heads and layers.
+
+    As read in a step; as ``stored``, layers that share a cache have it once.
+    """
+    plain = kv_cache_bytes(model, numerics.kv, context)
+    scales = 1.0 + numerics.kv_scale_bytes(model) / numerics.kv_bytes
+    return plain * scales / (numerics.kv_sharing if stored else 1)
 
 
 def serving_rules(*, generating: bool) -> Rules:

@@ -48,7 +48,9 @@ def price_serving(work: Sequence[Work], placement: Placement, rates: Rates, assu
         collectives = []
         for transfer, each in zip(item.collectives, found, strict=True):
             if transfer.hides == "ring":
-                exposed = (1 - share["ring"]) * each.total_s
+                # What travels hides behind the attention to what has come, which may be the shorter of the two.
+                hidden = np.minimum(share["ring"] * each.total_s, np.maximum(item.matmul_s, item.hbm_bytes / rate))
+                exposed = each.total_s - hidden
             else:
                 exposed = (1 - latency) * each.latency_s + (1 - share["bytes"]) * each.bytes_s
             collectives.append(_collective(transfer, placement, each.total_s, exposed))

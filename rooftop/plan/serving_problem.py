@@ -15,13 +15,12 @@ from rooftop.hardware import Slice
 from rooftop.ledger import Ledger, Number
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.counting import kv_cache_bytes
-from rooftop.plan import serving_rules as rules
 from rooftop.plan.serving_assumptions import ServingAssumptions
 from rooftop.plan.serving_book import book_generate, book_prefill
-from rooftop.plan.serving_phase import KV_SPLITS, Phase, Placement
+from rooftop.plan.serving_phase import KV_SPLITS, Phase, Placement, cached_bytes
 from rooftop.plan.serving_pricing import price_serving
 from rooftop.plan.serving_rows import generate_work, prefill_work
-from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
+from rooftop.plan.serving_workload import Draft, ServingNumerics, ServingWorkload
 from rooftop.roofline.rates import Rates
 
 MODES = ("disaggregated", "interleaved")
@@ -45,25 +44,6 @@ class ServingMemory:
     def total(self) -> Number:
         """All classes together."""
         return self.weights + self.scales + self.kv + self.activations
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """A small model that guesses ``length`` tokens a round, each right with probability ``acceptance``."""
-
-    model: ModelConfig
-    length: int = 4
-    acceptance: float = 0.7
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise RooftopError("draft-length", self.length, "a positive whole number")
-        rules.speculated_tokens(self.length, self.acceptance)
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Tokens that a round is expected to yield."""
-        return rules.speculated_tokens(self.length, self.acceptance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +156,35 @@ class ServingProblem:
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
         return price_serving(generate_work(phase, tokens), placement, self.rates, self.assumptions)
 
-    def prefill(self, placement: Placement, tokens: float, before: float = 0.0) -> Ledger:
+    def prefill(
+        self, placement: Placement, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
+    ) -> Ledger:
         """The ledger of a prefill of ``tokens`` tokens of one sequence, after ``before`` tokens whose KV is there."""
         if self.book or self.assumptions.mfu is not None:
             mfu = self.assumptions.mfu or 1.0
-            return book_prefill(self.model, self.numerics, placement.slice.devices, self.rates, tokens, mfu)
-        phase = self.phase("prefill", placement, float(tokens))
+            return book_prefill(model or self.model, self.numerics, placement.slice.devices, self.rates, tokens, mfu)
+        phase = self.phase("prefill", placement, float(tokens), model)
         return price_serving(prefill_work(phase, before), placement, self.rates, self.assumptions)
+
+    def prompt_s(self, placement: Placement) -> float:
+        """Expected seconds until a prompt is prefilled: what the cache has is read, then the models run."""
+        new = float(self.workload.new_prompt_tokens)
+        before = self.workload.prompt - new
+        models = [self.model] if self.draft is None else [self.model, self.draft.model]
+        seconds = sum(float(self.prefill(placement, new, before, model=model).expected_s) for model in models)
+        return seconds + self.prefix_read_s
+
+    @cached_property
+    def prompt_kv_bytes(self) -> float:
+        """Bytes of one prompt's KV, the draft model's included."""
+        models = [self.model] if self.draft is None else [self.model, self.draft.model]
+        return sum(float(cached_bytes(model, self.numerics, self.workload.prompt, stored=True)) for model in models)
+
+    @property
+    def prefix_read_s(self) -> float:
+        """Seconds in which the part of a prompt's KV that the prefix cache has comes from host memory over PCIe."""
+        rate = self.prefill_server.chips * self.slice.chip.pcie_bytes_per_s
+        return self.workload.hit_rate * self.prompt_kv_bytes / rate
 
     def memory(self, placement: Placement, batch: Number, *, prefilling: bool, generating: bool) -> ServingMemory:
         """Bytes on one device of a server that holds the KV of ``batch`` sequences and runs one phase or both."""
@@ -198,12 +200,12 @@ class ServingProblem:
             whole = self.phase("prefill", _joined(placement) if generating else placement, self.workload.prompt)
             activations = np.maximum(activations, whole.activation_bytes)
         weights, scales = phase.device_weight_bytes
-        if self.draft is not None and generating:
-            small = self.phase("generate", placement, batch, self.draft.model)
+        kv = phase.device_kv_bytes(batch, held, stored=True)
+        if self.draft is not None:
+            # A draft model lies beside the large one, as it is split, and has a cache of its own.
+            small = replace(phase, model=self.draft.model)
             draft_weights, draft_scales = small.device_weight_bytes
             weights, scales = weights + draft_weights, scales + draft_scales
-        kv = phase.device_kv_bytes(batch, held, stored=True)
-        if self.draft is not None and generating:
             kv = kv + small.device_kv_bytes(batch, held, stored=True)
         plain = kv / (1 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes)
         return ServingMemory(weights=weights, scales=scales + kv - plain, kv=plain, activations=activations)

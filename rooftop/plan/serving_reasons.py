@@ -27,7 +27,6 @@ def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
         formula="B >= C x bytes of a weight / (2 W_hbm)",
         value=float(batch),
         limit=need,
-        holds=batch >= need,
         text=f"{batch} sequences share each reading of the weights; {need:.0f} would make the matmuls outlast it.",
     )
     moe = problem.model.moe
@@ -40,7 +39,6 @@ def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
             formula="B >= B_crit E / k",
             value=float(batch),
             limit=more,
-            holds=batch >= more,
             text=f"A step reads {used:.1f} of {moe.experts} experts in the mean; {more:.0f} sequences keep them busy.",
         )
 
@@ -55,9 +53,17 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
         formula="weights read >= KV read",
         value=weights,
         limit=kv,
-        holds=weights >= kv,
         text=f"A device reads {format_bytes(weights)} of weights and {format_bytes(kv)} of KV a step"
         + ("." if weights >= kv else ": more sequences add little to tokens/s."),
+    )
+    longest = problem.model.max_seq_len
+    yield Reason(
+        rule="sequences no longer than the model's",
+        source="the model's config",
+        formula="prompt + answer <= longest sequence",
+        value=float(longest),
+        limit=float(problem.held_tokens),
+        text=f"A sequence grows to {problem.held_tokens:,.0f} tokens; the model was made for {longest:,}.",
     )
     if problem.book:
         return
@@ -72,7 +78,6 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
         formula="tensor <= KV heads" if whole else "tensor <= 1: a latent has no heads",
         value=float(limit),
         limit=float(ways),
-        holds=ways <= limit,
         text=f"{text}: {'no copies' if ways <= limit else f'{ways / limit:g} copies of each'}"
         + (
             f"; its {'sequences' if placement.kv_split == 'batch' else 'tokens'} are split {split} ways."
@@ -96,7 +101,6 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
         formula="Y <= F / (B beta), beta = W_hbm / W_ici",
         value=limit,
         limit=float(ways),
-        holds=ways <= limit,
         text=f"{ways} ways against {limit:.0f}, at which the collectives of {batch} sequences outlast the weights.",
     )
     axes = sum(1 for axis in problem.slice.physical_axes if axis.kind == "torus" and axis.size > 1)
@@ -107,7 +111,6 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
         formula="Y <= M F / alpha",
         value=busy,
         limit=float(ways),
-        holds=ways <= busy,
         text=f"{ways} ways against {busy:.1f} for batches so large that FLOPs bind.",
     )
     two_d = serving_rules.weight_stationary_2d_chips(hidden / model.d_model, axes)
@@ -118,7 +121,6 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
         formula="N > 2 (F/D) axes^2",
         value=float(problem.slice.chips),
         limit=two_d,
-        holds=problem.slice.chips > two_d,
         text=f"Splitting D too moves fewer bytes above {two_d:.0f} chips; {problem.slice.chips} here, and D is "
         f"{'split' if used else 'whole'}.",
     )
@@ -130,6 +132,5 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
         formula="B D bytes / Y >= W hop",
         value=shard,
         limit=small,
-        holds=shard >= small,
         text=f"A shard of activations has {format_count(shard, 'B')}; below {format_count(small, 'B')} hops cost more.",
     )

@@ -17,7 +17,7 @@ from rooftop.plan.serving_phase import Placement
 from rooftop.plan.serving_problem import ServingProblem
 
 #: The largest batch that is looked at.
-MOST_SEQUENCES = 4096
+MOST_SEQUENCES = 2**20
 
 
 def batch_grid(most: int) -> Floats:
@@ -67,14 +67,33 @@ def sweep_generate(problem: ServingProblem, placements: Sequence[Placement], bat
     )
 
 
-def token_s(problem: ServingProblem, placement: Placement, batch: Any) -> Any:
-    """Expected seconds between two tokens of a sequence while nothing else runs."""
-    if problem.draft is None:
-        return problem.generate(placement, batch).expected_s
+@dataclass(frozen=True, kw_only=True)
+class RoundTimes:
+    """Seconds of a round of speculative decoding, arrays over batches: all ``guess_s`` together, then one check."""
+
+    guess_s: Any
+    check_s: Any
+
+    @property
+    def round_s(self) -> Any:
+        """The whole round."""
+        return self.guess_s + self.check_s
+
+
+def round_times(problem: ServingProblem, placement: Placement, batch: Any) -> RoundTimes:
+    """What the draft model and the large one take in a round. The problem has a draft."""
     draft = problem.draft
+    assert draft is not None
     guess = problem.generate(placement, batch, model=draft.model).expected_s
     check = problem.generate(placement, batch, guesses=draft.length).expected_s
-    return (draft.length * guess + check) / draft.tokens_per_round
+    return RoundTimes(guess_s=draft.length * guess, check_s=check)
+
+
+def token_s(problem: ServingProblem, placement: Placement, batch: Any) -> Any:
+    """Expected seconds between two tokens of a sequence while nothing else runs: a step, or a round's share."""
+    if problem.draft is None:
+        return problem.generate(placement, batch).expected_s
+    return round_times(problem, placement, batch).round_s / problem.draft.tokens_per_round
 
 
 def server_memory(problem: ServingProblem, placement: Placement, batch: Any) -> Any:
@@ -83,17 +102,24 @@ def server_memory(problem: ServingProblem, placement: Placement, batch: Any) -> 
 
 
 def most_sequences(problem: ServingProblem, placement: Placement) -> int:
-    """The largest batch that fits a server; 0 if not one sequence does."""
-    batches = np.arange(1.0, MOST_SEQUENCES + 1)
-    fitting = np.broadcast_to(server_memory(problem, placement, batches) <= problem.capacity, batches.shape)
-    return int(batches[fitting].max(initial=0.0))
+    """The largest batch that fits a server, up to MOST_SEQUENCES; 0 if not one sequence does."""
+    # Memory does not fall with the batch: the last that fits is sought among 1024 at a time, ever closer together.
+    fitting, above = 0, MOST_SEQUENCES + 1
+    while above - fitting > 1:
+        apart = max(1, (above - fitting) // 1024)
+        batches = np.arange(fitting + apart, above, apart, dtype=np.float64)
+        fits = np.broadcast_to(server_memory(problem, placement, batches) <= problem.capacity, batches.shape)
+        count = int(np.count_nonzero(fits))
+        if count < len(batches):
+            above = int(batches[count])
+        if count:
+            fitting = int(batches[count - 1])
+    return fitting
 
 
 def best_prefill(problem: ServingProblem, placements: Sequence[Placement]) -> tuple[Placement, float]:
     """The fastest placement of a prefill that fits (that needs the least memory if none does), and its seconds."""
-    new = float(problem.workload.new_prompt_tokens)
-    before = float(problem.workload.prompt - problem.workload.new_prompt_tokens)
-    seconds = np.array([float(problem.prefill(placement, new, before).expected_s) for placement in placements])
+    seconds = np.array([problem.prompt_s(placement) for placement in placements])
     memory = np.array(
         [float(problem.memory(place, 1.0, prefilling=True, generating=False).total) for place in placements]
     )

@@ -1,11 +1,14 @@
-"""What is to be served, and with which number formats: the part of a serving plan that the user decides."""
+"""What is to be served, in which number formats, with which draft model: the part of a plan that the user decides."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rooftop.errors import RooftopError
 from rooftop.models import ModelConfig
+from rooftop.plan.serving_rules import speculated_tokens
 from rooftop.quantities import dtype_bytes
 
 #: Bytes of one scale of a quantised weight or cache entry: bf16.
@@ -110,3 +113,38 @@ class ServingNumerics:
         if self.kv_bytes >= SCALE_BYTES:
             return 0.0
         return SCALE_BYTES / (model.d_head if model.mla is None else model.mla.kv_rank + model.mla.d_rope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A small model that guesses ``length`` tokens a round, each right with probability ``acceptance``."""
+
+    model: ModelConfig
+    length: int = 4
+    acceptance: float = 0.7
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise RooftopError("draft-length", self.length, "a positive whole number")
+        speculated_tokens(self.length, self.acceptance)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a round is expected to yield."""
+        return speculated_tokens(self.length, self.acceptance)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a plan.json says of it."""
+        return {
+            "model": self.model.name,
+            "config": self.model.to_json(),
+            "length": self.length,
+            "acceptance": self.acceptance,
+            "tokens_per_round": self.tokens_per_round,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Draft:
+        """The inverse of ``to_json``. Raises KeyError, TypeError or ValueError on anything else."""
+        config = ModelConfig.from_json(data["config"])
+        return cls(model=config, length=int(data["length"]), acceptance=float(data["acceptance"]))

@@ -6,18 +6,15 @@ sequences that have ended compute on, and nobody joins a batch under way.
 
 from __future__ import annotations
 
-from collections import deque
-
-from rooftop.scheduling.serving import Chunk, Policy, Step, refusal
 from rooftop.scheduling.serving_cache import KvCache, Sequence
+from rooftop.scheduling.serving_policy import Chunk, Policy, Queue, Step
 
 
-class StaticScheduler:
+class StaticScheduler(Queue):
     """As ``Scheduler``, one batch at a time, with pages for the longest prompt and the most tokens it may generate."""
 
     def __init__(self, policy: Policy, cache: KvCache) -> None:
-        self.policy, self.cache = policy, cache
-        self.waiting: deque[Sequence] = deque()
+        super().__init__(policy, cache)
         #: The batch, in order of arrival, and those of it that have not ended.
         self.batch: list[Sequence] = []
         self.generating: dict[Sequence, None] = {}
@@ -29,20 +26,9 @@ class StaticScheduler:
         """Sequences that are here and not finished."""
         return len(self.waiting) + len(self.generating)
 
-    def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why such a request could never be served here, or None."""
-        return refusal(self.cache, prompt_tokens + max_tokens - 1)
-
     def kv_tokens(self, sequence: Sequence) -> int:
         """Tokens whose KV a sequence holds now."""
         return sequence.length + (self._steps if sequence in self.generating else 0)
-
-    def submit(self, sequence: Sequence, *, first: bool = False) -> None:
-        """Queue a sequence; ``first``, before all others."""
-        if first:
-            self.waiting.appendleft(sequence)
-        else:
-            self.waiting.append(sequence)
 
     def may_admit(self) -> bool:
         """Whether what was submitted could change the next step: not while a batch is under way."""

@@ -10,11 +10,17 @@ from rooftop.errors import unknown
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of 'plan' (plan.json) or 'ledger' (its rows), with references resolved."""
+    """The JSON schema of 'plan' (plan.json of training), 'serving' (of serving), 'simulation', 'compiled' or 'ledger'.
+
+    Ledgers within the first two are described by the last.
+    """
     found = {file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")}
     if name not in found:
         raise unknown("schema", name, found)
     data: dict[str, Any] = json.loads(found[name].read_text(encoding="utf-8"))
     if name == "plan":
         data["properties"]["ledger"] = schema("ledger")
+    if name == "serving":
+        for phase in ("generate", "prefill"):
+            data["properties"][phase]["properties"]["ledger"] = schema("ledger")
     return data

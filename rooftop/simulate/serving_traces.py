@@ -23,6 +23,9 @@ Ints = npt.NDArray[np.int64]
 #: Requests that are drawn at most, a day of 20 a second: each takes some kilobytes while it is simulated.
 MOST_DRAWN = 2_000_000
 
+#: A longer prompt or answer than any model takes is a slip.
+MOST_TOKENS = 10**12
+
 #: Columns of a trace and what others call them: Mooncake's open traces, Azure's, BurstGPT's.
 _ARRIVAL = {"arrival_s": 1.0, "timestamp": 1e-3, "TIMESTAMP": 1.0, "Timestamp": 1.0}
 _PROMPT = ("prompt_tokens", "input_length", "ContextTokens", "Request tokens")
@@ -174,7 +177,11 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from enumerate(csv.DictReader(file), start=2)
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            # Cells beyond the header have no name.
+            if None in row:
+                raise RooftopError(f"{path.name} line {number}", ",".join(row[None]), "no more cells than the header")
+            yield number, row
 
 
 def _column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:
@@ -204,14 +211,17 @@ def _whole(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> int:
         value = float(row[column])
     except (TypeError, ValueError):
         value = math.nan
-    if not (value >= 1 and value == int(value)):
-        raise RooftopError(f"{where}, {column}", row[column], "a positive whole number")
+    if not 1 <= value <= MOST_TOKENS or value != int(value) or isinstance(row[column], bool):
+        raise RooftopError(f"{where}, {column}", row[column], f"a positive whole number up to {MOST_TOKENS:,}")
     return int(value)
 
 
 def _hashes(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
     found = next((row[name] for name in _HASHES if row.get(name) is not None), ())
     try:
-        return tuple(int(value) for value in (found.split() if isinstance(found, str) else found))
+        values = tuple(int(value) for value in found.split()) if isinstance(found, str) else tuple(found)
     except (TypeError, ValueError):
-        raise RooftopError(where, found, "hashes as whole numbers") from None
+        values = (None,)
+    if not all(type(value) is int for value in values):
+        raise RooftopError(where, found, "hashes as whole numbers")
+    return values

@@ -9,7 +9,7 @@ and needs no theory at all. Factors and nulls are learnt from dense models only;
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,29 +26,45 @@ _Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One run beside its predictions, in seconds per step; None where no other dense model ran on the chip."""
+class Compared:
+    """A measurement beside predictions of it, in seconds: those of a level are in the field named ``<level>_s``."""
 
-    run: Run
+    measured_s: float
     bound_s: float
-    uncalibrated_s: float
-    calibrated_s: float | None
     null_s: float | None
 
     def error(self, level: str) -> float | None:
-        """Predicted / measured - 1 at one of LEVELS: negative where the prediction is too fast."""
+        """Predicted / measured - 1 at a level: negative where the prediction is too fast; None where there is none."""
         seconds: float | None = getattr(self, f"{level}_s")
-        return None if seconds is None else seconds / self.run.step_s - 1
+        return None if seconds is None else seconds / self.measured_s - 1
+
+    @property
+    def beats_bound(self) -> bool:
+        """Whether the measurement is below the bound: an input of one of the two is wrong."""
+        return self.measured_s < self.bound_s
+
+    def levels_json(self, levels: Sequence[str]) -> dict[str, Any]:
+        """The measurement, the predictions at ``levels`` and their errors as plain JSON values."""
+        return {
+            "measured_s": self.measured_s,
+            **{f"{level}_s": getattr(self, f"{level}_s") for level in levels},
+            "error": {level: self.error(level) for level in levels},
+            "beats_bound": self.beats_bound,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Compared):
+    """One run beside its predictions, in seconds per step; None where no other dense model ran on the chip."""
+
+    run: Run
+    uncalibrated_s: float
+    calibrated_s: float | None
 
     @property
     def best_level(self) -> str:
         """'calibrated', or 'uncalibrated' where there is no calibration."""
         return "uncalibrated" if self.calibrated_s is None else "calibrated"
-
-    @property
-    def beats_bound(self) -> bool:
-        """Whether the measurement is below the bound: an input of one of the two is wrong."""
-        return self.run.step_s < self.bound_s
 
     def to_json(self) -> dict[str, Any]:
         """The run and its predictions as plain JSON values, in seconds, bytes and tokens."""
@@ -65,11 +81,8 @@ class Comparison:
             "dtype": run.dtype,
             "published_dtype": run.published_dtype,
             "remat": run.remat.published,
-            "measured_s": run.step_s,
             "measured_from": run.step_from,
-            **{f"{level}_s": getattr(self, f"{level}_s") for level in LEVELS},
-            "error": {level: self.error(level) for level in LEVELS},
-            "beats_bound": self.beats_bound,
+            **self.levels_json(LEVELS),
             "measured_memory_bytes": dict(run.measured_memory_bytes),
             "assumed": list(run.assumed),
             "where_found": run.where_found,
@@ -85,6 +98,21 @@ class Errors:
     mean_absolute: float
     median_absolute: float
     largest_absolute: float
+
+    @classmethod
+    def at(cls, level: str, comparisons: Iterable[Compared]) -> Errors | None:
+        """The errors at a level of those that have one; None if none has."""
+        signed = np.array([error for one in comparisons if (error := one.error(level)) is not None])
+        if not signed.size:
+            return None
+        absolute = np.abs(signed)
+        return cls(
+            runs=signed.size,
+            mean=float(signed.mean()),
+            mean_absolute=float(absolute.mean()),
+            median_absolute=float(np.median(absolute)),
+            largest_absolute=float(absolute.max()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +232,7 @@ def _compare(runs: Sequence[Run], bound_s: _Floats, uncalibrated_s: _Floats) -> 
     return tuple(
         Comparison(
             run=run,
+            measured_s=run.step_s,
             bound_s=float(bound_s[index]),
             uncalibrated_s=float(uncalibrated_s[index]),
             calibrated_s=None if np.isnan(calibrated[index]) else float(calibrated[index]),
@@ -224,24 +253,10 @@ def _grouped(by: str, comparisons: Sequence[Comparison], name_of: Callable[[Run]
 
 
 def _group(by: str, name: str, members: Sequence[Comparison]) -> Group:
-    errors = {}
-    for level in LEVELS:
-        found = [error for one in members if (error := one.error(level)) is not None]
-        errors[level] = _errors(np.array(found)) if found else None
+    errors = {level: Errors.at(level, members) for level in LEVELS}
     alone = sorted({one.run.slice.chip.name for one in members if one.calibrated_s is None})
     note = f"no other dense model on {', '.join(alone)}: uncalibrated only, and no null" if alone else None
     return Group(by=by, name=name, runs=len(members), errors=errors, note=note)
-
-
-def _errors(signed: _Floats) -> Errors:
-    absolute = np.abs(signed)
-    return Errors(
-        runs=signed.size,
-        mean=float(signed.mean()),
-        mean_absolute=float(absolute.mean()),
-        median_absolute=float(np.median(absolute)),
-        largest_absolute=float(absolute.max()),
-    )
 
 
 def load_reasons(path: Path | None = None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,6 +54,17 @@ def source_facts(name: str) -> Mapping[str, Any]:
     """What is known of a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
     facts: Mapping[str, Any] = readings()["source"].get(name, {})
     return facts
+
+
+def identity(row: TableRow, words: Sequence[str], taken: set[str]) -> str:
+    """A run's name: source, model, ``words``. No other row changes it, but for a '#2' where two agree in all of it."""
+    plain = [re.sub(r"[^a-z0-9.]+", "-", row.required(column).lower()).strip("-") for column in ("source", "model")]
+    base = name = "/".join((*plain, *words))
+    serial = 2
+    while name in taken:
+        name = f"{base}#{serial}"
+        serial += 1
+    return name
 
 
 def read_chip(row: TableRow) -> tuple[Chip, tuple[str, ...]]:

@@ -200,8 +200,9 @@ def _run(
     )
     if step is None:
         raise Gap("no step_time or tokens_per_s_per_chip, and no rate whose FLOP count is known")
+    word = f"{dtype}+compile" if "+compile" in row.cells["dtype"] else dtype
     return Run(
-        id=_identity(row, on, dtype, remat, f"{batch_seqs}x{seq_len}", taken),
+        id=readings.identity(row, (on.name, f"{batch_seqs}x{seq_len}", word, remat.policy or "unstated"), taken),
         source=row.required("source"),
         model=model,
         slice=on,
@@ -223,15 +224,3 @@ def _run(
         assumed=(*from_model, *from_slice, *from_mesh, *from_remat, *facts.get("assumed", ())),
         lines=lines,
     )
-
-
-def _identity(row: TableRow, on: Slice, dtype: str, remat: Remat, batch: str, taken: set[str]) -> str:
-    """A name that does not depend on other rows, but for a '#2' where two runs agree in all that it says."""
-    plain = [re.sub(r"[^a-z0-9.]+", "-", row.required(column).lower()).strip("-") for column in ("source", "model")]
-    word = f"{dtype}+compile" if "+compile" in row.cells["dtype"] else dtype
-    name = "/".join((*plain, on.name, batch, word, remat.policy or "unstated"))
-    serial = 2
-    while name in taken:
-        name = f"{name.split('#')[0]}#{serial}"
-        serial += 1
-    return name
