@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +35,17 @@ SHARD_BYTES = 5 * 10**9
 
 
 def load_weights(
-    folder: Path, model: ModelConfig, abstract: Transformer[jax.ShapeDtypeStruct]
-) -> Transformer[jax.Array]:
+    folder: Path,
+    model: ModelConfig,
+    abstract: Transformer[jax.ShapeDtypeStruct],
+    *,
+    placed: Callable[[Parameter, jax.Array], Any] = lambda parameter, array: array,
+) -> Transformer[Any]:
     """The weights of ``model`` from the safetensors in ``folder`` (one file, or several with an index).
 
     ``abstract`` says shapes, dtypes and shardings, as ``rooftop.programs.parameters.abstract`` makes them; values are
-    cast to those dtypes on the device. Tensors that the model does not have are left alone.
+    cast to those dtypes on the device. Tensors that the model does not have are left alone. ``placed`` makes of each
+    array what it is kept as, before the next one is read.
 
     Raises RooftopError for a file or tensor that is missing, damaged, quantised or of another shape than the model's.
     """
@@ -51,8 +56,11 @@ def load_weights(
         entry = replace(entry, name=_published(entry.name, model, checkpoint))
         checkpoint.check(entry.name, tensor_shape(parameters[entry.leaf], entry))
         places[entry.leaf][entry.index] = entry
-    leaves = [_load(checkpoint, places[path], parameters[path], leaf) for path, leaf in _by_path(abstract).items()]
-    weights: Transformer[jax.Array] = jax.tree.unflatten(jax.tree.structure(described), leaves)
+    leaves = [
+        placed(parameters[path], _load(checkpoint, places[path], parameters[path], leaf))
+        for path, leaf in _by_path(abstract).items()
+    ]
+    weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(described), leaves)
     return weights
 
 

@@ -30,6 +30,29 @@ def latent_qkv(
     """
     gathered = specs.activation("batch", "seq", None, reduced="heads")
     heads = specs.activation("batch", "seq", "heads", None)
+    q, latent, shared = latents(x, layer, turns, model, mla, specs)
+    with named_scope("qkv"):
+        kv = checkpoint_name(project(latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv")
+    with named_scope("rope"):
+
+        def expand(kv: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+            k, v = jnp.split(kv, [mla.d_nope], axis=-1)
+            shared = jnp.broadcast_to(shared[:, :, None], (*k.shape[:3], mla.d_rope))
+            return jnp.concatenate([k, shared], axis=-1), v
+
+        # In shard_map the gradient of the shared key stays a partial sum over heads, scattered with the latent's.
+        k, v = on_shards(expand, in_specs=(heads, gathered), out_specs=(heads, heads))(kv, shared)
+        return checkpoint_name(q, "rope"), checkpoint_name(k, "rope"), v
+
+
+def latents(
+    x: jax.Array, layer: LatentAttention[jax.Array], turns: jax.Array, model: ModelConfig, mla: MLA, specs: Specs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries [B, T, N, d_nope + d_rope]; and what is cached of a token, whatever the head.
+
+    That is the normalised latent of keys and values [B, T, kv_rank] and the one rotated key [B, T, d_rope].
+    """
+    gathered = specs.activation("batch", "seq", None, reduced="heads")
 
     def down(weight: jax.Array) -> jax.Array:
         matrix = gather(weight, specs, "embed", None, sequence="residual_seq")
@@ -49,16 +72,7 @@ def latent_qkv(
     with named_scope("qkv"):
         both = split_sequence(jnp.concatenate([latent, shared], axis=-1), gathered)
         latent, shared = jnp.split(both, [mla.kv_rank], axis=-1)
-        kv = checkpoint_name(project(latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv")
     with named_scope("rope"):
         plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
         q = jnp.concatenate([plain, rotate(turned, turns, interleaved=model.rope_interleaved)], axis=-1)
-
-        def expand(kv: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
-            k, v = jnp.split(kv, [mla.d_nope], axis=-1)
-            shared = jnp.broadcast_to(shared[:, :, None], (*k.shape[:3], mla.d_rope))
-            return jnp.concatenate([k, shared], axis=-1), v
-
-        # In shard_map the gradient of the shared key stays a partial sum over heads, scattered with the latent's.
-        k, v = on_shards(expand, in_specs=(heads, gathered), out_specs=(heads, heads))(kv, shared)
-        return checkpoint_name(q, "rope"), checkpoint_name(k, "rope"), v
+    return q, latent, shared

@@ -134,7 +134,7 @@ def head_loss(
     counted: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """``objective`` of the stream x [B, T, D] after all layers, without what the layers add to it."""
-    x = _final_norm(x, weights, how)
+    x = final_norm(x, weights, how)
     matrix = weights.embed if weights.unembed is None else weights.unembed
     if batch.segments is not None and counted is None:
         counted = losses.carrying(batch.targets)
@@ -157,7 +157,7 @@ def logits(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation)
     tied = weights.unembed is None
     matrix = weights.embed if weights.unembed is None else weights.unembed
     stream, _ = _stream(weights, Batch(tokens=tokens, targets=tokens), how)
-    x, matrix = losses.head(_final_norm(stream, weights, how), matrix, how.specs, tied=tied)
+    x, matrix = losses.head(final_norm(stream, weights, how), matrix, how.specs, tied=tied)
     return losses.logits(x, matrix, how.model.final_softcap)
 
 
@@ -217,8 +217,9 @@ def period(segment: Segment, how: Computation) -> Period:
         x = checkpoint_name(x, "layer_input")
         local = kind.window is not None and how.model.rope_local_theta is not None
         with named_scope("attn"):
-            x = _attention(x, weights.attn, turns[local], kind.window, ids, how)
-        return _feed_forward(x, weights.mlp, ids, how)
+            heads = partial(_causal, layer=weights.attn, turns=turns[local], window=kind.window, segments=ids, how=how)
+            x = attention(x, weights.attn, how, heads)
+        return feed_forward(x, weights.mlp, ids, how)
 
     blocks = [jax.checkpoint(partial(layer, kind), policy=policy) for kind in segment.kinds]
 
@@ -232,7 +233,8 @@ def period(segment: Segment, how: Computation) -> Period:
     return through
 
 
-def _final_norm(x: jax.Array, weights: Transformer[jax.Array], how: Computation) -> jax.Array:
+def final_norm(x: jax.Array, weights: Transformer[jax.Array], how: Computation) -> jax.Array:
+    """The norm behind the last layer, of the residual stream [B, T, D]."""
     with named_scope("final_norm"):
         return norm(x, weights.final_norm, how.model, how.specs)
 
@@ -269,27 +271,21 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     return add(x, reshard(weights.positions, everywhere), where)
 
 
-def _attention(
+def attention(
     x: jax.Array,
     layer: Attention[jax.Array] | LatentAttention[jax.Array],
-    turns: jax.Array,
-    window: int | None,
-    segments: jax.Array | None,
     how: Computation,
+    heads: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Causal attention on the residual stream [B, T, D], within ``segments`` [B, T] if there are any, added to it."""
+    """Attention on the residual stream [B, T, D], added to it.
+
+    ``heads`` makes the outputs of all heads [B, T, N, d_v], split over N, of the normalised stream.
+    """
     model, specs = how.model, how.specs
     with named_scope("norm"):
         normed = checkpoint_name(norm(x, layer.norm, model, specs), "attn_normed")
-    sinks, out_bias = None, None
-    if isinstance(layer, LatentAttention):
-        assert model.mla is not None
-        q, k, v = latent_qkv(normed, layer, turns, model, model.mla, specs)
-    else:
-        q, k, v = _qkv(normed, layer, turns, how)
-        sinks, out_bias = layer.sinks, layer.out_bias
-    with named_scope("core"):
-        o = _core(q, k, v, sinks, window, segments, how)
+    o = heads(normed)
+    out_bias = None if isinstance(layer, LatentAttention) else layer.out_bias
     with named_scope("out"):
         # XLA names a matmul after a reshape that it absorbs, so this one stands in the scope of its matmul.
         o = o.reshape(*o.shape[:2], -1, out_sharding=specs.activation("batch", "seq", "heads"))
@@ -302,7 +298,28 @@ def _attention(
         return checkpoint_name(x + y, "mlp_input")
 
 
-def _qkv(
+def _causal(
+    normed: jax.Array,
+    *,
+    layer: Attention[jax.Array] | LatentAttention[jax.Array],
+    turns: jax.Array,
+    window: int | None,
+    segments: jax.Array | None,
+    how: Computation,
+) -> jax.Array:
+    """Causal attention of whole sequences, within ``segments`` [B, T] if there are any: [B, T, N, d_v]."""
+    model, sinks = how.model, None
+    if isinstance(layer, LatentAttention):
+        assert model.mla is not None
+        q, k, v = latent_qkv(normed, layer, turns, model, model.mla, how.specs)
+    else:
+        q, k, v = qkv(normed, layer, turns, how)
+        sinks = layer.sinks
+    with named_scope("core"):
+        return _core(q, k, v, sinks, window, segments, how)
+
+
+def qkv(
     x: jax.Array, layer: Attention[jax.Array], turns: jax.Array, how: Computation
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys and values [B, T, K, H] of the normalised x [B, T, D]; rotated if positions are."""
@@ -361,7 +378,7 @@ def _core(
     return on_shards(local, in_specs=specs_in, out_specs=heads, check_vma=typed)(q, k, v, sinks, segments)
 
 
-def _feed_forward(
+def feed_forward(
     x: jax.Array, layer: MLP[jax.Array] | MoE[jax.Array], segments: jax.Array | None, how: Computation
 ) -> tuple[jax.Array, jax.Array | None]:
     """The MLP or the mixture of experts on the residual stream [B, T, D], added to it; and the experts' load."""

@@ -138,6 +138,17 @@ class Scheduler(Queue):
                 else:
                     self._begin(sequence)
 
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """``sequence`` got ``tokens`` more than one from the step that was completed last: guesses that were right.
+
+        It generates, and has pages for them.
+        """
+        del self._due[self._due_at(sequence)][sequence]
+        sequence.length += tokens
+        sequence.generated += tokens
+        self._context += tokens
+        self._due[self._due_at(sequence)][sequence] = None
+
     def finish(self, sequence: Sequence) -> None:
         """``sequence`` has ended (its last token is out, or no one wants it any more): its pages are free."""
         if sequence in self.generating:

@@ -1,0 +1,399 @@
+"""One step of a serving engine: new tokens of some sequences through the model, over a paged KV cache, to the next.
+
+The layers are those of ``rooftop.programs.transformer``; only what is between the projections of queries and the one of
+outputs is other than in training. Layers are not scanned: a scan would copy each layer's weights out of their stack on
+CPUs and GPUs, and its cache with them.
+
+Dims: R rows (sequences), C new tokens of each, P pages of its block table, D model, V vocabulary. All R C tokens are
+one sequence [1, R C] to the layers; only attention tells rows apart. With C = 1 it is a step that generates, else one
+that prefills chunks of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax, named_scope
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+
+from rooftop.arrays.rules import Rules
+from rooftop.models import ModelConfig
+from rooftop.programs import loss as losses
+from rooftop.programs.attention_scores import Scores
+from rooftop.programs.describe import Kind, describe, segments
+from rooftop.programs.mla import latents
+from rooftop.programs.paged import Pages, Rows, attend_heads, attend_latents
+from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, shardings
+from rooftop.programs.positions import rotation
+from rooftop.programs.quantised import in_full
+from rooftop.programs.sampling import Adjustments, Choice, choose, largest, log_probabilities
+from rooftop.programs.sharding import Specs, on_shards
+from rooftop.programs.transformer import Computation, attention, embed, feed_forward, final_norm, qkv
+
+#: The columns of a step's integers before its tokens: [R, HEAD + C + P] int32, floats by their bits.
+START, COUNT, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, DRAWN, ADJUSTED, LOGPROBS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    9,
+    10,
+    11,
+)
+HEAD = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """How a model serves on a mesh whose axes of more than one device are ``sizes``.
+
+    Weights are split over tensor (and experts over expert); the KV cache over tensor by heads. Where there are fewer
+    key/value heads than devices, each device keeps the one that its query heads use; latents are whole on every device.
+    ``reader`` is of ``rooftop.programs.paged``, ``alternatives`` the most of ``log_probabilities``.
+    """
+
+    model: ModelConfig
+    sizes: tuple[tuple[str, int], ...] = ()
+    page_tokens: int = 16
+    dtype: str = "float32"
+    quantised_cache: bool = False
+    reader: str = "gather"
+    expert_matmul: str = "batched"
+    alternatives: int = 20
+
+    @cached_property
+    def tensor(self) -> int:
+        """Devices along the tensor axis."""
+        return dict(self.sizes).get("tensor", 1)
+
+    @cached_property
+    def specs(self) -> Specs:
+        """Where arrays live. Only with experts is the residual stream split, since their exchange needs it."""
+        rules = Rules().only(dict(self.sizes))
+        parameters, activations = dict(rules.parameters), dict(rules.activations)
+        if self.model.kv_heads % self.tensor:
+            parameters["kv_heads"] = activations["kv_heads"] = ()
+        activations["batch"] = ()
+        activations["residual_seq"] = activations["expert"] + activations["heads"] if self.model.moe is not None else ()
+        return Specs(Rules(parameters=parameters, activations=activations))
+
+    @cached_property
+    def computation(self) -> Computation:
+        """What the layers are computed by."""
+        return Computation(model=self.model, specs=self.specs, expert_matmul=self.expert_matmul)
+
+    @property
+    def kinds(self) -> Iterator[Kind]:
+        """The kind of each layer, from the first to the last."""
+        for segment in segments(self.model):
+            for _ in range(segment.repeats):
+                yield from segment.kinds
+
+    @property
+    def cached_heads(self) -> int:
+        """Rows of a token in a layer's pool, over all devices."""
+        return 1 if self.model.mla is not None else 2 * max(self.model.kv_heads, self.tensor)
+
+    @property
+    def cached_size(self) -> int:
+        """Elements of each of these rows."""
+        mla = self.model.mla
+        return self.model.d_head if mla is None else mla.kv_rank + mla.d_rope
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of all layers, on all devices together."""
+        item = 1 if self.quantised_cache else jnp.dtype(self.dtype).itemsize
+        scale = 4 if self.quantised_cache else 0
+        copies = self.tensor if self.model.mla is not None else 1
+        return self.model.layers * self.page_tokens * self.cached_heads * (self.cached_size * item + scale) * copies
+
+    @property
+    def cache_spec(self) -> P:
+        """How a layer's pool [pages + 1, p, heads, size] is split."""
+        heads = self.specs.rules.activations["heads"]
+        return P(None, None, None if self.model.mla is not None else heads or None, None)
+
+    def abstract_pools(self, pages: int, mesh: Mesh | AbstractMesh) -> tuple[Pages, ...]:
+        """Shapes and shardings of the pools of all layers, ``pages`` pages and the one for padding."""
+        spec = self.cache_spec
+        shape = (pages + 1, self.page_tokens, self.cached_heads, self.cached_size)
+        dtype = jnp.int8 if self.quantised_cache else jnp.dtype(self.dtype)
+        values = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        place = NamedSharding(mesh, P(*spec.partitions[:3]))
+        scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=place) if self.quantised_cache else None
+        pool: Any = Pages(values=values, scales=scales)  # type: ignore[arg-type]
+        return (pool,) * self.model.layers
+
+    def abstract_weights(self, mesh: Mesh | AbstractMesh) -> Transformer[jax.ShapeDtypeStruct]:
+        """Shapes and shardings of the weights in stacks, as checkpoints are read.
+
+        Raises RooftopError where a dim does not divide over its axes.
+        """
+        described = describe(self.model)
+        dtype = jnp.dtype(self.dtype)
+        return jax.tree.map(
+            lambda parameter, place: jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=place),
+            described,
+            shardings(described, mesh, self.specs),
+        )
+
+
+def by_layer(model: ModelConfig, stacks: Transformer[Any]) -> Transformer[Any]:
+    """Weights whose leaves in layers are sequences over their stacks' first dim, as this module takes them.
+
+    ``layers[l][0]`` are those of layer l, without a leading dim.
+    """
+    found = dict[int, Layer[Any]]()
+    for segment, periods in zip(segments(model), stacks.layers, strict=True):
+        for position, stack in enumerate(periods):
+            for repeat in range(segment.repeats):
+                leaves, tree = jax.tree.flatten(stack, is_leaf=lambda leaf: isinstance(leaf, tuple))
+                layer = jax.tree.unflatten(tree, [leaf[repeat] for leaf in leaves])
+                found[segment.layer(position, repeat)] = layer
+    return replace(stacks, layers=tuple((found[layer],) for layer in range(model.layers)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Of each row: the token [R] int32, its log-probability [R], the likeliest ones' [R, A] and their ids."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    top: jax.Array
+    top_ids: jax.Array
+
+
+def step(
+    weights: Transformer[Any],
+    pools: tuple[Pages, ...],
+    adjustments: Adjustments,
+    packed: jax.Array,
+    how: Decoder,
+    *,
+    width: int,
+    every: bool = False,
+) -> tuple[Chosen, tuple[Pages, ...], Adjustments]:
+    """The next token of each row, after the KV of its C = ``width`` new tokens (``COUNT`` of them) is in the pools.
+
+    With ``every``, the next one behind each of these, [R C]: of guesses at what comes next, those are right that are
+    what was chosen before them. A guess is then accepted with the probability that the model gives it, and what comes
+    in place of one that is not has the model's distribution without it: the rejection rule (Leviathan et al. 2023) for
+    guesses that are made with certainty.
+
+    ``packed`` [R, HEAD + C + P] int32: the columns named above, tokens, block table. Only tokens of rows whose prompt
+    is complete mean something. Requests with ``ADJUSTED`` have their chosen token counted as seen.
+    Runs under ``jax.set_mesh``.
+    """
+    rows = Rows(tables=packed[:, HEAD + width :], start=packed[:, START], count=packed[:, COUNT])
+    tokens = packed[:, HEAD : HEAD + width].reshape(1, -1)
+    x, pools = _stream(weights, pools, tokens, rows, how, width)
+    if every:
+        packed = _repeated(packed, width)
+        logits = _logits(x, weights, jnp.arange(len(packed)), how)
+    else:
+        last = jnp.arange(len(packed)) * width + jnp.maximum(rows.count, 1) - 1
+        logits = _logits(x, weights, last, how)
+    with named_scope("sample"):
+        chosen, adjustments = _choose(logits, packed, adjustments, how)
+    return chosen, pools, adjustments
+
+
+def propose(
+    weights: Transformer[Any], pools: tuple[Pages, ...], packed: jax.Array, how: Decoder, *, most: int
+) -> tuple[jax.Array, tuple[Pages, ...]]:
+    """A draft model's guesses [R, ``most``] at what follows the one token of each row, the likeliest each time.
+
+    ``packed`` as for ``step`` with C = 1; of a row with ``COUNT`` 1 + g, g guesses mean something. The KV of the token
+    and of these guesses is in the pools then, so that whichever of them are right, the next round can begin there.
+    """
+    tables, start = packed[:, HEAD + 1 :], packed[:, START]
+
+    def one(
+        carry: tuple[jax.Array, tuple[Pages, ...]], place: jax.Array
+    ) -> tuple[tuple[jax.Array, tuple[Pages, ...]], jax.Array]:
+        tokens, pools = carry
+        rows = Rows(tables=tables, start=start + place, count=(place < packed[:, COUNT]).astype(jnp.int32))
+        x, pools = _stream(weights, pools, tokens[None], rows, how, 1)
+        tokens = largest(_logits(x, weights, jnp.arange(len(packed)), how))
+        return (tokens, pools), tokens
+
+    (_, pools), guesses = lax.scan(one, (packed[:, HEAD], pools), jnp.arange(most + 1, dtype=jnp.int32))
+    return guesses[:most].T, pools
+
+
+def _repeated(packed: jax.Array, width: int) -> jax.Array:
+    """A row for each of its tokens, which draws as the token behind it; only the first of a row can be adjusted."""
+    place = jnp.arange(width, dtype=jnp.int32)
+    rows = jnp.repeat(packed[:, :HEAD], width, axis=0)
+    rows = rows.at[:, DRAWN].add(jnp.tile(place, len(packed)))
+    return rows.at[:, ADJUSTED].multiply(jnp.tile(place == 0, len(packed)))
+
+
+def _stream(
+    weights: Transformer[Any], pools: tuple[Pages, ...], tokens: jax.Array, rows: Rows, how: Decoder, width: int
+) -> tuple[jax.Array, tuple[Pages, ...]]:
+    """The residual stream [1, R C, D] behind the last layer, normalised, and the pools with its keys and values."""
+    model, computation = how.model, how.computation
+    positions = jnp.minimum(rows.positions(width), model.max_seq_len - 1).reshape(1, -1)
+    with named_scope("embed"):
+        x = embed(weights, Batch(tokens=tokens, targets=tokens, positions=positions), computation)
+    with named_scope("layers"):
+        with named_scope("attn"), named_scope("rope"):
+            turns = {local: rotation(model, positions, local=local) for local in (False, True)}
+        written = list[Pages]()
+        for kind, (layer,), pool in zip(how.kinds, weights.layers, pools, strict=True):
+            layer = in_full(layer, jnp.dtype(how.dtype))
+            local = kind.window is not None and model.rope_local_theta is not None
+            core = _Core(layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, how=how, width=width)
+            with named_scope("attn"):
+                x = attention(x, layer.attn, computation, partial(core, pool=pool, written=written))
+            x, _ = feed_forward(x, layer.mlp, None, computation)
+    return final_norm(x, weights, computation), tuple(written)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Core:
+    """One layer's heads over its pool."""
+
+    layer: Attention[jax.Array] | LatentAttention[jax.Array]
+    turns: jax.Array
+    window: int | None
+    rows: Rows
+    how: Decoder
+    width: int
+
+    def __call__(self, normed: jax.Array, pool: Pages, written: list[Pages]) -> jax.Array:
+        """[1, R C, N, d_v] of the normalised stream; the pool as it is then is appended to ``written``."""
+        heads = self._latent(normed, pool) if isinstance(self.layer, LatentAttention) else self._plain(normed, pool)
+        written.append(heads[1])
+        return heads[0]
+
+    @property
+    def _scores(self) -> Scores:
+        model = self.how.model
+        scale = model.d_head**-0.5 if model.query_scale is None else model.query_scale
+        return Scores(scale=float(scale), window=self.window, softcap=model.attn_softcap)
+
+    def _specs(self, pool: Pages) -> tuple[P, P, Pages, Rows]:
+        """Of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""
+        specs, spec = self.how.specs, self.how.cache_spec
+        scales = None if pool.scales is None else P(*spec.partitions[:3])
+        return (
+            specs.activation("batch", "seq", "heads", None),
+            specs.activation("batch", "seq", "kv_heads", None),
+            Pages(values=spec, scales=scales),  # type: ignore[arg-type]
+            Rows(tables=P(None, None), start=P(None), count=P(None)),  # type: ignore[arg-type]
+        )
+
+    def _plain(self, normed: jax.Array, pool: Pages) -> tuple[jax.Array, Pages]:
+        assert isinstance(self.layer, Attention)
+        q, k, v = qkv(normed, self.layer, self.turns, self.how.computation)
+        sinks = self.layer.sinks
+        by_heads, by_kv_heads, of_pool, of_rows = self._specs(pool)
+        axes = self.how.specs.rules.activations["heads"]
+        one_each = bool(axes) and not self.how.specs.rules.activations["kv_heads"]
+
+        def local(
+            q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, pool: Pages, rows: Rows
+        ) -> tuple[jax.Array, Pages]:
+            if one_each:
+                mine = lax.axis_index(axes) * k.shape[2] // lax.axis_size(axes)
+                k, v = (lax.dynamic_slice_in_dim(each, mine, 1, axis=2) for each in (k, v))
+            q, k, v = (each.reshape(-1, self.width, *each.shape[2:]) for each in (q, k, v))
+            o, pool = attend_heads(self.how.reader, self._scores, q, k, v, sinks, pool, rows)
+            return o.reshape(1, -1, *o.shape[2:]), pool
+
+        sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
+        specs_in = (by_heads, by_kv_heads, by_kv_heads, sink_spec, of_pool, of_rows)
+        # A Pallas kernel's outputs do not say over which axes they vary.
+        typed = self.how.reader != "ragged"
+        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=typed)
+        with named_scope("core"):
+            found: tuple[jax.Array, Pages] = over(q, k, v, sinks, pool, self.rows)
+        return found
+
+    def _latent(self, normed: jax.Array, pool: Pages) -> tuple[jax.Array, Pages]:
+        assert isinstance(self.layer, LatentAttention)
+        model, specs, mla = self.how.model, self.how.specs, self.how.model.mla
+        assert mla is not None
+        q, latent, shared = latents(normed, self.layer, self.turns, model, mla, specs)
+        by_heads, _, of_pool, of_rows = self._specs(pool)
+        up_spec = specs.in_use(None, "heads", None)
+        whole = specs.activation("batch", "seq", None)
+
+        def local(
+            q: jax.Array, latent: jax.Array, shared: jax.Array, up: jax.Array, pool: Pages, rows: Rows
+        ) -> tuple[jax.Array, Pages]:
+            of_keys, of_values = jnp.split(up, [mla.d_nope], axis=-1)
+            plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
+            absorbed = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", plain, of_keys), turned], axis=-1)
+            absorbed, latent, shared = (
+                each.reshape(-1, self.width, *each.shape[2:]) for each in (absorbed, latent, shared)
+            )
+            o, pool = attend_latents(self._scores, absorbed, latent, shared, pool, rows)
+            o = jnp.einsum("btnr,rnv->btnv", o.reshape(1, -1, *o.shape[2:]), of_values)
+            return o, pool
+
+        specs_in = (by_heads, whole, whole, up_spec, of_pool, of_rows)
+        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool))
+        with named_scope("core"):
+            latent, shared = (reshard(each, whole) for each in (latent, shared))
+            up = reshard(self.layer.kv_up, up_spec)
+            found: tuple[jax.Array, Pages] = over(q, latent, shared, up, pool, self.rows)
+        return found
+
+
+def _logits(x: jax.Array, weights: Transformer[Any], which: jax.Array, how: Decoder) -> jax.Array:
+    """Logits [n, V] float32 of the tokens ``which`` [n] of x [1, R C, D], alike on all devices."""
+    picked = reshard(x, P(None, None, None))[:, which]
+    tied = weights.unembed is None
+    matrix = weights.embed if weights.unembed is None else in_full(weights.unembed, x.dtype)
+    picked, matrix = losses.head(picked, matrix, how.specs, tied=tied)
+    return reshard(losses.logits(picked, matrix, how.model.final_softcap), P(None, None, None))[0]
+
+
+def _choose(logits: jax.Array, packed: jax.Array, adjustments: Adjustments, how: Decoder) -> tuple[Chosen, Adjustments]:
+    """Tokens by logits [R, V], and what their requests have seen since."""
+
+    def real(column: int) -> jax.Array:
+        return lax.bitcast_convert_type(packed[:, column], jnp.float32)
+
+    slots, adjusted = packed[:, SLOT], packed[:, ADJUSTED]
+    choice = Choice(
+        temperature=real(TEMPERATURE),
+        top_k=packed[:, TOP_K],
+        top_p=real(TOP_P),
+        min_p=real(MIN_P),
+        seed=lax.bitcast_convert_type(packed[:, SEED : SEED + 2], jnp.uint32),
+        drawn=packed[:, DRAWN],
+    )
+    wanted = jnp.any(adjusted > 0)
+    changed = lax.cond(
+        wanted,
+        lambda: jnp.where(adjusted[:, None] > 0, adjustments.apply(logits, slots), logits),
+        lambda: logits,
+    )
+    tokens = choose(changed, choice)
+    adjustments = replace(adjustments, seen=adjustments.seen.at[slots, tokens].add(adjusted))
+    count = min(how.alternatives, logits.shape[1])
+
+    def asked() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return log_probabilities(logits, tokens, count)
+
+    def unasked() -> tuple[jax.Array, jax.Array, jax.Array]:
+        some = jnp.zeros((len(packed), count), jnp.float32)
+        return some[:, 0], some, some.astype(jnp.int32)
+
+    logprobs, top, top_ids = lax.cond(jnp.any(packed[:, LOGPROBS] > 0), asked, unasked)
+    return Chosen(tokens=tokens, logprobs=logprobs, top=top, top_ids=top_ids), adjustments
