@@ -1,0 +1,1 @@
+"""Serving: an engine that runs the policy that the simulator simulates, and the HTTP server in front of it."""

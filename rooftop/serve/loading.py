@@ -1,0 +1,290 @@
+"""From a checkpoint to an engine: its weights onto the devices here, and what room they leave for the cache."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from rooftop.checkpoints.huggingface import load_weights
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.models import ModelConfig, from_huggingface
+from rooftop.programs.decode import Decoder, by_layer
+from rooftop.programs.describe import describe
+from rooftop.programs.paged import best_reader
+from rooftop.programs.parameters import Parameter, Transformer, initialise
+from rooftop.programs.quantised import quantise, summed_dim
+from rooftop.quantities import format_bytes
+from rooftop.scheduling.serving import Policy
+from rooftop.serve.configuration import Configuration, Shapes
+from rooftop.serve.engine import PagedEngine
+from rooftop.serve.replica import Replica
+
+_AXES = ("expert", "tensor")
+#: Of the memory that weights leave, the part that the cache gets by itself: the rest is for steps and the host.
+_CACHE_SHARE = {"cpu": 0.25, "gpu": 0.85, "tpu": 0.85}
+#: Tokens of a step that prefills: enough to be bound by compute, and not so many that those who generate wait long.
+_PREFILL_TOKENS = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+
+
+#: What an array becomes when it is there.
+Placed = Callable[[Parameter, jax.Array], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model, what ends its texts, and its weights: in stacks, each array as ``Placed`` makes it."""
+
+    model: ModelConfig
+    stops: frozenset[int]
+    weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]]
+
+
+def published(checkpoint: Path) -> Source:
+    """The model of a folder with config.json and safetensors. Raises RooftopError if it has none."""
+    path = checkpoint / "config.json"
+    if not path.exists():
+        raise RooftopError("checkpoint", str(checkpoint), "a folder with a config.json")
+    model = from_huggingface(path, checkpoint.resolve().name)
+
+    def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
+        found: Transformer[Any] = load_weights(checkpoint, model, decoder.abstract_weights(mesh), placed=placed)
+        return found
+
+    return Source(model=model, stops=stop_tokens(checkpoint), weights=weights)
+
+
+def drawn(model: ModelConfig, *, seed: int = 0) -> Source:
+    """Weights that are drawn: for measurements, which do not depend on them."""
+
+    def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
+        described = describe(model)
+        made = initialise(described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
+        found: Transformer[Any] = jax.tree.map(placed, described, made)
+        return found
+
+    return Source(model=model, stops=frozenset(), weights=weights)
+
+
+def load(
+    checkpoint: Path | Source,
+    configuration: Configuration | None = None,
+    *,
+    draft: Path | Source | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    options: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> PagedEngine:
+    """An engine, not yet started, of the ``checkpoint``: a folder with config.json and safetensors, or ``drawn``.
+
+    ``draft`` is a smaller model of the same vocabulary, which guesses tokens. ``devices`` are those that may be used
+    (all that are here), ``options`` are the compiler's; ``on_progress`` hears how many of the programs are compiled.
+
+    Raises RooftopError for what is wrong with any of it, and Infeasible where weights or cache do not fit.
+    """
+    source = published(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    guesser = published(draft) if isinstance(draft, Path) else draft
+    configuration = configuration or Configuration()
+    here = list(jax.devices() if devices is None else devices)
+    platform = here[0].platform
+    meshes = _meshes(configuration, here)
+    decoder = _decoder(source.model, configuration, platform)
+    decoders, drafter = [decoder], None
+    if guesser is not None:
+        _require_draft(source.model, guesser.model, configuration)
+        drafter = _decoder(guesser.model, configuration, platform)
+        decoders.append(drafter)
+    for mesh in meshes:
+        _require_room(decoders, mesh, configuration)
+    placed = [_placed(decoder, mesh, configuration, source.weights) for mesh in meshes]
+    small = None if drafter is None or guesser is None else _placed(drafter, meshes[-1], configuration, guesser.weights)
+    pages, longest = _pages(decoders, meshes[-1], configuration)
+    shapes = configuration.shapes or Shapes.of(
+        max_batch=configuration.policy.max_batch,
+        longest=longest,
+        page_tokens=configuration.page_tokens,
+        prefill_tokens=_PREFILL_TOKENS[platform],
+        least=math.prod(size for _, size in decoder.sizes) if source.model.moe is not None else 1,
+    )
+    replica = partial(
+        Replica,
+        pages=pages,
+        host_pages=configuration.host_pages,
+        slots=configuration.policy.max_batch,
+        shapes=shapes,
+        guesses=configuration.guesses,
+        options=None if options is None else dict(options),
+    )
+    return PagedEngine(
+        [replica(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
+        configuration,
+        longest=longest,
+        stops=source.stops,
+        draft=None if drafter is None or small is None else replica(drafter, meshes[-1], small, drafts=True),
+        on_progress=on_progress,
+    )
+
+
+def configuration_of(plan: Mapping[str, Any]) -> Configuration:
+    """How a serving plan (plan.json of kind 'serve') is served: its batch, mode and tensor and expert axes.
+
+    Raises RooftopError for another kind of plan, and where its axes split what an engine does not split.
+    """
+    if plan.get("kind") != "serve":
+        raise RooftopError("plan kind", plan.get("kind"), "serve")
+    axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
+    for axis in axes:
+        if axis not in _AXES:
+            raise RooftopError(f"plan mesh axis {axis}", axes[axis], f"1: an engine splits over {' and '.join(_AXES)}")
+    batch = int(plan["workload"]["batch_seqs"])
+    return Configuration(policy=Policy(max_batch=batch, chunk_tokens=batch + 512), mesh=tuple(axes.items()))
+
+
+def stop_tokens(checkpoint: Path) -> frozenset[int]:
+    """The tokens that end a text, by generation_config.json or config.json: none, if neither says so."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint / name
+        try:
+            keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except ValueError as error:
+            raise RooftopError(str(path), f"{error}", "JSON") from None
+        found = keys.get("eos_token_id", keys.get("text_config", {}).get("eos_token_id"))
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()
+
+
+def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:
+    sizes, quantised = dict(configuration.mesh), configuration.cache == "int8"
+    decoder = Decoder(
+        model=model,
+        sizes=tuple((axis, sizes[axis]) for axis in _AXES if sizes.get(axis, 1) > 1),
+        page_tokens=configuration.page_tokens,
+        dtype=configuration.dtype or ("float32" if platform == "cpu" else "bfloat16"),
+        quantised_cache=quantised,
+        reader=best_reader(model, platform, quantised=quantised),
+        expert_matmul="grouped" if platform == "tpu" else "batched",
+    )
+    if model.vocab % decoder.tensor:
+        raise RooftopError("mesh axis tensor", decoder.tensor, f"a divisor of the vocabulary's {model.vocab}")
+    if model.mla is None and model.kv_heads % decoder.tensor and decoder.tensor % model.kv_heads:
+        accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
+        raise RooftopError("mesh axis tensor", decoder.tensor, accepted)
+    return decoder
+
+
+def _require_draft(model: ModelConfig, draft: ModelConfig, configuration: Configuration) -> None:
+    if draft.vocab != model.vocab:
+        raise RooftopError("draft", f"a vocabulary of {draft.vocab}", f"that of the model, {model.vocab}")
+    if not configuration.guesses:
+        raise RooftopError("guesses", 0, "1 or more with a draft model")
+    if configuration.policy.batching == "disaggregated":
+        raise RooftopError("draft", draft.name, "none with disaggregated batching: its cache is not sent")
+
+
+def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Mesh]:
+    """One mesh, or the one that prefills and the one that generates."""
+    sizes = dict(configuration.mesh)
+    each = math.prod(sizes.values())
+    split = configuration.policy.batching == "disaggregated"
+    if bool(configuration.prefill_devices) != split:
+        accepted = f"{each} with disaggregated batching, 0 with any other"
+        raise RooftopError("prefill_devices", configuration.prefill_devices, accepted)
+    if split and configuration.prefill_devices != each:
+        raise RooftopError("prefill_devices", configuration.prefill_devices, f"{each}, as many as the mesh has")
+    if (1 + split) * each > len(here):
+        raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, f"at most the {len(here)} devices that are here")
+    shape = tuple(sizes.get(axis, 1) for axis in _AXES)
+    groups = [here[:each], here[each : 2 * each]] if split else [here[:each]]
+    types = (AxisType.Explicit,) * len(_AXES)
+    return [Mesh(np.array(group, dtype=object).reshape(shape), _AXES, axis_types=types) for group in groups]
+
+
+def _placed(
+    decoder: Decoder,
+    mesh: Mesh,
+    configuration: Configuration,
+    weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]],
+) -> Transformer[Any]:
+    """The weights layer by layer, each array quantised and taken apart as soon as it is there."""
+
+    def placed(parameter: Parameter, array: jax.Array) -> Any:
+        with jax.set_mesh(mesh):
+            dim = summed_dim(parameter) if configuration.weights == "int8" else None
+            kept = array if dim is None else jax.jit(quantise, static_argnums=1)(array, dim)
+            if parameter.dims[:1] != ("layers",):
+                return kept
+            return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], kept) for at in range(parameter.shape[0]))
+
+    found = by_layer(decoder.model, weights(decoder, mesh, placed))
+    if found.unembed is None and decoder.tensor > 1:
+        # A tied table is split over D, and would be exchanged for one split over V in every step.
+        with jax.set_mesh(mesh):
+            place = NamedSharding(mesh, decoder.specs.parameter("embed", "vocab"))
+            unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(found.embed)
+            found = replace(found, unembed=jax.device_put(unembed, place))
+    return found
+
+
+def weight_bytes(decoder: Decoder, mesh: Mesh, configuration: Configuration) -> int:
+    """Bytes of the weights on one device."""
+    total = 0
+    parameters, leaves = jax.tree.leaves(describe(decoder.model)), jax.tree.leaves(decoder.abstract_weights(mesh))
+    for parameter, leaf in zip(parameters, leaves, strict=True):
+        count = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        dim = summed_dim(parameter) if configuration.weights == "int8" else None
+        total += count * leaf.dtype.itemsize if dim is None else count + 4 * count // parameter.shape[dim]
+    return total
+
+
+def _memory(device: jax.Device) -> int:
+    """Bytes that a device has for us."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return int((device.memory_stats() or {}).get("bytes_limit", 0))
+
+
+def _require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> None:
+    """Raises Infeasible where the weights, or they and the pages that are asked for, do not fit."""
+    device = mesh.devices.flat[0]
+    sharing = mesh.size if device.platform == "cpu" else 1
+    room = _memory(device) // sharing
+    weights = sum(weight_bytes(decoder, mesh, configuration) for decoder in decoders)
+    pages = 1 if configuration.pages is None else configuration.pages
+    need = weights + (pages + 1) * sum(decoder.page_bytes for decoder in decoders) // mesh.size
+    if need > room:
+        names = " and ".join(decoder.model.name for decoder in decoders)
+        what = f"{names}: {format_bytes(weights)} of weights and {pages} pages of cache on a device"
+        raise Infeasible(what, f"{format_bytes(need - room)} more than the {format_bytes(room)} that it has")
+
+
+def _pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> tuple[int, int]:
+    """Pages of the cache, and the most tokens of a sequence."""
+    page_tokens, most = configuration.page_tokens, min(decoder.model.max_seq_len for decoder in decoders)
+    longest = configuration.longest or most
+    if longest > most:
+        raise RooftopError("longest", longest, f"at most the model's {most} tokens")
+    pages = configuration.pages
+    if pages is None:
+        device = mesh.devices.flat[0]
+        stats = device.memory_stats() or {}
+        sharing = mesh.size if device.platform == "cpu" else 1
+        free = _memory(device) // sharing - int(stats.get("bytes_in_use", 0))
+        fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(each.page_bytes for each in decoders)
+        useful = configuration.policy.max_batch * -(-longest // page_tokens)
+        pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
+    if configuration.longest is not None and configuration.longest > pages * page_tokens:
+        accepted = f"at most the {pages * page_tokens} tokens of the cache's {pages} pages"
+        raise RooftopError("longest", configuration.longest, accepted)
+    return pages, min(longest, pages * page_tokens)

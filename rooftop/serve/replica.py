@@ -1,0 +1,278 @@
+"""The device side of an engine: weights, pools and the programs that run over them, all compiled before they serve."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import P
+from jax.sharding import Mesh, NamedSharding
+
+from rooftop.programs.decode import HEAD, Chosen, Decoder, propose, step
+from rooftop.programs.parameters import Transformer
+from rooftop.programs.sampling import Adjustments
+from rooftop.scheduling.serving_prefixes import Copy
+from rooftop.serve.configuration import Shapes
+
+Ints = npt.NDArray[np.int32]
+#: Pages that are copied at a time.
+COPIED = 8
+#: Programs that are compiled at a time: tracing takes turns, XLA does not.
+_COMPILERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjusted:
+    """What changes the logits of one request, in full: see ``rooftop.programs.sampling.Adjustments``."""
+
+    bias: npt.NDArray[np.float32]
+    seen: Ints
+    mask: npt.NDArray[np.uint32]
+    penalties: npt.NDArray[np.float32]
+
+
+class Replica:
+    """A model on a mesh with its cache. Used by one thread.
+
+    ``weights`` are as ``rooftop.programs.decode`` takes them. ``options`` go to the compiler. It checks ``guesses`` of
+    each sequence at a time, or if it ``drafts`` makes them.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        weights: Transformer[Any],
+        *,
+        pages: int,
+        host_pages: int,
+        slots: int,
+        shapes: Shapes,
+        guesses: int = 0,
+        drafts: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.decoder, self.mesh, self.shapes, self.pages, self.slots = decoder, mesh, shapes, pages, slots
+        self._options, self.guesses, self.drafts = options, guesses, drafts
+        self._whole = NamedSharding(mesh, P())
+        self._weights, self._weight_tree = jax.tree.flatten(weights)
+        abstract = decoder.abstract_pools(pages, mesh)
+        self._abstract_pools, self._pool_tree = jax.tree.flatten(abstract)
+        self._no_adjustments = partial(Adjustments.none, slots + 1, decoder.model.vocab)
+        leaves, self._adjustment_tree = jax.tree.flatten(jax.eval_shape(self._no_adjustments))
+        self._abstract_adjustments = [
+            jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=self._whole) for each in leaves
+        ]
+        self._pools = list[jax.Array]()
+        self._host = [np.zeros((host_pages, *leaf.shape[1:]), leaf.dtype) for leaf in self._abstract_pools]
+        self._adjustments = list[jax.Array]()
+        self._programs = dict[tuple[Any, ...], Callable[..., Any]]()
+        #: Emulated devices share threads: one program at a time (see JAX's notes on CPU collectives).
+        self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+    def allocate(self) -> None:
+        """Empty pools, and adjustments that change nothing."""
+        self._pools, self._adjustments = self._programs["allocate",]()
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Every program that a step can need; returns how many."""
+        wanted: list[tuple[Any, ...]] = [("allocate",), ("take",), ("put",), ("adjust",), ("mask",)]
+        pages = [context // self.decoder.page_tokens for context in self.shapes.contexts]
+        if not self.drafts:
+            wanted += [("step", rows, 1, width) for rows in self.shapes.batches for width in pages]
+        wanted += [("step", *shape, width) for shape in self.shapes.prefills for width in pages]
+        if self.guesses:
+            kind = ("propose", 1) if self.drafts else ("check", 1 + self.guesses)
+            wanted += [(kind[0], rows, kind[1], width) for rows in self.shapes.batches for width in pages]
+        missing = [key for key in wanted if key not in self._programs]
+        with ThreadPoolExecutor(_COMPILERS) as compilers:
+            for done, (key, program) in enumerate(zip(missing, compilers.map(self._program, missing), strict=True)):
+                self._programs[key] = program
+                if on_progress is not None:
+                    on_progress(1 + done, len(missing))
+        self.allocate()
+        return len(wanted)
+
+    def step(self, packed: Ints, width: int, *, every: bool = False) -> Chosen:
+        """Run ``rooftop.programs.decode.step`` for ``packed`` [R, HEAD + C + P] with C = ``width``."""
+        program = self._programs["check" if every else "step", len(packed), width, packed.shape[1] - HEAD - width]
+        arguments = jax.device_put(packed, self._whole)
+        chosen, self._pools, self._adjustments = program(self._weights, self._pools, self._adjustments, arguments)
+        if self._one_at_a_time:
+            jax.block_until_ready(chosen)
+        return Chosen(tokens=chosen[0], logprobs=chosen[1], top=chosen[2], top_ids=chosen[3])
+
+    def propose(self, packed: Ints) -> Ints:
+        """Run ``rooftop.programs.decode.propose`` for ``packed`` [R, HEAD + 1 + P]: guesses [R, ``guesses``]."""
+        program = self._programs["propose", len(packed), 1, packed.shape[1] - HEAD - 1]
+        found, self._pools = program(self._weights, self._pools, jax.device_put(packed, self._whole))
+        if self._one_at_a_time:
+            jax.block_until_ready(self._pools)
+        return np.asarray(found)
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Pages to the host's memory and back, in order."""
+        for each in copies:
+            source, target = np.array(each.source, np.int32), np.array(each.target, np.int32)
+            for first in range(0, len(source), COPIED):
+                out, into = source[first : first + COPIED], target[first : first + COPIED]
+                if each.to_host:
+                    for host, pages in zip(self._host, self.take(out), strict=True):
+                        host[into] = np.asarray(pages)[: len(into)]
+                else:
+                    self.put(into, [host[self._padded(out, 0)] for host in self._host])
+
+    def take(self, pages: Ints) -> Sequence[jax.Array]:
+        """The contents of at most ``COPIED`` pages, of each pool array [COPIED, ...]."""
+        found: Sequence[jax.Array] = self._programs["take",](self._pools, self._put(self._padded(pages, self.pages)))
+        return jax.block_until_ready(found) if self._one_at_a_time else found
+
+    def put(self, pages: Ints, contents: Sequence[Any]) -> None:
+        """The reverse, from arrays of the host or of another replica with such pools."""
+        places = [leaf.sharding for leaf in self._abstract_pools]
+        moved = jax.device_put(list(contents), places)
+        self._pools = self._programs["put",](self._pools, self._put(self._padded(pages, self.pages)), moved)
+        if self._one_at_a_time:
+            jax.block_until_ready(self._pools)
+
+    def adjust(self, slot: int, how: Adjusted) -> None:
+        """What changes the logits of the request in ``slot`` from now on."""
+        arrays = [self._put(each) for each in (np.int32(slot), how.bias, how.seen, how.mask, how.penalties)]
+        self._adjustments = self._programs["adjust",](self._adjustments, *arrays)
+
+    def set_mask(self, slot: int, mask: npt.NDArray[np.uint32]) -> None:
+        """The tokens that the request in ``slot`` may choose from next."""
+        self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
+
+    def _put(self, array: Any) -> jax.Array:
+        placed: jax.Array = jax.device_put(array, self._whole)
+        return placed
+
+    def _padded(self, pages: Ints, with_: int) -> Ints:
+        return np.concatenate([pages, np.full(COPIED - len(pages), with_, np.int32)])
+
+    def _program(self, key: tuple[Any, ...]) -> Callable[..., Any]:
+        kind, *sizes = key
+        function: Callable[..., Any] = getattr(self, f"_{kind}_program")
+        with jax.set_mesh(self.mesh):
+            traced, donated, arguments = function(*sizes)
+            compiled: Callable[..., Any] = (
+                jax.jit(traced, donate_argnums=donated).lower(*arguments).compile(compiler_options=self._options)
+            )
+        return compiled
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._whole)
+
+    @staticmethod
+    def _alike(arrays: Iterable[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in arrays]
+
+    def _check_program(self, rows: int, width: int, pages: int) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        return self._step_program(rows, width, pages, every=True)
+
+    def _step_program(
+        self, rows: int, width: int, pages: int, *, every: bool = False
+    ) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def run(weights: Any, pools: Any, adjustments: Any, packed: jax.Array) -> Any:
+            chosen, pools, adjustments = step(
+                jax.tree.unflatten(self._weight_tree, weights),
+                jax.tree.unflatten(self._pool_tree, pools),
+                jax.tree.unflatten(self._adjustment_tree, adjustments),
+                packed,
+                self.decoder,
+                width=width,
+                every=every,
+            )
+            found = chosen.tokens, chosen.logprobs, chosen.top, chosen.top_ids
+            return found, jax.tree.leaves(pools), jax.tree.leaves(adjustments)
+
+        packed = self._ints(rows, HEAD + width + pages)
+        given = self._alike(self._weights), self._abstract_pools, self._abstract_adjustments, packed
+        return run, (1, 2), given
+
+    def _propose_program(self, rows: int, width: int, pages: int) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def run(weights: Any, pools: Any, packed: jax.Array) -> Any:
+            guesses, pools = propose(
+                jax.tree.unflatten(self._weight_tree, weights),
+                jax.tree.unflatten(self._pool_tree, pools),
+                packed,
+                self.decoder,
+                most=self.guesses,
+            )
+            return guesses, jax.tree.leaves(pools)
+
+        return run, (1,), (self._alike(self._weights), self._abstract_pools, self._ints(rows, HEAD + width + pages))
+
+    def _allocate_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def empty() -> tuple[list[jax.Array], list[jax.Array]]:
+            pools = [jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in self._abstract_pools]
+            return pools, [jax.sharding.reshard(x, P()) for x in jax.tree.leaves(self._no_adjustments())]
+
+        return empty, (), ()
+
+    def _take_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def take(pools: list[jax.Array], pages: jax.Array) -> list[jax.Array]:
+            return [pool[pages] for pool in pools]
+
+        return take, (), (self._abstract_pools, self._ints(COPIED))
+
+    def _put_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def put(pools: list[jax.Array], pages: jax.Array, contents: list[jax.Array]) -> list[jax.Array]:
+            return [pool.at[pages].set(each) for pool, each in zip(pools, contents, strict=True)]
+
+        contents = [
+            jax.ShapeDtypeStruct((COPIED, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
+            for leaf in self._abstract_pools
+        ]
+        return put, (0,), (self._abstract_pools, self._ints(COPIED), contents)
+
+    def _adjust_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def adjust(adjustments: list[jax.Array], slot: jax.Array, *rows: jax.Array) -> list[jax.Array]:
+            return [each.at[slot].set(row) for each, row in zip(adjustments, rows, strict=True)]
+
+        rows = [
+            jax.ShapeDtypeStruct(each.shape[1:], each.dtype, sharding=self._whole)
+            for each in self._abstract_adjustments
+        ]
+        return adjust, (0,), (self._abstract_adjustments, self._ints(), *rows)
+
+    def _mask_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def put(adjustments: list[jax.Array], slot: jax.Array, mask: jax.Array) -> list[jax.Array]:
+            bias, seen, masks, penalties = adjustments
+            return [bias, seen, masks.at[slot].set(mask), penalties]
+
+        masks = self._abstract_adjustments[2]
+        mask = jax.ShapeDtypeStruct(masks.shape[1:], masks.dtype, sharding=self._whole)
+        return put, (0,), (self._abstract_adjustments, self._ints(), mask)
+
+
+class Compilations:
+    """Counts what XLA compiles in one thread, from when it is watched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._thread: int | None = None
+
+    def watch(self) -> None:
+        """Count what this thread compiles from now on."""
+        self._thread = threading.get_ident()
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def stop(self) -> None:
+        """Count no more."""
+        if self._thread is not None:
+            jax.monitoring.unregister_event_duration_listener(self._heard)
+            self._thread = None
+
+    def _heard(self, event: str, duration_secs: float, **facts: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == self._thread:
+            self.count += 1
