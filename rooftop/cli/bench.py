@@ -1,4 +1,4 @@
-"""``rooftop bench``: measurements on the devices that are here; each kind is a subcommand."""
+"""``rooftop bench``: measurements; each kind is a subcommand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rooftop.cli.bench_serve import command as serve
 from rooftop.cli.output import emit_json, json_option, progress_bar
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 @click.group(name="bench")
 def command() -> None:
-    """Measure on the devices that are here: TPUs, GPUs, or eight that the CPU emulates."""
+    """Measure: collectives on the devices that are here, a server under load."""
+
+
+command.add_command(serve)
 
 
 @command.command(name="collectives")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.cli.output import console
-from rooftop.quantities import format_bytes, format_seconds
+from rooftop.quantities import format_bytes, format_count, format_seconds
 
 
 def show_collectives(data: dict[str, Any], output: Path | None) -> None:
@@ -50,5 +50,60 @@ def show_collectives(data: dict[str, Any], output: Path | None) -> None:
         out.print(f"bound, expected: planned for {data['slice']}, not for the devices that are here.")
     if measured["emulated"]:
         out.print("The devices are emulated on CPU: these times say that it runs, nothing about an accelerator.")
+    if output is not None:
+        out.print(f"written: {output}", soft_wrap=True)
+
+
+_TIMES = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("end to end", "e2e_s"))
+#: Seconds that a request may be sent late without a word.
+_LAG_S = 0.05
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def show_serving(data: dict[str, Any], output: Path | None) -> None:
+    """Print what clients of a server waited for, and what the simulator says."""
+    from rich.table import Table
+
+    out, measured, predicted = console(), data["measured"], data["predicted"]
+    requests, tokens, goodput = measured["requests"], measured["tokens"], measured["goodput"]
+    out.print(f"[bold]{data['model']}[/bold] at {data['url']}, rooftop {data['rooftop_version']}, {data['date']}")
+    out.print(
+        f"{requests['finished']:,} of {requests['offered']:,} requests in {format_seconds(measured['duration_s'])}, "
+        f"{requests['per_second']:.4g} a second; {format_count(tokens['generated'], 'tok')} generated, "
+        f"{tokens['generated_per_second']:,.0f} tok/s"
+    )
+    if requests["finished"] < requests["offered"]:
+        out.print(
+            f"{requests['refused']:,} were refused and {requests['failed']:,} failed, such as: {requests['why']}",
+            markup=False,
+        )
+    targets = [
+        f"{name} {format_seconds(goodput[key])}"
+        for name, key in (("TTFT", "ttft_target_s"), ("TPOT", "tpot_target_s"))
+        if goodput[key] is not None
+    ]
+    if targets:
+        rate = f"{goodput['requests_per_second']:.4g} a second"
+        out.print(f"goodput: {rate}, {goodput['share']:.1%} of the requests within {' and '.join(targets)}")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("")
+    table.add_column("")
+    for title in _COLUMNS:
+        table.add_column(title, justify="right")
+    for name, key in _TIMES:
+        found = {"measured": measured[key], "predicted": None if predicted is None else predicted[key]}
+        for row, (kind, values) in enumerate(found.items()):
+            if values is not None:
+                cells = [format_seconds(values[column]) for column in _COLUMNS]
+                table.add_row("" if row else name, kind, *cells)
+    out.print()
+    out.print(table)
+    out.print()
+    made = "predicted: simulated with" if predicted is not None else "no prediction:"
+    out.print(f"{made} {data['predicted_by']}", markup=False)
+    if measured["worst_lag_s"] > _LAG_S:
+        out.print(
+            f"The client fell behind by up to {format_seconds(measured['worst_lag_s'])}: it is too slow for this."
+        )
     if output is not None:
         out.print(f"written: {output}", soft_wrap=True)

@@ -20,7 +20,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "simulate": ("rooftop.cli.simulate", "Requests against a serving plan: the latencies that users feel."),
     "compile": ("rooftop.cli.compile", "A plan, or any JAX function, through XLA:TPU, without a TPU."),
     "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
-    "bench": ("rooftop.cli.bench", "Measure on the devices that are here: collectives."),
+    "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on the devices here."),
+    "bench": ("rooftop.cli.bench", "Measure: collectives on the devices here, a server under load."),
     "validate": ("rooftop.cli.validate", "Our predictions beside published measurements, misses included."),
 }
 

@@ -27,11 +27,11 @@ _PATIENCE_FLAGS = (
 )
 
 
-def prepare_environment(options: Mapping[str, Any]) -> None:
+def prepare_environment(
+    options: Mapping[str, Any], *, packages: tuple[str, ...] = _PACKAGES, extra: str = "train"
+) -> None:
     """What JAX and XLA read when they are first imported. Raises RooftopError where a package is not installed."""
-    for package in _PACKAGES:
-        if find_spec(package) is None:
-            raise RooftopError(package, "not installed", "a Python that has it: pip install 'rooftop[train]'")
+    require_packages(packages, extra)
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split()]
     if options["devices"] is not None:
         count = parse_count(options["devices"], "devices")
@@ -44,6 +44,13 @@ def prepare_environment(options: Mapping[str, Any]) -> None:
         if not any(each.startswith(flag.partition("=")[0]) for each in flags):
             flags.append(flag)
     os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def require_packages(packages: tuple[str, ...], extra: str) -> None:
+    """Raises RooftopError where one of them is not installed; ``extra`` brings them."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise RooftopError(package, "not installed", f"a Python that has it: pip install 'rooftop[{extra}]'")
 
 
 def train_together(options: dict[str, Any], train: Callable[[], int]) -> int:

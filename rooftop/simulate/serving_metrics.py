@@ -158,11 +158,11 @@ class Metrics:
                 "generated_per_second": _rate(generated, duration),
             },
             "duration_s": duration,
-            "ttft_s": _spread(self.ttft_s),
-            "tpot_s": _spread(self.tpot_s),
+            "ttft_s": spread(self.ttft_s),
+            "tpot_s": spread(self.tpot_s),
             "itl_s": _weighted_spread(*self.itl_s),
-            "worst_itl_s": _spread(self.worst_itl_s[served]),
-            "e2e_s": _spread(self.e2e_s),
+            "worst_itl_s": spread(self.worst_itl_s[served]),
+            "e2e_s": spread(self.e2e_s),
             "goodput": {
                 "ttft_target_s": self.targets.ttft_s,
                 "tpot_target_s": self.targets.tpot_s,
@@ -212,7 +212,7 @@ def _rate(amount: float, of: float) -> float:
     return float(amount / of) if of else 0.0
 
 
-def _spread(values: Floats) -> dict[str, float] | None:
+def spread(values: Floats) -> dict[str, float] | None:
     """Mean, percentiles (linear between values) and maximum; None where there are no values."""
     known = values[~np.isnan(values)]
     if not len(known):

@@ -1,0 +1,170 @@
+"""``rooftop serve``: a checkpoint, or a serving plan of it, as OpenAI's API on the devices that are here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rooftop.cli.output import json_option, progress_bar
+from rooftop.cli.train_process import prepare_environment
+
+if TYPE_CHECKING:
+    from rooftop.serve.requests import Engine
+
+_PATH = click.Path(path_type=Path)
+#: What serving imports, by the names of modules.
+_PACKAGES = (
+    "jax", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
+    "llguidance",
+)  # fmt: skip
+
+#: Fields of an engine's configuration by the options that set them.
+_OPTIONS = {
+    "longest": "max-model-len", "cache": "kv-dtype", "weights": "weights-dtype", "prefill_devices": "prefill-devices",
+}  # fmt: skip
+
+
+@click.command(name="serve")
+@click.argument("checkpoint", type=_PATH, metavar="CHECKPOINT|PLAN.json")
+@click.option("--weights-of", type=_PATH, metavar="DIR", help="With a plan: the folder of its model's checkpoint.")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@click.option("--port", default="8000", show_default=True, metavar="N", help="Where to listen; 0: a free port.")
+@click.option("--name", metavar="NAME", help="What requests call the model. [default: the folder's name]")
+@click.option(
+    "--api-key", multiple=True, envvar="ROOFTOP_API_KEY", metavar="KEY", help="Ask for a key; several are good."
+)
+@click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages of ORIGIN ask; '*': of any.")
+@click.option("--max-batch", metavar="N", help="Most sequences in progress. [default: 32, or the plan's]")
+@click.option("--max-model-len", metavar="N", help="Most tokens of a prompt and its answer. [default: the model's]")
+@click.option("--max-queue", default="1024", show_default=True, metavar="N", help="Most that wait; others get a 429.")
+@click.option("--max-body", default="32Mi", show_default=True, metavar="BYTES", help="Largest request.")
+@click.option("--chunk-tokens", metavar="N", help="Most tokens of a step; prompts are prefilled in chunks. 0: whole.")
+@click.option("--batching", metavar="KIND", help="interleaved or disaggregated. [default: interleaved]")
+@click.option("--prefill-devices", metavar="N", help="Disaggregated: devices that prefill.")
+@click.option("--preemption", metavar="KIND", help="When pages run out: recompute or swap. [default: recompute]")
+@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Share KV of equal beginnings.")
+@click.option("--guesses", default="0", show_default=True, metavar="N", help="Tokens guessed in a step, by n-grams.")
+@click.option("--draft", type=_PATH, metavar="DIR", help="Or by this smaller model of the same vocabulary.")
+@click.option("--page-tokens", default="16", show_default=True, metavar="N", help="Tokens of a page of the KV cache.")
+@click.option("--pages", metavar="N", help="Pages of the KV cache. [default: what memory allows]")
+@click.option("--host-pages", default="0", show_default=True, metavar="N", help="Pages in the host's memory.")
+@click.option("--dtype", metavar="DTYPE", help="bfloat16 or float32. [default: bfloat16, on a CPU float32]")
+@click.option("--weights-dtype", default="plain", show_default=True, metavar="DTYPE", help="plain (--dtype) or int8.")
+@click.option("--kv-dtype", default="plain", show_default=True, metavar="DTYPE", help="plain (--dtype) or int8.")
+@click.option("--mesh", metavar="AXES", help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
+@click.option("--on", metavar="local", help="'local': shrink the plan's mesh to the devices that are here.")
+@click.option("--devices", metavar="N", help="Emulate N devices on the CPU.")
+@click.option("--chat-template", type=_PATH, metavar="FILE", help="Another chat template than the checkpoint's.")
+@click.option("--drain", default="30s", show_default=True, metavar="TIME", help="At SIGTERM: time to finish in.")
+@click.option("--log-level", default="info", show_default=True, metavar="LEVEL", help="debug, info, warning or error.")
+@click.option("--log-texts", is_flag=True, help="Put prompts and answers into the log.")
+@json_option
+def command(checkpoint: Path, as_json: bool, **options: Any) -> int:
+    """Serve a CHECKPOINT as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
+
+    Beside it /health, /ready, /metrics (Prometheus) and /openapi.json. The log is on stderr, a JSON object a line.
+    SIGTERM and Ctrl-C finish what is running; a second one waits no longer. With --json the one object on stdout comes
+    when requests are served.
+
+    \b
+    Examples: rooftop serve models/llama --port 8000
+              rooftop serve models/llama --max-batch 64 --kv-dtype int8 --mesh tensor=4 --host 0.0.0.0 --api-key KEY
+              rooftop serve plan.json --weights-of models/llama --on local
+    """
+    prepare_environment(options, packages=_PACKAGES, extra="serve")
+    return _serve(checkpoint, options, as_json)
+
+
+def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
+    from rooftop.cli.serve_options import configuration, on_local, port, settings, source_of
+    from rooftop.errors import RooftopError
+    from rooftop.quantities import parse_seconds
+    from rooftop.serve.loading import load, stop_tokens
+    from rooftop.serve.logs import start_logging
+    from rooftop.serve.server import Serving, bind
+    from rooftop.serve.texts import Texts
+
+    began_s = time.monotonic()
+    if options["on"] not in (None, "local"):
+        raise RooftopError("on", options["on"], "local; another slice is what rooftop plan is asked for")
+    source = source_of(given, options["weights_of"])
+    wanted, answers = configuration(options, source.plan), settings(options, source.model.name)
+    drain_s = parse_seconds(options["drain"], "drain")
+    log = start_logging(options["log_level"], sys.stderr)
+    at = port(options)
+    ends = tuple(stop_tokens(source.folder))
+    texts = Texts.load(source.folder, vocab=source.model.vocab, ends=ends, template=options["chat_template"])
+    with bind(options["host"], at) as bound:
+        # Before weights are loaded: a port that is taken is known at once.
+        _keep_compilations()
+        import jax
+
+        here = jax.devices()
+        if options["on"] == "local":
+            wanted = on_local(wanted, len(here))
+
+        def start() -> Engine:
+            with progress_bar(shown=not as_json) as progress:
+                if progress is not None:
+                    progress(0, 1, f"loading {source.model.name}")
+
+                def compiling(done: int, total: int) -> None:
+                    if progress is not None:
+                        progress(done, total, "compiling")
+
+                try:
+                    engine = load(source.folder, wanted, draft=options["draft"], on_progress=compiling)
+                except RooftopError as error:
+                    raise RooftopError(_OPTIONS.get(error.field, error.field), error.given, error.accepted) from None
+                engine.start()
+            return engine
+
+        def ready(engine: Engine) -> None:
+            about = _about(engine, bound, answers.model) | {
+                "devices": f"{len(here)} x {here[0].device_kind}",
+                "seconds": round(time.monotonic() - began_s, 3),
+            }
+            click.echo(json.dumps(about) if as_json else _headline(about))
+
+        Serving(bound=bound, settings=answers, texts=texts, log=log, load=start, on_ready=ready, drain_s=drain_s).run()
+    return 0
+
+
+def _about(engine: Engine, bound: socket.socket, model: str) -> dict[str, Any]:
+    """What --json says when requests are served."""
+    stats, (host, port) = engine.stats(), bound.getsockname()[:2]
+    return {
+        "kind": "serve",
+        "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        "model": model,
+        "pid": os.getpid(),
+        "max_model_len": engine.longest,
+        "pages": stats.pages,
+        "page_tokens": stats.page_tokens,
+        "programs": stats.programs,
+    }
+
+
+def _keep_compilations() -> None:
+    """A server that is started again compiles nothing anew."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home).expanduser() / "rooftop" / "jax"))
+
+
+def _headline(about: Mapping[str, Any]) -> str:
+    return (
+        f"{about['model']} on {about['devices']}: {about['pages']} pages of {about['page_tokens']} tokens, "
+        f"{about['max_model_len']} tokens a sequence; {about['programs']} programs; "
+        f"ready after {about['seconds']:.1f} s\n{about['url']}/v1"
+    )

@@ -1,0 +1,125 @@
+"""The process around the API: its socket, signals, loading, and an end without loss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from rooftop.errors import RooftopError
+from rooftop.serve.api import Api, Settings
+from rooftop.serve.requests import Engine
+from rooftop.serve.texts import Texts
+
+#: What HTTP takes after the last token.
+_MARGIN_S = 5
+#: Longer than clients keep idle connections, so that they close them and not we.
+_KEEP_ALIVE_S = 65
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that will listen there (port 0: a free one). Raises RooftopError where that cannot be."""
+    if not 0 <= port < 2**16:
+        raise RooftopError("port", port, "0 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except socket.gaierror as error:
+        raise RooftopError("host", host, f"a name or address of this machine ({error.strerror})") from None
+    except OSError as error:
+        raise RooftopError("port", port, f"one that is free at {host} ({error.strerror})") from None
+    return bound
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which leaves signals to us: it would end by the signal, and not with a status."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """A server from its first request to its last.
+
+    It listens on ``bound`` while ``load`` makes and starts the engine; ``on_ready`` is called with it. Then it serves
+    until SIGTERM or SIGINT, and finishes what is running, for ``drain_s`` seconds at most; a second signal waits no
+    longer. One that comes before the engine is there ends the process, with status 0.
+    """
+
+    bound: socket.socket
+    settings: Settings
+    texts: Texts
+    log: logging.Logger
+    load: Callable[[], Engine]
+    on_ready: Callable[[Engine], None]
+    drain_s: float
+
+    def run(self) -> None:
+        """Until it has ended. Raises what ``load`` raises."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        self._api = Api(self.settings, self.texts, self.log)
+        self._drained: asyncio.Task[bool] | None = None
+        self._server = _Server(
+            uvicorn.Config(
+                self._api.app(),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(self.drain_s) + _MARGIN_S,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        serving = asyncio.create_task(self._server.serve(sockets=[self.bound]))
+        try:
+            self._api.engine = await asyncio.to_thread(self.load)
+            self.on_ready(self._api.engine)
+            self.log.info("ready")
+            await serving
+            if self._drained is not None:
+                whole = await self._drained
+                self.log.info("drained", extra={"fields": {"all_finished": whole}})
+        finally:
+            self._server.should_exit = self._server.force_exit = True
+            await serving
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self._api.engine is None:
+            # Nothing is served yet, and compiling cannot be interrupted otherwise.
+            self.log.info("stopped", extra={"fields": {"signal": number.name}})
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        self._api.draining = self._server.should_exit = True
+        if self._drained is None:
+            self.log.info("draining", extra={"fields": {"signal": number.name}})
+            self._drained = asyncio.create_task(asyncio.to_thread(self._api.engine.drain, self.drain_s))
+        else:
+            self._server.force_exit = True
+            self._drained = asyncio.create_task(asyncio.to_thread(self._api.engine.drain, 0.0))

@@ -1,0 +1,116 @@
+"""Step times that an engine measured of itself, for a simulation of that engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rooftop.errors import RooftopError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled program with room for ``sequences`` sequences, that read up to ``context_tokens`` tokens of KV each.
+
+    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence. A run takes ``seconds``.
+    """
+
+    sequences: int
+    tokens: int
+    context_tokens: int
+    seconds: float
+
+    @property
+    def width(self) -> int:
+        """New tokens of each sequence."""
+        return self.tokens // self.sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTimes:
+    """``StepTimes`` of an engine with static shapes: a step takes as long as the programs that it is padded to.
+
+    Only programs that ran are known; what would need another one is priced as the nearest. ``overhead_s`` is what each
+    step takes beside its programs.
+    """
+
+    page_tokens: int
+    kv_tokens: int
+    programs: tuple[Program, ...]
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self._generates or not self._prefills:
+            accepted = "programs that prefill and programs that generate: requests that were served before"
+            raise RooftopError("measured programs", len(self.programs), accepted)
+
+    @property
+    def prefill_kv_tokens(self) -> int:
+        """One server does both."""
+        return self.kv_tokens
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Pieces by the narrowest program that holds them, as many at a time as one has rows."""
+        return self.overhead_s + self._prefill_s(chunks)
+
+    def generate_s(self, batch: int, context_tokens: int) -> float:
+        """The smallest program for the batch, and for the mean context in it."""
+        return self.overhead_s + self._generate_s(batch, context_tokens)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        """One program after another."""
+        generate = self._generate_s(batch, context_tokens) if batch else 0.0
+        return self.overhead_s + self._prefill_s(chunks) + generate
+
+    def transfer_s(self, tokens: int) -> float:
+        """Raises RooftopError: a server that does both phases sends nothing."""
+        raise RooftopError("batching", "disaggregated", "interleaved: transfers were not measured")
+
+    def host_copy_s(self, tokens: int) -> float:
+        """Raises RooftopError: copies are not measured apart."""
+        raise RooftopError("host_kv_tokens", tokens, "0: copies to the host were not measured")
+
+    @cached_property
+    def _generates(self) -> list[Program]:
+        found = [each for each in self.programs if not each.tokens]
+        return sorted(found, key=lambda each: (each.sequences, each.context_tokens))
+
+    @cached_property
+    def _prefills(self) -> dict[int, list[Program]]:
+        """Programs by width, in ascending order."""
+        found: dict[int, list[Program]] = {}
+        prefills = [each for each in self.programs if each.tokens]
+        for each in sorted(prefills, key=lambda each: (each.width, each.context_tokens)):
+            found.setdefault(each.width, []).append(each)
+        return found
+
+    def _generate_s(self, batch: int, context_tokens: int) -> float:
+        mean = context_tokens // batch + 1
+        sizes = [each.sequences for each in self._generates]
+        size = min((each for each in sizes if each >= batch), default=sizes[-1])
+        return _nearest([each for each in self._generates if each.sequences == size], mean)
+
+    def _prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        widths = [*self._prefills]
+        pieces: dict[int, list[int]] = {}
+        for tokens, before in chunks:
+            for start in range(0, tokens, widths[-1]):
+                size = min(widths[-1], tokens - start)
+                width = next(each for each in widths if each >= size)
+                pieces.setdefault(width, []).append(before + start + size)
+        seconds = 0.0
+        for width, ends in pieces.items():
+            programs = self._prefills[width]
+            rows = {each.sequences for each in programs}
+            while ends:
+                count = min(rows) if len(ends) == 1 else max(rows)
+                taken, ends = ends[:count], ends[count:]
+                seconds += _nearest([each for each in programs if each.sequences == count], max(taken))
+        return seconds
+
+
+def _nearest(programs: list[Program], context_tokens: int) -> float:
+    """The time of the smallest program that reads so many tokens; of the largest if none does."""
+    enough = [each for each in programs if each.context_tokens >= context_tokens]
+    return (min(enough, key=lambda each: each.context_tokens) if enough else programs[-1]).seconds
