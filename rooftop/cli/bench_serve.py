@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.plan_files import read_plan_file
 
 if TYPE_CHECKING:
     from rooftop.serve.prediction import Told
@@ -136,16 +137,9 @@ def _trace(options: dict[str, Any]) -> Trace:
 
 
 def _plan(file: Path) -> Any:
-    from rooftop.errors import RooftopError
     from rooftop.plan.serving import ServingPlan
 
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RooftopError("plan", str(file), f"a plan.json written by rooftop plan serve ({error})") from None
-    if not isinstance(data, dict):
-        raise RooftopError("plan", str(file), "a plan.json written by rooftop plan serve (this is no JSON object)")
-    return ServingPlan.from_json(data)
+    return ServingPlan.from_json(read_plan_file(file, accepted="a plan.json written by rooftop plan serve"))
 
 
 def _prediction(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.plan_files import read_plan_file
 
 if TYPE_CHECKING:
     from rooftop.explain.compiled import Report
@@ -133,14 +134,7 @@ def read_plan(file: Path) -> TrainingPlan:
     from rooftop.plan import TrainingPlan
     from rooftop.schemas import schema
 
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RooftopError("plan", str(file), f"a file that can be read ({error.strerror})") from None
-    except ValueError as error:
-        raise RooftopError("plan", str(file), f"a plan.json written by rooftop plan (not JSON: {error})") from None
-    if not isinstance(data, Mapping):
-        raise RooftopError("plan", str(file), "a plan.json written by rooftop plan (this is no JSON object)")
+    data = read_plan_file(file)
     absent = [name for name in schema("plan")["required"] if name not in data]
     if absent:
         raise RooftopError("plan", str(file), f"a plan.json written by rooftop plan (without {', '.join(absent)})")

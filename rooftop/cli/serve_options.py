@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.arrays import parse_axes
+from rooftop.cli.plan_files import read_plan_file
 from rooftop.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.plan.serving import ServingPlan
@@ -37,14 +37,7 @@ def source_of(given: Path, weights: Path | None) -> Source:
         if weights is not None:
             raise RooftopError("weights-of", str(weights), "this with a plan only")
         return Source(folder=given, model=from_huggingface(given / "config.json"), plan=None)
-    try:
-        data = json.loads(given.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RooftopError("checkpoint", str(given), f"{_CHECKPOINT} ({error.strerror})") from None
-    except ValueError as error:
-        raise RooftopError("checkpoint", str(given), f"{_CHECKPOINT} (not JSON: {error})") from None
-    if not isinstance(data, dict):
-        raise RooftopError("checkpoint", str(given), f"{_CHECKPOINT} (this is no JSON object)")
+    data = read_plan_file(given, field="checkpoint", accepted=_CHECKPOINT)
     plan = ServingPlan.from_json(data)
     if weights is None:
         accepted = f"--weights-of DIR: the folder of a checkpoint of {plan.problem.model.name}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.plan_files import read_plan_file
 from rooftop.errors import Infeasible, RooftopError
 
 if TYPE_CHECKING:
@@ -109,15 +110,7 @@ def _plan(file: Path) -> tuple[ServingPlan, Mapping[str, Any]]:
     """The plan in a file, and the fleet that it recommends (empty if none). Raises RooftopError."""
     from rooftop.plan.serving import ServingPlan
 
-    accepted = "a plan.json written by rooftop plan serve"
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RooftopError("plan", str(file), f"a file that can be read ({error.strerror})") from None
-    except ValueError as error:
-        raise RooftopError("plan", str(file), f"{accepted} (not JSON: {error})") from None
-    if not isinstance(data, dict):
-        raise RooftopError("plan", str(file), f"{accepted} (this is no JSON object)")
+    data = read_plan_file(file, accepted="a plan.json written by rooftop plan serve")
     return ServingPlan.from_json(data), (data.get("recommendation") or {}).get("best", {})
 
 

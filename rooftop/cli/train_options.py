@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftop.arrays import parse_axes
+from rooftop.cli.plan_files import read_plan_file
 from rooftop.errors import RooftopError
 from rooftop.models import ModelConfig
 from rooftop.plan import TrainingPlan
@@ -25,15 +25,8 @@ if TYPE_CHECKING:
 
 
 def read_plan(file: Path) -> dict[str, Any]:
-    """The content of a plan.json, read once: it may be a pipe. Raises RooftopError for what is none."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RooftopError("plan", str(file), f"a file that can be read ({error.strerror})") from None
-    except ValueError as error:
-        raise RooftopError("plan", str(file), f"a plan.json written by rooftop plan (not JSON: {error})") from None
-    if not isinstance(data, dict):
-        raise RooftopError("plan", str(file), "a plan.json written by rooftop plan (this is no JSON object)")
+    """The content of a plan.json. Raises RooftopError for what is none."""
+    data: dict[str, Any] = read_plan_file(file)
     TrainingPlan.from_json(data)
     return data
 

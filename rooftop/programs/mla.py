@@ -32,7 +32,9 @@ def latent_qkv(
     heads = specs.activation("batch", "seq", "heads", None)
     q, latent, shared = latents(x, layer, turns, model, mla, specs)
     with named_scope("qkv"):
-        kv = checkpoint_name(project(latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv")
+        kv = checkpoint_name(
+            jnp.einsum("btr,rnh->btnh", latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv"
+        )
     with named_scope("rope"):
 
         def expand(kv: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +65,7 @@ def latents(
         if layer.q_down is not None and layer.q_norm is not None:
             queries = scale_norm(down(layer.q_down), layer.q_norm, model, specs.residual)
         queries = split_sequence(queries, gathered)
-        q = checkpoint_name(project(queries, gather(layer.q, specs, "embed", "heads", None)), "qkv")
+        q = checkpoint_name(jnp.einsum("btr,rnh->btnh", queries, gather(layer.q, specs, "embed", "heads", None)), "qkv")
         latent, shared = jnp.split(down(layer.kv_down), [mla.kv_rank], axis=-1)
         latent = scale_norm(latent, layer.kv_norm, model, specs.residual)
     with named_scope("rope"):

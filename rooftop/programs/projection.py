@@ -1,6 +1,6 @@
 """A matmul with a weight, whose gradient is written in the weight's own layout.
 
-Dims: D of the stream, F of the weight's other dims together.
+Dims: B batch, T sequence, D and F those of the weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 
 def project(x: jax.Array, weight: jax.Array, out: P | None = None, dtype: DTypeLike | None = None) -> jax.Array:
-    """x [B, T, D] times weight [D, F...]: [B, T, F...], split as ``out`` says (None: as the operands do), in ``dtype``.
+    """x [B, T, D] times weight [D, F]: [B, T, F], split as ``out`` says (None: as the operands are), in ``dtype``.
 
     JAX's own derivative makes the weight's gradient as dy^T x and transposes it, which costs a CPU about as much time
     as the matmul; XLA:TPU picks the layout of either. ``weight`` is as ``Specs.in_use`` has it: its gradient is
@@ -23,8 +23,7 @@ def project(x: jax.Array, weight: jax.Array, out: P | None = None, dtype: DTypeL
 
 
 def _product(x: jax.Array, weight: jax.Array, out: P | None, dtype: DTypeLike | None) -> jax.Array:
-    contract = ((x.ndim - 1,), (0,))
-    return lax.dot_general(x, weight, (contract, ((), ())), preferred_element_type=dtype, out_sharding=out)
+    return lax.dot_general(x, weight, (((2,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out)
 
 
 _project = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
@@ -41,10 +40,9 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     (dx,) = jax.vjp(partial(_product, weight=weight, out=out, dtype=dtype), x)[1](dy)
-    tokens = tuple(range(x.ndim - 1))
     spec = jax.typeof(weight).sharding.spec
     unreduced = P(*spec.partitions, unreduced=spec.reduced)
-    dw = lax.dot_general(x, dy, ((tokens, tokens), ((), ())), preferred_element_type=dtype, out_sharding=unreduced)
+    dw = lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())), preferred_element_type=dtype, out_sharding=unreduced)
     return dx, dw.astype(weight.dtype)
 
 

@@ -327,9 +327,10 @@ def qkv(
     heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
     with named_scope("qkv"):
         h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
-        q = project(h, gather(layer.q, specs, "embed", "heads", None))
-        k = project(h, gather(layer.k, specs, "embed", "kv_heads", None))
-        v = project(h, gather(layer.v, specs, "embed", "kv_heads", None))
+        # Not by ``project``: with one head on a device XLA:TPU would make an AllReduce of the gradient's ReduceScatter.
+        q = jnp.einsum("btd,dnh->btnh", h, gather(layer.q, specs, "embed", "heads", None))
+        k = jnp.einsum("btd,dkh->btkh", h, gather(layer.k, specs, "embed", "kv_heads", None))
+        v = jnp.einsum("btd,dkh->btkh", h, gather(layer.v, specs, "embed", "kv_heads", None))
         q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
         k = checkpoint_name(add_bias(k, layer.k_bias, kv_heads), "qkv")
         v = checkpoint_name(add_bias(v, layer.v_bias, kv_heads), "qkv")
