@@ -32,6 +32,6 @@ class Infeasible(Exception):
 def unknown(field: str, given: str, known: Iterable[str]) -> RooftopError:
     """A RooftopError for a name that is not in a list, with the close matches suggested."""
     names = sorted(known)
-    close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.55)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return RooftopError(field, given, f"{hint}one of {', '.join(names)}")

@@ -1,0 +1,100 @@
+"""Mesh axes out of replica groups, for programs of which nobody says what mesh they run on.
+
+Groups that a mesh's axes make step through the devices with a stride: ``{{0,16,32,48},...}`` is an axis of size 4 above
+16 devices. All groups of a program together tell its axes, as far as its collectives use them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from rooftop.errors import RooftopError
+from rooftop.xla.groups import Groups, replica_groups
+from rooftop.xla.hlo import Module
+
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[[\d,]+\]<=\[([\d,]+)\]")
+_NAMED = re.compile(r"mesh\[([^\]]*)\]")
+
+
+def devices_of(text: str) -> int:
+    """Devices that a module is compiled for: by the first line of its text, or by the ids in its lists of groups."""
+    told = math.prod(int(each) for each in _DEVICES.findall(text.partition("\n")[0]))
+    listed = (int(each) for groups in _LISTED.findall(text) for each in re.findall(r"\d+", groups))
+    iotas = (math.prod(map(int, each.split(","))) for each in _IOTA.findall(text))
+    meshes = (math.prod(int(each) for each in re.findall(r"=(\d+)", mesh)) for mesh in _NAMED.findall(text))
+    return max(told, 1 + max(listed, default=0), max(iotas, default=1), max(meshes, default=1))
+
+
+def infer_mesh(module: Module, devices: int) -> dict[str, int]:
+    """Axes and sizes, major first, that explain the replica groups of a module on so many devices.
+
+    Named as XLA writes them where it does (``mesh['data'=2,'model'=4]``), else axis_0, axis_1 and so on. Where groups
+    do not step evenly all devices are one axis.
+    """
+    groups: list[Groups] = []
+    for computation in module.computations.values():
+        for instruction in computation:
+            if "source_target_pairs=" in instruction.attributes:
+                groups.append(_connected(replica_groups(instruction.attributes, devices)))
+            elif "replica_groups=" in instruction.attributes:
+                if match := _NAMED.search(instruction.attributes):
+                    named = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", match[1])}
+                    if math.prod(named.values()) == devices:
+                        return named
+                try:
+                    groups.append(replica_groups(instruction.attributes, devices))
+                except RooftopError:
+                    continue
+    return axes_of(groups, devices)
+
+
+def axes_of(groups: Iterable[Groups], devices: int) -> dict[str, int]:
+    """The same of groups as device ids."""
+    edges = {1, devices}
+    for each in groups:
+        edges |= _edges(each[0]) if each else set()
+    cuts = sorted(edges)
+    if any(high % low for low, high in pairwise(cuts)):
+        cuts = [1, devices]
+    sizes = [high // low for low, high in pairwise(cuts)][::-1]
+    return {f"axis_{at}": size for at, size in enumerate(sizes)} or {"axis_0": 1}
+
+
+def stride(group: Iterable[int]) -> int | None:
+    """The stride of a group that steps evenly; None for another, or of one device."""
+    members = sorted(group)
+    steps = {high - low for low, high in pairwise(members)}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def describe(mesh: Mapping[str, int]) -> str:
+    """'axis_0=2,axis_1=4'."""
+    return ",".join(f"{name}={size}" for name, size in mesh.items() if size > 1) or "one device"
+
+
+def _connected(pairs: Groups) -> Groups:
+    """The devices that the pairs of a permute lead to from each other."""
+    whole: list[set[int]] = []
+    for pair in pairs:
+        met = [each for each in whole if each & set(pair)]
+        whole = [each for each in whole if each not in met] + [set(pair).union(*met)]
+    return tuple(tuple(sorted(each)) for each in whole)
+
+
+def _edges(group: tuple[int, ...]) -> set[int]:
+    """Where a group's axes begin and end, in devices that vary faster."""
+    members = sorted(group)
+    if len(members) < 2:
+        return set()
+    found, run = set[int](), 1
+    step = members[1] - members[0]
+    while run < len(members) and members[run] - members[run - 1] == step:
+        run += 1
+    found |= {step, step * run}
+    # What is left is another axis above the first one.
+    return found | (_edges(tuple(members[::run])) if run < len(members) and len(members) % run == 0 else set())

@@ -1,0 +1,252 @@
+"""A trace explained: measured beside compiled beside planned, the verdict, the worst rows, and what to try."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rooftop import __version__
+from rooftop.errors import RooftopError
+from rooftop.explain.advice import Advice, advise
+from rooftop.explain.columns import Columns, columns
+from rooftop.explain.modules import Program, all_facts, programs_of
+from rooftop.explain.roofs import Roofs, doubts, roofs
+from rooftop.explain.verdict import Verdict, verdict
+from rooftop.hardware import Chip
+from rooftop.plan import TrainingPlan
+from rooftop.profile.measured import Measured, measure
+from rooftop.profile.planes import read_trace
+from rooftop.profile.trace import Trace
+from rooftop.xla.local import chip_of_kind
+
+SCHEMA = 1
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """A trace with what is known of it: its programs, and the plan that it is set beside (None: nobody planned it).
+
+    ``missing`` says of programs without a module why they have none; ``chip`` is what the devices are said to be.
+    """
+
+    name: str
+    trace: Trace
+    programs: Mapping[int, Program]
+    missing: Mapping[str, str]
+    plan: TrainingPlan | None
+    chip: Chip | None
+
+    @cached_property
+    def measured(self) -> Measured:
+        """The measured ledger."""
+        files = frozenset[str]().union(*(each.files for each in self.programs.values()))
+        return measure(self.trace, all_facts(self.trace.ops, self.programs), files)
+
+    @cached_property
+    def roofs(self) -> Roofs | None:
+        """The roofs of the devices; None where there are none, or none is known."""
+        return roofs(self.trace, self.chip)
+
+    @cached_property
+    def rows(self) -> tuple[Columns, ...]:
+        """Measured, compiled and planned by scope and phase."""
+        return columns(self.measured, self.programs, None if self.plan is None else self.plan.ledger, self.roofs)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """What it comes down to."""
+        return verdict(self.measured, self.programs, self.rows, self.roofs)
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """What to try."""
+        return advise(self.measured, self.programs, self.rows, self.roofs, planned=self.plan is not None)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before a figure is believed: an emulation, another mesh than planned, impossible rates."""
+        found = [*self.trace.problems]
+        if self.programs:
+            found += [f"{name}: {why}" for name, why in self.missing.items()]
+        if self.emulated:
+            found.append(
+                f"{self.measured.devices} devices that one CPU emulates: they share its cores, so that times are "
+                "waits for "
+                "each other and say nothing about an accelerator"
+            )
+        if self.plan is not None:
+            own = {name: size for name, size in self.plan.mesh.shape.items() if size > 1}
+            here = {
+                name: size
+                for each in self.programs.values()
+                if each.given
+                for name, size in each.mesh.items()
+                if size > 1
+            }
+            if self.emulated or here != own:
+                planned = f"{self.plan.problem.slice.name}, {_sizes(own)}"
+                found.append(f"the plan is for {planned}; measured on {self._devices}, {_sizes(here)}")
+        return (*found, *doubts(self.measured, self.roofs))
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the devices are emulated by a CPU."""
+        return self.trace.kind == "cpu" and self.measured.devices > 1
+
+    @property
+    def _devices(self) -> str:
+        return f"{self.measured.devices} x {self.trace.kind}"
+
+    @property
+    def empty(self) -> dict[str, str]:
+        """Of each table without entries why it has none."""
+        found = dict(self.measured.empty)
+        if not self.programs:
+            names = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
+            found["compiled"] = names or "no op of the trace belongs to a program"
+        if self.plan is None:
+            found["planned"] = "no plan was given (--plan), and the run has none"
+        if self.roofs is None:
+            found["roofline"] = (
+                "a CPU has no roofs in the catalogue"
+                if self.trace.kind == "cpu"
+                else "no roof of these devices is known; --on CHIP"
+            )
+        return found
+
+    def to_json(self, *, top: int = 20) -> dict[str, Any]:
+        """The report as plain JSON values; ``top`` ops and collectives."""
+        found = self.measured
+        return {
+            "kind": "explained",
+            "schema": SCHEMA,
+            "rooftop_version": __version__,
+            "trace": self.name,
+            "devices": {
+                "kind": self.trace.kind, "count": found.devices, "hosts": len(self.trace.hosts),
+                "emulated": self.emulated,
+            },
+            "mesh": {name: size for each in self.programs.values() if each.module for name, size in each.mesh.items()},
+            "programs": sorted({self.trace.programs.get(number, "") for number in self.programs}),
+            "missing": dict(self.missing),
+            "verdict": self.verdict.line,
+            "roofline": self.verdict.roofline,
+            "bound": self.verdict.bound,
+            "roofs": None if self.roofs is None else self.roofs.to_json(),
+            "step_s": found.step_s,
+            "busy_s": found.busy_s,
+            "compute_s": found.compute_s,
+            "exposed_s": found.exposed_s,
+            "held_s": found.held_s,
+            "idle_s": found.idle.seconds,
+            "attributed": found.attributed,
+            "marked": found.marked,
+            "steps": [
+                {
+                    "number": each.number, "seconds": each.seconds, "slowest_s": each.slowest_s, "busy_s": each.busy_s,
+                    "exposed_s": each.exposed_s, "counted": each.counted,
+                }
+                for each in found.steps
+            ],
+            "rows": [each.to_json(found.step_s) for each in self.rows],
+            "collectives": [_collective(each, self.roofs) for each in found.collectives[:top]],
+            "idle": [vars(each) for each in found.idle.waits[:top]],
+            "memory": [each.to_json() for each in found.memory],
+            "operations": [_operation(each, self.roofs) for each in found.ops[:top]],
+            "losses": [each.to_json() for each in self.verdict.losses[:top]],
+            "advice": [each.to_json() for each in self.advice],
+            "notes": list(self.notes),
+            "empty": self.empty,
+        }  # fmt: skip
+
+
+def explain(
+    path: Path,
+    *,
+    plan: TrainingPlan | None = None,
+    modules: Sequence[str] = (),
+    mesh: Mapping[str, int] | None = None,
+    chip: Chip | None = None,
+) -> Explained:
+    """Explain a run of ``rooftop train --profile``, or any trace of JAX's profiler.
+
+    ``modules`` are texts of compiled modules, for traces that have none; ``mesh`` the axes and sizes that programs run
+    on, in the order in which device ids count them; ``chip`` what the devices are. A run tells its own mesh and plan.
+    Raises RooftopError for what is neither a run nor a trace, and for traces in which nothing ran.
+    """
+    about = _run(path)
+    if about is not None:
+        if not (path / "profile").is_dir():
+            raise RooftopError("run", str(path), "a run with a trace: rooftop train ... --profile steps=A..B")
+        mesh = mesh or about.get("mesh")
+        if chip is None:
+            # '8 x TPU v5e': as many devices, and what they are.
+            chip = chip_of_kind(about.get("devices", {}).get("name", "").partition(" x ")[2])
+        if plan is None and (path / "plan.json").exists():
+            plan = TrainingPlan.from_json(json.loads((path / "plan.json").read_text(encoding="utf-8")))
+    trace = read_trace(path / "profile" if about is not None else path)
+    programs, missing = programs_of(trace, mesh, modules)
+    return Explained(name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip)
+
+
+def _run(path: Path) -> dict[str, Any] | None:
+    """What a run says of itself; None for what is no folder of one."""
+    try:
+        found: dict[str, Any] = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _collective(each: Any, roof: Roofs | None) -> dict[str, Any]:
+    rate = each.wire_bytes_per_s
+    peak = None if roof is None else roof.ici_bytes_per_s
+    return {
+        "op": each.name,
+        "program": each.program,
+        "kind": each.facts.kind,
+        "axes": list(each.facts.axes),
+        "scope": each.facts.place.scope,
+        "phase": each.facts.place.phase,
+        "count": each.count,
+        "bytes": each.facts.bytes,
+        "wire_bytes": each.facts.wire_bytes,
+        "in_flight_s": each.in_flight_s,
+        "exposed_s": each.exposed_s,
+        "hidden_s": each.hidden_s,
+        "wire_bytes_per_s": rate,
+        "of_roof": rate / peak if rate and peak else None,
+        "source": each.facts.source,
+    }
+
+
+def _operation(each: Any, roof: Roofs | None) -> dict[str, Any]:
+    # What only begins or ends a copy or a collective is over before that is: it has no rate.
+    ends = each.facts.opcode.endswith(("-start", "-done"))
+    bound = {} if roof is None or ends else roof.bound_s(each.facts)
+    busiest = max(bound, key=lambda name: bound[name], default="")
+    return {
+        "op": each.name,
+        "program": each.program,
+        "category": each.facts.category,
+        "scope": each.facts.place.scope,
+        "phase": each.facts.place.phase,
+        "count": each.count,
+        "time_s": each.time_s,
+        "flops": each.facts.flops,
+        "hbm_bytes": each.facts.hbm_bytes,
+        "flops_per_s": None if ends else each.per_second(each.facts.flops),
+        "hbm_bytes_per_s": None if ends else each.per_second(each.facts.hbm_bytes),
+        "bound": busiest if bound and bound[busiest] else "",
+        "of_roof": each.count * bound[busiest] / each.time_s if bound and each.time_s else None,
+        "source": each.facts.source,
+    }
+
+
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh.items()) or "one device"

@@ -1,0 +1,147 @@
+"""What an op of a trace is: what kind of work, for which scope and phase, from which line of the program.
+
+A trace alone tells some of it; with the compiled module (``rooftop.explain.modules``) everything is known.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rooftop.profile.trace import Op
+from rooftop.scopes import UNSCOPED, scope_and_phase
+
+#: What a device does while it runs an op: it computes, moves arrays, communicates, waits for its host, or holds other
+#: ops (a loop), of which only what none of them fills is its own.
+COMPUTE, COPY, COLLECTIVE, HOST, CONTROL = "compute", "copy", "collective", "host", "control"
+
+COLLECTIVES = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-reduce": "all_reduce",
+    "all-reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "all_gather",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "AllReduce": "all_reduce",
+    "AllToAll": "all_to_all",
+    "SendRecv": "permute",
+}
+_OPCODE = re.compile(r"= .*?[\]\})] ([a-z][\w\-]*)\(")
+_HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done", "host-transfer")
+_CONTROL = ("while", "conditional", "call")
+_COPIES = ("copy", "copy-start", "copy-done", "slice-start", "slice-done", "dynamic-slice-start", "MemcpyD2D")
+_NUMBERED = re.compile(r"(?:[.:_]\d+|\.clone)+$")
+_NCCL = re.compile(r"nccl(?:Dev)?Kernel_(\w+?)_")
+#: What stands in a name stack and is no scope that the program has named.
+_WRAPPERS = re.compile(
+    r"\w+\(|\)|\b(?:while|body|cond|closed_call|checkpoint|rematted_computation|remat2?|shard_map|branch_\d+_fun)\b"
+    r"|\bcustom_[jv][vj]p_call\w*"
+)
+_FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A scope and a phase, and which share of an op's time is theirs: what the compiler has combined is of several."""
+
+    scope: str
+    phase: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What an op is. Figures are of one execution on one device; None: unknown.
+
+    ``matmul`` is M, K and N of its largest matmul, and ``dtype`` what that is in. Of a collective: its ``kind``, mesh
+    ``axes``, ``bytes`` (payload as in ``rooftop.ledger.Collective``), ``wire_bytes``, and its ``role``: 'whole' if the
+    device waits for all of it, 'start' or 'done' of one that runs beside the rest. ``started_by`` is the op that began
+    what this one ends.
+    """
+
+    category: str
+    places: tuple[Place, ...]
+    source: str = ""
+    opcode: str = ""
+    flops: float | None = None
+    hbm_bytes: float | None = None
+    dtype: str = "bf16"
+    matmul: tuple[float, float, float] | None = None
+    kind: str = ""
+    axes: tuple[str, ...] = ()
+    bytes: float | None = None
+    wire_bytes: float | None = None
+    role: str = "whole"
+    started_by: str = ""
+
+    @property
+    def place(self) -> Place:
+        """The place that most of it is for."""
+        return max(self.places, key=lambda each: each.share)
+
+
+def facts_of(op: Op) -> Facts:
+    """The facts of an op by what the trace tells of it alone: its text or its name, its category, its name stack."""
+    opcode = _opcode(op)
+    kind, role = collective_kind(opcode)
+    if kind:
+        category = COLLECTIVE
+    elif opcode in _CONTROL or op.category in _CONTROL:
+        category = CONTROL
+    elif opcode in _HOST or op.category in _HOST:
+        category = HOST
+    else:
+        category = COPY if opcode in _COPIES or opcode.startswith("Memcpy") else COMPUTE
+    scope, phase = program_place(op.op_name, ours=False)
+    return Facts(
+        category=category,
+        places=(Place(scope=scope, phase=phase),),
+        source=op.source,
+        opcode=opcode,
+        flops=op.flops,
+        hbm_bytes=op.hbm_bytes,
+        kind=kind,
+        role=role,
+        started_by=_started_by(op) if role == "done" else "",
+    )
+
+
+def collective_kind(opcode: str) -> tuple[str, str]:
+    """The kind of a collective by its opcode, and its role; ('', 'whole') for what is none."""
+    if match := _NCCL.match(opcode):
+        opcode = match[1]
+    for suffix, role in (("-start", "start"), ("-done", "done")):
+        if opcode.endswith(suffix) and opcode.removesuffix(suffix) in COLLECTIVES:
+            return COLLECTIVES[opcode.removesuffix(suffix)], role
+    return COLLECTIVES.get(opcode, ""), "whole"
+
+
+def program_place(op_name: str, *, ours: bool) -> tuple[str, str]:
+    """Scope and phase by a name stack; of a program that is not ``ours``, its own named scopes make the scope."""
+    scope, phase = scope_and_phase(op_name)
+    if ours or scope != UNSCOPED:
+        return scope, phase
+    words = [each for each in _WRAPPERS.sub("", _FUNCTION.sub("", op_name)).split("/") if each]
+    # The last word is the operation itself.
+    return "/".join(words[:-1]) or UNSCOPED, phase
+
+
+def _opcode(op: Op) -> str:
+    """The opcode of an op: of its text, or what its name begins with. A fused collective has its name."""
+    match = _OPCODE.search(op.text)
+    opcode = match[1] if match else ""
+    if opcode == "fusion" and (called := re.search(r"calls=%?([\w\-]+)", op.text)):
+        opcode = called[1] if collective_kind(_NUMBERED.sub("", called[1]))[0] else opcode
+    if opcode:
+        return _NUMBERED.sub("", opcode) if opcode != "fusion" else opcode
+    return op.name if op.name.startswith("nccl") else _NUMBERED.sub("", op.name)
+
+
+def _started_by(op: Op) -> str:
+    """The operand of what ends a collective."""
+    match = re.search(r"-done\(.*?%([\w.\-]+)\)", op.text)
+    return match[1] if match else op.name.replace("-done", "-start")
