@@ -1,0 +1,236 @@
+"""How fast batches are made ready for SparseCores: ids per second beside jax-tpu-embedding's C++, in one run.
+
+    python bench/embed_host.py > bench/results/embed_host.csv
+
+Needs a Python that has jax-tpu-embedding==0.1.0 and numba beside this repository's dependencies. The work: 26 features
+with a table of 1e6 rows each, on 8 chips of 4 SparseCores; the mean number of ids of a feature runs from 1 to 50, ids
+are drawn from a zipf distribution (exponent 1.05). Routes take turns within a run, in a process of their own for each
+number of threads; limits and buffers are those that the batch needs, and 10 % more. The reference is given its fastest
+input form. Outputs are compared before anything is timed. Times are the fastest and the median of all runs, and
+the least CPU time of the process: machines are noisy. Ratios are to the reference's faster form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+CHIPS, CORES_PER_CHIP, FEATURES, VOCABULARY, EXPONENT = 8, 4, 26, 1_000_000, 1.05
+BATCHES = (1024, 4096, 16384)
+COLUMNS = "threads,batch,stacked,combiner,ids,route,min_ms,median_ms,cpu_ms,ids_per_s,ratio_min,ratio_median,ratio_cpu"
+
+
+def draw(batch: int, seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Ids and row splits of every feature."""
+    rng = np.random.default_rng(seed)
+    weights = 1 / np.arange(1, VOCABULARY + 1) ** EXPONENT
+    cumulative = np.cumsum(weights) / weights.sum()
+    found = {}
+    for index, mean in enumerate(np.linspace(1, 50, FEATURES)):
+        lengths = np.minimum(rng.poisson(mean, batch), int(3 * mean) + 1)
+        splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        # Popular ids lie anywhere.
+        ranks = np.minimum(np.searchsorted(cumulative, rng.random(splits[-1])), VOCABULARY - 1)
+        found[f"f{index:02d}"] = (((ranks * 7919 + index) % VOCABULARY).astype(np.int32), splits)
+    return found
+
+
+def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int, dict[str, Callable[[], Any]]]:
+    """How many ids there are, and what makes them ready, by route."""
+    from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
+
+    from rooftop.embed.preprocess import Preprocessor
+    from rooftop.embed.statistics import StackLimits
+    from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+    from rooftop.models.tables_stacking import padded, stack_tables
+
+    inputs = draw(batch)
+    names = [f"t{index:02d}" for index in range(FEATURES)]
+    optimizer = TableOptimizer(kind="sgd")
+    model = Tables(
+        tables=tuple(
+            Table(name=name, vocabulary=VOCABULARY, width=16, combiner=combiner, optimizer=optimizer) for name in names
+        ),
+        features=tuple(Feature(name=f"f{name[1:]}", table=name) for name in names),
+        config=SparseCoreConfig(disable_table_stacking=not stacked, max_ids_per_chip_per_sample=10_000),
+    )
+    cores = CHIPS * CORES_PER_CHIP
+    # Stacks are the reference's: it, too, is told to stack everything.
+    stacking = stack_tables(model, cores=cores, cores_per_device=CORES_PER_CHIP, batch=batch, activation_bytes=1 << 40)
+    seen = Preprocessor(stacking, batch=batch, accelerate=False).observe(inputs).stacks
+    limits = {
+        name: StackLimits(
+            max_ids=int(one.max_ids.max() * 1.1) + 8,
+            max_unique_ids=int(one.max_unique_ids.max() * 1.1) + 8,
+            buffer=padded(int(one.buffer.max() * 1.1), 8),
+        )
+        for name, one in seen.items()
+    }
+    specs = [
+        embedding_spec.TableSpec(
+            name=name,
+            vocabulary_size=VOCABULARY,
+            embedding_dim=16,
+            initializer=lambda *_: None,
+            optimizer=embedding_spec.SGDOptimizerSpec(),
+            combiner=combiner,
+        )
+        for name in names
+    ]
+    features = [
+        embedding_spec.FeatureSpec(
+            name=f"f{t.name[1:]}", table_spec=t, input_shape=(batch, 1), output_shape=(batch, 16)
+        )
+        for t in specs
+    ]
+    counts = {"global_device_count": CHIPS, "num_sc_per_device": CORES_PER_CHIP}
+    if stacked:
+        embedding.table_stacking.auto_stack_tables(features, **counts, activation_mem_bytes_limit=1 << 40)
+    else:
+        embedding.prepare_feature_specs_for_training(features, **counts)
+    stacks = {}
+    for name, feature in zip(names, features, strict=True):
+        mine, spec = stacking.place(name)[0].name, feature.table_spec.stacked_table_spec
+        stacks[mine] = spec.stack_name
+        for field, value in (
+            ("max_ids_per_partition", limits[mine].max_ids),
+            ("max_unique_ids_per_partition", limits[mine].max_unique_ids),
+            ("suggested_coo_buffer_size_per_device", limits[mine].buffer * CORES_PER_CHIP),
+        ):
+            object.__setattr__(spec, field, value)
+    ragged = []
+    for values, splits in inputs.values():
+        rows = np.empty(batch, object)
+        rows[:] = np.split(values, splits[1:-1])
+        ragged.append(rows)
+    indices, values, shapes = [], [], []
+    for ids, splits in inputs.values():
+        lengths = np.diff(splits)
+        rows = np.repeat(np.arange(batch), lengths)
+        columns = np.arange(len(ids)) - np.repeat(splits[:-1], lengths)
+        indices.append(np.stack([rows, columns], axis=1).astype(np.int64))
+        values.append(ids)
+        shapes.append(np.array([batch, lengths.max()], np.int64))
+    common = (features, CHIPS, CHIPS)
+    per_core = {"num_sc_per_device": CORES_PER_CHIP}
+    found: dict[str, Callable[[], Any]] = {
+        "jax-tpu-embedding ragged": lambda: embedding.preprocess_sparse_dense_matmul_input(
+            ragged, None, *common, **per_core
+        ),
+        "jax-tpu-embedding coo": lambda: embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
+            indices, values, shapes, *common, **per_core
+        ),
+    }
+    for route, accelerate in (("rooftop numpy", False), ("rooftop numba", True)):
+        ours = Preprocessor(stacking, batch=batch, limits=limits, threads=threads, accelerate=accelerate)
+        buffers = ours.buffers()
+        found[route] = lambda ours=ours, buffers=buffers: ours.preprocess(inputs, out=buffers)
+    outputs = {route: do() for route, do in found.items()}
+    theirs = outputs["jax-tpu-embedding ragged"][0]
+    for route in ("rooftop numpy", "rooftop numba"):
+        for mine, name in stacks.items():
+            given = outputs[route].buffers[mine]
+            assert np.array_equal(given.row_pointers.reshape(-1), theirs.lhs_row_pointers[name])
+            ends = given.row_pointers.reshape(cores, -1).max(axis=1)
+            for array, other in (
+                (given.embedding_ids, theirs.lhs_embedding_ids[name]),
+                (given.sample_ids, theirs.lhs_sample_ids[name]),
+                (given.gains, theirs.lhs_gains[name]),
+            ):
+                for core, end in enumerate(ends):
+                    np.testing.assert_allclose(
+                        array.reshape(cores, -1)[core, :end], other.reshape(cores, -1)[core, :end], rtol=1e-5
+                    )
+    return sum(len(ids) for ids, _ in inputs.values()), found
+
+
+def measure(threads: int, batch: int, stacked: bool, combiner: str, runs: int) -> list[dict[str, Any]]:
+    """Rows of the table."""
+    ids, found = routes(batch, threads, stacked, combiner)
+    walls: dict[str, list[float]] = {route: [] for route in found}
+    cpus: dict[str, list[float]] = {route: [] for route in found}
+    for _ in range(runs):
+        for route, do in found.items():
+            start, used = time.perf_counter(), time.process_time()
+            do()
+            walls[route].append(time.perf_counter() - start)
+            cpus[route].append(time.process_time() - used)
+    theirs = [route for route in found if route.startswith("jax")]
+
+    def best(of: Callable[[str], float]) -> float:
+        return min(of(route) for route in theirs)
+
+    return [
+        {
+            "threads": threads,
+            "batch": batch,
+            "stacked": stacked,
+            "combiner": combiner,
+            "ids": ids,
+            "route": route,
+            "min_ms": round(min(walls[route]) * 1e3, 3),
+            "median_ms": round(median(walls[route]) * 1e3, 3),
+            "cpu_ms": round(min(cpus[route]) * 1e3, 3),
+            "ids_per_s": round(ids / min(walls[route])),
+            "ratio_min": round(best(lambda r: min(walls[r])) / min(walls[route]), 2),
+            "ratio_median": round(best(lambda r: median(walls[r])) / median(walls[route]), 2),
+            "ratio_cpu": round(best(lambda r: min(cpus[r])) / min(cpus[route]), 2),
+        }
+        for route in found
+    ]
+
+
+def main() -> None:
+    """Measure and print a CSV table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--combiners", nargs="+", default=["sum", "mean"])
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        sys.path.insert(0, str(ROOT))
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        threads, batch, stacked, combiner = json.loads(chosen.child)
+        print(json.dumps(measure(threads, batch, stacked, combiner, chosen.runs)))
+        return
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("jax-tpu-embedding", "jax", "numpy", "numba")
+    )
+    command = " ".join(["python bench/embed_host.py", *sys.argv[1:]])
+    print(f"# {command}; {versions}; {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}")
+    print(COLUMNS)
+    for threads in chosen.threads:
+        environment = os.environ | {
+            "SPARSECORE_INPUT_PREPROCESSING_THREADS": str(threads),
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        for stacked in (True, False):
+            for combiner in chosen.combiners:
+                for batch in chosen.batches:
+                    child = json.dumps([threads, batch, stacked, combiner])
+                    command = [sys.executable, __file__, "--runs", str(chosen.runs), "--child", child]
+                    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+                    for row in json.loads(done.stdout.splitlines()[-1]):
+                        print(",".join(str(row[column]) for column in COLUMNS.split(",")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Sorted ids into the buffers that SparseCores read.
+
+A buffer has a row per source SparseCore (with minibatching: per device, its SparseCores one after the other). In it
+the ids for destination 0 come first, then those for destination 1, ..., each such *partition* padded to a multiple of
+8: a row pointer tells where the partition ends, before its padding. Tables of a stack follow each other in a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.embed.keys import Layout, Merged
+from rooftop.models.tables_stacking import ALIGNMENT
+
+#: What padding holds: no row, no sample, no number.
+NO_ID = np.int32(2**31 - 1)
+NO_GAIN = np.float32(np.nan)
+#: Ids that are written at once: as many as stay, with their indices, in a core's cache.
+_WRITTEN_AT_ONCE = 30_000
+
+
+@dataclass(kw_only=True)
+class Buffers:
+    """What the SparseCores of the local devices read of one stack.
+
+    Dims: row_pointers [devices, row pointers of a device] of int32, relative to the source's part of the buffer (with
+    minibatching: to the device's); embedding_ids (local rows), sample_ids (rows of activations of the source) of int32
+    and gains of float32, [devices, capacity]. Everything beyond the ids is padding, to the end.
+    """
+
+    row_pointers: NDArray[np.int32]
+    embedding_ids: NDArray[np.int32]
+    sample_ids: NDArray[np.int32]
+    gains: NDArray[np.float32]
+    #: Where the padding begins, per row of the buffer: what is beyond needs not be written again.
+    filled: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, *, devices: int, rows: int, capacity: int, pointers: int) -> Buffers:
+        """Buffers without ids: ``rows`` of ``capacity`` ids, and ``pointers`` row pointers, for each device."""
+        return cls(
+            row_pointers=np.zeros((devices, pointers), np.int32),
+            embedding_ids=np.full((devices, rows * capacity), NO_ID),
+            sample_ids=np.full((devices, rows * capacity), NO_ID),
+            gains=np.full((devices, rows * capacity), NO_GAIN),
+            filled=np.zeros(devices * rows, np.int64),
+        )
+
+    def write(self, first: int, ids: NDArray[Any], samples: NDArray[Any], gains: NDArray[Any]) -> None:
+        """Fill rows of the buffer from ``first`` on; the arguments have dims [rows, as far as any row reaches]."""
+        last, width = first + len(ids), ids.shape[1]
+        stale = int(self.filled[first:last].max(initial=0))
+        pads = (NO_ID, NO_ID, NO_GAIN)
+        arrays = (self.embedding_ids, self.sample_ids, self.gains)
+        for array, given, pad in zip(arrays, (ids, samples, gains), pads, strict=True):
+            rows = array.reshape(len(self.filled), -1)[first:last]
+            rows[:, :width] = given
+            rows[:, width:stale] = pad
+        self.filled[first:last] = width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """The ids of one stack for some sources, table after table, each as in ``Merged``.
+
+    Dims: T tables, G sources, C destinations, N ids. rows, samples, gains [N + 1], padding last; counts [N], how many
+    ids each was merged of; sizes [T, G, C] ids; uniques [G, C] different rows.
+    """
+
+    rows: NDArray[np.int32]
+    samples: NDArray[np.int32]
+    gains: NDArray[np.float32]
+    counts: NDArray[np.int64] | None
+    sizes: NDArray[np.int64]
+    uniques: NDArray[np.int64]
+
+
+class Space:
+    """Arrays to write over and over: fresh ones cost more in page faults than in what is written to them."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def take(self, name: str, count: int, dtype: type[np.generic]) -> NDArray[Any]:
+        """An array of ``count`` elements, of any values, that is free until the name is asked for again."""
+        found = self._arrays.get(name)
+        if found is None or len(found) < count:
+            found = self._arrays[name] = np.empty(count + count // 4, dtype)
+        return found[:count]
+
+
+def collect(tables: Sequence[tuple[Layout, Merged, int]], space: Space, *, counted: bool) -> Chunk:
+    """The merged ids of a stack's tables, of which the third member is the first row of activations.
+
+    The chunk's arrays are those of ``space``.
+    """
+    total = sum(len(merged.keys) for _, merged, _ in tables)
+    rows, samples = space.take("rows", total + 1, np.int32), space.take("samples", total + 1, np.int32)
+    gains = space.take("gains", total + 1, np.float32)
+    counts = np.ones(total, np.int64) if counted else None
+    rows[-1] = samples[-1] = NO_ID
+    gains[-1] = NO_GAIN
+    at = 0
+    for layout, merged, offset in tables:
+        span = slice(at, at + len(merged.keys))
+        dtype = merged.keys.dtype.type
+        local = merged.keys >> dtype(layout.sample_bits)
+        local &= dtype((1 << layout.row_bits) - 1)
+        np.add(local, dtype(layout.place.offset), out=rows[span], casting="unsafe")
+        np.bitwise_and(merged.keys, dtype((1 << layout.sample_bits) - 1), out=local)
+        np.add(local, dtype(offset), out=samples[span], casting="unsafe")
+        gains[span] = 1 if merged.gains is None else merged.gains
+        if counts is not None and merged.counts is not None:
+            counts[span] = merged.counts
+        at = span.stop
+    return Chunk(
+        rows=rows,
+        samples=samples,
+        gains=gains,
+        counts=counts,
+        sizes=np.stack([merged.sizes for _, merged, _ in tables]),
+        uniques=sum((merged.uniques for _, merged, _ in tables[1:]), tables[0][1].uniques),
+    )
+
+
+def padding(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Padding behind partitions of ``sizes`` ids."""
+    found: NDArray[np.int64] = -sizes % ALIGNMENT
+    return found
+
+
+def arrange(sizes: NDArray[np.int64], starts: NDArray[np.int64], total: int, per_row: int) -> NDArray[np.int64]:
+    """Where each place of the buffer's rows gets its id from: indices [G / per_row, W], of padding ``total`` or more.
+
+    ``sizes`` [T, G, C] are as in a Chunk, and ``starts`` [T, G, C] where those ids begin. ``per_row`` sources share
+    a row.
+    """
+    tables, sources, cores = sizes.shape
+    runs = np.empty((sources, cores, tables + 1), np.int64)
+    runs[:, :, :tables] = sizes.transpose(1, 2, 0)
+    runs[:, :, tables] = padding(sizes.sum(axis=0))
+    in_row = runs.reshape(sources // per_row, -1)
+    used = in_row.sum(axis=1)
+    width = int(used.max(initial=0))
+    in_row[:, -1] += width - used
+    # From where each run's ids come, less where they go, so that adding the place gives the index.
+    shifts = np.empty_like(runs)
+    shifts[:, :, :tables] = starts.transpose(1, 2, 0)
+    shifts -= (np.cumsum(runs.reshape(-1)) - runs.reshape(-1)).reshape(runs.shape)
+    shifts[:, :, tables] = total
+    found: NDArray[np.int64] = np.repeat(shifts.reshape(-1), runs.reshape(-1))
+    found += np.arange(len(found))
+    return found.reshape(sources // per_row, width)
+
+
+def starts_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the ids of each table, source and destination begin in a Chunk: [T, G, C] as its sizes."""
+    found: NDArray[np.int64] = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
+    return found.reshape(sizes.shape)
+
+
+def row_pointers(sizes: NDArray[np.int64], whole: NDArray[np.int64], per_row: int) -> NDArray[np.int32]:
+    """Ends of partitions, relative to their row: [G, at least 8], the last repeated, padded.
+
+    ``sizes`` [G, C] are their ids, ``whole`` the same padded. ``per_row`` groups share a row.
+    """
+    behind = np.cumsum(whole.reshape(len(sizes) // per_row, -1), axis=1).reshape(sizes.shape)
+    found = np.empty((len(sizes), max(sizes.shape[1], ALIGNMENT)), np.int32)
+    found[:, : sizes.shape[1]] = behind - (whole - sizes)
+    found[:, sizes.shape[1] :] = behind[:, -1:]
+    return found
+
+
+def emit(chunk: Chunk, buffers: Buffers, first: int, per_row: int) -> None:
+    """Write a chunk whose first source is ``first`` into the buffers. The row pointers are written by the caller."""
+    starts, total = starts_of(chunk.sizes), len(chunk.rows) - 1
+    sources = chunk.sizes.shape[1]
+    step = max(1, _WRITTEN_AT_ONCE * sources // max(total, 1) // per_row) * per_row
+    for at in range(0, sources, step):
+        part = slice(at, at + step)
+        where = arrange(chunk.sizes[:, part], starts[:, part], total, per_row)
+        row = (first + at) // per_row
+        # Clipped, an index of padding is that of the padding behind the ids.
+        buffers.write(row, *(array.take(where, mode="clip") for array in (chunk.rows, chunk.samples, chunk.gains)))

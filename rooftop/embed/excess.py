@@ -1,0 +1,75 @@
+"""Whether ids keep within limits; what does not is said as the error that it is where nothing may be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.embed.statistics import StackLimits
+from rooftop.errors import RooftopError
+from rooftop.models.tables import SparseCoreConfig
+from rooftop.models.tables_stacking import Stack
+
+
+def partition_excess(
+    stack: str, limits: StackLimits, ids: NDArray[np.int64], rows: NDArray[np.int64], first: int, passes: int
+) -> RooftopError | None:
+    """For ids and different rows [G, C] of partitions; G are sources from ``first`` on, each with its passes."""
+    for name, counts, what in (("max_ids", ids, "ids"), ("max_unique_ids", rows, "different ids")):
+        most = getattr(limits, name)
+        if counts.max(initial=0) > most:
+            group, core = np.unravel_index(int(np.argmax(counts > most)), counts.shape)
+            given = f"{counts[group, core]} {what} from SparseCore {first + int(group) // passes} for {core}"
+            if passes > 1:
+                given += f" in one of {passes} passes"
+            return _error(f"limits of stack {stack}: {name}", given, most, "minibatching")
+    return None
+
+
+def buffer_excess(stack: str, capacity: int, whole: NDArray[np.int64], per_row: int) -> RooftopError | None:
+    """For padded partitions [G, C] of which ``per_row`` groups share a row of ``capacity`` ids."""
+    needed = whole.reshape(-1, per_row * whole.shape[1]).sum(axis=1).max(initial=0)
+    if needed <= capacity:
+        return None
+    return _error(f"limits of stack {stack}: buffer", f"{needed} ids, padded", capacity)
+
+
+def table_limits(stack: Stack, config: SparseCoreConfig) -> tuple[dict[int, int], dict[int, int]]:
+    """Limits of ids and of different ids, by the table's place in the stack, where the config has some."""
+
+    def of(limits: Mapping[str, int] | None) -> dict[int, int]:
+        names = {place.table.name: index for index, place in enumerate(stack.places)}
+        return {names[name]: limit for name, limit in (limits or {}).items() if name in names}
+
+    return of(config.max_ids_per_table), of(config.max_unique_ids_per_table)
+
+
+def table_excess(
+    stack: Stack, config: SparseCoreConfig, ids: NDArray[np.int64], rows: NDArray[np.int64]
+) -> RooftopError | None:
+    """For ids and different rows [T, G] of tables and sources."""
+    names = ("max_ids_per_table", "max_unique_ids_per_table")
+    for name, limits, counts in zip(names, table_limits(stack, config), (ids, rows), strict=True):
+        for index, most in limits.items():
+            found = counts[index].max(initial=0)
+            if found > most:
+                field = f"config.{name}.{stack.places[index].table.name}"
+                return _error(field, f"{found} ids of one SparseCore", most)
+    return None
+
+
+def chip_excess(ids: NDArray[np.int64], most: int, bound: int) -> RooftopError | None:
+    """For the ids [devices] of all stacks together, ``bound`` a sample and ``most`` in all."""
+    if ids.max(initial=0) <= most:
+        return None
+    field, found = "config.max_ids_per_chip_per_sample", ids.max()
+    return _error(
+        field, f"{found} ids on chip {int(np.argmax(ids))}", most, accepted=f"at most {bound} a sample, {most}"
+    )
+
+
+def _error(field: str, given: str, most: int, *ways: str, accepted: str = "") -> RooftopError:
+    others = ", ".join(("a larger limit", *ways))
+    return RooftopError(field, given, f"{accepted or f'at most {most}'} (or {others} or allow_id_dropping)")

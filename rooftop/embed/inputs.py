@@ -1,0 +1,273 @@
+"""Ids as they come, to values and row splits: ragged, SciPy, Arrow, padded dense, one id per sample, sequences.
+
+Nothing is copied that need not be: CSR, Arrow lists and dense arrays without padding are views of what was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import RooftopError
+from rooftop.models.tables import Feature
+
+#: What marks a place without an id in a padded dense array.
+PAD = -1
+_FORMS = (
+    "Ragged, (values, row_splits), a SciPy matrix, an Arrow list array, a padded 2-D array of ids, a 1-D array with"
+    " one id per sample, or lists; with weights, a pair (ids, weights)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged:
+    """Ids of a batch: sample b has ``values[row_splits[b]:row_splits[b + 1]]``, and ``weights`` likewise (or None).
+
+    Dims: values [N] of integers, row_splits [B + 1], weights [N] of float32.
+    """
+
+    values: NDArray[Any]
+    row_splits: NDArray[Any]
+    weights: NDArray[np.float32] | None = None
+
+    @property
+    def rows(self) -> int:
+        """B, how many samples there are."""
+        return len(self.row_splits) - 1
+
+
+def ragged(values: Any, row_splits: Any, weights: Any = None, *, name: str = "ids") -> Ragged:
+    """Check values, row splits and weights against one another. Raises RooftopError, naming ``name``."""
+    ids = _ids(values, name)
+    splits = np.asarray(row_splits)
+    if ids.ndim != 1:
+        raise RooftopError(name, f"values of {ids.ndim} dims", "values of one dim")
+    if splits.ndim != 1 or splits.dtype.kind not in "iu" or not len(splits):
+        raise RooftopError(f"{name}: row_splits", _kind(splits), "whole numbers in one dim, 0 first")
+    if splits[0] != 0 or splits[-1] != len(ids):
+        given = f"from {splits[0]} to {splits[-1]}"
+        raise RooftopError(f"{name}: row_splits", given, f"from 0 to {len(ids)}, the number of values")
+    if splits.dtype.kind == "u":
+        splits = splits.astype(np.int64)
+    falls = splits[1:] < splits[:-1]
+    if falls.any():
+        at = int(np.argmax(falls))
+        given = f"{splits[at]} and then {splits[at + 1]} at {at}"
+        raise RooftopError(f"{name}: row_splits", given, "numbers that do not fall")
+    return Ragged(values=ids, row_splits=splits, weights=_weights(weights, len(ids), name))
+
+
+def as_ragged(given: Any, feature: Feature) -> Ragged:
+    """Ids of ``feature`` in any accepted form, a row per sample (of a sequence: per position).
+
+    Weighted features come as a pair (ids, weights) of the same form, as a ``Ragged`` with weights or as a SciPy
+    matrix, whose columns are the ids and whose entries the weights. Raises RooftopError.
+    """
+    name = f"features.{feature.name}"
+    found = given if isinstance(given, Ragged) else _any(given, feature, name)
+    if isinstance(given, Ragged):
+        found = ragged(given.values, given.row_splits, given.weights, name=name)
+    if feature.weighted and found.weights is None:
+        raise RooftopError(name, "ids without weights", "ids and weights: the feature is weighted")
+    if not feature.weighted and found.weights is not None:
+        raise RooftopError(name, "ids and weights", "ids alone: the feature is not weighted")
+    if feature.length is None or _is_dense(given):
+        return found
+    return _positions(found, feature.length, name)
+
+
+def _any(given: Any, feature: Feature, name: str) -> Ragged:
+    if type(given).__module__.startswith("scipy.sparse"):
+        return from_scipy(given, weighted=feature.weighted, name=name)
+    ids, weights = given, None
+    if isinstance(given, tuple) and len(given) == 2:
+        if feature.weighted:
+            ids, weights = given
+            if isinstance(ids, tuple) and len(ids) == 2:
+                return ragged(ids[0], ids[1], weights, name=name)
+        else:
+            return ragged(given[0], given[1], name=name)
+    if isinstance(given, tuple) and len(given) == 3:
+        return ragged(*given, name=name)
+    if _is_arrow(ids):
+        return from_arrow(ids, weights, name=name)
+    if isinstance(ids, np.ndarray) and ids.dtype != object:
+        return from_dense(ids, weights, length=feature.length, name=name)
+    if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str | bytes):
+        return from_lists(ids, weights, name=name)
+    raise RooftopError(name, type(given).__name__, _FORMS)
+
+
+def from_scipy(matrix: Any, *, weighted: bool = False, name: str = "ids") -> Ragged:
+    """A SciPy CSR or COO matrix of dims [B, V]: columns are ids, entries are weights if ``weighted``.
+
+    CSR is not copied. The entries of a COO matrix keep their order within a sample.
+    """
+    if matrix.ndim != 2 or matrix.format not in ("csr", "coo"):
+        raise RooftopError(name, f"a {matrix.format} array of {matrix.ndim} dims", "a CSR or COO matrix of 2 dims")
+    if matrix.format == "csr":
+        return ragged(matrix.indices, matrix.indptr, matrix.data if weighted else None, name=name)
+    rows, ids, weights = matrix.row, matrix.col, matrix.data
+    if (rows[1:] < rows[:-1]).any():
+        order = np.argsort(rows, kind="stable")
+        rows, ids, weights = rows[order], ids[order], weights[order]
+    splits = np.searchsorted(rows, np.arange(matrix.shape[0] + 1))
+    return ragged(ids, splits, weights if weighted else None, name=name)
+
+
+def from_arrow(array: Any, weights: Any = None, *, name: str = "ids") -> Ragged:
+    """An Arrow list array (pyarrow, polars, pandas with Arrow types); a null is a sample without ids. Not copied.
+
+    An array of whole numbers is one id per sample, and a null there a sample without one.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise RooftopError(
+            name, type(array).__name__, "pyarrow, to read Arrow (pip install 'rooftop[parquet]')"
+        ) from None
+    values, splits = _arrow_parts(pa, array, name)
+    if weights is None:
+        return ragged(values, splits, name=name)
+    weight_values, weight_splits = _arrow_parts(pa, weights, f"{name}: weights")
+    if not np.array_equal(splits, weight_splits):
+        raise RooftopError(f"{name}: weights", "lists of other lengths", "as many weights as ids in every sample")
+    return ragged(values, splits, weight_values, name=name)
+
+
+def _arrow_parts(pa: Any, array: Any, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Values and row splits of an Arrow array."""
+    if not isinstance(array, pa.Array | pa.ChunkedArray):
+        array = pa.chunked_array(array) if hasattr(array, "__arrow_c_stream__") else pa.array(array)
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
+    kind = array.type
+    if pa.types.is_fixed_size_list(kind):
+        array = array.cast(pa.list_(kind.value_type))
+        kind = array.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        if array.null_count:
+            # A null may have a length in its offsets; flatten() leaves its values out.
+            lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+            splits = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            values = array.flatten()
+        else:
+            offsets = array.offsets.to_numpy()
+            splits = offsets - offsets[0] if len(offsets) and offsets[0] else offsets
+            values = array.values.slice(offsets[0], offsets[-1] - offsets[0]) if len(offsets) else array.values
+            splits = splits if len(splits) else np.zeros(1, np.int64)
+        if values.null_count:
+            raise RooftopError(name, f"{values.null_count} nulls inside lists", "lists without nulls")
+    else:
+        splits = np.concatenate([[0], np.cumsum(np.asarray(array.is_valid()), dtype=np.int64)])
+        values = array.drop_null()
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        raise RooftopError(name, str(kind), "an Arrow array of whole numbers or of lists of them")
+    return values.to_numpy(), splits
+
+
+def from_dense(array: Any, weights: Any = None, *, length: int | None = None, name: str = "ids") -> Ragged:
+    """An array of dims [B, most ids], PAD where there is none, or of dims [B], one id per sample.
+
+    With ``length`` L the array is that of a sequence, of dims [B, L], and gives B x L rows. An array without padding
+    is not copied.
+    """
+    ids = _ids(array, name)
+    if length is not None and (ids.ndim != 2 or ids.shape[1] != length):
+        raise RooftopError(name, f"an array of shape {ids.shape}", f"shape (batch, {length}): a sequence")
+    if ids.ndim not in (1, 2):
+        raise RooftopError(name, f"an array of {ids.ndim} dims", "one dim or two")
+    given = None
+    if weights is not None:
+        given = np.asarray(weights)
+        if given.shape != ids.shape:
+            raise RooftopError(f"{name}: weights", f"shape {given.shape}", f"the shape of the ids, {ids.shape}")
+    width = 1 if ids.ndim == 1 or length is not None else ids.shape[1]
+    rows = ids.size if width == 1 else ids.shape[0]
+    there = ids != PAD if ids.dtype.kind == "i" else None
+    if there is None or there.all():
+        splits = np.arange(rows + 1, dtype=np.int64) * width
+        return ragged(ids.reshape(-1), splits, None if given is None else given.reshape(-1), name=name)
+    counts = there.reshape(rows, width).sum(axis=1)
+    splits = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    return ragged(ids[there], splits, None if given is None else given[there], name=name)
+
+
+def from_lists(lists: Sequence[Any] | NDArray[Any], weights: Any = None, *, name: str = "ids") -> Ragged:
+    """A sequence with, for each sample, a sequence of ids (lists, or arrays of any length)."""
+    try:
+        splits = np.cumsum([0, *(len(sample) for sample in lists)], dtype=np.int64)
+        values = _flat(lists)
+        flat_weights = None
+        if weights is not None:
+            lengths = [len(sample) for sample in weights]
+            if not np.array_equal(np.cumsum([0, *lengths]), splits):
+                raise RooftopError(
+                    f"{name}: weights", "lists of other lengths", "as many weights as ids in every sample"
+                )
+            flat_weights = _flat(weights)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RooftopError(name, f"lists that are no lists of numbers ({error})", "a list of ids per sample") from None
+    if not len(values):
+        values = values.astype(np.int64)
+    return ragged(values, splits, flat_weights, name=name)
+
+
+def _flat(lists: Any) -> NDArray[Any]:
+    if len(lists) and all(isinstance(sample, np.ndarray) for sample in lists):
+        return np.concatenate(list(lists))
+    return np.asarray(list(chain.from_iterable(lists)))
+
+
+def _positions(found: Ragged, length: int, name: str) -> Ragged:
+    """Lists of at most ``length`` ids as sequences: a row per position, the last ones empty."""
+    lengths = np.diff(found.row_splits)
+    if len(lengths) and lengths.max() > length:
+        at = int(np.argmax(lengths > length))
+        raise RooftopError(name, f"{lengths[at]} ids in sample {at}", f"at most {length} ids: the sequence's length")
+    there = np.arange(length) < lengths[:, None]
+    splits = np.concatenate([[0], np.cumsum(there.reshape(-1), dtype=np.int64)])
+    return Ragged(values=found.values, row_splits=splits, weights=found.weights)
+
+
+def _is_dense(given: Any) -> bool:
+    array = given[0] if isinstance(given, tuple) else given
+    return isinstance(array, np.ndarray) and array.ndim == 2
+
+
+def _is_arrow(given: Any) -> bool:
+    return hasattr(given, "__arrow_c_array__") or hasattr(given, "__arrow_c_stream__")
+
+
+def _ids(values: Any, name: str) -> NDArray[Any]:
+    try:
+        ids = np.asarray(values)
+    except ValueError as error:
+        raise RooftopError(name, f"values that are no array ({error})", "whole numbers") from None
+    if ids.dtype.kind not in "iu":
+        if ids.size == 0 and ids.dtype.kind == "f":
+            return ids.astype(np.int64)
+        raise RooftopError(name, f"{_kind(ids)} ids", "whole-number ids")
+    return ids
+
+
+def _weights(weights: Any, count: int, name: str) -> NDArray[np.float32] | None:
+    if weights is None:
+        return None
+    found = np.asarray(weights)
+    if found.dtype.kind not in "iuf" or found.shape != (count,):
+        raise RooftopError(f"{name}: weights", f"{_kind(found)} of shape {found.shape}", f"{count} numbers")
+    found = np.ascontiguousarray(found, dtype=np.float32)
+    if not np.isfinite(found).all():
+        at = int(np.argmin(np.isfinite(found)))
+        raise RooftopError(f"{name}: weights", f"{found[at]} at {at}", "finite numbers")
+    return found
+
+
+def _kind(array: NDArray[Any]) -> str:
+    return "no numbers" if array.dtype.kind in "OUS" else str(array.dtype)

@@ -1,0 +1,210 @@
+"""Ids as sort keys: one number holds where an id comes from, where it goes, its row there and its sample.
+
+A source is a SparseCore that holds samples; a destination one that holds rows. A key is, from the highest bits on
+
+    source within the chunk | destination | local row of the table | row of activations of the source
+
+so that sorting keys brings ids into the order in which a SparseCore reads them, and a sample's duplicates together.
+Bits are as few as the sizes need: keys of 32 bits sort twice as fast as keys of 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.embed.inputs import Ragged
+from rooftop.models.tables_stacking import Place
+
+
+def bits(count: int) -> int:
+    """Bits that tell ``count`` things apart."""
+    return (count - 1).bit_length()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The keys of one table: how many bits each part has. ``samples`` are a source's rows of activations of it."""
+
+    place: Place
+    cores: int
+    samples: int
+
+    @cached_property
+    def row_bits(self) -> int:
+        """Bits of the local row."""
+        return bits(self.place.rows)
+
+    @cached_property
+    def sample_bits(self) -> int:
+        """Bits of the row of activations."""
+        return bits(self.samples)
+
+    @cached_property
+    def core_shift(self) -> int:
+        """Where the destination begins."""
+        return self.row_bits + self.sample_bits
+
+    @cached_property
+    def source_shift(self) -> int:
+        """Where the source begins."""
+        return self.core_shift + bits(self.cores)
+
+    def dtype(self, sources: int) -> type[np.unsignedinteger[Any]]:
+        """The narrowest dtype for the keys of ``sources`` sources."""
+        return np.uint32 if sources << self.source_shift <= 1 << 32 else np.uint64
+
+    def most_sources(self) -> int:
+        """Sources that fit together into keys of 32 bits, or if not even one does of 64; 0 if none does of those."""
+        return (1 << 32) >> self.source_shift or (1 << 64) >> self.source_shift
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """A feature's ids and their weights' gains, ready for keys: ``offset`` is its first row of activations.
+
+    ``rows`` are the rows of activations that one source has of it.
+    """
+
+    ids: Ragged
+    offset: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The ids of one table for some sources, sorted, a sample's duplicates merged.
+
+    Dims: N merged ids, G sources, C destinations. keys [N]; gains [N] of float32, or None where all are 1; counts [N],
+    how many ids became one, or None where all are 1; sizes [G, C] merged ids; uniques [G, C] different rows.
+    """
+
+    keys: NDArray[Any]
+    gains: NDArray[np.float32] | None
+    counts: NDArray[np.int64] | None
+    sizes: NDArray[np.int64]
+    uniques: NDArray[np.int64]
+
+
+def merge(
+    layout: Layout, features: Sequence[Looked], gains: NDArray[np.float32] | None, first: int, last: int, masked: bool
+) -> Merged:
+    """Sort and merge the ids that sources ``first`` to ``last`` (exclusive) look up in one table.
+
+    ``gains`` [all sources, samples] are those of a sample's every id: where given, weights of an id multiply them.
+    Rows are kept within their bits if ``masked``: ids were not checked.
+    """
+    sources = last - first
+    keys, weights = _keys(layout, features, first, last, masked)
+    if weights is None:
+        keys.sort()
+        order = None
+    else:
+        keys, order = _sort_by(keys, layout.source_shift + bits(sources))
+        weights = weights[order]
+    counts = None
+    fresh = keys[1:] != keys[:-1]
+    merged = np.count_nonzero(fresh) + 1
+    if merged < len(keys):
+        ends = np.empty(merged, np.int64)
+        ends[:-1] = np.flatnonzero(fresh)
+        ends[-1] = len(keys) - 1
+        counts = np.diff(ends, prepend=-1)
+        if weights is not None:
+            weights = np.add.reduceat(weights, ends - counts + 1)
+        keys = keys.take(ends)
+    found = weights
+    if found is None and counts is not None:
+        found = counts.astype(np.float32)
+    if gains is not None:
+        of_sample = gains[first:last].reshape(-1)[_sample_of(layout, keys, sources)]
+        found = of_sample if found is None else np.multiply(found, of_sample, out=found)
+    sizes, uniques = _sizes(layout, keys, sources)
+    return Merged(keys=keys, gains=found, counts=counts, sizes=sizes, uniques=uniques)
+
+
+def _keys(
+    layout: Layout, features: Sequence[Looked], first: int, last: int, masked: bool
+) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    """Keys in the order of the input, and weights if any of the features has them."""
+    dtype = layout.dtype(last - first)
+    spans = [(int(one.ids.row_splits[first * one.rows]), int(one.ids.row_splits[last * one.rows])) for one in features]
+    keys = np.empty(sum(end - begin for begin, end in spans), dtype)
+    weighted = any(one.ids.weights is not None for one in features)
+    weights = np.ones(len(keys), np.float32) if weighted else None
+    at = 0
+    for one, (begin, end) in zip(features, spans, strict=True):
+        out = keys[at : at + end - begin]
+        lengths = np.diff(one.ids.row_splits[first * one.rows : last * one.rows + 1])
+        heads = np.arange(last - first, dtype=dtype)[:, None] << dtype(layout.source_shift)
+        heads = heads | np.arange(one.offset, one.offset + one.rows, dtype=dtype)
+        ids = one.ids.values[begin:end].astype(dtype)
+        power = layout.cores & (layout.cores - 1) == 0
+        if power:
+            rows = ids >> dtype(bits(layout.cores))
+            ids += dtype(layout.place.rotation)
+            ids &= dtype(layout.cores - 1)
+        else:
+            rows = ids // dtype(layout.cores)
+            ids -= rows * dtype(layout.cores)
+            ids += dtype(layout.place.rotation)
+            ids %= dtype(layout.cores)
+        if masked:
+            rows &= dtype((1 << layout.row_bits) - 1)
+        ids <<= dtype(layout.row_bits)
+        ids |= rows
+        ids <<= dtype(layout.sample_bits)
+        np.bitwise_or(ids, np.repeat(heads.reshape(-1), lengths), out=out)
+        if weights is not None and one.ids.weights is not None:
+            weights[at : at + end - begin] = one.ids.weights[begin:end]
+        at += end - begin
+    return keys, weights
+
+
+def _sort_by(keys: NDArray[Any], used: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Keys of ``used`` bits sorted, and the order that sorts them, equal keys in the order of the input."""
+    index_bits = bits(max(len(keys), 1))
+    if used + index_bits > 64:
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+    # The place in the input, below the key: one sort of numbers is faster than a sort of places.
+    joined = keys.astype(np.uint64)
+    joined <<= np.uint64(index_bits)
+    joined |= np.arange(len(keys), dtype=np.uint64)
+    joined.sort()
+    order = (joined & np.uint64((1 << index_bits) - 1)).astype(np.int64)
+    joined >>= np.uint64(index_bits)
+    return joined.astype(keys.dtype), order
+
+
+def _sample_of(layout: Layout, keys: NDArray[Any], sources: int) -> NDArray[Any]:
+    """Place of each key's sample in an array of dims [sources, samples], flat."""
+    samples: NDArray[Any] = keys & keys.dtype.type((1 << layout.sample_bits) - 1)
+    if sources > 1:
+        samples += (keys >> keys.dtype.type(layout.source_shift)) * keys.dtype.type(layout.samples)
+    return samples
+
+
+def _sizes(layout: Layout, keys: NDArray[Any], sources: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Merged ids, and different rows, of every source and destination: [G, C] each."""
+    dtype, core_bits = keys.dtype.type, bits(layout.cores)
+    sizes = np.zeros(sources << core_bits, np.int64)
+    uniques = np.zeros(sources << core_bits, np.int64)
+    if len(keys):
+        partitions = keys >> dtype(layout.core_shift)
+        lasts = np.append(np.flatnonzero(partitions[1:] != partitions[:-1]), len(keys) - 1)
+        those = partitions.take(lasts)
+        sizes[those] = np.diff(lasts, prepend=-1)
+        # Different rows up to each id: where a partition begins, so does a row.
+        rows = keys >> dtype(layout.sample_bits)
+        seen = np.empty(len(keys), np.int32)
+        seen[0] = 0
+        np.cumsum(rows[1:] != rows[:-1], dtype=np.int32, out=seen[1:])
+        uniques[those] = np.diff(seen.take(lasts), prepend=-1)
+    shape = (sources, 1 << core_bits)
+    return sizes.reshape(shape)[:, : layout.cores], uniques.reshape(shape)[:, : layout.cores]

@@ -1,0 +1,204 @@
+"""Limits from data: observed over a stream, estimated with headroom, kept in a file, and fed back with few recompiles.
+
+SparseCores are compiled for limits (``statistics.StackLimits``). Too low, and batches are split or lose ids; too high,
+and buffers are larger than they need be (the SparseCore deep dive, sections 7 and 10). New limits mean a new program:
+limits come from a ladder of rungs a quarter apart, so that however the data drift few programs are ever compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.statistics import Limits, StackLimits, StackStatistics, Statistics, check_limits, full_buffer
+from rooftop.errors import RooftopError
+from rooftop.files import write_text
+from rooftop.models.tables_stacking import ALIGNMENT, Stacking, padded
+
+#: What limits have beyond what was observed.
+HEADROOM = 0.1
+#: A program is given up for a smaller one only where its buffers could be smaller than this part of them.
+_WORTH_SHRINKING = 0.5
+_RUNG = 1.25
+_KIND, _SCHEMA = "embed-limits", 1
+
+
+def observe(preprocessor: Preprocessor, batches: Iterable[Mapping[str, Any]]) -> Statistics:
+    """What a stream of batches needs: the most of any. Raises RooftopError on a stream without batches."""
+    found: Statistics | None = None
+    for batch in batches:
+        one = preprocessor.observe(batch)
+        found = one if found is None else found.merged(one)
+    if found is None:
+        raise RooftopError("batches", "none", "at least one batch to observe")
+    return found
+
+
+def estimate(statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> dict[str, StackLimits]:
+    """Limits for what was observed and ``headroom`` (a fraction) more, on the ladder's rungs."""
+    _check_headroom(headroom)
+    return {name: _wanted(one, stacking.cores, headroom) for name, one in statistics.stacks.items()}
+
+
+def expected(stacking: Stacking, *, batch: int, headroom: float = HEADROOM) -> dict[str, StackLimits]:
+    """Limits before any data: from each feature's ``ids_per_sample``, ids spread evenly over the SparseCores.
+
+    ``batch`` samples on all devices. A partition of m expected ids is given m + 6 sqrt(m) and ``headroom`` more: the
+    fullest of many Poisson counts. Skewed data need more: what is observed decides.
+    """
+    _check_headroom(headroom)
+    found = {}
+    for stack in stacking.stacks:
+        ids = sum(feature.ids_per_sample * feature.rows_per_sample for feature in stack.features)
+        mean = batch / stacking.cores * ids / stacking.cores
+        ids_of_partition = rung((mean + 6 * math.sqrt(mean)) * (1 + headroom))
+        ids_of_core = (mean * stacking.cores + 6 * math.sqrt(mean * stacking.cores)) * (1 + headroom)
+        buffer = rung(ids_of_core + (ALIGNMENT - 1) * stacking.cores)
+        found[stack.name] = StackLimits(
+            max_ids=ids_of_partition,
+            max_unique_ids=min(ids_of_partition, padded(stack.rows, ALIGNMENT)),
+            buffer=min(buffer, full_buffer(ids_of_partition, stacking.cores)),
+        )
+    return found
+
+
+def feed_back(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> Limits:
+    """The limits that a run should go on with: the same object where its program is to be kept.
+
+    A program is given up where a batch exceeded it, or where its buffers, all stacks together, need be only half as
+    large. Then, since it is compiled again anyway, every stack gets the limits that it needs now; one that fits with
+    its headroom keeps them. Raises RooftopError where limits and statistics are of other stacks.
+    """
+    check_limits(limits, stacking)
+    wanted = estimate(statistics, stacking, headroom=headroom)
+    exceeded = any(_exceeds(statistics.stacks[name], limits[name]) for name in limits)
+    smaller = sum(wanted[name].buffer for name in limits) <= _WORTH_SHRINKING * sum(
+        limits[name].buffer for name in limits
+    )
+    if not exceeded and not smaller:
+        return limits
+    if smaller and not exceeded:
+        return wanted
+    return {name: limits[name] if _covers(limits[name], wanted[name]) else wanted[name] for name in limits}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitUse:
+    """A limit beside what was observed; ``used`` is observed / compiled."""
+
+    stack: str
+    limit: str
+    compiled: int
+    observed: int
+
+    @property
+    def used(self) -> float:
+        """How much of the limit was used; above 1 it was exceeded."""
+        return self.observed / self.compiled
+
+
+def compare(limits: Limits, statistics: Statistics) -> list[LimitUse]:
+    """Compiled against observed, for each stack and limit."""
+    return [
+        LimitUse(stack=name, limit=limit, compiled=getattr(limits[name], limit), observed=observed)
+        for name, one in statistics.stacks.items()
+        for limit, observed in _most(one).items()
+    ]
+
+
+def rung(value: float) -> int:
+    """The first rung of the ladder that is not below ``value``: multiples of 8, about a quarter apart."""
+    found = ALIGNMENT
+    while found < value:
+        found = padded(math.ceil(found * _RUNG), ALIGNMENT)
+    return found
+
+
+def write_limits(path: Path, limits: Limits, stacking: Stacking, *, batch: int, batches: int = 0) -> None:
+    """Write limits for ``batch`` samples on all devices in one step; ``batches`` were observed. Raises RooftopError."""
+    check_limits(limits, stacking)
+    data = {
+        "kind": _KIND,
+        "schema": _SCHEMA,
+        "cores": stacking.cores,
+        "cores_per_device": stacking.cores_per_device,
+        "batch": batch,
+        "batches": batches,
+        "stacks": {
+            stack.name: {
+                "tables": [place.table.name for place in stack.places],
+                **vars(limits[stack.name]),
+            }
+            for stack in stacking.stacks
+        },
+    }
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def read_limits(path: Path, stacking: Stacking, *, batch: int) -> dict[str, StackLimits]:
+    """Limits that ``write_limits`` wrote for the same stacks, SparseCores and batch. Raises RooftopError."""
+    accepted = "a limits file that rooftop wrote"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RooftopError("limits", str(path), f"a file that can be read ({error.strerror})") from None
+    except ValueError as error:
+        raise RooftopError("limits", str(path), f"{accepted} (not JSON: {error})") from None
+    if not isinstance(data, dict) or data.get("kind") != _KIND or data.get("schema") != _SCHEMA:
+        raise RooftopError("limits", str(path), f"{accepted}, of schema {_SCHEMA}")
+    wanted = {"cores": stacking.cores, "cores_per_device": stacking.cores_per_device, "batch": batch}
+    for field, value in wanted.items():
+        if data.get(field) != value:
+            raise RooftopError(f"limits: {field}", data.get(field), f"{value}, as here: observe the data again")
+    stacks = data.get("stacks")
+    if not isinstance(stacks, dict):
+        raise RooftopError("limits: stacks", stacks, "limits for each stack")
+    found = {}
+    for name, fields in stacks.items():
+        names = ("tables", *StackLimits.__dataclass_fields__)
+        if not isinstance(fields, dict) or set(fields) != set(names):
+            raise RooftopError(f"limits: stack {name}", fields, f"the fields {', '.join(names)}")
+        tables = fields["tables"]
+        if name in (stack.name for stack in stacking.stacks):
+            here = [place.table.name for place in stacking.stack(name).places]
+            if tables != here:
+                raise RooftopError(f"limits: stack {name}", f"tables {tables}", f"tables {here}, as here")
+        found[name] = StackLimits(**{field: value for field, value in fields.items() if field != "tables"})
+    check_limits(found, stacking)
+    return found
+
+
+def _most(one: StackStatistics) -> dict[str, int]:
+    """What was observed, by the limit that it needs."""
+    return {
+        "max_ids": int(one.max_ids.max(initial=0)),
+        "max_unique_ids": int(one.max_unique_ids.max(initial=0)),
+        "buffer": int(one.buffer.max(initial=0)),
+    }
+
+
+def _wanted(one: StackStatistics, cores: int, headroom: float) -> StackLimits:
+    found = {limit: rung(observed * (1 + headroom)) for limit, observed in _most(one).items()}
+    found["buffer"] = min(found["buffer"], full_buffer(found["max_ids"], cores))
+    found["max_unique_ids"] = min(found["max_unique_ids"], found["max_ids"])
+    return StackLimits(**found)
+
+
+def _exceeds(one: StackStatistics, limits: StackLimits) -> bool:
+    return any(observed > getattr(limits, limit) for limit, observed in _most(one).items())
+
+
+def _covers(limits: StackLimits, wanted: StackLimits) -> bool:
+    """Whether limits hold what is wanted and are not twice as large."""
+    enough = all(getattr(limits, limit) >= value for limit, value in vars(wanted).items())
+    return enough and wanted.buffer > _WORTH_SHRINKING * limits.buffer
+
+
+def _check_headroom(headroom: float) -> None:
+    if isinstance(headroom, bool) or not isinstance(headroom, int | float) or not 0 <= headroom <= 100:
+        raise RooftopError("headroom", headroom, "a fraction from 0 on, such as 0.1 for a tenth more")

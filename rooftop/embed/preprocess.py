@@ -1,0 +1,331 @@
+"""Host preprocessing: a batch of ids into what the SparseCores of this host's devices read.
+
+Per stack and source SparseCore: ids become keys, keys are sorted, a sample's duplicates merge, partitions are padded,
+and gains carry weights and combiners (the SparseCore deep dive, sections 2, 3, 7 and 8). What overflows its limits is
+an error, dropped, or looked up in several passes (minibatching). The same batch always gives the same buffers,
+whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
+from operator import or_
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.embed import kernels
+from rooftop.embed.checks import check_policy
+from rooftop.embed.emit import Buffers, emit, padding, row_pointers
+from rooftop.embed.excess import buffer_excess, chip_excess, partition_excess, table_excess, table_limits
+from rooftop.embed.jobs import Job, needed
+from rooftop.embed.lookups import TableBatch, TableLayout, check_names, layouts, look
+from rooftop.embed.minibatching import BUCKETS, bucketed, into_passes, split_mask
+from rooftop.embed.overflow import (
+    Ordered,
+    as_chunk,
+    drop_from_buffers,
+    drop_from_partitions,
+    drop_from_sources,
+    drop_from_tables,
+    ordered,
+    sizes_of,
+    uniques_of,
+)
+from rooftop.embed.statistics import Limits, StackLimits, Statistics, check_limits
+from rooftop.errors import RooftopError
+from rooftop.models.tables_stacking import ALIGNMENT, Stack, Stacking
+
+#: Ids that are sorted and written at once, as far as each call is worth its while (``Kernels.worth_a_call``).
+_SORTED_AT_ONCE = 300_000
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessed:
+    """A batch as the SparseCores read it: buffers by stack, passes over them, and what the batch needed.
+
+    The buffers' arrays are the caller's until they are given back as ``out`` of another call.
+    """
+
+    buffers: Mapping[str, Buffers]
+    minibatches: int
+    statistics: Statistics
+
+
+class Preprocessor:
+    """Makes a host's batches ready for the SparseCores of its devices.
+
+    ``batch`` is the host's samples per step; they lie on the SparseCores of its ``devices`` (all devices of the
+    stacking unless given) in order, equally many on each. ``limits`` are those the program was compiled for; without
+    them batches can only be observed. ``out_of_range`` is one of ``checks.POLICIES``. With ``minibatching`` the
+    buffers have the layout of passes, and a batch that overflows a partition is split into them; ``combine`` then
+    ORs the splits of all hosts. Otherwise, and where even a single bucket overflows, ids are dropped if the config
+    allows it and refused if not. ``accelerate`` uses the numba kernels (True), NumPy's (False), or numba's where
+    numba is installed (None).
+    """
+
+    def __init__(
+        self,
+        stacking: Stacking,
+        *,
+        batch: int,
+        limits: Limits | None = None,
+        devices: int | None = None,
+        threads: int = 1,
+        out_of_range: str = "error",
+        minibatching: bool = False,
+        combine: Callable[[int], int] | None = None,
+        accelerate: bool | None = None,
+    ) -> None:
+        self.stacking = stacking
+        self.devices = stacking.devices if devices is None else devices
+        for name, given, most in (
+            ("devices", self.devices, stacking.devices),
+            ("batch", batch, 2**31 - 1),
+            ("threads", threads, 1024),
+        ):
+            if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= most:
+                raise RooftopError(name, given, f"a whole number from 1 to {most}")
+        self.sources = self.devices * stacking.cores_per_device
+        if batch % self.sources:
+            raise RooftopError("batch", batch, f"a multiple of {self.sources}, the SparseCores of this host's devices")
+        check_policy(out_of_range)
+        if limits is not None:
+            check_limits(limits, stacking)
+        self.batch = batch
+        self.limits = limits
+        self.out_of_range = out_of_range
+        self.minibatching = minibatching
+        self.dropping = stacking.tables.config.allow_id_dropping
+        self._combine = combine
+        self._kernels = kernels.choose(accelerate)
+        self._counting = kernels.NumpyKernels()
+        self._threads = threads
+        #: SparseCores that share a row of the buffers.
+        self._per_row = stacking.cores_per_device if minibatching else 1
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        samples = batch // self.sources
+        self._layouts = [layouts(stacking, stack, samples) for stack in stacking.stacks]
+
+    def buffers(self) -> dict[str, Buffers]:
+        """Buffers without ids, of the sizes that the limits ask for."""
+        found = {}
+        for stack in self.stacking.stacks:
+            limits = self._limits(stack)
+            per_device = self.stacking.cores_per_device
+            pointers = max(self.stacking.cores, ALIGNMENT) * per_device * (BUCKETS if self.minibatching else 1)
+            found[stack.name] = Buffers.empty(
+                devices=self.devices,
+                rows=1 if self.minibatching else per_device,
+                capacity=limits.buffer * (per_device if self.minibatching else 1),
+                pointers=pointers,
+            )
+        return found
+
+    def preprocess(self, inputs: Mapping[str, Any], out: Mapping[str, Buffers] | None = None) -> Preprocessed:
+        """Make one batch ready: ids by feature, in any form that ``inputs.as_ragged`` takes.
+
+        ``out`` are buffers to write again (of ``buffers`` or of an earlier result). Raises RooftopError.
+        """
+        batches, bad = self._look(inputs)
+        buffers = self.buffers() if out is None else out
+        jobs = self._jobs(batches)
+        self._run(jobs, lambda job: self._make(job, buffers))
+        minibatches, dropped = 1, {stack.name: 0 for stack in self.stacking.stacks}
+        left = self._room(jobs)
+        if self._combine is not None or left is not None or not all(job.written for job in jobs):
+            minibatches = self._overflow(jobs, buffers, left, dropped)
+        return Preprocessed(
+            buffers=buffers,
+            minibatches=minibatches,
+            statistics=needed(jobs, self.stacking, bad, dropped, minibatches),
+        )
+
+    def observe(self, inputs: Mapping[str, Any]) -> Statistics:
+        """What one batch needs, without limits and without making it ready. Raises RooftopError."""
+        batches, bad = self._look(inputs)
+        jobs = self._jobs(batches)
+        self._run(jobs, lambda job: self._make(job, None))
+        return needed(jobs, self.stacking, bad, {stack.name: 0 for stack in self.stacking.stacks}, 1)
+
+    def _limits(self, stack: Stack) -> StackLimits:
+        if self.limits is None:
+            raise RooftopError("limits", None, "limits for each stack: without them batches can only be observed")
+        return self.limits[stack.name]
+
+    def _run(self, items: Iterable[_T], do: Callable[[_T], _R]) -> list[_R]:
+        """Do it for each, in threads; of several errors the first item's is raised."""
+        return list(map(do, items)) if self._pool is None else list(self._pool.map(do, items))
+
+    def _look(self, inputs: Mapping[str, Any]) -> tuple[list[list[TableBatch]], dict[str, int]]:
+        """What the batch looks up, by stack and table, and ids out of range by feature."""
+        check_names(inputs, self.stacking)
+        flat = [table for tables in self._layouts for table in tables]
+
+        def looked(table: TableLayout) -> tuple[TableBatch, dict[str, int]]:
+            return look(table, inputs, batch=self.batch, sources=self.sources, out_of_range=self.out_of_range)
+
+        found = iter(self._run(flat, looked))
+        bad, batches = dict[str, int](), list[list[TableBatch]]()
+        for tables in self._layouts:
+            batches.append([])
+            for table, out in islice(found, len(tables)):
+                batches[-1].append(table)
+                bad |= out
+        return batches, bad
+
+    def _jobs(self, batches: list[list[TableBatch]]) -> list[Job]:
+        """The work in parts that fit a core's cache and keep all threads busy, in the order of stacks and sources."""
+        unit = self._per_row
+        jobs = []
+        for index, tables in enumerate(batches):
+            ids = sum(len(one.ids.values) for table in tables for one in table.features)
+            fit = min(table.table.layout.most_sources() for table in tables)
+            wanted = max(_SORTED_AT_ONCE, self._kernels.worth_a_call * len(tables)) * self.sources // max(ids, 1)
+            # A part for each thread, if the stacks do not already give as many.
+            most = -(-self.sources * len(batches) // self._threads)
+            step = max(unit, min(fit, max(wanted, 1), max(most, 1), self.sources) // unit * unit)
+            for first in range(0, self.sources, step):
+                jobs.append(Job(stack=index, first=first, last=min(first + step, self.sources), tables=tables))
+        return jobs
+
+    def _make(self, job: Job, buffers: Mapping[str, Buffers] | None) -> None:
+        """Sort and merge a part's ids, and write them if they are wanted and keep within the limits."""
+        found = self._kernels.sort(job.tables, job.first, job.last, self.out_of_range == "off")
+        job.sizes, job.uniques, job.table_uniques = found.sizes, found.uniques, found.table_uniques
+        if buffers is None:
+            return
+        stack = self.stacking.stacks[job.stack]
+        if self._excess(job) is None:
+            self._kernels.emit(found, buffers[stack.name], job.first, self._per_row)
+            self._point(job, buffers[stack.name], job.partitions, job.whole, 1)
+            job.written = True
+
+    def _excess(self, job: Job) -> RooftopError | None:
+        """What a part exceeds in one pass, if anything."""
+        stack = self.stacking.stacks[job.stack]
+        limits, partitions = self._limits(stack), job.partitions
+        return (
+            partition_excess(stack.name, limits, partitions, job.uniques, job.first, 1)
+            or buffer_excess(stack.name, limits.buffer * self._per_row, job.whole, self._per_row)
+            or table_excess(stack, self.stacking.tables.config, job.sizes.sum(axis=2), job.table_uniques)
+        )
+
+    def _point(
+        self,
+        job: Job,
+        buffers: Buffers,
+        partitions: NDArray[np.int64],
+        whole: NDArray[np.int64],
+        passes: int,
+    ) -> None:
+        """Write the row pointers of a part: ids by source and pass, and destination, as they are and padded."""
+        if not self.minibatching:
+            pointers = row_pointers(partitions, whole, 1)
+            buffers.row_pointers.reshape(self.sources, -1)[job.first : job.last] = pointers
+            return
+        per_device = self.stacking.cores_per_device
+        pointers = row_pointers(partitions, whole, per_device * passes).reshape(
+            (job.last - job.first) // per_device, -1
+        )
+        rows = buffers.row_pointers[job.first // per_device : job.last // per_device]
+        rows[:, : pointers.shape[1]] = pointers
+        ends = pointers[:, -1:]
+        rows[:, pointers.shape[1] :] = ends + padding(ends.astype(np.int64))
+
+    def _room(self, jobs: list[Job]) -> NDArray[np.int64] | None:
+        """Ids that each source may keep where a chip has more than its bound; None if no chip has."""
+        ids = np.zeros(self.sources, np.int64)
+        for job in jobs:
+            ids[job.first : job.last] += job.sizes.sum(axis=(0, 2))
+        per_device = self.stacking.cores_per_device
+        chips = ids.reshape(self.devices, per_device).sum(axis=1)
+        bound = self.stacking.tables.config.max_ids_per_chip_per_sample
+        most = bound * self.batch // self.devices
+        error = chip_excess(chips, most, bound)
+        if error is None:
+            return None
+        if not self.dropping:
+            raise error
+        return np.where(np.repeat(chips > most, per_device), most // per_device, np.iinfo(np.int64).max)
+
+    def _overflow(
+        self,
+        jobs: list[Job],
+        buffers: Mapping[str, Buffers],
+        left: NDArray[np.int64] | None,
+        dropped: dict[str, int],
+    ) -> int:
+        """Write the parts that are not written as they are: in passes, or without what is dropped. Gives the passes.
+
+        ``left`` are the ids that each source may still keep, counted down in the order of the stacks.
+        """
+        mask = self._mask(jobs) if self.minibatching else 0
+        passes = mask.bit_count() + 1
+        for job in jobs:
+            span = slice(job.first, job.last)
+            stack = self.stacking.stacks[job.stack]
+            if job.written and not mask and (left is None or (job.sizes.sum(axis=(0, 2)) <= left[span]).all()):
+                if left is not None:
+                    left[span] -= job.sizes.sum(axis=(0, 2))
+                continue
+            ids = self._ordered(job)
+            if mask:
+                ids = into_passes(ids, bucketed(ids, self.stacking.cores), mask, self.stacking.cores)
+            kept = self._fit(job, ids, passes, None if left is None else left[span])
+            dropped[stack.name] += int(ids.counts.sum() - kept.counts.sum())
+            if left is not None:
+                left[span] -= np.bincount(kept.groups // passes, minlength=job.last - job.first)
+            chunk = as_chunk(kept, (job.last - job.first) * passes, self.stacking.cores)
+            emit(chunk, buffers[stack.name], job.first * passes, self._per_row * passes)
+            sizes = chunk.sizes[0]
+            self._point(job, buffers[stack.name], sizes, sizes + padding(sizes), passes)
+        return passes
+
+    def _ordered(self, job: Job) -> Ordered:
+        return ordered(self._counting.chunk(job.tables, job.first, job.last, self.out_of_range == "off"))
+
+    def _mask(self, jobs: list[Job]) -> int:
+        """The joints of the buckets that stay open, those of other hosts included. Only what overflows has any."""
+
+        def of(job: Job) -> int:
+            stack = self.stacking.stacks[job.stack]
+            limits, cores = self._limits(stack), self.stacking.cores
+            if partition_excess(stack.name, limits, job.partitions, job.uniques, job.first, 1) is None:
+                return 0
+            ids, sources = self._ordered(job), job.last - job.first
+            return split_mask(ids, bucketed(ids, cores), sources, cores, limits.max_ids, limits.max_unique_ids)
+
+        mask = reduce(or_, self._run(jobs, of), 0)
+        return mask if self._combine is None else self._combine(mask)
+
+    def _fit(self, job: Job, ids: Ordered, passes: int, left: NDArray[np.int64] | None) -> Ordered:
+        """The ids of a part that keep within every limit. Raises RooftopError where not all do and none may go."""
+        stack, config, cores = self.stacking.stacks[job.stack], self.stacking.tables.config, self.stacking.cores
+        limits, groups = self._limits(stack), (job.last - job.first) * passes
+
+        def refuse(error: RooftopError | None) -> bool:
+            if error is not None and not self.dropping:
+                raise error
+            return error is not None
+
+        sizes, uniques = sizes_of(ids, groups, cores), uniques_of(ids, groups, cores)
+        if refuse(partition_excess(stack.name, limits, sizes, uniques, job.first, passes)):
+            ids = drop_from_partitions(ids, limits.max_ids, limits.max_unique_ids, cores)
+        if refuse(table_excess(stack, config, job.sizes.sum(axis=2), job.table_uniques)):
+            ids = drop_from_tables(ids, passes, *table_limits(stack, config))
+        if left is not None:
+            ids = drop_from_sources(ids, passes, left)
+        per_row, capacity = self._per_row * passes, limits.buffer * self._per_row
+        sizes = sizes_of(ids, groups, cores)
+        if refuse(buffer_excess(stack.name, capacity, sizes + padding(sizes), per_row)):
+            ids = drop_from_buffers(ids, capacity, per_row, groups, cores)
+        return ids
