@@ -40,7 +40,7 @@ UNSCOPED = "unscoped"
 PHASES: tuple[str, ...] = ("forward", "backward", "recompute", "update", "prefill", "generate")
 
 #: Scopes whose work belongs to the update whatever the compiler wraps around it.
-_UPDATE_SCOPES = frozenset({"gradients", "optimizer"})
+_UPDATE_SCOPE = re.compile(r"gradients|optimizer|tables/[^/]+/update")
 
 
 def _tree(paths: tuple[str, ...]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def scope_and_phase(op_name: str) -> tuple[str, str]:
     scope = "/".join(path)
     if not is_scope(scope):
         scope = UNSCOPED
-    if scope in _UPDATE_SCOPES:
+    if _UPDATE_SCOPE.fullmatch(scope):
         return scope, "update"
     words = re.split(r"[/()]", op_name)
     if "rematted_computation" in words:

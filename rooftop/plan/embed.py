@@ -1,0 +1,367 @@
+"""The plan of embedding tables on SparseCores: memory, what a step moves, how long it takes, and what binds.
+
+Sources: the SparseCore deep dive, sections 5, 7, 9 and 10; peaks from the hardware catalogue, achievable shares from
+``rooftop.roofline``; what they lack stands in ``embed.toml``. Figures are of one device unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rooftop import __version__
+from rooftop.errors import Infeasible
+from rooftop.ledger import Collective, Ledger, Row
+from rooftop.models.tables_stacking import ALIGNMENT, Stack, report
+from rooftop.plan.embed_exchange import exchanged_bytes
+from rooftop.plan.embed_memory import (
+    document_stack_bytes,
+    figure,
+    figures,
+    replica_factors,
+    slot_floats,
+    stack_bytes,
+    tile_bytes,
+    tile_room,
+)
+from rooftop.plan.embed_problem import BufferLimits, EmbedProblem, per_device, scaled
+from rooftop.quantities import format_bytes
+
+SCHEMA = 1
+#: Bytes of a place of a buffer (id, sample, gain), of a row pointer, of a float.
+_PLACE, _POINTER, _FLOAT = 12, 4, 4
+#: Buckets of minibatches: row pointers that buffers have room for, per partition.
+_BUCKETS = 64
+#: Steps whose inputs and activations are on the device at once: one, or those that a pipeline has under way.
+_UNDER_WAY = {"sequential": 1, "pipelined": 3}
+#: What a step's time is counted on.
+UNITS: tuple[str, ...] = ("host", "sparsecore", "ici", "hbm", "tensorcore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedPlan:
+    """A problem with its answer."""
+
+    problem: EmbedProblem
+
+    @property
+    def _per_device(self) -> int:
+        return per_device(self.problem.slice)
+
+    def stack_memory(self, stack: Stack) -> dict[str, float]:
+        """HBM of one device that a stack takes, and the memory of a tile: bytes by name."""
+        problem, limits = self.problem, self.problem.limits[stack.name]
+        rows = stack.rows * self._per_device
+        sizes = {
+            "width": stack.width,
+            "max_unique_ids": limits.max_unique_ids,
+            "cores": problem.cores,
+        }
+        slots, room = len(stack.optimizer.slots(1)), tile_room(problem.slice.chip)
+        pointers = max(problem.cores, ALIGNMENT) * _BUCKETS
+        own = self._per_device
+        return {
+            "tables": rows * stack.width * _FLOAT,
+            "slots": rows * slot_floats(stack.optimizer, stack.width) * _FLOAT,
+            "forward_stack": own
+            * float(stack_bytes("forward", max_ids=limits.max_ids, slots=slots, room=room, **sizes)),
+            "backward_stack": own
+            * float(stack_bytes("backward", max_ids=limits.max_ids, slots=slots, room=room, **sizes)),
+            "forward_stack_document": own * float(document_stack_bytes("forward", **sizes)),
+            "backward_stack_document": own * float(document_stack_bytes("backward", **sizes)),
+            "inputs": own * (limits.buffer * _PLACE + pointers * _POINTER),
+            "activations": own * problem.samples * stack.rows_per_sample * stack.width * _FLOAT,
+            "tile": float(
+                tile_bytes(
+                    max_ids=limits.max_ids,
+                    max_unique_ids=limits.max_unique_ids,
+                    replicas=replica_factors()[-1],
+                )
+            ),
+        }
+
+    @cached_property
+    def memory(self) -> dict[str, Any]:
+        """HBM of one device in bytes: what is there, in all, and whether it fits; and that of the worst tile.
+
+        The compiler's stack holds all stacks of tables at once, forward or backward, whichever is more. Activations
+        count twice, for their gradients; with pipelining inputs and activations of three steps are there.
+        """
+        every = [self.stack_memory(stack) for stack in self.problem.stacking.stacks]
+
+        def total(name: str) -> float:
+            return sum(each[name] for each in every)
+
+        # Each stack's figure has the base of a program, which there is once.
+        again = (len(every) - 1) * figure("compiler", "stack_base_bytes") * self._per_device
+        stacks = {name: total(name) - again for name in ("forward_stack", "backward_stack")}
+        held = total("tables") + total("slots") + max(stacks.values())
+        step = total("inputs") + 2 * total("activations")
+        capacity = self.problem.slice.chip.hbm_usable_bytes
+        totals = {mode: held + step * steps for mode, steps in _UNDER_WAY.items()}
+        return {
+            "tables": total("tables"),
+            "slots": total("slots"),
+            **stacks,
+            "inputs": total("inputs"),
+            "activations": total("activations"),
+            "total": totals,
+            "capacity": capacity,
+            "fits": {mode: needed <= capacity for mode, needed in totals.items()},
+            "tile": max(each["tile"] for each in every),
+            "tile_capacity": tile_room(self.problem.slice.chip),
+        }
+
+    def _rows_of(self, stack: Stack) -> tuple[Row, Row]:
+        """Lookup and update of one stack on one device."""
+        problem, own, width = self.problem, self._per_device, stack.width
+        ids = problem.ids(stack) * own
+        unique = problem.uniques(stack) * problem.cores * own
+        row, activations = width * _FLOAT, own * problem.samples * stack.rows_per_sample * width * _FLOAT
+        payload = exchanged_bytes(
+            "rows",
+            width=width,
+            max_ids=0,
+            max_unique_ids=problem.uniques(stack),
+            samples=0,
+            cores=problem.cores,
+            per_device=own,
+        )
+        slots = slot_floats(stack.optimizer, width) * _FLOAT
+        # Lookup: holders read rows and write them to be sent; samples' cores write what comes and read a row an id.
+        forward = _PLACE * ids + 3 * row * unique + row * ids + activations
+        # Update: samples' cores read a gradient an id and write sums by row; holders read what comes, and change rows.
+        backward = _PLACE * ids + row * ids + 3 * row * unique + 2 * (row + slots) * unique + activations
+        return (
+            self._row(stack, "lookup", "forward", 2 * ids * width, forward, float(payload["forward"])),
+            self._row(
+                stack,
+                "update",
+                "update",
+                2 * ids * width + 8 * unique * width,
+                backward,
+                float(payload["backward"]),
+            ),
+        )
+
+    def _row(self, stack: Stack, verb: str, phase: str, flops: float, hbm: float, payload: float) -> Row:
+        problem, rates = self.problem, self.problem.rates
+        price = problem.all_to_all
+        bound = {name: float(seconds) for name, seconds in price.bound_s(payload).items() if float(seconds) > 0}
+        expected = float(price.expected_s(payload, rates.network_efficiency("all_to_all"), rates.collective_start_s))
+        collective = Collective(
+            kind="all_to_all",
+            axes=("data",),
+            bytes=payload,
+            wire_bytes=payload * float(price.wire_per_byte),
+            critical=True,
+            time_s=bound,
+            expected_s=expected,
+            exposed_s=expected,
+        )
+        vector_s = flops / self.vector_flops_per_s
+        hbm_s = float(rates.hbm_s(hbm))
+        return Row(
+            scope=f"tables/{stack.name}/{verb}",
+            phase=phase,
+            vector_flops=flops,
+            hbm_bytes=hbm,
+            collectives=(collective,) if problem.slice.devices > 1 else (),
+            time_s={"hbm": hbm / rates.hbm_bytes_per_s, "vpu": vector_s, **bound},
+            expected_s=max(hbm_s, vector_s) + expected,
+            serial_s=hbm_s + vector_s + expected,
+            formula="rows and activations through HBM, different rows of each partition over the network",
+        )
+
+    @property
+    def vector_flops_per_s(self) -> float:
+        """Elementwise operations per second of a device's SparseCores: tiles x lanes x clock of the chip."""
+        lanes = figure("tiles", "count") * figure("tiles", "lanes")
+        return self._per_device * lanes * self.problem.slice.chip.clock_hz
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Lookup and update of each stack, and the dense part (scope ``loss``), of one device."""
+        rows = [row for stack in self.problem.stacking.stacks for row in self._rows_of(stack)]
+        if self.problem.dense_flops:
+            rows += [self._dense("forward", 1), self._dense("backward", 2)]
+        return Ledger(tuple(rows))
+
+    def _dense(self, phase: str, times: int) -> Row:
+        rates = self.problem.rates
+        flops = times * self.problem.dense_flops * self.problem.batch / self.problem.slice.devices
+        seconds = flops / rates.flops_per_s["bf16"]
+        return Row(
+            scope="loss",
+            phase=phase,
+            flops={"bf16": flops},
+            time_s={"mxu": seconds},
+            expected_s=seconds,
+            serial_s=seconds,
+            formula=f"{times} x FLOPs of a sample x samples of a device",
+        )
+
+    @cached_property
+    def host(self) -> dict[str, float]:
+        """What a host prepares and sends for each step: ids, bytes to its devices, seconds of each."""
+        problem = self.problem
+        devices = problem.slice.devices / problem.slice.hosts
+        ids = sum(problem.ids(stack) for stack in problem.stacking.stacks) * self._per_device * devices
+        sent = self.memory["inputs"]
+        return {
+            "ids": ids,
+            "bytes_to_each_device": sent,
+            "preprocess_s": ids / (figure("host", "ids_per_s_per_thread") * problem.threads),
+            "transfer_s": sent / problem.rates.pcie_bytes_per_s,
+        }
+
+    @cached_property
+    def units_s(self) -> dict[str, float]:
+        """Expected seconds of a step that each unit is busy; a SparseCore's include its waits for HBM and ICI."""
+        tables = [row for row in self.ledger if row.scope.startswith("tables/")]
+        return {
+            "host": max(self.host["preprocess_s"], self.host["transfer_s"]),
+            "sparsecore": sum(float(row.vector_flops) / self.vector_flops_per_s for row in tables),
+            "ici": sum(float(each.expected_s) for row in tables for each in row.collectives),
+            "hbm": sum(float(self.problem.rates.hbm_s(row.hbm_bytes)) for row in tables),
+            "tensorcore": sum(float(row.expected_s) for row in self.ledger if row.scope == "loss"),
+        }
+
+    @cached_property
+    def step(self) -> dict[str, dict[str, Any]]:
+        """Expected seconds of a step, sequential and pipelined, and what binds each: one of UNITS.
+
+        Sequential: lookups, the dense part and updates follow each other. Pipelined: SparseCores and TensorCores work
+        side by side. The host prepares the next batch meanwhile, in both.
+        """
+        units = self.units_s
+        tables = sum(float(row.expected_s) for row in self.ledger if row.scope.startswith("tables/"))
+        device = {"sequential": tables + units["tensorcore"], "pipelined": max(tables, units["tensorcore"])}
+        of_tables = max(("sparsecore", "ici", "hbm"), key=lambda name: units[name])
+        found = {}
+        for mode, seconds in device.items():
+            binding = "tensorcore" if units["tensorcore"] > tables else of_tables
+            found[mode] = {
+                "expected_s": max(seconds, units["host"]),
+                "bound": "host" if units["host"] > seconds else binding,
+            }
+        return found
+
+    def require_fit(self) -> None:
+        """Raises Infeasible, with the largest limits that would do, where a tile or HBM is too small."""
+        room = tile_room(self.problem.slice.chip)
+        for stack in self.problem.stacking.stacks:
+            needed = self.stack_memory(stack)["tile"]
+            if needed > room:
+                what = f"{needed:,.0f} bytes of a tile's {room:,.0f}"
+                raise Infeasible(f"limits of stack {stack.name}", f"{what}; at most {self._largest(stack)}")
+        memory = self.memory
+        if memory["fits"]["sequential"]:
+            return
+        total, capacity = memory["total"]["sequential"], memory["capacity"]
+        what = f"{format_bytes(total)} of HBM on a device, which has {format_bytes(capacity)}"
+        stacks = self.problem.stacking.stacks
+        if not self._scaled(stacks, 0.0).memory["fits"]["sequential"]:
+            raise Infeasible(what, "too much even with the smallest buffers: more chips, or smaller tables")
+        share = self._share(lambda share: bool(self._scaled(stacks, share).memory["fits"]["sequential"]))
+        most = "; ".join(f"{stack.name} {_text(self.problem.limits[stack.name], share)}" for stack in stacks)
+        raise Infeasible(what, f"limits at most {most}")
+
+    def _largest(self, stack: Stack) -> str:
+        """The largest limits in the proportion of the stack's own that fit in a tile."""
+        room = tile_room(self.problem.slice.chip)
+        share = self._share(lambda share: self._scaled((stack,), share).stack_memory(stack)["tile"] <= room)
+        return _text(self.problem.limits[stack.name], share)
+
+    def _share(self, fits: Callable[[float], bool]) -> float:
+        """The largest share of 1 that fits, to a thousandth."""
+        low, high = 0.0, 1.0
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _scaled(self, stacks: Iterable[Stack], share: float) -> EmbedPlan:
+        """The plan with ``share`` of the limits of some stacks."""
+        limits = dict(self.problem.limits)
+        limits |= {stack.name: scaled(limits[stack.name], share) for stack in stacks}
+        return EmbedPlan(problem=dataclasses.replace(self.problem, limits=limits))
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Why this cannot run as it is; empty if it can."""
+        try:
+            self.require_fit()
+        except Infeasible as no:
+            return [str(no)]
+        return []
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as ``rooftop/schemas/embed.schema.json`` says."""
+        problem = self.problem
+        padding = report(problem.stacking, batch=problem.batch)
+        return {
+            "kind": "embed",
+            "schema": SCHEMA,
+            "rooftop_version": __version__,
+            "tables": problem.tables.to_json(),
+            "slice": {
+                "name": problem.slice.name,
+                "chips": problem.slice.chips,
+                "devices": problem.slice.devices,
+                "sparse_cores": problem.cores,
+                "sparse_cores_per_device": self._per_device,
+            },
+            "workload": {
+                "batch": problem.batch,
+                "dense_flops_per_sample": problem.dense_flops,
+                "host_threads": problem.threads,
+            },
+            "limits": {
+                stack.name: {
+                    name: getattr(problem.limits[stack.name], name) for name in ("max_ids", "max_unique_ids", "buffer")
+                }
+                for stack in problem.stacking.stacks
+            },
+            "stacks": [
+                {
+                    "name": one.name,
+                    "tables": list(one.tables),
+                    "width": one.width,
+                    "rows": one.rows,
+                    "padding_bytes": one.padding_bytes,
+                    "waste": one.waste,
+                    "memory": self.stack_memory(problem.stacking.stack(one.name)),
+                }
+                for one in padding
+            ],
+            "memory": self.memory,
+            "host": self.host,
+            "units_s": self.units_s,
+            "step": self.step,
+            "ledger": self.ledger.to_json(),
+            "executable": self.obstacles == [],
+            "obstacles": self.obstacles,
+            "sources": _sources(figures()),
+        }
+
+
+def _text(limits: BufferLimits, share: float) -> str:
+    """Limits with ``share`` of their ids, as text."""
+    small = scaled(limits, share)
+    return f"max_unique_ids {small.max_unique_ids} with max_ids {small.max_ids}"
+
+
+def _sources(data: Mapping[str, Any], path: str = "") -> dict[str, str]:
+    """Every figure of ``embed.toml`` with its source."""
+    found: dict[str, str] = {}
+    for name, value in data.items():
+        where = f"{path}.{name}" if path else name
+        if isinstance(value, Mapping):
+            found |= _sources(value, where)
+        else:
+            found[where] = f"{value[0]}: {value[1]}"
+    return found

@@ -1,0 +1,133 @@
+"""What a plan of embeddings is asked: tables, slice, batch, limits, and the dense part beside the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from rooftop.arrays import Mesh
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models.tables import Tables
+from rooftop.models.tables_stacking import Stack, Stacking, stack_tables
+from rooftop.plan.embed_memory import figure
+from rooftop.roofline.collectives import Price, price
+from rooftop.roofline.rates import Rates
+
+
+class BufferLimits(Protocol):
+    """What a stack is compiled for, see ``rooftop.embed.statistics.StackLimits``."""
+
+    @property
+    def max_ids(self) -> int:
+        """Ids of a partition."""
+
+    @property
+    def max_unique_ids(self) -> int:
+        """Different rows of a partition."""
+
+    @property
+    def buffer(self) -> int:
+        """Ids of one SparseCore, all partitions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledLimits:
+    """Limits that a plan has thought of: see BufferLimits."""
+
+    max_ids: int
+    max_unique_ids: int
+    buffer: int
+
+
+def scaled(limits: BufferLimits, share: float) -> ScaledLimits:
+    """A ``share`` of each limit, in whole eights, at least 8."""
+    names = ("max_ids", "max_unique_ids", "buffer")
+    return ScaledLimits(**{name: max(8, int(getattr(limits, name) * share) // 8 * 8) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedProblem:
+    """Tables on a slice. ``batch`` is B, samples of a step on all devices; ``limits`` are the stacks'.
+
+    ``dense_flops`` are the matmul FLOPs of one sample in the dense part, forward. ``host_threads`` prepare the batches
+    of one host (None: as ``embed.toml`` assumes). Raises RooftopError for a chip without SparseCores and for a batch
+    that does not divide over them.
+    """
+
+    tables: Tables
+    slice: Slice
+    batch: int
+    limits: Mapping[str, BufferLimits]
+    dense_flops: float = 0.0
+    host_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        per_device(self.slice)
+        if self.batch % self.cores:
+            raise RooftopError("batch", self.batch, f"a multiple of {self.cores}, the SparseCores of {self.slice.name}")
+        for stack in self.stacking.stacks:
+            if stack.name not in self.limits:
+                raise RooftopError("limits", f"none for stack {stack.name}", "limits for each stack")
+
+    @property
+    def cores(self) -> int:
+        """C, all SparseCores."""
+        return self.slice.devices * per_device(self.slice)
+
+    @property
+    def samples(self) -> int:
+        """Samples of one SparseCore."""
+        return self.batch // self.cores
+
+    @cached_property
+    def stacking(self) -> Stacking:
+        """The tables, stacked."""
+        return stacking_on(self.tables, self.slice, self.batch)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What one device computes and moves per second."""
+        return Rates.of(self.slice.chip)
+
+    @cached_property
+    def all_to_all(self) -> Price:
+        """The price of an AllToAll over all devices."""
+        mesh = Mesh.lay(self.slice, {"data": self.slice.devices})
+        return price("all_to_all", mesh.span("data"))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a host that prepare batches."""
+        return self.host_threads or int(figure("host", "threads"))
+
+    def ids(self, stack: Stack) -> float:
+        """Ids that one SparseCore's samples are expected to look up in a stack."""
+        return self.samples * sum(one.ids_per_sample * one.rows_per_sample for one in stack.features)
+
+    def uniques(self, stack: Stack) -> float:
+        """Different rows expected of one partition, if ids were spread evenly over the rows: fewer if some are hot."""
+        ids, rows = self.ids(stack) / self.cores, stack.rows
+        return -rows * _expm1(ids, rows)
+
+
+def _expm1(ids: float, rows: int) -> float:
+    """(1 - 1/rows)^ids - 1, with all its digits."""
+    return math.expm1(ids * math.log1p(-1 / rows)) if rows > 1 else -float(ids > 0)
+
+
+def per_device(slice_: Slice) -> int:
+    """SparseCores of one device. Raises RooftopError for a chip without them."""
+    chip = slice_.chip
+    if not chip.sparse_cores:
+        raise RooftopError("slice", slice_.name, "a chip with SparseCores: v4, v5p, v6e or tpu7x")
+    return chip.sparse_cores // chip.devices
+
+
+def stacking_on(tables: Tables, slice_: Slice, batch: int) -> Stacking:
+    """The tables stacked for all SparseCores of a slice. Raises RooftopError."""
+    own = per_device(slice_)
+    return stack_tables(tables, cores=slice_.devices * own, cores_per_device=own, batch=batch)

@@ -1,0 +1,125 @@
+"""The state of embedding tables on a mesh: stacks and optimizer slots, begun, placed, described; and a step's inputs.
+
+Dims as in ``rooftop.programs.embedding``. Every array is split over all axes of the mesh by its first dim.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import NamedSharding
+
+from rooftop.models.tables import Initializer
+from rooftop.models.tables_stacking import Stack, Stacking, pack
+from rooftop.programs.embedding_buffers import LookupInputs, StackInputs
+from rooftop.programs.embedding_optimizers import initial_slots
+from rooftop.programs.parameters import Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingState(Generic[Leaf]):
+    """Tables, by stack [C, rows, W], the optimizer's slots likewise, and the updates so far (int32 scalar)."""
+
+    step: Leaf
+    tables: dict[str, Leaf]
+    slots: dict[str, tuple[Leaf, ...]]
+
+
+def initialise(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int) -> EmbeddingState[jax.Array]:
+    """Tables as their initialisers say, and slots, made on the host and split over all axes of ``mesh``.
+
+    A table's values depend on ``seed`` and its name: not on stacking, nor on how many SparseCores there are.
+    """
+    tables = {
+        table.name: _begin(
+            table.initializer,
+            (table.vocabulary, table.width),
+            np.random.default_rng([seed, zlib.crc32(table.name.encode())]),
+        )
+        for table in stacking.tables.tables
+    }
+    return place_state(stacking, mesh, pack(stacking, tables), _first_slots(stacking), 0)
+
+
+def place_state(
+    stacking: Stacking,
+    mesh: jax.sharding.Mesh,
+    tables: Mapping[str, np.ndarray[Any, Any]],
+    slots: Mapping[str, tuple[np.ndarray[Any, Any], ...]],
+    step: int,
+) -> EmbeddingState[jax.Array]:
+    """Stacks and slots of the host, [C, rows, W] each, on the devices of ``mesh``."""
+    split = NamedSharding(mesh, P(mesh.axis_names))
+    return EmbeddingState(
+        step=jax.device_put(np.int32(step), NamedSharding(mesh, P())),
+        tables={stack.name: jax.device_put(tables[stack.name], split) for stack in stacking.stacks},
+        slots={
+            stack.name: tuple(jax.device_put(slot, split) for slot in slots[stack.name]) for stack in stacking.stacks
+        },
+    )
+
+
+def abstract_state(stacking: Stacking, mesh: jax.sharding.Mesh) -> EmbeddingState[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the state."""
+    split = NamedSharding(mesh, P(mesh.axis_names))
+
+    def array(stack: Stack, width: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((stacking.cores, stack.rows, width), jnp.float32, sharding=split)
+
+    return EmbeddingState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P())),
+        tables={stack.name: array(stack, stack.width) for stack in stacking.stacks},
+        slots={
+            stack.name: tuple(array(stack, width) for width in stack.optimizer.slots(stack.width))
+            for stack in stacking.stacks
+        },
+    )
+
+
+def device_inputs(buffers: Mapping[str, Any], passes: int, mesh: jax.sharding.Mesh) -> LookupInputs:
+    """Preprocessed ``buffers`` (``rooftop.embed.emit.Buffers`` by stack) on the devices of ``mesh``.
+
+    The arrays are copied: the caller may write the buffers again.
+    """
+    split = NamedSharding(mesh, P(mesh.axis_names))
+    names = ("row_pointers", "embedding_ids", "sample_ids", "gains")
+    return LookupInputs(
+        stacks={
+            stack: StackInputs(**{name: jax.device_put(np.array(getattr(one, name)), split) for name in names})
+            for stack, one in buffers.items()
+        },
+        passes=jax.device_put(np.int32(passes), NamedSharding(mesh, P())),
+    )
+
+
+def _begin(
+    initializer: Initializer, shape: tuple[int, ...], random: np.random.Generator
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    if initializer.kind == "constant":
+        return np.full(shape, initializer["value"], np.float32)
+    if initializer.kind == "uniform":
+        low, high = initializer["low"], initializer["high"]
+        return (low + (high - low) * random.random(shape, np.float32)).astype(np.float32)
+    found = random.standard_normal(shape, np.float32)
+    if initializer.kind == "truncated_normal":
+        while (far := np.abs(found) > 2).any():
+            found[far] = random.standard_normal(int(far.sum()), np.float32)
+    return (initializer["mean"] + initializer["stddev"] * found).astype(np.float32)
+
+
+def _first_slots(stacking: Stacking) -> dict[str, tuple[np.ndarray[Any, Any], ...]]:
+    return {
+        stack.name: tuple(
+            np.full((stacking.cores, stack.rows, width), value, np.float32)
+            for width, value in zip(stack.optimizer.slots(stack.width), initial_slots(stack.optimizer), strict=True)
+        )
+        for stack in stacking.stacks
+    }

@@ -1,0 +1,146 @@
+"""Lookups and updates compiled for the SparseCores of three chips, with no TPU; and the readers of what libtpu says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import pytest
+
+from rooftop.arrays import Mesh
+from rooftop.embed.statistics import StackLimits, full_buffer
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.hardware import Slice
+from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.tables_stacking import stack_tables
+from rooftop.plan.embed_memory import stack_bytes, tile_room
+from rooftop.plan.embed_problem import per_device
+from rooftop.programs.embedding import EmbeddingProgram
+from rooftop.programs.embedding_lowering import lower_part
+from rooftop.xla.compiling import Request, compile_ahead_of_time
+from rooftop.xla.hlo import parse
+from rooftop.xla.sparsecore_marks import compile_with_marks, read_marks
+from rooftop.xla.sparsecore_overlap import PIPELINING_OPTIONS, sparsecore_overlap
+
+SLICES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+
+def request(on: str, part: str, kind: str, *, unique: int = 256, ids: int = 512, width: int = 32) -> Request:
+    where = Slice.parse(on)
+    cores = per_device(where) * where.devices
+    tables = Tables(
+        tables=(Table(name="t", vocabulary=4096 * cores, width=width, optimizer=TableOptimizer(kind=kind)),),
+        features=(Feature(name="f", table="t"),),
+    )
+    limits = StackLimits(max_ids=ids, max_unique_ids=unique, buffer=full_buffer(ids, cores))
+    return Request(
+        mesh=Mesh.lay(where, {"data": where.devices}),
+        program="rooftop.programs.embedding_lowering:lower_part",
+        arguments={
+            "tables": tables.to_json(),
+            "cores_per_device": per_device(where),
+            "batch": 128 * cores,
+            "limits": {"t": vars(limits)},
+            "part": part,
+            "kernel": "sparsecore",
+            "dense": 4,
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", SLICES)
+@pytest.mark.parametrize(("part", "kind"), [("lookup", "sgd"), ("update", "sgd"), ("update", "adagrad")])
+def test_the_compiler_marks_what_is_planned(on: str, part: str, kind: str) -> None:
+    marks = compile_with_marks(request(on, part, kind))
+    where = Slice.parse(on)
+    planned = stack_bytes(
+        "forward" if part == "lookup" else "backward",
+        width=32,
+        max_ids=512,
+        max_unique_ids=256,
+        cores=per_device(where) * where.devices,
+        slots=len(TableOptimizer(kind=kind).slots(1)),
+        room=tile_room(where.chip),
+    )
+    assert planned == pytest.approx(marks.hbm_bytes, rel=0.05)
+    assert 0 < marks.tile_bytes <= tile_room(where.chip)
+    assert f"tables/t/{part}" in marks.hlo_text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adam", "ftrl", "adagrad_momentum"])
+def test_every_elementwise_optimizer_compiles(kind: str) -> None:
+    compiled = compile_ahead_of_time(request("v5p:2x2x1", "update", kind), cache=False)
+    assert "sparsecore" in compiled.hlo_text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", SLICES)
+def test_a_pipelined_step_overlaps(on: str) -> None:
+    asked = dataclasses.replace(request(on, "pipelined", "adagrad"), options=PIPELINING_OPTIONS)
+    compiled = compile_ahead_of_time(asked, cache=False)
+    found = sparsecore_overlap(compiled.module)
+    assert found.calls >= 1 and found.share > 0.8
+
+
+@pytest.mark.slow
+def test_limits_that_no_tile_holds_are_an_answer() -> None:
+    with pytest.raises(Infeasible, match="tile memory"):
+        compile_with_marks(request("v5p:2x2x1", "update", "sgd", unique=16384, ids=16384, width=8))
+
+
+def test_an_optimizer_with_a_slot_per_row_is_refused_on_sparsecores() -> None:
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    arguments: Mapping[str, Any] = request("v5p:2x2x1", "update", "rowwise_adagrad").arguments
+    with pytest.raises(RooftopError, match="rowwise_adagrad"):
+        lower_part(mesh, arguments)
+    with pytest.raises(RooftopError, match="part"):
+        lower_part(mesh, {**arguments, "part": "lokup"})
+
+
+def test_sparsecores_read_buffers_laid_out_for_passes() -> None:
+    tables = Tables(tables=(Table(name="t", vocabulary=8, width=8),), features=(Feature(name="f", table="t"),))
+    stacking = stack_tables(tables, cores=2, cores_per_device=2, batch=2)
+    limits = {"t": StackLimits(max_ids=8, max_unique_ids=8, buffer=16)}
+    with pytest.raises(RooftopError, match="minibatching"):
+        EmbeddingProgram(stacking=stacking, batch=2, limits=limits, kernel="sparsecore")
+
+
+def test_marks_are_the_largest_of_the_log_in_bytes() -> None:
+    def lines() -> Iterator[str]:
+        for kind, mark in (("TileSpmem", 16), ("HBM", 5904), ("TileSpmem", 130955), ("HBM", 100)):
+            yield f"I1120 21:25:38.514177   15183 allocation_assignment_pass.cc:299] {kind} high water mark: {mark}"
+
+    assert read_marks("\n".join(lines())) == (5904 * 32, 130955 * 4)
+    assert read_marks("nothing") is None
+
+
+HLO = """HloModule jit_step, is_scheduled=true
+
+%sparse (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}, execution_thread="sparsecore"
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%p)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %before = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  %start = ((f32[8]), f32[8]) call-start(%x), async_execution_thread="sparsecore", to_apply=%sparse
+  %beside = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  %done = f32[8]{0} call-done(%start)
+  ROOT %after = f32[8]{0} fusion(%done), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_what_stands_between_start_and_done_is_beside() -> None:
+    found = sparsecore_overlap(parse(HLO))
+    assert (found.calls, found.computations, found.beside) == (1, 3, 1)
+    assert found.share == pytest.approx(1 / 3)
