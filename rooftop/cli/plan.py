@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.plan_embed import embed
 from rooftop.cli.plan_serve import serve
 
 
@@ -18,6 +19,7 @@ def command() -> None:
 
 
 command.add_command(serve)
+command.add_command(embed)
 
 
 @command.command(name="train")

@@ -1,0 +1,128 @@
+"""``rooftop embed train`` and ``rooftop embed export``: a DLRM on Criteo's format, and its tables in int8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rooftop.cli.output import console, emit_json, json_option
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command(name="train")
+@click.argument("tables", type=_FILE)
+@click.argument("data", type=_FILE)
+@click.argument("run", type=_FOLDER)
+@click.option("--batch", default="1024", show_default=True, metavar="N", help="Samples of a step, on all devices.")
+@click.option("--steps", metavar="N", help="At most so many batches in all. All of the data if not given.")
+@click.option("--devices", default=1, show_default=True, help="Devices that are here, to split tables and batch over.")
+@click.option("--cores-per-device", default=2, show_default=True, help="SparseCores that each device stands for.")
+@click.option("--pipelined", is_flag=True, help="Overlap tables and dense part: gradients are stale by a step.")
+@click.option("--checkpoint-every", default=100, show_default=True, metavar="N", help="Batches between checkpoints.")
+@click.option("--evaluate", type=_FILE, help="Data to tell the AUC on, at the end.")
+@click.option("--seed", default=0, show_default=True)
+@json_option
+def train(
+    tables: Path,
+    data: Path,
+    run: Path,
+    batch: str,
+    steps: str | None,
+    devices: int,
+    cores_per_device: int,
+    pipelined: bool,
+    checkpoint_every: int,
+    evaluate: Path | None,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """Train a DLRM with TABLES (tables.toml) on DATA (Criteo's TSV) in the folder RUN, or go on with it.
+
+    \b
+    Example: rooftop embed train tables.toml day0.tsv runs/first --batch 4096 --evaluate day1.tsv
+    """
+    from rooftop.cli.train_process import prepare_environment
+
+    prepare_environment({"devices": None}, packages=("jax",), extra="embed")
+    from rooftop.embed.train import Trainer, TrainOptions
+    from rooftop.models.tables_files import load_tables
+    from rooftop.quantities import parse_count
+
+    trainer = Trainer(
+        TrainOptions(
+            tables=load_tables(tables),
+            data=data,
+            run=run,
+            batch=parse_count(batch, "batch"),
+            steps=None if steps is None else parse_count(steps, "steps"),
+            devices=devices,
+            cores_per_device=cores_per_device,
+            pipelined=pipelined,
+            checkpoint_every=checkpoint_every,
+            seed=seed,
+        )
+    )
+    begun = trainer.done
+    losses = trainer.train()
+    said: dict[str, Any] = {
+        "run": str(run),
+        "batches": trainer.done,
+        "begun_at": begun,
+        "loss": losses[-1] if losses else None,
+        "auc": None if evaluate is None else trainer.evaluate(evaluate),
+    }
+    if as_json:
+        emit_json(said)
+        return 0
+    out = console()
+    out.print(f"{trainer.done:,} batches of {batch} samples, {begun:,} of them before")
+    if losses:
+        out.print(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last (nats a sample)")
+    if evaluate is not None:
+        out.print(f"  AUC {said['auc']:.4f} on {evaluate}")
+    out.print(f"  checkpoints in {trainer.checkpoints}")
+    return 0
+
+
+@click.command(name="export")
+@click.argument("tables", type=_FILE)
+@click.argument("run", type=_FOLDER)
+@click.argument("output", type=_FOLDER)
+@json_option
+def export(tables: Path, run: Path, output: Path, as_json: bool) -> int:
+    """Write the tables of RUN's newest checkpoint to OUTPUT in int8, and how far that is from what was trained.
+
+    \b
+    Example: rooftop embed export tables.toml runs/first served
+    """
+    from rich.table import Table
+
+    from rooftop.embed.checkpoint import restore
+    from rooftop.embed.export import export as write
+    from rooftop.errors import RooftopError
+    from rooftop.models.tables_files import load_tables
+
+    saved = restore(run / "checkpoints")
+    if saved is None:
+        raise RooftopError("run", str(run), "a folder with a whole checkpoint, of rooftop embed train")
+    report = write(output, load_tables(tables), saved.tables)
+    if as_json:
+        emit_json(report)
+        return 0
+    shown = Table(box=None, header_style="", padding=(0, 1, 0, 1))
+    for heading in ("table", "rows", "low", "high", "largest error", "relative error", "clipped"):
+        shown.add_column(heading, justify="left" if heading == "table" else "right")
+    for name, one in report["tables"].items():
+        shown.add_row(
+            name,
+            f"{one['shape'][0]:,}",
+            *(f"{one[value]:.4g}" for value in ("low", "high", "max_error")),
+            f"{one['relative_error']:.2%}",
+            f"{one['clipped']:,}",
+        )
+    console().print(shown)
+    return 0

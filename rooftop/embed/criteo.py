@@ -1,0 +1,108 @@
+"""Criteo's click logs: a label, 13 counts and 26 hashed categories a line, separated by tabs, any of them missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import RooftopError
+from rooftop.models.tables import Tables
+
+COUNTS, CATEGORIES = 13, 26
+#: Features of a model of these data are called C1 to C26, in the order of the columns.
+FEATURES: tuple[str, ...] = tuple(f"C{index + 1}" for index in range(CATEGORIES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriteoBatch:
+    """label [B] float32 of 0 and 1; dense [B, 13] float32, log(1 + count); ids by feature, [B] int64 each."""
+
+    label: NDArray[np.float32]
+    dense: NDArray[np.float32]
+    ids: Mapping[str, NDArray[np.int64]]
+
+
+def check_features(tables: Tables) -> tuple[str, ...]:
+    """The features of ``tables``, all of them columns of these data. Raises RooftopError."""
+    for feature in tables.features:
+        if feature.name not in FEATURES or feature.weighted or feature.length is not None:
+            raise RooftopError(f"features.{feature.name}", feature.name, "a plain feature named C1 to C26")
+    return tuple(feature.name for feature in tables.features)
+
+
+def read_batches(path: Path, tables: Tables, batch: int, *, start: int = 0) -> Iterator[CriteoBatch]:
+    """Whole batches of ``batch`` lines, from batch ``start`` on; what is left over at the end of the file is not read.
+
+    A category's id is 1 + its hash modulo (the vocabulary of its table - 1); a missing one is id 0, a missing count 0.
+    Raises RooftopError for a line that is none of this format, naming it.
+    """
+    names = check_features(tables)
+    sizes = {name: tables.table(tables.feature(name).table).vocabulary for name in names}
+    try:
+        with path.open("rb") as file:
+            for _ in range(start * batch):
+                if not file.readline():
+                    return
+            number = start * batch
+            lines = list[bytes]()
+            for line in file:
+                lines.append(line)
+                if len(lines) == batch:
+                    yield _parse(lines, sizes, path, number)
+                    number += batch
+                    lines = []
+    except OSError as error:
+        raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
+
+
+def count_batches(path: Path, batch: int) -> int:
+    """Whole batches of a file. Raises RooftopError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sum(1 for _ in file) // batch
+    except OSError as error:
+        raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
+
+
+def _parse(lines: list[bytes], sizes: Mapping[str, int], path: Path, first: int) -> CriteoBatch:
+    label = np.empty(len(lines), np.float32)
+    dense = np.zeros((len(lines), COUNTS), np.float32)
+    ids = {name: np.zeros(len(lines), np.int64) for name in sizes}
+    columns = {name: 1 + COUNTS + FEATURES.index(name) for name in sizes}
+    for at, line in enumerate(lines):
+        fields = line.rstrip(b"\r\n").split(b"\t")
+        try:
+            if len(fields) != 1 + COUNTS + CATEGORIES:
+                raise ValueError(f"{len(fields)} columns")
+            if fields[0] not in (b"0", b"1"):
+                raise ValueError("a label that is neither 0 nor 1")
+            label[at] = float(fields[0])
+            dense[at] = [int(count) if count else 0 for count in fields[1 : 1 + COUNTS]]
+            for name, column in columns.items():
+                if fields[column]:
+                    ids[name][at] = 1 + int(fields[column], 16) % max(sizes[name] - 1, 1) if sizes[name] > 1 else 0
+        except ValueError as error:
+            accepted = f"a label, {COUNTS} whole numbers and {CATEGORIES} hexadecimal ones, separated by tabs"
+            raise RooftopError(f"{path} line {first + at + 1}", str(error), accepted) from None
+    return CriteoBatch(label=label, dense=np.log1p(np.maximum(dense, 0)), ids=ids)
+
+
+def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
+    """Area under the ROC curve: how often a positive scores above a negative, ties half (Hanley and McNeil 1982).
+
+    Raises RooftopError unless there are both positives and negatives.
+    """
+    positive = np.asarray(labels) > 0.5
+    count = int(positive.sum())
+    if count in (0, len(positive)):
+        raise RooftopError("labels", f"{count} positives of {len(positive)}", "positives and negatives")
+    values, inverse, counts = np.unique(np.asarray(scores, np.float64), return_inverse=True, return_counts=True)
+    del values
+    ranks = np.cumsum(counts) - (counts - 1) / 2
+    total = float(ranks[inverse][positive].sum())
+    return (total - count * (count + 1) / 2) / (count * (len(positive) - count))

@@ -1,0 +1,116 @@
+"""Tables for serving: whole, by name, in int8 with a range per table, and how far that is from what was trained.
+
+Post-training quantisation as the SparseCore deep dive has it (section 13): 256 levels from low to high, both included;
+a value outside takes the nearest end. The range is the one that the table was trained with (simulated quantisation), or
+that of its values.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.errors import RooftopError
+from rooftop.files import write_bytes, write_text
+from rooftop.models.tables import Quantization, Tables
+
+LEVELS = 256
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTable:
+    """codes [V, W] of int8: level + 128 steps above ``low``. Errors are those of ``values`` against the table."""
+
+    codes: NDArray[np.int8]
+    low: float
+    high: float
+    max_error: float
+    rms_error: float
+    relative_error: float
+    clipped: int
+
+    @property
+    def step(self) -> float:
+        """What one level is worth."""
+        return (self.high - self.low) / (LEVELS - 1)
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        """The table again, [V, W] float32."""
+        found: NDArray[np.float32] = (self.low + (self.codes.astype(np.float64) + 128) * self.step).astype(np.float32)
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """Range, bytes, and errors: the largest, the root of the mean square, and that over the table's own."""
+        names = ("low", "high", "step", "max_error", "rms_error", "relative_error", "clipped")
+        return {"shape": list(self.codes.shape), "bytes": self.codes.nbytes} | {
+            name: getattr(self, name) for name in names
+        }
+
+
+def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> QuantizedTable:
+    """A table [V, W] in int8. Raises RooftopError for values that are no numbers."""
+    exact = np.asarray(table, np.float64)
+    if not np.isfinite(exact).all():
+        raise RooftopError("table", "values that are no finite numbers", "finite values")
+    low, high = (
+        (float(exact.min()), float(exact.max())) if quantization is None else (quantization.low, quantization.high)
+    )
+    if low == high:
+        # One value in all the table: any step gives it back from level 0.
+        high = low + 1.0
+    step = (high - low) / (LEVELS - 1)
+    codes = (np.rint((np.clip(exact, low, high) - low) / step) - 128).astype(np.int8)
+    error = low + (codes.astype(np.float64) + 128) * step - exact
+    rms, own = math.sqrt(float(np.mean(error**2))), math.sqrt(float(np.mean(exact**2)))
+    return QuantizedTable(
+        codes=codes,
+        low=low,
+        high=high,
+        max_error=float(np.abs(error).max()),
+        rms_error=rms,
+        relative_error=rms / own if own else 0.0,
+        clipped=int(((exact < low) | (exact > high)).sum()),
+    )
+
+
+def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Write each table as ``<index>.npy``, and ``tables.json``, which is returned. Raises RooftopError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
+    found: dict[str, Any] = {}
+    for index, table in enumerate(tables.tables):
+        if table.name not in values:
+            raise RooftopError("checkpoint", f"no table {table.name}", "all tables of the tables file")
+        made = quantize(values[table.name], table.quantization)
+        data = io.BytesIO()
+        np.save(data, made.codes, allow_pickle=False)
+        write_bytes(folder / f"{index}.npy", data.getvalue())
+        found[table.name] = {"file": f"{index}.npy", **made.report()}
+    report = {"kind": "embed-export", "schema": _SCHEMA, "dtype": "int8", "levels": LEVELS, "tables": found}
+    write_text(folder / "tables.json", json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def load(folder: Path) -> dict[str, NDArray[np.float32]]:
+    """The tables of an export, [V, W] float32 each. Raises RooftopError for a folder that holds none."""
+    try:
+        report = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
+        found = {}
+        for name, one in report["tables"].items():
+            codes = np.load(folder / one["file"], allow_pickle=False)
+            found[name] = (one["low"] + (codes.astype(np.float64) + 128) * one["step"]).astype(np.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise RooftopError("export", str(folder), f"a folder that rooftop exported tables to ({error})") from None
+    return found
