@@ -57,7 +57,7 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
             shapes=Shapes(
                 batches=(*(size for size in (1, 2, 4, 8, 16, 24) if size < concurrent), concurrent),
                 widths=(prompt,),
-                contexts=(contexts // 2 // 16 * 16, contexts),
+                contexts=(contexts,),
                 prefill_tokens=256,
             ),
         ),

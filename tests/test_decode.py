@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ from rooftop.models import load_model
 from rooftop.programs import paged
 from rooftop.programs.attention_scores import Scores
 from rooftop.programs.paged import Pages, Rows, attend_heads, best_reader, require_reader
-from rooftop.programs.quantised import in_full, quantise
+from rooftop.programs.parameters import Parameter
+from rooftop.programs.quantised import FORMATS, in_full, quantise, require_format
 
-PAGE, PAGES, KV_HEADS, HEADS = 4, 24, 2, 4
+PAGES, KV_HEADS, HEADS = 24, 2, 4
 #: Tokens before the new ones, and new ones, of each row; the last row is padding.
 START, COUNT, WIDTH = [13, 0, 26], [3, 2, 0], 4
 
@@ -45,7 +47,7 @@ def dense(
 
 
 def run(
-    scores: Scores, *, size: int = 8, sinks: bool = False, int8: bool = False, reader: str = "gather"
+    scores: Scores, *, size: int = 8, sinks: bool = False, int8: bool = False, reader: str = "gather", page: int = 4
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """What is found and what should be, of all rows [R, C, n, H]; and which tokens there are."""
     random = np.random.default_rng(0)
@@ -54,17 +56,19 @@ def run(
     q = random.normal(size=(3, WIDTH, HEADS, size))
     logits = random.normal(size=HEADS) if sinks else None
     tables = random.permutation(PAGES).reshape(3, -1).astype(np.int32)
-    shape = (PAGES + 1, PAGE, 2 * KV_HEADS, size)
+    ragged = reader == "ragged"
+    shape = (PAGES + 1, page, 2 * KV_HEADS, size) if ragged else (PAGES + 1, 2, KV_HEADS, page, size)
     pool = Pages(
-        values=jnp.zeros(shape, jnp.int8 if int8 else jnp.float32), scales=jnp.zeros(shape[:3]) if int8 else None
+        values=jnp.zeros(shape, jnp.int8 if int8 else jnp.float32), scales=jnp.zeros(shape[:-1]) if int8 else None
     )
     for row, held in enumerate(START):
         at = np.arange(held)
-        both = np.stack([k[row, :held], v[row, :held]], axis=2).reshape(held, 2 * KV_HEADS, size)
-        if held:
-            pool = pool.write(
-                jnp.asarray(tables[row, at // PAGE]), jnp.asarray(at % PAGE), jnp.asarray(both, jnp.float32)
-            )
+        both = jnp.asarray(np.stack([k[row, :held], v[row, :held]], axis=2 if ragged else 1), jnp.float32)
+        places = jnp.asarray(tables[row, at // page]), jnp.asarray(at % page)
+        if held and ragged:
+            pool = Pages(values=pool.values.at[places].set(both.reshape(held, *shape[2:])))
+        elif held:
+            pool = pool.write(*places, both)
     new = [np.stack([x[row, held : held + WIDTH] for row, held in enumerate(START)]) for x in (k, v)]
     rows = Rows(tables=jnp.asarray(tables), start=jnp.array(START), count=jnp.array(COUNT))
     given = [jnp.asarray(x, jnp.float32) for x in (q, *new)]
@@ -76,7 +80,7 @@ def run(
     return np.asarray(o, np.float64), wanted, there
 
 
-@pytest.mark.parametrize("block", [4, 12, 1024])
+@pytest.mark.parametrize(("reader", "block"), [("gather", 4), ("gather", 12), ("gather", 1024), ("blocked", 4)])
 @pytest.mark.parametrize(
     ("scores", "sinks"),
     [
@@ -87,11 +91,14 @@ def run(
     ],
 )
 def test_pages_are_read_as_the_sequence_they_hold(
-    scores: Scores, sinks: bool, block: int, monkeypatch: pytest.MonkeyPatch
+    scores: Scores, sinks: bool, reader: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Blocked, each row is a group of its own, and its queries are fewer than the tokens of a page."""
     monkeypatch.setattr(paged, "BLOCK", block)
+    monkeypatch.setattr(paged, "SMALL_BLOCK", block)
+    monkeypatch.setattr(paged, "GROUP", 2)
     jax.clear_caches()
-    found, wanted, there = run(scores, sinks=sinks)
+    found, wanted, there = run(scores, sinks=sinks, reader=reader, page=16 if reader == "blocked" else 4)
     np.testing.assert_allclose(found[there], wanted[there], atol=1e-5)
 
 
@@ -127,9 +134,30 @@ def test_which_models_the_kernel_serves() -> None:
         require_reader("cudnn", load_model("llama3-8b"), quantised=False)
 
 
-def test_int8_weights_are_within_half_a_step() -> None:
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 3, 5)), jnp.float32)
-    small = quantise(weight, 1)
-    assert small.values.dtype == jnp.int8 and small.scales.shape == (2, 1, 3, 5)
-    step = jnp.abs(weight).max(axis=1, keepdims=True) / 127
-    assert bool((jnp.abs(in_full(small, jnp.dtype("float32")) - weight) <= step / 2 * 1.001).all())
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_quantised_weights_are_within_half_a_step(name: str, dim: int) -> None:
+    """Of the reference: each element by the largest of its channel, or of its group in it."""
+    shape = (2, 256, 3, 5) if dim == 1 else (2, 3, 256, 5)
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    format_ = FORMATS[name]
+    small = quantise(weight, dim, name)
+    groups = 256 // (format_.group or 256)
+    assert small.scales.shape == (*shape[:dim], groups, *shape[dim + 1 :])
+    assert small.values.nbytes + small.scales.nbytes == format_.weight_bytes(weight.size, 256)
+    apart = np.asarray(weight).reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
+    largest = np.abs(apart).max(axis=dim + 1, keepdims=True)
+    error = np.abs(np.asarray(in_full(small, jnp.dtype("float32"))).reshape(apart.shape) - apart)
+    # Of three bits behind the point; below the normal numbers, 2**-9 of what the largest is scaled to.
+    step = np.maximum(np.abs(apart) / 8, largest / 448 / 512) if name == "fp8" else largest / format_.largest
+    assert (error <= step / 2 * 1.001).all() and error.max() > 0
+
+
+def test_what_cannot_be_quantised_is_named() -> None:
+    weight = Parameter(shape=(2, 192, 4, 8), dims=(None, "embed", "heads", None), fan_in=192)
+    require_format("int4-64", weight, (2, 192, 2, 8))
+    require_format("int4-128", replace(weight, fan_in=None), (2, 192, 2, 8))
+    with pytest.raises(RooftopError, match=r"weights: got 'int4-128'.*192 elements"):
+        require_format("int4-128", weight, (2, 192, 2, 8))
+    with pytest.raises(RooftopError, match="weights"):
+        require_format("int2", weight, (2, 192, 2, 8))

@@ -49,6 +49,9 @@ _OPTIONS = {
 @click.option("--chunk-tokens", metavar="N", help="Most tokens of a step; prompts are prefilled in chunks. 0: whole.")
 @click.option("--batching", metavar="KIND", help="interleaved or disaggregated. [default: interleaved]")
 @click.option("--prefill-devices", metavar="N", help="Disaggregated: devices that prefill.")
+@click.option("--generate-at", metavar="local|HOST:PORT", help="Another process generates: one started here, or there.")
+@click.option("--role", metavar="generate", help="Be that process: listen at --host and --port for the other one.")
+@click.option("--link-key", envvar="ROOFTOP_LINK_KEY", metavar="KEY", help="Known to both, if one is elsewhere.")
 @click.option("--preemption", metavar="KIND", help="When pages run out: recompute or swap. [default: recompute]")
 @click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Share KV of equal beginnings.")
 @click.option("--guesses", default="0", show_default=True, metavar="N", help="Tokens guessed in a step, by n-grams.")
@@ -85,9 +88,10 @@ def command(checkpoint: Path, as_json: bool, **options: Any) -> int:
 
 def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
     from rooftop.cli.serve_options import configuration, on_local, port, settings, source_of
+    from rooftop.cli.serve_processes import apart, generate
     from rooftop.errors import RooftopError
     from rooftop.quantities import parse_seconds
-    from rooftop.serve.loading import load, stop_tokens
+    from rooftop.serve.loading import stop_tokens
     from rooftop.serve.logs import start_logging
     from rooftop.serve.server import Serving, bind
     from rooftop.serve.texts import Texts
@@ -96,7 +100,12 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
     if options["on"] not in (None, "local"):
         raise RooftopError("on", options["on"], "local; another slice is what rooftop plan is asked for")
     source = source_of(given, options["weights_of"])
-    wanted, answers = configuration(options, source.plan), settings(options, source.model.name)
+    split = apart(options)
+    wanted = split.configured(configuration(split.options(options), source.plan))
+    if split.role == "generate":
+        _keep_compilations()
+        return generate(source.folder, wanted, split, options, as_json)
+    answers = settings(options, source.model.name)
     drain_s = parse_seconds(options["drain"], "drain")
     log = start_logging(options["log_level"], sys.stderr)
     at = port(options)
@@ -121,7 +130,9 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
                         progress(done, total, "compiling")
 
                 try:
-                    engine = load(source.folder, wanted, draft=options["draft"], on_progress=compiling)
+                    engine = split.engine(
+                        source.folder, wanted, draft=options["draft"], on_progress=compiling, log=log
+                    )  # fmt: skip
                 except RooftopError as error:
                     raise RooftopError(_OPTIONS.get(error.field, error.field), error.given, error.accepted) from None
                 engine.start()

@@ -73,7 +73,11 @@ class Scores:
 
     def logits(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """Capped scores [b, k, g, T, S] float32 of queries [b, T, k, g, H] and keys [b, S, k, H], none masked."""
-        found = jnp.einsum("btkgh,bskh->bkgts", queries, keys, preferred_element_type=jnp.float32) * self.scale
+        return self.scaled(jnp.einsum("btkgh,bskh->bkgts", queries, keys, preferred_element_type=jnp.float32))
+
+    def scaled(self, products: jax.Array) -> jax.Array:
+        """Capped scores of products of queries and keys, of any shape."""
+        found = products * self.scale
         return found if self.softcap is None else self.softcap * jnp.tanh(found / self.softcap)
 
 

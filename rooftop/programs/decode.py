@@ -11,6 +11,7 @@ that prefills chunks of prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -99,38 +100,38 @@ class Decoder:
                 yield from segment.kinds
 
     @property
-    def cached_heads(self) -> int:
-        """Rows of a token in a layer's pool, over all devices."""
-        return 1 if self.model.mla is not None else 2 * max(self.model.kv_heads, self.tensor)
-
-    @property
-    def cached_size(self) -> int:
-        """Elements of each of these rows."""
+    def page_shape(self) -> tuple[int, ...]:
+        """A page of a layer's pool, over all devices; see ``rooftop.programs.paged``."""
         mla = self.model.mla
-        return self.model.d_head if mla is None else mla.kv_rank + mla.d_rope
+        if mla is not None:
+            return (1, 1, self.page_tokens, mla.kv_rank + mla.d_rope)
+        heads = max(self.model.kv_heads, self.tensor)
+        if self.reader == "ragged":
+            return (self.page_tokens, 2 * heads, self.model.d_head)
+        return (2, heads, self.page_tokens, self.model.d_head)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page of all layers, on all devices together."""
         item = 1 if self.quantised_cache else jnp.dtype(self.dtype).itemsize
+        *rows, size = self.page_shape
         scale = 4 if self.quantised_cache else 0
         copies = self.tensor if self.model.mla is not None else 1
-        return self.model.layers * self.page_tokens * self.cached_heads * (self.cached_size * item + scale) * copies
+        return self.model.layers * math.prod(rows) * (size * item + scale) * copies
 
     @property
     def cache_spec(self) -> P:
-        """How a layer's pool [pages + 1, p, heads, size] is split."""
-        heads = self.specs.rules.activations["heads"]
-        return P(None, None, None if self.model.mla is not None else heads or None, None)
+        """How a layer's pool [pages + 1, *page_shape] is split."""
+        heads = self.specs.rules.activations["heads"] or None
+        return P(None, None, None if self.model.mla is not None else heads, *(None for _ in self.page_shape[2:]))
 
     def abstract_pools(self, pages: int, mesh: Mesh | AbstractMesh) -> tuple[Pages, ...]:
         """Shapes and shardings of the pools of all layers, ``pages`` pages and the one for padding."""
-        spec = self.cache_spec
-        shape = (pages + 1, self.page_tokens, self.cached_heads, self.cached_size)
+        spec, shape = self.cache_spec, (pages + 1, *self.page_shape)
         dtype = jnp.int8 if self.quantised_cache else jnp.dtype(self.dtype)
         values = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        place = NamedSharding(mesh, P(*spec.partitions[:3]))
-        scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=place) if self.quantised_cache else None
+        place = NamedSharding(mesh, P(*spec.partitions[:-1]))
+        scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=place) if self.quantised_cache else None
         pool: Any = Pages(values=values, scales=scales)  # type: ignore[arg-type]
         return (pool,) * self.model.layers
 
@@ -288,7 +289,7 @@ class _Core:
     def _specs(self, pool: Pages) -> tuple[P, P, Pages, Rows]:
         """Of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""
         specs, spec = self.how.specs, self.how.cache_spec
-        scales = None if pool.scales is None else P(*spec.partitions[:3])
+        scales = None if pool.scales is None else P(*spec.partitions[:-1])
         return (
             specs.activation("batch", "seq", "heads", None),
             specs.activation("batch", "seq", "kv_heads", None),
@@ -341,7 +342,7 @@ class _Core:
             absorbed, latent, shared = (
                 each.reshape(-1, self.width, *each.shape[2:]) for each in (absorbed, latent, shared)
             )
-            o, pool = attend_latents(self._scores, absorbed, latent, shared, pool, rows)
+            o, pool = attend_latents(self.how.reader, self._scores, absorbed, latent, shared, pool, rows)
             o = jnp.einsum("btnr,rnv->btnv", o.reshape(1, -1, *o.shape[2:]), of_values)
             return o, pool
 

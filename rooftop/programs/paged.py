@@ -1,16 +1,20 @@
 """Attention over a KV cache of pages: writing the new tokens' keys and values, and reading those of a sequence.
 
-Dims: R rows (sequences of a step), C new tokens of a row, P pages of its block table, p tokens of a page, S = P p; n
-and k the query and key/value heads of one device, H head size.
+Dims: R rows (sequences of a step), C new tokens of a row, P pages of its block table, p tokens of a page; n and k the
+query and key/value heads of one device, g = n/k, H head size.
 
-A layer's pool is [pages + 1, p, 2 k, H], key and value of a head side by side: the layout of JAX's ragged paged
-attention for TPU. Latent attention caches one row of kv_rank + d_rope elements for all heads: [pages + 1, p, 1, ...].
-The last page takes what is written for padding. Two ways of reading:
+A layer's pool is [pages + 1, 2, k, p, H]: of each page the keys of all heads, then the values. Latent attention caches
+one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, ...]. The last page takes what is written for
+padding. Three ways of reading:
 
 - ``gather``: pages are gathered by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running
   softmax over as many blocks as the longest sequence of the step needs. On any backend, for every model;
+- ``blocked``: the same for a few rows and tokens at a time, so that what is gathered is still in a CPU's cache when it
+  is multiplied, and rows read as far as the longest of their group goes. Few queries are multiplied page by page, as
+  pages lie; nothing is transposed;
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only the
-  pages that there are. No sinks, no latents, heads of a multiple of 128, and no quantised cache.
+  pages that there are. No sinks, no latents, heads of a multiple of 128, and no quantised cache. Its pools are
+  [pages + 1, p, 2 k, H], key and value of a head side by side.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ from rooftop.models import ModelConfig
 from rooftop.programs.attention_scores import LANES, Scores
 from rooftop.programs.sharding import varying_as
 
-READERS: tuple[str, ...] = ("gather", "ragged")
+READERS: tuple[str, ...] = ("gather", "blocked", "ragged")
 #: Tokens of a sequence whose keys and values are gathered at a time.
 BLOCK = 1024
+#: The same of ``blocked`` for a row that generates, and rows at a time.
+SMALL_BLOCK, GROUP = 64, 8
 #: Tokens of the cache and queries that the kernel takes at a time: what fits VMEM for 8 key/value heads of 128.
 _KERNEL_TOKENS, _KERNEL_QUERIES = 512, 32
 
@@ -37,7 +43,7 @@ _KERNEL_TOKENS, _KERNEL_QUERIES = 512, 32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The pool of one layer: values [pages + 1, p, heads, H], and of an int8 cache ``scales`` [pages + 1, p, heads].
+    """The pool of one layer: values [pages + 1, 2, k, p, H], and of an int8 cache ``scales`` [pages + 1, 2, k, p].
 
     A value is its int8 times its scale; there is one for each token and head.
     """
@@ -45,27 +51,41 @@ class Pages:
     values: jax.Array
     scales: jax.Array | None = None
 
-    def write(self, page: jax.Array, offset: jax.Array, rows: jax.Array) -> Pages:
-        """Put rows [..., heads, H] at ``offset`` [...] of ``page`` [...]."""
-        if page.size == 1:
-            # XLA makes a slice of a single place, updates it once more where it is read, and copies the pool for that.
-            page, offset, rows = (jnp.repeat(each, 2, axis=0) for each in (page, offset, rows))
+    def write(self, page: jax.Array, offset: jax.Array, tokens: jax.Array) -> Pages:
+        """Put tokens [..., 2, k, H] at ``offset`` [...] of ``page`` [...]."""
+        page, offset, tokens = _many(page, offset, tokens)
         if self.scales is None:
-            return Pages(values=self.values.at[page, offset].set(rows.astype(self.values.dtype)))
-        wide = rows.astype(jnp.float32)
+            return Pages(values=self.values.at[page, :, :, offset].set(tokens.astype(self.values.dtype)))
+        wide = tokens.astype(jnp.float32)
         scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), 1e-30) / 127
         return Pages(
-            values=self.values.at[page, offset].set(jnp.round(wide / scale[..., None]).astype(jnp.int8)),
-            scales=self.scales.at[page, offset].set(scale),
+            values=self.values.at[page, :, :, offset].set(jnp.round(wide / scale[..., None]).astype(jnp.int8)),
+            scales=self.scales.at[page, :, :, offset].set(scale),
         )
 
-    def read(self, table: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The tokens of the pages ``table`` [R, P]: [R, P p, heads, H]."""
-        values = self.values.at[table].get(mode="promise_in_bounds")
+    def read(self, part: int, table: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The keys (``part`` 0) or values (1) of the pages ``table`` [R, P]: [R, P, k, p, H]."""
+        values = _taken(self.values, part, table)
         if self.scales is not None:
-            scales = self.scales.at[table].get(mode="promise_in_bounds")
-            values = (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
-        return values.reshape(table.shape[0], -1, *values.shape[3:])
+            values = (values.astype(jnp.float32) * _taken(self.scales, part, table)[..., None]).astype(dtype)
+        return values
+
+
+def _taken(pool: jax.Array, part: int, table: jax.Array) -> jax.Array:
+    """``pool[table, part]``: whole pages as rows of a matrix, which XLA:CPU copies fastest."""
+    pages, parts, *rest = pool.shape
+    rows = pool.reshape(pages * parts, -1).at[table.reshape(-1) * parts + part].get(mode="promise_in_bounds")
+    return rows.reshape(*table.shape, *rest)
+
+
+def _many(page: jax.Array, offset: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same places and tokens, two of them at least.
+
+    XLA makes a slice of a single place, updates it once more where it is read, and copies the pool for that.
+    """
+    if page.size > 1:
+        return page, offset, tokens
+    return jnp.repeat(page, 2, axis=0), jnp.repeat(offset, 2, axis=0), jnp.repeat(tokens, 2, axis=0)
 
 
 @jax.tree_util.register_dataclass
@@ -109,12 +129,14 @@ def require_reader(reader: str, model: ModelConfig, *, quantised: bool) -> None:
 
 
 def best_reader(model: ModelConfig, platform: str, *, quantised: bool) -> str:
-    """The kernel on TPU where the model allows, else gather."""
+    """The kernel on TPU where the model allows, blocks on CPU, else gather."""
+    if platform != "tpu":
+        return "blocked" if platform == "cpu" else "gather"
     try:
         require_reader("ragged", model, quantised=quantised)
     except RooftopError:
         return "gather"
-    return "ragged" if platform == "tpu" else "gather"
+    return "ragged"
 
 
 def attend_heads(
@@ -131,79 +153,110 @@ def attend_heads(
 
     Keys and values are written first, and then read with all before them.
     """
-    pages, page_tokens = pool.values.shape[:2]
-    with_values = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3])
-    pool = pool.write(*rows.places(q.shape[1], page_tokens, pages - 1), with_values)
     if reader == "ragged":
+        pages, page_tokens = pool.values.shape[:2]
+        both = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3])
+        page, offset, both = _many(*rows.places(q.shape[1], page_tokens, pages - 1), both)
+        pool = Pages(values=pool.values.at[page, offset].set(both.astype(pool.values.dtype)))
         return _ragged(scores, q, pool, rows), pool
+    pages, page_tokens = pool.values.shape[0], pool.values.shape[3]
+    pool = pool.write(*rows.places(q.shape[1], page_tokens, pages - 1), jnp.stack([k, v], axis=2))
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        both = pool.read(table, q.dtype)
-        both = both.reshape(*both.shape[:2], -1, 2, both.shape[3])
-        return both[:, :, :, 0], both[:, :, :, 1]
+        return pool.read(0, table, q.dtype), pool.read(1, table, q.dtype)
 
-    return _gathered(scores, q, sinks, rows, page_tokens, read), pool
+    return _attended(reader, scores, q, sinks, rows, read), pool
 
 
 def attend_latents(
-    scores: Scores, q: jax.Array, latent: jax.Array, shared: jax.Array, pool: Pages, rows: Rows
+    reader: str, scores: Scores, q: jax.Array, latent: jax.Array, shared: jax.Array, pool: Pages, rows: Rows
 ) -> tuple[jax.Array, Pages]:
     """Attention in the space of latents, on one device (DeepSeek-V2 paper, section 2.1.2): no key is ever expanded.
 
     q [R, C, n, kv_rank + d_rope], its first part multiplied by the keys' up-projection; latent [R, C, kv_rank] and
     shared [R, C, d_rope] of the new tokens. Outputs o [R, C, n, kv_rank] are sums of latents.
     """
-    pages, page_tokens = pool.values.shape[:2]
+    pages, page_tokens = pool.values.shape[0], pool.values.shape[3]
     rank = latent.shape[-1]
-    both = jnp.concatenate([latent, shared], axis=-1)[:, :, None]
+    both = jnp.concatenate([latent, shared], axis=-1)[:, :, None, None]
     pool = pool.write(*rows.places(q.shape[1], page_tokens, pages - 1), both)
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        both = pool.read(table, q.dtype)
+        both = pool.read(0, table, q.dtype)
         return both, both[..., :rank]
 
-    return _gathered(scores, q, None, rows, page_tokens, read), pool
+    return _attended(reader, scores, q, None, rows, read), pool
 
 
-#: Keys [R, S, k, H] and values [R, S, k, d_v] of the pages of a table.
+#: Keys [R, P, k, p, H] and values [R, P, k, p, d_v] of the pages of a table.
 _Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def _gathered(
-    scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, page_tokens: int, read: _Read
-) -> jax.Array:
+def _attended(reader: str, scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read) -> jax.Array:
     """[R, C, n, d_v]: softmax over the tokens that the tables hold, as far as each query may see."""
-    width, (count, pages) = q.shape[1], rows.tables.shape
-    positions = rows.positions(width)
-    step = min(pages, max(1, BLOCK // page_tokens))
+    count, width = q.shape[:2]
+    if reader == "gather":
+        return _gathered(scores, q, sinks, rows, read, BLOCK)
+    block = SMALL_BLOCK * min(width, BLOCK // SMALL_BLOCK)
+    size = max(size for size in range(1, min(GROUP, count) + 1) if count % size == 0)
+    if size == count:
+        return _gathered(scores, q, sinks, rows, read, block, by_page=True)
+    groups = jax.tree.map(lambda each: each.reshape(-1, size, *each.shape[1:]), (q, rows))
+    found = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, block, by_page=True), groups)
+    return found.reshape(count, width, *found.shape[3:])
+
+
+def _gathered(
+    scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, block: int, *, by_page: bool = False
+) -> jax.Array:
+    """The same for one group of rows, ``block`` tokens at a time; ``by_page`` if that is less work."""
+    (count, width, heads, _), pages = q.shape, rows.tables.shape[1]
+    k, v = jax.eval_shape(read, rows.tables)
+    kv_heads, page_tokens = k.shape[2:4]
+    q = q.reshape(count, width, kv_heads, -1, q.shape[3])
+    # Fewer queries than a page has tokens: what a page yields for them is less than the page.
+    by_page = by_page and width * q.shape[3] < page_tokens
+    step = min(pages, max(1, block // page_tokens))
     blocks = -(-pages // step)
+    # Scores are [R, P, k, g, C, p] or, of all pages together, [R, k, g, C, P, p].
+    at_pages = (1, 5) if by_page else (4, 5)
+    if by_page:
+        repeated = jnp.broadcast_to(jnp.moveaxis(q, 1, 3)[:, None], (count, step, *q.shape[2:4], width, q.shape[4]))
 
     def part(table: jax.Array, first: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Scores [R, k, g, C, S] of the tokens from ``first`` on, -inf where a query does not see them; values."""
+        """Scores of the tokens from ``first`` on, -inf where a query does not see them; values."""
         k, v = read(table)
-        found = scores.logits(q.reshape(count, width, k.shape[2], -1, q.shape[3]), k)
-        behind = positions[:, :, None] - (first + jnp.arange(k.shape[1], dtype=jnp.int32))
+        if by_page:
+            found = jnp.einsum("rPkgch,rPkph->rPkgcp", repeated, k, preferred_element_type=jnp.float32)
+        else:
+            found = jnp.einsum("rckgh,rPkph->rkgcPp", q, k, preferred_element_type=jnp.float32)
+        places = first + jnp.arange(step * page_tokens, dtype=jnp.int32).reshape(step, page_tokens)
+        behind = rows.positions(width)[:, :, None, None] - places
         seen = behind >= 0
         if scores.window is not None:
             seen &= behind < scores.window
-        return jnp.where(seen[:, None, None], found, -jnp.inf), v
+        seen = jnp.moveaxis(seen, 2, 1)[:, :, None, None] if by_page else seen[:, None, None]
+        return jnp.where(seen, scores.scaled(found), -jnp.inf), v
 
     def joined(carry: _Sums, table: jax.Array, first: jax.Array | int) -> _Sums:
         top, total, summed = carry
         found, v = part(table, first)
-        raised = jnp.maximum(top, found.max(-1))
+        raised = jnp.maximum(top, found.max(at_pages))
         # A query with no key so far: its weights must be 0, not exp(-inf + inf).
         against = jnp.where(jnp.isneginf(raised), 0.0, raised)
-        weights, kept = jnp.exp(found - against[..., None]), jnp.exp(top - against)
-        more = jnp.einsum("rkgcs,rskh->rkgch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return raised, kept * total + weights.sum(-1), kept[..., None] * summed + more
+        weights, kept = jnp.exp(found - jnp.expand_dims(against, at_pages)), jnp.exp(top - against)
+        if by_page:
+            each = jnp.einsum("rPkgcp,rPkph->rPkgch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            more = each.sum(1)
+        else:
+            more = jnp.einsum("rkgcPp,rPkph->rkgch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return raised, kept * total + weights.sum(at_pages), kept[..., None] * summed + more
 
-    k, v = jax.eval_shape(read, rows.tables)
-    heads = (count, k.shape[2], q.shape[2] // k.shape[2], width)
+    sums = (count, kv_heads, q.shape[3], width)
     first: _Sums = (
-        varying_as(jnp.full(heads, -jnp.inf, jnp.float32), q),
-        varying_as(jnp.zeros(heads, jnp.float32), q),
-        varying_as(jnp.zeros((*heads, v.shape[3]), jnp.float32), q),
+        varying_as(jnp.full(sums, -jnp.inf, jnp.float32), q),
+        varying_as(jnp.zeros(sums, jnp.float32), q),
+        varying_as(jnp.zeros((*sums, v.shape[4]), jnp.float32), q),
     )
     if blocks == 1:
         top, total, summed = joined(first, rows.tables, 0)
@@ -218,13 +271,13 @@ def _gathered(
         trips = jnp.minimum(-(-longest // (step * page_tokens)), blocks)
         top, total, summed = lax.fori_loop(0, trips, body, first)
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(heads[1:3])[None, :, :, None]
+        sink = sinks.astype(jnp.float32).reshape(sums[1:3])[None, :, :, None]
         raised = jnp.maximum(top, sink)
         kept = jnp.exp(top - raised)
         total, summed = kept * total + jnp.exp(sink - raised), kept[..., None] * summed
     # Padding may see nothing; what it yields is never used, but must be a number.
     o = summed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.moveaxis(o, 3, 1).reshape(count, width, q.shape[2], -1).astype(q.dtype)
+    return jnp.moveaxis(o, 3, 1).reshape(count, width, heads, -1).astype(q.dtype)
 
 
 #: The largest score so far [R, k, g, C], and by it the sums of weights and of weighted values [R, k, g, C, d_v].

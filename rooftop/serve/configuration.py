@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 
 from rooftop.errors import RooftopError, unknown
 from rooftop.programs.paged import BLOCK
-from rooftop.scheduling.serving import Policy
+from rooftop.programs.quantised import FORMATS
+from rooftop.scheduling.serving import ROLES, Policy
 
-#: How weights are held: as they come, or in int8 with a scale for each output channel.
-WEIGHTS: tuple[str, ...] = ("plain", "int8")
+#: How weights are held: as they come, or in a format of ``rooftop.programs.quantised``.
+WEIGHTS: tuple[str, ...] = ("plain", *FORMATS)
 #: How the cache holds keys and values.
 CACHES: tuple[str, ...] = ("plain", "int8")
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
+#: Tokens of a sequence up to which its block table is too short to matter.
+_TABLE_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +40,18 @@ class Shapes:
                 raise RooftopError(name, sizes, "sizes in ascending order")
 
     @classmethod
-    def of(cls, *, max_batch: int, longest: int, page_tokens: int, prefill_tokens: int, least: int = 1) -> Shapes:
+    def of(
+        cls, *, max_batch: int, longest: int, page_tokens: int, prefill_tokens: int, reader: str, least: int = 1
+    ) -> Shapes:
         """By default: batches double, widths and contexts quadruple. Batches have a multiple of ``least`` rows.
 
-        Beyond a block of ``rooftop.programs.paged`` a step reads what there is, whatever its tables could hold.
+        Where a ``reader`` of ``rooftop.programs.paged`` reads what there is, whatever its tables could hold, contexts
+        only save the transfer of long tables.
         """
         pages = -(-longest // page_tokens) * page_tokens
-        short = _grown(min(-(-256 // page_tokens) * page_tokens, pages), min(BLOCK, pages), 4)
+        whole = BLOCK if reader == "gather" else _TABLE_TOKENS
+        first = 256 if reader == "gather" else _TABLE_TOKENS
+        short = _grown(min(-(-first // page_tokens) * page_tokens, pages), min(whole, pages), 4)
         return cls(
             batches=tuple(sorted({-(-size // least) * least for size in _grown(1, max_batch, 2)})),
             widths=tuple(_grown(max(16, least), max(16, least, min(prefill_tokens, longest)), 4)),
@@ -78,11 +86,12 @@ class Configuration:
     """How an engine serves.
 
     ``policy`` is what the simulator simulates; with 'disaggregated' batching the first ``prefill_devices`` of the
-    devices prefill and the others generate. A sequence has at most ``longest`` tokens (None: as many as the model
-    allows and the cache holds). The cache has ``pages`` of ``page_tokens`` (None: what memory allows) and
-    ``host_pages`` in the host's memory. With ``prefix_cache`` prompts that begin alike share pages. ``max_queue``
-    requests may wait. ``mesh`` has sizes of the axes tensor and expert. At most ``guesses`` tokens of a sequence are
-    guessed in a step and checked together: looked up in the text (see ``rooftop.serve.guessing``), or by a draft model.
+    devices prefill and the others generate, or, in two processes, those of one and of the other ``role``. A sequence
+    has at most ``longest`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
+    ``page_tokens`` (None: what memory allows) and ``host_pages`` in the host's memory. With ``prefix_cache`` prompts
+    that begin alike share pages. ``max_queue`` requests may wait. ``mesh`` has sizes of the axes tensor and expert. At
+    most ``guesses`` tokens of a sequence are guessed in a step and checked together: looked up in the text (see
+    ``rooftop.serve.guessing``), or by a draft model.
     """
 
     policy: Policy = field(default_factory=lambda: Policy(max_batch=32, chunk_tokens=256))
@@ -94,6 +103,7 @@ class Configuration:
     max_queue: int = 1024
     mesh: tuple[tuple[str, int], ...] = ()
     prefill_devices: int = 0
+    role: str = "both"
     dtype: str | None = None
     weights: str = "plain"
     cache: str = "plain"
@@ -105,13 +115,15 @@ class Configuration:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise RooftopError(name, getattr(self, name), f"a whole number of {least} or more")
-        for name, known in (("weights", WEIGHTS), ("cache", CACHES)):
+        for name, known in (("weights", WEIGHTS), ("cache", CACHES), ("role", ROLES)):
             if getattr(self, name) not in known:
                 raise unknown(name, getattr(self, name), known)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
         if self.policy.batching == "static":
             raise RooftopError("batching", "static", "interleaved or disaggregated: static batching is only simulated")
+        if self.role != "both" and self.policy.batching != "disaggregated":
+            raise RooftopError("batching", self.policy.batching, f"disaggregated, of which {self.role} is a part")
         for axis, _ in self.mesh:
             if axis not in ("tensor", "expert"):
                 raise unknown("mesh axis of an engine", axis, ("tensor", "expert"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +21,7 @@ from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.serve.configuration import Configuration
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
-from rooftop.serve.running import Running
+from rooftop.serve.running import Running, check_pages
 from rooftop.serve.steps import Counters, Server
 
 
@@ -71,7 +71,7 @@ class PagedEngine:
     def start(self) -> None:
         """Compile everything and begin to serve."""
         for replica in self._all:
-            self._programs += replica.compile(self._on_progress)
+            self._programs += replica.compile(self._on_progress, role=self.configuration.role)
         self._began_s = time.monotonic()
         self._state = "serving"
         self._thread.start()
@@ -170,33 +170,25 @@ class PagedEngine:
     def _check(self) -> None:
         for server in self._servers:
             scheduler = server.scheduler
-            users, host = Counter[int](), 0
             # A sequence that is being sent has pages at both servers; its own are those where it goes.
             away = {} if scheduler.role == "generate" else scheduler.to_send
-            here = [running.sequence for running in self._running.values() if running.sequence not in away]
-            if scheduler.role != "both":
+            here = [each.sequence for each in list(self._running.values()) if each.sequence not in away]
+            if len(self._servers) > 1:
                 here = [each for each in here if self._home(each) is server]
-            for sequence in here:
-                users.update(sequence.pages)
-                host += len(sequence.host_pages)
-            for pages in away.values():
-                users.update(pages)
-            pool = scheduler.cache.device
-            assert pool.used == len(users), f"{pool.used} pages in use, and requests hold {len(users)}"
-            for page, count in users.items():
-                assert pool.users(page) == count, f"page {page} is held {pool.users(page)} times, by {count} requests"
-            assert scheduler.cache.host.used == host, f"{scheduler.cache.host.used} pages of the host, {host} held"
+            check_pages(scheduler.cache, here, away.values())
 
     def _home(self, sequence: Held) -> Server:
-        """Disaggregated: the server whose pool the pages of ``sequence`` are of."""
+        """The server whose pool the pages of ``sequence`` are of."""
+        if len(self._servers) == 1:
+            return self._servers[0]
         front, back = self._servers
         scheduler = back.scheduler
         return back if sequence in scheduler.generating or sequence in scheduler.swapped else front
 
     def _reset(self) -> None:
         """Schedulers that know of no request, and caches that hold nothing."""
-        configuration, split = self.configuration, len(self.replicas) > 1
-        roles = ("prefill", "generate") if split else ("both",)
+        configuration = self.configuration
+        roles = ("prefill", "generate") if len(self.replicas) > 1 else (configuration.role,)
         self._servers = list[Server]()
         for role, replica in zip(roles, self.replicas, strict=True):
             cache = KvCache(
@@ -255,7 +247,7 @@ class PagedEngine:
             with self._wake:
                 if idle:
                     self._wake.wait_for(lambda: self._commands or self._state == "stopped")
-                if self._state == "stopped":
+                if self._state == "stopped" and not self._commands:
                     break
                 commands, self._commands = self._commands, deque()
             try:
@@ -338,8 +330,8 @@ class PagedEngine:
         if running is None:
             return
         sequence = running.sequence
-        server = self._servers[0] if len(self._servers) == 1 else self._home(sequence)
-        if server.scheduler.role == "prefill" and sequence in self._servers[1].scheduler.waiting:
+        server = self._home(sequence)
+        if len(self._servers) > 1 and server is self._servers[0] and sequence in self._servers[1].scheduler.waiting:
             self._servers[1].scheduler.waiting.remove(sequence)
         server.scheduler.finish(sequence)
         server.leave(running)
@@ -348,8 +340,8 @@ class PagedEngine:
     def _deliver(self, running: Running, token: Token) -> bool:
         """Whether the token was taken."""
         if token.finish is not None:
-            self._finished += 1
             with self._wake:
+                self._finished += 1
                 self._open.discard(running.request.id)
                 self._wake.notify_all()
         try:

@@ -24,7 +24,7 @@ from rooftop.programs.decode import Decoder, by_layer
 from rooftop.programs.describe import describe
 from rooftop.programs.paged import best_reader
 from rooftop.programs.parameters import Parameter, Transformer, initialise
-from rooftop.programs.quantised import quantise, summed_dim
+from rooftop.programs.quantised import FORMATS, quantise, require_format, summed_dim
 from rooftop.quantities import format_bytes
 from rooftop.scheduling.serving import Policy
 from rooftop.serve.configuration import Configuration, Shapes
@@ -93,9 +93,33 @@ def load(
 
     Raises RooftopError for what is wrong with any of it, and Infeasible where weights or cache do not fit.
     """
+    configuration = configuration or Configuration()
+    made = parts(checkpoint, configuration, draft, devices, options)
+    return PagedEngine(
+        made.replicas, configuration, longest=made.longest, stops=made.stops, draft=made.draft, on_progress=on_progress
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine is made of."""
+
+    replicas: list[Replica]
+    draft: Replica | None
+    longest: int
+    stops: frozenset[int]
+
+
+def parts(
+    checkpoint: Path | Source,
+    configuration: Configuration,
+    draft: Path | Source | None,
+    devices: Sequence[jax.Device] | None,
+    options: Mapping[str, Any] | None,
+) -> Parts:
+    """What ``load`` makes an engine of; raises as it does."""
     source = published(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     guesser = published(draft) if isinstance(draft, Path) else draft
-    configuration = configuration or Configuration()
     here = list(jax.devices() if devices is None else devices)
     platform = here[0].platform
     meshes = _meshes(configuration, here)
@@ -115,6 +139,7 @@ def load(
         longest=longest,
         page_tokens=configuration.page_tokens,
         prefill_tokens=_PREFILL_TOKENS[platform],
+        reader=decoder.reader,
         least=math.prod(size for _, size in decoder.sizes) if source.model.moe is not None else 1,
     )
     replica = partial(
@@ -126,13 +151,11 @@ def load(
         guesses=configuration.guesses,
         options=None if options is None else dict(options),
     )
-    return PagedEngine(
-        [replica(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
-        configuration,
+    return Parts(
+        replicas=[replica(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
+        draft=None if drafter is None or small is None else replica(drafter, meshes[-1], small, drafts=True),
         longest=longest,
         stops=source.stops,
-        draft=None if drafter is None or small is None else replica(drafter, meshes[-1], small, drafts=True),
-        on_progress=on_progress,
     )
 
 
@@ -197,7 +220,7 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Me
     """One mesh, or the one that prefills and the one that generates."""
     sizes = dict(configuration.mesh)
     each = math.prod(sizes.values())
-    split = configuration.policy.batching == "disaggregated"
+    split = configuration.policy.batching == "disaggregated" and configuration.role == "both"
     if bool(configuration.prefill_devices) != split:
         accepted = f"{each} with disaggregated batching, 0 with any other"
         raise RooftopError("prefill_devices", configuration.prefill_devices, accepted)
@@ -221,8 +244,9 @@ def _placed(
 
     def placed(parameter: Parameter, array: jax.Array) -> Any:
         with jax.set_mesh(mesh):
-            dim = summed_dim(parameter) if configuration.weights == "int8" else None
-            kept = array if dim is None else jax.jit(quantise, static_argnums=1)(array, dim)
+            dim, kept = summed_dim(parameter), array
+            if dim is not None and configuration.weights != "plain":
+                kept = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights)
             if parameter.dims[:1] != ("layers",):
                 return kept
             return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], kept) for at in range(parameter.shape[0]))
@@ -238,13 +262,20 @@ def _placed(
 
 
 def weight_bytes(decoder: Decoder, mesh: Mesh, configuration: Configuration) -> int:
-    """Bytes of the weights on one device."""
+    """Bytes of the weights on one device.
+
+    Raises RooftopError where they cannot be quantised so.
+    """
     total = 0
     parameters, leaves = jax.tree.leaves(describe(decoder.model)), jax.tree.leaves(decoder.abstract_weights(mesh))
     for parameter, leaf in zip(parameters, leaves, strict=True):
-        count = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        dim = summed_dim(parameter) if configuration.weights == "int8" else None
-        total += count * leaf.dtype.itemsize if dim is None else count + 4 * count // parameter.shape[dim]
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        count, dim = math.prod(shard), summed_dim(parameter)
+        if dim is None or configuration.weights == "plain":
+            total += count * leaf.dtype.itemsize
+            continue
+        require_format(configuration.weights, parameter, shard)
+        total += FORMATS[configuration.weights].weight_bytes(count, shard[dim])
     return total
 
 

@@ -82,14 +82,20 @@ class Replica:
         """Empty pools, and adjustments that change nothing."""
         self._pools, self._adjustments = self._programs["allocate",]()
 
-    def compile(self, on_progress: Callable[[int, int], None] | None = None) -> int:
-        """Every program that a step can need; returns how many."""
+    @property
+    def pool_leaves(self) -> Sequence[jax.ShapeDtypeStruct]:
+        """The arrays of the cache: [pages, ...] each."""
+        return self._abstract_pools
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
+        """Every program that a step of a server with that role can need; returns how many."""
         wanted: list[tuple[Any, ...]] = [("allocate",), ("take",), ("put",), ("adjust",), ("mask",)]
         pages = [context // self.decoder.page_tokens for context in self.shapes.contexts]
-        if not self.drafts:
+        if not self.drafts and role != "prefill":
             wanted += [("step", rows, 1, width) for rows in self.shapes.batches for width in pages]
-        wanted += [("step", *shape, width) for shape in self.shapes.prefills for width in pages]
-        if self.guesses:
+        if role != "generate":
+            wanted += [("step", *shape, width) for shape in self.shapes.prefills for width in pages]
+        if self.guesses and role != "prefill":
             kind = ("propose", 1) if self.drafts else ("check", 1 + self.guesses)
             wanted += [(kind[0], rows, kind[1], width) for rows in self.shapes.batches for width in pages]
         missing = [key for key in wanted if key not in self._programs]

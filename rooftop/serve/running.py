@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -22,7 +24,7 @@ from rooftop.programs.decode import (
     TOP_P,
 )
 from rooftop.programs.sampling import IN_PROMPT
-from rooftop.scheduling.serving_cache import Sequence
+from rooftop.scheduling.serving_cache import KvCache, Sequence
 from rooftop.serve.guessing import Lookup
 from rooftop.serve.replica import Adjusted
 from rooftop.serve.requests import Deliver, Request
@@ -41,11 +43,27 @@ def page_keys(tokens: list[int], page_tokens: int, known: tuple[bytes, ...] = ()
     return tuple(found)
 
 
+def check_pages(cache: KvCache, sequences: Iterable[Sequence], away: Iterable[list[int]] = ()) -> None:
+    """Raises AssertionError if a page of ``cache`` is lost: each is free, cached, of ``sequences``, or ``away``."""
+    users, host = Counter[int](), 0
+    for sequence in sequences:
+        users.update(sequence.pages)
+        host += len(sequence.host_pages)
+    for pages in away:
+        users.update(pages)
+    pool = cache.device
+    assert pool.used == len(users), f"{pool.used} pages in use, and requests hold {len(users)}"
+    for page, count in users.items():
+        assert pool.users(page) == count, f"page {page} is held {pool.users(page)} times, by {count} requests"
+    assert cache.host.used == host, f"{cache.host.used} pages of the host, {host} held"
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Running:
     """A request from submission to its last token.
 
-    ``tokens`` are prompt and output; ``slot`` is its place in the server that has it, -1 while it has none.
+    ``tokens`` are prompt and output; ``slot`` is its place in the server that has it, -1 while it has none. A request
+    that was handed over to another process has a ``ticket``; ``losses`` is how often that process was lost with it.
     """
 
     request: Request
@@ -57,6 +75,8 @@ class Running:
     cached: bool
     tokens: list[int] = field(init=False)
     slot: int = -1
+    ticket: int | None = None
+    losses: int = 0
     lookup: Lookup = field(default_factory=Lookup)
 
     def __post_init__(self) -> None:

@@ -263,7 +263,9 @@ class Server:
 
     def _send_generating(self) -> tuple[list[Running], _Order, Chosen, list[list[int]] | None]:
         if self._changed:
-            self._generating = [self.running[sequence.id] for sequence in self.scheduler.generating]
+            generating = [self.running[sequence.id] for sequence in self.scheduler.generating]
+            # Rows that are read together are as long as the longest of them.
+            self._generating = sorted(generating, key=lambda running: running.sequence.length, reverse=True)
             for running in self._generating:
                 if running.slot < 0:
                     self._place(running)
