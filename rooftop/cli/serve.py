@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.output import json_option, progress_bar
-from rooftop.cli.train_process import prepare_environment
+from rooftop.cli.train_process import keep_compilations, prepare_environment
 
 if TYPE_CHECKING:
     from rooftop.serve.requests import Engine
@@ -60,8 +60,20 @@ _OPTIONS = {
 @click.option("--pages", metavar="N", help="Pages of the KV cache. [default: what memory allows]")
 @click.option("--host-pages", default="0", show_default=True, metavar="N", help="Pages in the host's memory.")
 @click.option("--dtype", metavar="DTYPE", help="bfloat16 or float32. [default: bfloat16, on a CPU float32]")
-@click.option("--weights-dtype", default="plain", show_default=True, metavar="DTYPE", help="plain (--dtype) or int8.")
-@click.option("--kv-dtype", default="plain", show_default=True, metavar="DTYPE", help="plain (--dtype) or int8.")
+@click.option(
+    "--weights-dtype",
+    default="plain",
+    show_default=True,
+    metavar="DTYPE",
+    help="plain (--dtype), int8, fp8, or int4-32 (groups of 32; 64, 128).",
+)
+@click.option(
+    "--kv-dtype",
+    default="plain",
+    show_default=True,
+    metavar="DTYPE",
+    help="plain (--dtype) or int8.",
+)
 @click.option("--mesh", metavar="AXES", help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
 @click.option("--on", metavar="local", help="'local': shrink the plan's mesh to the devices that are here.")
 @click.option("--devices", metavar="N", help="Emulate N devices on the CPU.")
@@ -103,7 +115,7 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
     split = apart(options)
     wanted = split.configured(configuration(split.options(options), source.plan))
     if split.role == "generate":
-        _keep_compilations()
+        keep_compilations()
         return generate(source.folder, wanted, split, options, as_json)
     answers = settings(options, source.model.name)
     drain_s = parse_seconds(options["drain"], "drain")
@@ -113,7 +125,7 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
     texts = Texts.load(source.folder, vocab=source.model.vocab, ends=ends, template=options["chat_template"])
     with bind(options["host"], at) as bound:
         # Before weights are loaded: a port that is taken is known at once.
-        _keep_compilations()
+        keep_compilations()
         import jax
 
         here = jax.devices()
@@ -162,15 +174,6 @@ def _about(engine: Engine, bound: socket.socket, model: str) -> dict[str, Any]:
         "page_tokens": stats.page_tokens,
         "programs": stats.programs,
     }
-
-
-def _keep_compilations() -> None:
-    """A server that is started again compiles nothing anew."""
-    import jax
-
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home).expanduser() / "rooftop" / "jax"))
 
 
 def _headline(about: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from rooftop.cli.output import emit_json, json_option, progress_bar
-from rooftop.cli.train_process import expect_late_reports, prepare_environment, train_together
+from rooftop.cli.train_process import expect_late_reports, keep_compilations, prepare_environment, train_together
 
 if TYPE_CHECKING:
     from rooftop.train.engine import Outcome
@@ -167,11 +167,7 @@ def _train(
 ) -> int:
     import jax
 
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # A run that goes on compiles nothing anew.
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home).expanduser() / "rooftop" / "jax"))
-
+    keep_compilations()
     from rooftop.checkpoints.state import Checkpoints
     from rooftop.cli.train_options import count, course_of, request_of, sampling_of
     from rooftop.train.engine import Engine

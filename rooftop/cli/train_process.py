@@ -53,6 +53,15 @@ def require_packages(packages: tuple[str, ...], extra: str) -> None:
             raise RooftopError(package, "not installed", f"a Python that has it: pip install 'rooftop[{extra}]'")
 
 
+def keep_compilations() -> None:
+    """Keep what XLA compiles in the user's cache: what is started again compiles nothing anew."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home).expanduser() / "rooftop" / "jax"))
+
+
 def train_together(options: dict[str, Any], train: Callable[[], int]) -> int:
     """Train as one of several processes. An error ends this one at once: the usual way out waits for the others."""
     from rooftop.train.supervise import follow_supervisor, is_worker, keep_stdout, supervise
