@@ -101,7 +101,7 @@ def test_the_timeline_and_the_executable_are_written(rooftop: Run, folder: Path)
 @pytest.mark.slow
 def test_what_does_not_fit_is_status_one(rooftop: Run) -> None:
     """By how many bytes, what fills it, and what would fit, on one line and in the report."""
-    make_plan("large.json", "--mesh", "fsdp=4", "--batch-seqs", "65536")
+    make_plan("large.json", "--mesh", "fsdp=4", "--batch-seqs", "65536", "--microbatches", "1")
     answer = rooftop("compile", "large.json", "--json")
     assert answer.status == 1
     jsonschema.validate(answer.json, schema("compiled"))

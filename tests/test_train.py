@@ -303,12 +303,12 @@ def test_two_processes_are_as_one(corpus: Path) -> None:
 
     alone = corpus / "alone"
     assert run(command(corpus, alone, steps=8, devices=8, **mesh)).status == 0
-    for first, second in together(corpus / "two", 8), together(corpus / "again", 4), together(corpus / "again", 8):
+    for first, second in together(corpus / "two", 8), together(corpus / "resumed", 4), together(corpus / "resumed", 8):
         assert (first.status, second.status) == (0, 0), first.err + second.err
         assert "step" in first.out
         assert second.out == first.err == second.err == ""
     assert losses(corpus / "two") == pytest.approx(losses(alone), abs=1e-6, rel=0)
-    assert losses(corpus / "again") == losses(corpus / "two")
+    assert losses(corpus / "resumed") == losses(corpus / "two")
     # From two to one and back.
     assert together(corpus / "both", 3)[0].status == 0
     assert run(command(corpus, corpus / "both", steps=6, devices=8, **mesh)).status == 0
