@@ -6,13 +6,13 @@ in the backward pass; that gather is part of the recompute phase, as a compiler 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rooftop.ledger import Number
+from rooftop.plan import passes
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
     Matmul,
@@ -20,7 +20,6 @@ from rooftop.plan.shapes import (
     attention_matmuls,
     mean_attended_pairs,
     mlp_matmuls,
-    parameters,
 )
 from rooftop.plan.strategies import TOKEN_AXES
 from rooftop.quantities import dtype_bytes
@@ -28,13 +27,6 @@ from rooftop.roofline.achievable import kernel_flops
 
 if TYPE_CHECKING:
     from rooftop.plan.training import TrainingStep
-
-#: HBM passes (a read or a write) of elementwise work that XLA:TPU does not fuse into matmuls, in one forward execution;
-#: the backward pass has twice as many. Together 18 D + 38 (N + K) H bytes per token and layer in bf16, as counted in
-#: compiled layers (docs/achievable.md): norms, and around attention the rotation, transposes and log-sum-exps. Gates
-#: and residual sums are fused, and paid in the matmuls' fraction of peak.
-_NORM_PASSES = 1.5
-_ROPE_PASSES = 38 / 6
 
 #: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.
 _ATTENTION_CHECKPOINTS = {
@@ -59,9 +51,6 @@ _EXPERT_CHECKPOINTS = {
     "mlp_act": "layers/moe/experts",
     "mlp_down": "layers/moe/experts",
 }
-
-#: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
-_VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}
 
 
 def training_work(step: TrainingStep) -> list[Work]:
@@ -136,8 +125,8 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         )
 
     rope = Work(
-        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=_ROPE_PASSES * queries_keys,
-        vector_flops=_VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
+        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=passes.ROPE_PASSES * queries_keys,
+        vector_flops=passes.VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
         formula="queries and keys rotated, transposed, written: 6.3 passes",
     )  # fmt: skip
     recomputed = step.strategies.recomputed
@@ -152,22 +141,24 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     widths = model.d_model if model.mla is None or model.mla.q_rank is None else 0.0
     gathered = tokens * (widths + latents) * step.element_bytes
     return [
-        *_norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
-        *_matmuls(step, "layers/attn/qkv", count, matmuls.latent, tokens / tensor, again=recomputed("qkv")),
-        *_matmuls(step, "layers/attn/qkv", count, matmuls.into, tokens, gathered=gathered, again=recomputed("qkv")),
+        *passes.norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
+        *passes.matmuls(step, "layers/attn/qkv", count, matmuls.latent, tokens / tensor, again=recomputed("qkv")),
+        *passes.matmuls(
+            step, "layers/attn/qkv", count, matmuls.into, tokens, gathered=gathered, again=recomputed("qkv")
+        ),
         rope,
-        _again(rope, recomputed("rope")),
-        _backward(rope, 2.0),
+        passes.recompute(rope, recomputed("rope")),
+        passes.backward(rope, 2.0),
         core("forward", forward, 1.0),
         # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
         core("recompute", forward / 2 * (1 + core_again), 1.0)
         if reference
         else core("recompute", forward, 1.0, core_again),
         core("backward", backward, around),
-        *_matmuls(
+        *passes.matmuls(
             step, "layers/attn/out", count, matmuls.out, tokens, scattered=stream, again=out_again, residual=True
         ),
-        *_offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
+        *passes.offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
     ]
 
 
@@ -177,11 +168,13 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
     stream = step.tokens * step.model.d_model * step.element_bytes
     again = recomputed("mlp_down") * _post_norms(step)
     return [
-        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
-        *_matmuls(step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up")),
-        *_activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
-        *_matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=again, residual=True),
-        *_offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
+        *passes.norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
+        *passes.matmuls(step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up")),
+        *passes.activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
+        *passes.matmuls(
+            step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=again, residual=True
+        ),
+        *passes.offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
     ]
 
 
@@ -217,29 +210,33 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     )  # fmt: skip
     scattered = (Transfer("reduce_scatter", ("tensor",), 4.0 * routed, "tensor"),)
     work = [
-        *_norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
-        *_matmuls(step, "layers/moe/router", count, [router], own, again=again),
+        *passes.norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
+        *passes.matmuls(step, "layers/moe/router", count, [router], own, again=again),
         move,
-        _again(move, recomputed("mlp_normed")),
-        _backward(move, 1.0),
-        *_matmuls(step, "layers/moe/experts", count * local, up, per_expert, gathered=gathered / local, again=again),
+        passes.recompute(move, recomputed("mlp_normed")),
+        passes.backward(move, 1.0),
+        *passes.matmuls(
+            step, "layers/moe/experts", count * local, up, per_expert, gathered=gathered / local, again=again
+        ),
         shares,
-        _again(shares, 1.0),
-        replace(_backward(shares, 1.0), collectives=scattered),
-        *_activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
-        *_matmuls(step, "layers/moe/experts", count * local, down, per_expert, scattered=gathered / local, again=0.0),
+        passes.recompute(shares, 1.0),
+        replace(passes.backward(shares, 1.0), collectives=scattered),
+        *passes.activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
+        *passes.matmuls(
+            step, "layers/moe/experts", count * local, down, per_expert, scattered=gathered / local, again=0.0
+        ),
         back,
-        _backward(back, 1.0),
-        *_offloads(step, count, _EXPERT_CHECKPOINTS, moe_layer=True),
+        passes.backward(back, 1.0),
+        *passes.offloads(step, count, _EXPERT_CHECKPOINTS, moe_layer=True),
     ]
     if moe.shared_d_ff:
         stream = step.tokens * model.d_model * element
         up, down = mlp_matmuls(model, moe.shared_d_ff, step.tensor)
         scope = "layers/moe/shared"
         work += [
-            *_matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again),
-            *_activation(step, scope, count, step.tokens * moe.shared_d_ff / step.tensor),
-            *_matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
+            *passes.matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again),
+            *passes.activation(step, scope, count, step.tokens * moe.shared_d_ff / step.tensor),
+            *passes.matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
         ]
     return work
 
@@ -255,12 +252,12 @@ def _head(step: TrainingStep) -> list[Work]:
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
     loss = Work(
         scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
-        vector_flops=_VECTOR_OPS["loss"] * logits,
+        vector_flops=passes.VECTOR_OPS["loss"] * logits,
         formula="float32 logits read twice; maximum and sums over the split vocabulary",
     )  # fmt: skip
     work = [
-        *_norm(step, "final_norm", count, 0.0),
-        *_matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0),
+        *passes.norm(step, "final_norm", count, 0.0),
+        *passes.matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0),
     ]
     if model.tied_embeddings:
         turned = Transfer("all_to_all", ("tensor",), step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
@@ -268,11 +265,11 @@ def _head(step: TrainingStep) -> list[Work]:
             scope="unembed", phase="forward", count=count, collectives=(turned,),
             formula="the embedding table, split over D, split over V instead",
         )  # fmt: skip
-        work += [turn, _backward(turn, 1.0)]
+        work += [turn, passes.backward(turn, 1.0)]
     return [
         *work,
         loss,
-        _backward(loss, 1.0, collectives=False),
+        passes.backward(loss, 1.0, collectives=False),
     ]
 
 
@@ -299,7 +296,7 @@ def _update(step: TrainingStep) -> list[Work]:
         ),
         Work(
             scope="optimizer", phase="update", count=1, hbm_bytes=total * step.numerics.update_bytes,
-            vector_flops=_VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
+            vector_flops=passes.VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
         ),
     ]  # fmt: skip
 
@@ -312,130 +309,9 @@ def _pipeline(step: TrainingStep) -> list[Work]:
         scope="pipeline", phase="forward", count=count, collectives=(Transfer("permute", ("stage",), sent, "stage"),),
         formula="T D bytes to the next stage for each microbatch and chunk",
     )  # fmt: skip
-    return [work, _backward(work, 1.0)]
-
-
-def _matmuls(
-    step: TrainingStep,
-    scope: str,
-    count: Number,
-    matmuls: Sequence[Matmul],
-    tokens: Number,
-    *,
-    again: Number,
-    gathered: Number | None = None,
-    scattered: Number | None = None,
-    residual: bool = False,
-) -> list[Work]:
-    """Forward, recompute and backward of matmuls that share an input or feed one output.
-
-    ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
-    are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
-    residual stream.
-    """
-    if not matmuls:
-        return []
-    element = step.element_bytes
-    dtype = step.numerics.matmul if scope.startswith("layers") else step.numerics.compute
-    operand = min(element, dtype_bytes(dtype))
-    weights = parameters(matmuls)
-    inputs = sum((tokens * m.k for m in matmuls), 0.0)
-    outputs = sum((tokens * m.n for m in matmuls), 0.0)
-    flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0)
-    moved = (inputs + weights) * operand + outputs * element
-    # A narrower dtype is made on the spot: each operand read for its scale, read again and written.
-    passes = 2 * element + operand if operand < element else 0.0
-    quantised = (inputs + weights) * passes
-    quantised_again = (inputs + 2 * outputs + weights) * passes
-    stream = tokens * step.model.d_model * element / step.tensor
-    weights = weights * element
-
-    forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in matmuls), 0.0)
-    dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in matmuls), 0.0)
-    dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in matmuls), 0.0)
-    gather_weight = (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
-    scatter_weight = (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
-    gather_input = () if gathered is None else (Transfer("all_gather", ("tensor",), gathered, "tensor"),)
-    scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
-    gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)
-    scatter_input = () if gathered is None else (Transfer("reduce_scatter", ("tensor",), gathered, "tensor"),)
-    shapes = " + ".join("2 T k n" for _ in matmuls)
-    once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
-    forward = Work(
-        scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
-        hbm_bytes=moved, elementwise_bytes=quantised,
-        vector_flops=_VECTOR_OPS["add"] * stream / element if residual else 0.0,
-        collectives=gather_weight + gather_input + scatter_output, formula=shapes,
-    )  # fmt: skip
-    backward = Work(
-        scope=scope, phase="backward", count=count, flops={dtype: 2 * flops},
-        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again,
-        collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({shapes})",
-    )  # fmt: skip
-    # In the backward pass weights, and inputs that are kept as shards, are gathered whether or not the matmul is
-    # repeated; the matmul and its scattered output only if its result was not kept.
-    regather = Work(
-        scope=scope, phase="recompute", count=0 if once else count,
-        flops={dtype: flops * again}, matmul_s=forward_s * again,
-        hbm_bytes=moved * again, elementwise_bytes=quantised * again,
-        collectives=gather_weight + gather_input + tuple(replace(t, payload=t.payload * again) for t in scatter_output),
-        formula="weights and inputs gathered again; the matmul repeated where its output was not kept",
-    )  # fmt: skip
-    return [forward, backward] if once else [forward, regather, backward]
+    return [work, passes.backward(work, 1.0)]
 
 
 def _post_norms(step: TrainingStep) -> bool:
     """Whether the outputs of attention and MLP are normalised before they are added: their norms read them again."""
     return step.model.norms_per_layer == 4
-
-
-def _norm(step: TrainingStep, scope: str, count: Number, again: Number) -> list[Work]:
-    stream = step.tokens * step.model.d_model * step.element_bytes / step.tensor
-    times = step.model.norms_per_layer / 2 if scope.startswith("layers") else 1.0
-    forward = Work(
-        scope=scope, phase="forward", count=count, hbm_bytes=_NORM_PASSES * stream * times,
-        vector_flops=_VECTOR_OPS["norm"] * times * stream / step.element_bytes,
-        formula="T D read, partly fused into what reads it: 1.5 passes",
-    )  # fmt: skip
-    return [forward, _again(forward, again), _backward(forward, 2.0)]
-
-
-def _activation(step: TrainingStep, scope: str, count: Number, hidden: Number) -> list[Work]:
-    """Vector work on T F elements; its traffic is that of the matmuls that it is fused into."""
-    forward = Work(
-        scope=scope, phase="forward", count=count, vector_flops=_VECTOR_OPS["act"] * hidden,
-        formula="T F elements, fused into the matmuls around them",
-    )  # fmt: skip
-    return [forward, _again(forward, step.strategies.recomputed("mlp_act")), _backward(forward, 2.0)]
-
-
-def _offloads(step: TrainingStep, count: Number, made: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
-    """Offloaded checkpoints of a layer on their way to host memory, and back for the backward pass."""
-    own = step.tokens / step.tensor * step.element_bytes
-    work = []
-    for name, scope in made.items():
-        kept = step.strategies.kept("offload", step.model, moe_layer=moe_layer, names=(name,))
-        if kept.any():
-            formula = f"T elements of {name} to host memory and back"
-            work += [
-                Work(scope=scope, phase=phase, count=count, host_bytes=kept * own, formula=formula)
-                for phase in ("forward", "backward")
-            ]
-    return work
-
-
-def _again(work: Work, repeated: Number) -> Work:
-    """Forward work repeated in the backward pass, where ``repeated`` is 1."""
-    return replace(work, phase="recompute", count=work.count * repeated)
-
-
-def _backward(work: Work, factor: float, *, collectives: bool = True) -> Work:
-    """The backward pass of elementwise or moving work: ``factor`` times the traffic, the transposed collectives."""
-    return replace(
-        work,
-        phase="backward",
-        hbm_bytes=factor * work.hbm_bytes,
-        vector_flops=factor * work.vector_flops,
-        collectives=work.collectives if collectives else (),
-        formula=f"backward of: {work.formula}",
-    )
