@@ -21,11 +21,12 @@ from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model, presets
 from rooftop.programs.checkpoint_names import entries, from_checkpoint, to_checkpoint
 from rooftop.programs.describe import describe, segments
+from rooftop.programs.layer import Computation
 from rooftop.programs.parameters import Batch, Transformer
 from rooftop.programs.ring_attention import sequence_order
 from rooftop.programs.sharding import Specs
 from rooftop.programs.train_step import TrainProgram, abstract_batch, init_state, train_step
-from rooftop.programs.transformer import Computation, logits, loss
+from rooftop.programs.transformer import logits, loss
 
 #: Tiny programs take longer to optimise than to run.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -21,6 +21,7 @@ from rooftop.arrays.rules import Rules
 from rooftop.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.programs.describe import describe
+from rooftop.programs.layer import Computation
 from rooftop.programs.optimizer import Optimizer
 from rooftop.programs.parameters import Batch, Transformer, initialise
 from rooftop.programs.positions import within_segments
@@ -28,7 +29,7 @@ from rooftop.programs.ring_attention import sequence_order
 from rooftop.programs.routing import balance, load
 from rooftop.programs.sharding import Specs
 from rooftop.programs.train_step import Metrics, TrainProgram, abstract_batch, init_state, lower, train_step
-from rooftop.programs.transformer import Computation, logits, objective
+from rooftop.programs.transformer import logits, objective
 
 #: Tiny programs take longer to optimise than to run.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

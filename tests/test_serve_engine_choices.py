@@ -190,8 +190,9 @@ def penalised(prompt: list[int], how: Sampling) -> list[int]:
     from test_families import QUICKLY
 
     from rooftop.arrays.rules import Rules
+    from rooftop.programs.layer import Computation
     from rooftop.programs.sharding import Specs
-    from rooftop.programs.transformer import Computation, logits
+    from rooftop.programs.transformer import logits
 
     model, _, tensors, _ = case("llama")
     weights = jax.tree.map(jnp.asarray, from_checkpoint(model, tensors))

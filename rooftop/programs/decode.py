@@ -27,6 +27,7 @@ from rooftop.models import ModelConfig
 from rooftop.programs import loss as losses
 from rooftop.programs.attention_scores import Scores
 from rooftop.programs.describe import Kind, describe, segments
+from rooftop.programs.layer import Computation, attention, feed_forward, qkv
 from rooftop.programs.mla import latents
 from rooftop.programs.paged import Pages, Rows, attend_heads, attend_latents
 from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, shardings
@@ -34,7 +35,7 @@ from rooftop.programs.positions import rotation
 from rooftop.programs.quantised import in_full
 from rooftop.programs.sampling import Adjustments, Choice, choose, largest, log_probabilities
 from rooftop.programs.sharding import Specs, on_shards
-from rooftop.programs.transformer import Computation, attention, embed, feed_forward, final_norm, qkv
+from rooftop.programs.transformer import embed, final_norm
 
 #: The columns of a step's integers before its tokens: [R, HEAD + C + P] int32, floats by their bits.
 START, COUNT, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, DRAWN, ADJUSTED, LOGPROBS = (

@@ -30,10 +30,10 @@ from rooftop.errors import RooftopError
 from rooftop.models import ModelConfig
 from rooftop.programs import transformer
 from rooftop.programs.describe import Segment, segments
+from rooftop.programs.layer import Computation
 from rooftop.programs.parameters import Batch, Transformer
 from rooftop.programs.pipeline_passes import Layers, Passes, varying
 from rooftop.programs.sharding import Dim, Specs, in_parts
-from rooftop.programs.transformer import Computation
 from rooftop.scheduling.buffers import Buffer, Places, places
 from rooftop.scheduling.pipeline import Op, Table
 

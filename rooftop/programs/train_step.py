@@ -21,6 +21,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK, parse_policy
 from rooftop.programs.attention import BLOCK, KERNELS
 from rooftop.programs.describe import describe
+from rooftop.programs.layer import CONTEXT_ATTENTIONS, Computation
 from rooftop.programs.loss import carrying
 from rooftop.programs.moe import EXPERT_MATMULS
 from rooftop.programs.optimizer import DTYPES, Optimizer
@@ -28,7 +29,7 @@ from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abs
 from rooftop.programs.pipeline import pipelined
 from rooftop.programs.ring_attention import ORDERS
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
-from rooftop.programs.transformer import CONTEXT_ATTENTIONS, Computation, objective
+from rooftop.programs.transformer import objective
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
 
@@ -70,7 +71,7 @@ class TrainProgram:
     ``gradient_dtype`` that in which gradients are summed over devices that hold copies (None: ``compute_dtype``).
     Batches are ``packed`` or not (see ``rooftop.programs.parameters.Batch``), and ``gradient_norm`` asks for this one
     of ``Metrics``, which takes a sum over all gradients. Over a stage axis, ``schedule`` and ``chunks`` are those of
-    ``rooftop.scheduling.pipeline.pipeline_table``. For the rest see ``rooftop.programs.transformer.Computation``.
+    ``rooftop.scheduling.pipeline.pipeline_table``. For the rest see ``rooftop.programs.layer.Computation``.
     """
 
     model: ModelConfig

@@ -12,7 +12,6 @@ nothing is left for the partitioner to guess. With the default rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -23,68 +22,19 @@ from jax.sharding import reshard
 
 from rooftop.errors import RooftopError
 from rooftop.models.activations import parse_policy
-from rooftop.models.config import ModelConfig
 from rooftop.programs import loss as losses
-from rooftop.programs.attention import BLOCK, attend
 from rooftop.programs.describe import Kind, Segment, segments
-from rooftop.programs.elementwise import add_bias, norm, scale_norm
-from rooftop.programs.gathered_attention import gathered_attend
-from rooftop.programs.mla import latent_qkv
-from rooftop.programs.moe import activate, moe_mlp
-from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, Layer, MoE, Transformer
-from rooftop.programs.positions import rotate, rotation, within_segments
-from rooftop.programs.projection import project
-from rooftop.programs.ring_attention import ring_attend, sequence_order
+from rooftop.programs.elementwise import norm
+from rooftop.programs.layer import Computation, attention, causal, feed_forward
+from rooftop.programs.parameters import Batch, Layer, Transformer
+from rooftop.programs.positions import rotation
 from rooftop.programs.routing import balance
-from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
+from rooftop.programs.sharding import on_shards
 
 #: What layers read beside the stream: rotary angles of windowed layers (True) and of others, and the segments.
 Places = tuple[dict[bool, jax.Array], jax.Array | None]
 #: The layers of a period, by their weights and places, on the residual stream; and the loads of their experts.
 Period = Callable[[jax.Array, tuple[Layer[jax.Array], ...], Places], tuple[jax.Array, list[jax.Array]]]
-#: How attention over a context axis comes by the keys and values of other devices.
-CONTEXT_ATTENTIONS: tuple[str, ...] = ("ring", "all_gather")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computation:
-    """How a model is computed: its arrays by ``specs``, checkpoints by ``remat`` (see ``rooftop.models.activations``).
-
-    ``attention`` is a kernel of ``rooftop.programs.attention``, with blocks of at most ``attention_block``. Over a
-    context axis the sequence lies in ``context_order`` (see ``rooftop.programs.ring_attention``), and keys and values
-    come by ``context_attention``: round a ring, or gathered (``rooftop.programs.gathered_attention``). Experts do
-    ``expert_matmul``, and ``expert_capacity`` is the ``capacity_factor`` of ``rooftop.programs.moe``: None drops no
-    token. ``z_loss`` and ``balance_loss`` are coefficients of what is added to the cross-entropy (see ``objective``).
-    """
-
-    model: ModelConfig
-    specs: Specs
-    remat: str = "none"
-    attention: str = "reference"
-    attention_block: int = BLOCK
-    context_order: str = "zigzag"
-    context_attention: str = "ring"
-    expert_matmul: str = "batched"
-    expert_capacity: float | None = None
-    z_loss: float = 0.0
-    balance_loss: float = 0.0
-
-    def positions(self, batch: Batch[jax.Array]) -> jax.Array:
-        """The positions of the tokens: [T] alike in all sequences, or [B, T] where sequences are packed or it is given.
-
-        Over a context axis the tokens are in the order in which the mesh splits them.
-        """
-        if batch.positions is not None:
-            return batch.positions
-        positions = self._in_sequence(batch.tokens.shape[1])
-        return positions if batch.segments is None else within_segments(batch.segments, positions)
-
-    def _in_sequence(self, seq_len: int) -> jax.Array:
-        ring = self.specs.rules.activations["seq"]
-        if not ring:
-            return jnp.arange(seq_len)
-        ways = jax.sharding.get_abstract_mesh().shape[ring[0]]
-        return jnp.asarray(sequence_order(seq_len, ways, self.context_order))
 
 
 def loss(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation, *, chunks: int) -> jax.Array:
@@ -217,7 +167,7 @@ def period(segment: Segment, how: Computation) -> Period:
         x = checkpoint_name(x, "layer_input")
         local = kind.window is not None and how.model.rope_local_theta is not None
         with named_scope("attn"):
-            heads = partial(_causal, layer=weights.attn, turns=turns[local], window=kind.window, segments=ids, how=how)
+            heads = partial(causal, layer=weights.attn, turns=turns[local], window=kind.window, segments=ids, how=how)
             x = attention(x, weights.attn, how, heads)
         return feed_forward(x, weights.mlp, ids, how)
 
@@ -269,168 +219,3 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
 
     add = on_shards(local, in_specs=(specs.residual, everywhere, place), out_specs=specs.residual)
     return add(x, reshard(weights.positions, everywhere), where)
-
-
-def attention(
-    x: jax.Array,
-    layer: Attention[jax.Array] | LatentAttention[jax.Array],
-    how: Computation,
-    heads: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """Attention on the residual stream [B, T, D], added to it.
-
-    ``heads`` makes the outputs of all heads [B, T, N, d_v], split over N, of the normalised stream.
-    """
-    model, specs = how.model, how.specs
-    with named_scope("norm"):
-        normed = checkpoint_name(norm(x, layer.norm, model, specs), "attn_normed")
-    o = heads(normed)
-    out_bias = None if isinstance(layer, LatentAttention) else layer.out_bias
-    with named_scope("out"):
-        # XLA names a matmul after a reshape that it absorbs, so this one stands in the scope of its matmul.
-        o = o.reshape(*o.shape[:2], -1, out_sharding=specs.activation("batch", "seq", "heads"))
-        y = add_bias(_scattered(o, layer.out, "heads", specs), out_bias, specs.residual)
-        y = checkpoint_name(y, "attn_out")
-    if layer.post_norm is not None:
-        with named_scope("norm"):
-            y = norm(y, layer.post_norm, model, specs)
-    with named_scope("out"):
-        return checkpoint_name(x + y, "mlp_input")
-
-
-def _causal(
-    normed: jax.Array,
-    *,
-    layer: Attention[jax.Array] | LatentAttention[jax.Array],
-    turns: jax.Array,
-    window: int | None,
-    segments: jax.Array | None,
-    how: Computation,
-) -> jax.Array:
-    """Causal attention of whole sequences, within ``segments`` [B, T] if there are any: [B, T, N, d_v]."""
-    model, sinks = how.model, None
-    if isinstance(layer, LatentAttention):
-        assert model.mla is not None
-        q, k, v = latent_qkv(normed, layer, turns, model, model.mla, how.specs)
-    else:
-        q, k, v = qkv(normed, layer, turns, how)
-        sinks = layer.sinks
-    with named_scope("core"):
-        return _core(q, k, v, sinks, window, segments, how)
-
-
-def qkv(
-    x: jax.Array, layer: Attention[jax.Array], turns: jax.Array, how: Computation
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, N, H], keys and values [B, T, K, H] of the normalised x [B, T, D]; rotated if positions are."""
-    model, specs = how.model, how.specs
-    heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
-    with named_scope("qkv"):
-        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
-        # Not by ``project``: with one head on a device XLA:TPU would make an AllReduce of the gradient's ReduceScatter.
-        q = jnp.einsum("btd,dnh->btnh", h, gather(layer.q, specs, "embed", "heads", None))
-        k = jnp.einsum("btd,dkh->btkh", h, gather(layer.k, specs, "embed", "kv_heads", None))
-        v = jnp.einsum("btd,dkh->btkh", h, gather(layer.v, specs, "embed", "kv_heads", None))
-        q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
-        k = checkpoint_name(add_bias(k, layer.k_bias, kv_heads), "qkv")
-        v = checkpoint_name(add_bias(v, layer.v_bias, kv_heads), "qkv")
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = scale_norm(q, layer.q_norm, model, heads)
-            k = scale_norm(k, layer.k_norm, model, kv_heads)
-    if model.positions != "rope":
-        return q, k, v
-    with named_scope("rope"):
-        q, k = (checkpoint_name(rotate(each, turns, interleaved=model.rope_interleaved), "rope") for each in (q, k))
-        return q, k, v
-
-
-def _core(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    window: int | None,
-    segments: jax.Array | None,
-    how: Computation,
-) -> jax.Array:
-    """Attention proper: [B, T, N, d_v] from q [B, T, N, H], k [B, T, K, H], v [B, T, K, d_v] and sinks [N]."""
-    model, specs = how.model, how.specs
-    heads = specs.activation("batch", "seq", "heads", None)
-    kv_heads = specs.activation("batch", "seq", "kv_heads", None)
-    sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
-    attention = partial(attend, block=how.attention_block)
-    if ring := specs.rules.activations["seq"]:
-        over = ring_attend if how.context_attention == "ring" else gathered_attend
-        attention = partial(over, block=how.attention_block, axis=ring[0], order=how.context_order)
-
-    def local(
-        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
-    ) -> jax.Array:
-        return attention(
-            q, k, v,
-            scale=model.d_head**-0.5 if model.query_scale is None else model.query_scale,
-            kernel=how.attention, window=window, softcap=model.attn_softcap, sinks=sinks, segments=segments,
-        )  # fmt: skip
-
-    # A Pallas kernel's outputs do not say over which axes they vary.
-    typed = how.attention != "splash"
-    segment_spec = None if segments is None else specs.activation("batch", "seq")
-    specs_in = (heads, kv_heads, kv_heads, sink_spec, segment_spec)
-    return on_shards(local, in_specs=specs_in, out_specs=heads, check_vma=typed)(q, k, v, sinks, segments)
-
-
-def feed_forward(
-    x: jax.Array, layer: MLP[jax.Array] | MoE[jax.Array], segments: jax.Array | None, how: Computation
-) -> tuple[jax.Array, jax.Array | None]:
-    """The MLP or the mixture of experts on the residual stream [B, T, D], added to it; and the experts' load."""
-    model, specs = how.model, how.specs
-    with named_scope("mlp"), named_scope("norm"):
-        normed = norm(x, layer.norm, model, specs)
-    load = None
-    if isinstance(layer, MLP):
-        with named_scope("mlp"):
-            y = _mlp(checkpoint_name(normed, "mlp_normed"), layer, how)
-    else:
-        y, load = moe_mlp(
-            normed,
-            layer,
-            model,
-            specs,
-            matmul=how.expert_matmul,
-            capacity_factor=how.expert_capacity,
-            measured=how.balance_loss > 0,
-            segments=segments,
-        )
-    with named_scope("mlp"):
-        if layer.post_norm is not None:
-            with named_scope("norm"):
-                y = norm(y, layer.post_norm, model, specs)
-        with named_scope("down"):
-            return x + y, load
-
-
-def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
-    """The MLP of the normalised x [B, T, D], gated or not."""
-    specs = how.specs
-    hidden = specs.activation("batch", "seq", "mlp")
-
-    def into(h: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = project(h, gather(weight, specs, "embed", "mlp"))
-        return checkpoint_name(add_bias(y, bias, hidden), "mlp_up")
-
-    with named_scope("up"):
-        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="mlp"))
-        gate = None if layer.gate is None else into(h, layer.gate, layer.gate_bias)
-        up = into(h, layer.up, layer.up_bias)
-    with named_scope("act"):
-        act = checkpoint_name(activate(gate, up, how.model), "mlp_act")
-    with named_scope("down"):
-        y = add_bias(_scattered(act, layer.down, "mlp", specs), layer.down_bias, specs.residual)
-        return checkpoint_name(y, "mlp_down")
-
-
-def _scattered(x: jax.Array, weight: jax.Array, dim: str, specs: Specs) -> jax.Array:
-    """x [B, T, dim] times weight [dim, D], its partial sums scattered into the residual stream's sharding."""
-    partial_sums = specs.activation("batch", "seq", None, unreduced=dim)
-    y = project(x, gather(weight, specs, (dim, "embed"), None), partial_sums)
-    return split_sequence(y, specs.residual)
