@@ -21,27 +21,13 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rooftop.timelines.xprof import message as field
+
 #: What the tool promises.
 SECONDS, BYTES = 15.0, 2e9
 _DEVICES, _OPS, _STATS = 8, 400, 2
 _PS = 1_000_000
 PART, WHOLE = "bf16[8,128]{1,0}", "bf16[64,128]{1,0}"
-
-
-def varint(value: int) -> bytes:
-    """A varint of a protocol buffer."""
-    found = bytearray()
-    while value >= 0x80:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*found, value])
-
-
-def field(number: int, content: bytes | int) -> bytes:
-    """A field of a message: bytes with their length, or a varint."""
-    if isinstance(content, int):
-        return varint(number << 3) + varint(content)
-    return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 def event(kind: int, start_ps: int, duration_ps: int, stats: bytes) -> bytes:

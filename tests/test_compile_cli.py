@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from rooftop.cli.main import main
+from rooftop.explain.measured import explain
 from rooftop.schemas import schema
 
 Run = Callable[..., Any]
@@ -89,13 +90,25 @@ def test_automatic_axes(rooftop: Run) -> None:
 
 
 def test_the_timeline_and_the_executable_are_written(rooftop: Run, folder: Path) -> None:
-    answer = rooftop("compile", *FUNCTION, "--perfetto", "trace.json", "--save", "program.bin")
+    files = ("--perfetto", "trace.json", "--save", "program.bin", "--xprof", "profile", "--report", "report.html")
+    answer = rooftop("compile", *FUNCTION, *files)
     assert (answer.status, answer.err) == (0, "")
     drawn = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in drawn} >= {"M", "X"}
     stamp = json.loads((folder / "program.bin").read_bytes().partition(b"\n")[0])
     assert stamp["versions"].keys() == {"jax", "jaxlib", "libtpu"}
     assert "program.bin" in answer.out
+    # The profile is read as one that was measured, its module with it.
+    measured = explain(folder / "profile", mesh={"X": 4, "Y": 4})
+    assert [each.split(":")[0] for each in measured.notes] == ["a compiled timeline, no measurement"]
+    ((name, program),) = measured.programs.items()
+    assert (name, program.module.name) == (1, measured.trace.programs[1])
+    data = rooftop("compile", *FUNCTION, "--json").json
+    assert measured.measured.step_s == pytest.approx(data["step"]["expected_s"], abs=1e-11)
+    exposed = data["step"]["exposed_ici_s"]
+    assert measured.measured.exposed_s == pytest.approx(exposed, rel=1e-2, abs=1e-9)
+    assert {each.facts.kind for each in measured.measured.collectives} == {each["kind"] for each in data["collectives"]}
+    assert "compiled: the schedule of XLA" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -154,7 +167,7 @@ def test_a_time_out_is_one_line(rooftop: Run) -> None:
     _refused(rooftop("compile", *FUNCTION, "--no-cache", "--timeout", "0.01"), "timeout")
 
 
-@pytest.mark.parametrize("option", ["-o", "--save", "--perfetto"])
+@pytest.mark.parametrize("option", ["-o", "--save", "--perfetto", "--report"])
 def test_a_file_that_cannot_be_written(rooftop: Run, option: str) -> None:
     _refused(rooftop("compile", *FUNCTION, option, "nowhere/file"), "output file")
 

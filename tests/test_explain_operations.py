@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from rooftop.cli.main import VERBS
@@ -14,6 +15,7 @@ from rooftop.explain.axes import axes_of, devices_of, infer_mesh, stride
 from rooftop.explain.inferred import infer
 from rooftop.explain.operation import Matmul, operation_json, read_operation, times
 from rooftop.hardware import chip
+from rooftop.schemas import schema
 from rooftop.xla.hlo import parse
 
 #: A core of the TPU v2 of the book's figures: a v3 has two devices a chip as well.
@@ -182,6 +184,10 @@ def test_on_the_command_line(rooftop: Callable[..., Any], monkeypatch: pytest.Mo
     data = rooftop("explain", "--op", UP, "--op", SCATTER, *chip_of_the_book, "--json").json
     up, scatter = (each["times"] for each in data["operations"])
     assert (round(up["bound_s"]["mxu"] * 1e3, 1), round(scatter["bound_s"]["ici"] * 1e3, 1)) == (95.6, 1.1)
+    jsonschema.validate(data, schema("operations"))
+    inferred = rooftop("explain", "--op", "\n".join(TWO_MATMULS), "--json").json
+    jsonschema.validate(inferred, schema("operations"))
+    assert inferred["inferred"][0]["ways"] == 8
     text = rooftop("explain", "--op", "\n".join(TWO_MATMULS)).out
     assert "8-way model parallelism" in text
     assert "[B,8192] x [32768,8192] -> [B,32768]" in text

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from rooftop.explain.difference import difference, read_side
 from rooftop.explain.function import inspect
 from rooftop.explain.measured import Explained, explain
 from rooftop.explain.modules import program_of, read_module
-from rooftop.hardware import chip
+from rooftop.hardware import Slice, chip
+from rooftop.models import load_model
+from rooftop.plan import Problem, Workload, plan_training
 from rooftop.schemas import schema
 from rooftop.xla.machine import COMPUTE
 
@@ -124,22 +127,40 @@ def test_rates_stand_beside_the_roofs_exactly(tmp_path: Path) -> None:
     assert gather["of_roof"] == pytest.approx(sent / 40e-6 / (2 * chip("v5e").ici_bytes_per_s))
 
 
+def test_what_is_achieved_over_a_step_stands_beside_the_roofs(tmp_path: Path) -> None:
+    data = {each["resource"]: each for each in explained(tmp_path).to_json()["achieved"]}
+    flops = 2 * 1024 * 512 * 1024
+    assert data["mxu"]["per_s"] == pytest.approx(flops / 100e-6)
+    assert data["mxu"]["of_roof"] == pytest.approx(flops / 100e-6 / chip("v5e").flops_per_s["bf16"])
+    moved = 2 * (1024 * 512 + 512 * 1024) + 4 * 1024 * 1024 + 2 * 4 * 1024 * 1024
+    assert data["hbm"]["per_s"] == pytest.approx(moved / 100e-6)
+    sent = 64 * 128 * 2 * 7 / 8 + 2 * 4 * 1024 * 1024 * 3 / 4
+    assert data["ici"]["per_s"] == pytest.approx(sent / 100e-6)
+    assert data["ici"]["peak"] == 2 * chip("v5e").ici_bytes_per_s
+    own = {each["resource"]: each["peak"] for each in explained(tmp_path, stats={}).to_json()["achieved"]}
+    assert own == {"mxu": None, "hbm": None, "ici": None}
+
+
 def test_peaks_that_are_wrong_are_said_to_be(tmp_path: Path) -> None:
     found = explained(tmp_path, stats=V5E | {"peak_teraflops_per_second": 400.0})
-    (note,) = found.notes
+    note, *rest = found.notes
     assert (
         note
         == "the trace says that a device's peak is 400 TFLOP/s, the catalogue 197 TFLOP/s for v5e: the catalogue's is "
         "used"
     )
-    assert explained(tmp_path).notes == ()
+    assert explained(tmp_path).notes == tuple(rest), "the others have nothing to do with it"
 
 
 def test_a_rate_that_beats_its_roof_means_that_an_input_is_wrong(tmp_path: Path) -> None:
     slow = chip("v5e").replace(flops_per_s={"bf16": 1e13})
     found = explained(tmp_path, chip=slow)
     beaten = [note for note in found.notes if "beats the roof" in note]
-    assert beaten == ["fusion.1 beats the roof, at 35.8 TFLOP/s of 10 TFLOP/s: an input is wrong"]
+    # 4 MiB summed over 4 devices in 10 us is more than any v5e can send.
+    assert beaten == [
+        "fusion.1 beats the roof, at 35.8 TFLOP/s of 10 TFLOP/s: an input is wrong",
+        "all-reduce.3 beats the roof, at 629 GB/s sent of 180 GB/s over all links: an input is wrong",
+    ]
 
 
 def test_the_verdict_names_the_share_the_loss_and_its_line(tmp_path: Path) -> None:
@@ -238,12 +259,38 @@ def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monke
         common = ("--on", "v5e:4x4", "--batch-seqs", "16", "--seq", "2048", "--remat", "block", "--microbatches", "1")
         assert rooftop("plan", "train", "llama3-8b", *common, "--mesh", mesh, "-o", str(path)).status == 0
     data = rooftop("explain", "--diff", *map(str, paths), "--json").json
+    jsonschema.validate(data, schema("difference"))
     assert (data["before"]["kind"], data["after"]["kind"]) == ("planned", "planned")
     times = [json.loads(path.read_text())["step"]["expected_s"] for path in paths]
     assert [data[side]["step_s"] for side in ("before", "after")] == pytest.approx(times)
     assert sum(each["change_s"] for each in data["changes"]) == pytest.approx(times[1] - times[0], rel=1e-2)
     assert any("new reduce_scatter over tensor" in each for row in data["changes"] for each in row["collectives"])
     assert "Rows that differ" in rooftop("explain", "--diff", *map(str, paths)).out
+
+
+def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    paths = [tmp_path / f"{weights}.json" for weights in ("bf16", "int8")]
+    common = ("plan", "serve", "llama3-70b", "--on", "v5e:4x4", "--kv", "int8", "--batch-seqs", "16")
+    for path in paths:
+        assert rooftop(*common, "--weights", path.stem, "-o", str(path)).status == 0
+    data = rooftop("explain", "--diff", *map(str, paths), "--json").json
+    jsonschema.validate(data, schema("difference"))
+    changes = {(each["scope"], each["phase"]): each["change_s"] for each in data["changes"]}
+    assert changes["layers/mlp/up", "generate"] < 0, "half the bytes of weights are read"
+
+
+def test_a_run_that_computes_in_another_dtype_than_planned_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(xspace(tpu(stats=V5E)))
+    problem = Problem(
+        model=load_model("llama3.2-1b"), slice=Slice.parse("v5e:2x4"), axes={"data": 2, "tensor": 4},
+        workload=Workload(batch_tokens=8 * 2048, seq_len=2048), remat="block", microbatches=1,
+    )  # fmt: skip
+    plan = plan_training(problem, alternatives=0).plan
+    found = explain(file, modules=[MODULE], mesh={"data": 2, "tensor": 4}, plan=plan)
+    assert not any("dtype" in note for note in found.notes)
+    (note,) = (note for note in replace(found, compute_dtype="f32").notes if "dtype" in note)
+    assert note == "the plan computes in bf16, the run in f32: bytes, and rates, are those of another dtype"
 
 
 def test_json_follows_its_schema_and_tables_print(

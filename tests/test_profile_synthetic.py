@@ -293,6 +293,20 @@ def test_steps_marked_on_the_host_are_executions_on_the_device() -> None:
     assert found.idle.seconds == seconds(10)
 
 
+def test_a_long_program_behind_the_steps_is_none_of_them() -> None:
+    marks = plane(
+        "/host:CPU", {"python": [Event("train", 5 * at, 5 * at + 4, {"step_num": 40 + at}) for at in range(3)]}
+    )
+    evaluation = [Event("jit_evaluate(9)", 300 + 1000 * at, 1200 + 1000 * at) for at in range(4)]
+    lines = {
+        "XLA Modules": [*(Event("jit_step(123)", 100 * at, 100 * at + 90) for at in range(3)), *evaluation],
+        "XLA Ops": [*(each for at in range(3) for each in step(100 * at)), Event(fusion(9), 300, 1200)],
+    }
+    found = measured(xspace(plane("/device:TPU:0", lines, None, KINDS), marks))
+    assert [each.number for each in found.steps] == [40, 41, 42]
+    assert found.step_s == seconds(100)
+
+
 def test_streams_of_a_gpu_overlap() -> None:
     kernel = {"hlo_op": "loop_fusion.1", "hlo_module": "jit_f", "program_id": 5}
     nccl = {"hlo_op": "all-gather-start.2", "hlo_module": "jit_f", "program_id": 5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -22,12 +23,15 @@ from rooftop.hardware import Slice
 from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.routing import route
+from rooftop.timelines import COMPUTE as SPAN_COMPUTE
+from rooftop.timelines import MORE, WAIT
+from rooftop.timelines.perfetto import trace
 from rooftop.xla import hlo
 from rooftop.xla.collectives import LogicalCollective, logical_collectives
 from rooftop.xla.compiled import read_ledger
 from rooftop.xla.compiling import Compiled, Request
+from rooftop.xla.lanes import compiled_lanes
 from rooftop.xla.machine import COMPUTE
-from rooftop.xla.perfetto import trace
 from rooftop.xla.schedule import ESTIMATES, Timeline, timeline
 from rooftop.xla.timed import TimedLedger, compiled_ledger
 from rooftop.xla.worker import compile_here
@@ -740,7 +744,7 @@ def test_a_trace_of_a_loop() -> None:
     parsed = module(call("scan", "x"), *loop("scan", 1000, body, "e"))
     line = timeline(parsed, MESH)
     check(line)
-    found = trace(parsed, line, title="a loop")
+    found = trace(compiled_lanes(parsed, line, title="a loop"))
     check_trace(found, line)
     names = [each["name"] for each in found["traceEvents"] if each["ph"] == "X"]
     (rest,) = (name for name in names if "more trips" in name)
@@ -748,6 +752,37 @@ def test_a_trace_of_a_loop() -> None:
     assert {"all_gather over Y", "wait for all_gather over Y"} <= set(names)
     tracks = {each["args"]["name"] for each in found["traceEvents"] if each["name"] == "thread_name"}
     assert tracks == {"compute", "link y+", "link y-"}
+
+
+def test_every_trip_of_loops_within_loops() -> None:
+    """What is drawn trip by trip has every execution, and takes as long as the timeline."""
+    inner = [gather_start("g", "Y", "y"), named(dot("d", "y"), "layers/mlp/up"), gather_done("g"), dot("e", "d")]
+    outer = [
+        f"inner-in = {CARRIED} tuple(%one, %y, %w)",
+        f"inner-loop = {CARRIED} while(%inner-in), condition=%inner_condition, body=%inner_body",
+        f"inner = {ARRAY} get-tuple-element(%inner-loop), index=1",
+        named(dot("after", "inner"), "layers/mlp/down"),
+    ]
+    parsed = module(
+        [dot("first", "x"), *call("outer", "first")], *loop("inner", 7, inner, "e"), *loop("outer", 11, outer, "after")
+    )
+    line = timeline(parsed, MESH)
+    drawn = compiled_lanes(parsed, line, every_trip=True)
+    compute = drawn.lanes[0].spans
+    assert [each for each in compute if each.sort == MORE] == []
+    assert sum(each.seconds for each in compute) == pytest.approx(line.total_s)
+    counts = Counter(each.details["instruction"] for each in compute if each.sort == SPAN_COMPUTE)
+    executions = Counter[str]()
+    for place, name in line.spent_s:
+        executions[name] += parsed.executions[place]
+    assert counts == {name: count for name, count in executions.items() if name in counts}
+    assert counts["d"] == parsed.executions["inner_body"]
+    assert counts["after"] == parsed.executions["outer_body"] == 11
+    waited = sum(each.seconds for each in compute if each.sort == WAIT)
+    assert waited == pytest.approx(line.exposed_s + line.other_wait_s)
+    assert all(one.end_s <= two.start_s + 1e-12 for one, two in pairwise(compute))
+    flights = [each.flight for each in drawn.lanes[1].spans]
+    assert len(set(flights)) == len(flights) == counts["d"], "every transfer has a number of its own"
 
 
 # ---- XLA:TPU --------------------------------------------------------------------------------------------------------
@@ -835,7 +870,7 @@ def test_collective_matmuls_of_the_compiler(case: str, kind: str, hops: int, syn
     timed = compiled_ledger(made)
     assert float(timed.ledger.expected_s) == pytest.approx(line.total_s)
     assert timed.ledger.flops() == made.ledger.flops()
-    check_trace(trace(made.module, line), line)
+    check_trace(trace(compiled_lanes(made.module, line)), line)
 
 
 def test_a_windowed_einsum_is_faster_than_a_plain_one() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 class _SeveralArrays(click.Command):
@@ -51,6 +52,8 @@ class _SeveralArrays(click.Command):
 @click.option("--top", default="10", show_default=True, metavar="N", help="Operations and buffers to list.")
 @click.option("--save", type=_FILE, help="Write the executable here, with the versions that compiled it.")
 @click.option("--perfetto", type=_FILE, help="Write the compiled timeline here, for ui.perfetto.dev.")
+@click.option("--xprof", type=_FOLDER, help="Write it as a profile into this folder, for XProf and TensorBoard.")
+@click.option("--report", type=_FILE, help="Write a page with tables and plots here (HTML).")
 @click.option("-o", "--output", type=_FILE, help="Write the JSON report here.")
 @json_option
 def command(
@@ -61,6 +64,8 @@ def command(
     top: str,
     save: Path | None,
     perfetto: Path | None,
+    xprof: Path | None,
+    report: Path | None,
     output: Path | None,
     **of_function: Any,
 ) -> int:
@@ -89,7 +94,8 @@ def command(
             answer = _compiled_function(program, **of_function, how=how)
         else:
             raise RooftopError("program", program, "a plan.json written by rooftop plan, or module:function")
-    return _give(answer, top=listed, as_json=as_json, save=save, perfetto=perfetto, output=output)
+    files = {"report": output, "page": report, "executable": save, "timeline": perfetto, "profile": xprof}
+    return _give(answer, top=listed, as_json=as_json, files=files)
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
@@ -170,31 +176,49 @@ def _compiled_function(
     return inspect(name, *arrays, on=where, mesh=laid, dims=parse_sizes(dims), auto=auto, **how)
 
 
-def _give(
-    answer: Report | Refusal, *, top: int, as_json: bool, save: Path | None, perfetto: Path | None, output: Path | None
-) -> int:
+def _give(answer: Report | Refusal, *, top: int, as_json: bool, files: Mapping[str, Path | None]) -> int:
     """Write what is asked for and print the answer. Raises Infeasible where that is no."""
     from rooftop.explain.training import Refusal
     from rooftop.files import write_bytes, write_text
 
     data = answer.to_json(top=top)
-    if output is not None:
+    if (output := files["report"]) is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
-    if not isinstance(answer, Refusal):
-        if save is not None:
-            write_bytes(save, answer.compiled.executable or b"")
-        if perfetto is not None:
-            from rooftop.xla.perfetto import trace
+    if (page := files["page"]) is not None:
+        from rooftop.explain.compiled_page import compiled_page
 
-            drawn = trace(answer.compiled.module, answer.timeline, title=answer.compiled.module.name)
-            write_text(perfetto, json.dumps(drawn, allow_nan=False))
+        write_text(page, compiled_page(answer))
+    if not isinstance(answer, Refusal):
+        if (save := files["executable"]) is not None:
+            write_bytes(save, answer.compiled.executable or b"")
+        _write_timeline(answer, files["timeline"], files["profile"])
     if as_json:
         emit_json(data)
     else:
         from rooftop.cli import compile_tables
 
-        written = {"report": output, "executable": save, "timeline": perfetto}
-        compile_tables.show(answer, data, {name: str(path) for name, path in written.items() if path is not None})
+        compile_tables.show(answer, data, {name: str(path) for name, path in files.items() if path is not None})
     if isinstance(answer, Refusal):
         raise answer.infeasible
     return 0
+
+
+def _write_timeline(answer: Report, perfetto: Path | None, xprof: Path | None) -> None:
+    from rooftop.xla.lanes import compiled_lanes
+
+    compiled = answer.compiled
+    if perfetto is not None:
+        from rooftop.files import write_text
+        from rooftop.timelines.perfetto import trace
+
+        drawn = compiled_lanes(compiled.module, answer.timeline, title=compiled.module.name)
+        write_text(perfetto, json.dumps(trace(drawn), allow_nan=False))
+    if xprof is not None:
+        from rooftop.explain.modules import hlo_proto
+        from rooftop.roofline.rates import device_stats
+        from rooftop.timelines.xprof import write, xspace
+
+        drawn = compiled_lanes(compiled.module, answer.timeline, every_trip=True)
+        stats = device_stats(compiled.mesh.slice.chip)
+        module = hlo_proto(compiled.hlo_text)
+        write(xspace(drawn, program=compiled.module.name, device=stats, module=module), xprof, run="compiled")

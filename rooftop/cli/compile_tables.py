@@ -36,7 +36,7 @@ def show(answer: Report | Refusal, data: dict[str, Any], written: Mapping[str, s
     parts: list[RenderableType]
     if isinstance(answer, Refusal):
         parts = [_refusal(answer), _memory(data), *_buffers(data), *_nearest(data)]
-        written = {name: file for name, file in written.items() if name == "report"}
+        written = {name: file for name, file in written.items() if name in ("report", "page")}
     elif answer.plan is not None:
         parts = [_headline(answer), _summary(data), _memory(data), _rows(answer), *_findings(data), _operations(data)]
     else:

@@ -27,6 +27,11 @@ _PATH = click.Path(path_type=Path)
 @click.option("--figure", "figures", multiple=True, metavar="NAME=VALUE", help="Override a figure of the chip.")
 @click.option("--op", "lines", multiple=True, metavar="HLO", help="Explain an HLO instruction, or several.")
 @click.option("--diff", type=(_PATH, _PATH), metavar="A B", help="Compare two runs, traces, plans, or reports.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page with tables and plots of a run or trace here (HTML).",
+)
 @click.option("--top", default="12", show_default=True, metavar="N", help="Rows to list.")
 @json_option
 def command(
@@ -39,6 +44,7 @@ def command(
     figures: tuple[str, ...],
     lines: tuple[str, ...],
     diff: tuple[Path, Path] | None,
+    report: Path | None,
     top: str,
 ) -> None:
     r"""Explain where the time of a program goes: of a run with a trace, or of any trace of JAX's profiler.
@@ -62,7 +68,7 @@ def command(
         raise RooftopError(
             "explain", " and ".join(asked) or "nothing", "one of: a run or a trace, --op HLO, --diff A B"
         )
-    of_trace = {"plan": plan, "hlo": hlo, "mesh": mesh}
+    of_trace = {"plan": plan, "hlo": hlo, "mesh": mesh, "report": report}
     useless = [name for name, value in of_trace.items() if value and path is None]
     useless += [name for name, value in (("on", chip), ("figure", figures)) if value and diff]
     if useless:
@@ -73,7 +79,7 @@ def command(
     elif diff is not None:
         _difference(diff, count, as_json)
     elif path is not None:
-        _trace(path, plan, hlo, mesh, accelerator, count, as_json)
+        _trace(path, plan, hlo, mesh, accelerator, report, count, as_json)
 
 
 def _chip(name: str | None, figures: tuple[str, ...]) -> Chip | None:
@@ -124,7 +130,14 @@ def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
 
 
 def _trace(
-    path: Path, plan: Path | None, hlo: tuple[Path, ...], mesh: str | None, chip: Chip | None, count: int, as_json: bool
+    path: Path,
+    plan: Path | None,
+    hlo: tuple[Path, ...],
+    mesh: str | None,
+    chip: Chip | None,
+    report: Path | None,
+    count: int,
+    as_json: bool,
 ) -> None:
     from rooftop.arrays import parse_axes
     from rooftop.cli.compile import read_plan
@@ -139,6 +152,11 @@ def _trace(
         mesh=axes,
         chip=chip,
     )
+    if report is not None:
+        from rooftop.explain.measured_page import measured_page
+        from rooftop.files import write_text
+
+        write_text(report, measured_page(found))
     if as_json:
         emit_json(found.to_json(top=count))
     else:

@@ -26,6 +26,7 @@ def show_trace(data: Mapping[str, Any], count: int) -> None:
             *_head(data),
             *_rows(data, count),
             *_collectives(data, count),
+            *_sparse_cores(data),
             *_operations(data, count),
             *_losses(data, count),
             *_advice(data),
@@ -139,6 +140,7 @@ def _times(found: Mapping[str, Any], hbm_bytes: float) -> Iterator[RenderableTyp
 def _head(data: Mapping[str, Any]) -> Iterator[RenderableType]:
     devices = data["devices"]
     kind = f"{devices['count']} {'emulated ' if devices['emulated'] else ''}{devices['kind']} devices"
+    kind += f" of {devices['hosts']} hosts" if devices["hosts"] > 1 else ""
     mesh = " x ".join(f"{name} {size}" for name, size in data["mesh"].items() if size > 1)
     programs = ", ".join(data["programs"])
     yield Text(
@@ -160,6 +162,13 @@ def _head(data: Mapping[str, Any]) -> Iterator[RenderableType]:
             )
     yield table
     yield Text(f"{data['attributed']:.1%} of the busy time stands in a scope.")
+    if data["roofs"] is not None and data["achieved"]:
+        table = _table(f"Achieved, beside {data['roofs']['source']} roofs", "", "a second", "roof", "of it")
+        for each in data["achieved"]:
+            unit = "FLOP/s" if each["resource"] == "mxu" else "B/s"
+            cells = [format_count(each[name], unit) if each[name] else "" for name in ("per_s", "peak")]
+            table.add_row(each["resource"], *cells, f"{each['of_roof']:.0%}" if each["of_roof"] is not None else "")
+        yield table
 
 
 def _rows(data: Mapping[str, Any], count: int) -> Iterator[RenderableType]:
@@ -177,7 +186,10 @@ def _rows(data: Mapping[str, Any], count: int) -> Iterator[RenderableType]:
     table = _table(
         "By scope, measured beside compiled" + (" beside planned" if planned else ""), "scope", "phase", *names, left=2
     )
-    table.add_column("slowest op")
+    # Beside all three columns there is no room for its name: the line that it comes from tells enough.
+    with_op = not (planned and bound)
+    if with_op:
+        table.add_column("slowest op")
     table.add_column("from", no_wrap=True)
     for row in data["rows"][:count]:
         mine, made, plan = row["measured"], row["compiled"], row["planned"]
@@ -197,7 +209,7 @@ def _rows(data: Mapping[str, Any], count: int) -> Iterator[RenderableType]:
         table.add_row(
             escape(row["scope"]), row["phase"], *cells,
             format_count(flops) if flops else "", format_bytes(moved) if moved else "",
-            escape(mine["slowest"] or "") if mine else "", _place(mine["source"]) if mine else "",
+            *([escape((mine or {}).get("slowest") or "")] if with_op else []), _place(mine["source"]) if mine else "",
         )  # fmt: skip
     yield table
     yield from _rest(len(data["rows"]), count)
@@ -207,7 +219,9 @@ def _collectives(data: Mapping[str, Any], count: int) -> Iterator[RenderableType
     if not data["collectives"]:
         return
     table = _table(
-        "Collectives, the most exposed first", "collective", "scope", "bytes", "under way", "exposed", left=2
+        "Collectives, the most exposed first",
+        *("collective", "scope", "bytes", "under way", "exposed"),
+        left=2,
     )
     table.add_column("op", no_wrap=True)
     table.add_column("from", no_wrap=True)
@@ -233,11 +247,26 @@ def _operations(data: Mapping[str, Any], count: int) -> Iterator[RenderableType]
     for each in listed:
         flops, moved = each["flops_per_s"], each["hbm_bytes_per_s"]
         table.add_row(
-            escape(each["op"]), escape(f"{each['scope']} {each['phase']}"), format_seconds(each["time_s"]),
+            escape(_short(each["op"])), escape(f"{each['scope']} {each['phase']}"), format_seconds(each["time_s"]),
             format_count(flops) if flops else "", format_bytes(moved) if moved else "", each["bound"],
             f"{each['of_roof']:.0%}" if each["of_roof"] else "", _place(each["source"]),
         )  # fmt: skip
     yield table
+
+
+def _sparse_cores(data: Mapping[str, Any]) -> Iterator[RenderableType]:
+    found = data["sparse_cores"]
+    if not found["cores"]:
+        return
+    table = _table("SparseCores, a step", "core", "busy", "beside compute", "alone", "idle")
+    table.add_column("slowest op")
+    for each in found["cores"]:
+        seconds = (format_seconds(each[name]) for name in ("busy_s", "beside_s", "alone_s", "idle_s"))
+        slowest = each["ops"][0]["name"] if each["ops"] else ""
+        table.add_row(f"TPU {each['device']} SparseCore {each['core']}", *seconds, escape(slowest))
+    yield table
+    dropped = "nothing tells of dropped ids" if found["dropped_ids"] is None else f"{found['dropped_ids']} ids dropped"
+    yield Text(f"At most {found['minibatches'] or 'an unknown number of'} passes over the tables a step; {dropped}.")
 
 
 def _losses(data: Mapping[str, Any], count: int) -> Iterator[RenderableType]:
@@ -291,6 +320,11 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     for place, name in enumerate(columns):
         table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
     return table
+
+
+def _short(name: str, most: int = 22) -> str:
+    """A name that leaves room for the figures beside it."""
+    return name if len(name) <= most else f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _place(source: str) -> str:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rooftop.cli.output import emit_json, json_option
 from rooftop.cli.plan_embed import embed
 from rooftop.cli.plan_serve import serve
+
+if TYPE_CHECKING:
+    from rooftop.plan import TrainingPlan
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @click.group(name="plan")
@@ -49,9 +56,20 @@ command.add_command(embed)
 )
 @click.option("--price", metavar="USD", help="Dollars per chip-hour, instead of the list price.")
 @click.option("--alternatives", default="5", show_default=True, metavar="N", help="Other meshes to show.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write plan.json here.")
+@click.option("--perfetto", type=_FILE, help="Write the planned timeline here, for ui.perfetto.dev.")
+@click.option("--xprof", type=_FOLDER, help="Write it as a profile into this folder, for XProf and TensorBoard.")
+@click.option("--report", type=_FILE, help="Write a page with tables and plots here (HTML).")
+@click.option("-o", "--output", type=_FILE, help="Write plan.json here.")
 @json_option
-def train(as_json: bool, output: Path | None, alternatives: str, **options: Any) -> int:
+def train(
+    as_json: bool,
+    output: Path | None,
+    alternatives: str,
+    perfetto: Path | None,
+    xprof: Path | None,
+    report: Path | None,
+    **options: Any,
+) -> int:
     """Plan a training run of MODEL (a preset or a path to a Hugging Face config.json).
 
     \b
@@ -69,6 +87,7 @@ def train(as_json: bool, output: Path | None, alternatives: str, **options: Any)
         data["pipeline"] = of_plan(answer.plan)
     if output is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    _write_timeline(answer.plan, data, perfetto, xprof, report)
     if as_json:
         emit_json(data)
     else:
@@ -77,6 +96,29 @@ def train(as_json: bool, output: Path | None, alternatives: str, **options: Any)
         show_training(answer, data, output)
     answer.require_fit()
     return 0
+
+
+def _write_timeline(
+    plan: TrainingPlan, data: Mapping[str, Any], perfetto: Path | None, xprof: Path | None, report: Path | None
+) -> None:
+    """Write the planned timeline, and the page, where they are asked for."""
+    from rooftop.files import write_text
+    from rooftop.simulate.planned import planned_lanes
+
+    if perfetto is not None:
+        from rooftop.timelines.perfetto import trace
+
+        write_text(perfetto, json.dumps(trace(planned_lanes(plan)), allow_nan=False))
+    if xprof is not None:
+        from rooftop.roofline.rates import device_stats
+        from rooftop.timelines.xprof import write, xspace
+
+        drawn = planned_lanes(plan, every_trip=True)
+        write(xspace(drawn, program="planned", device=device_stats(plan.problem.slice.chip)), xprof, run="planned")
+    if report is not None:
+        from rooftop.explain.report import Material, page
+
+        write_text(report, page(Material(data=data, lanes=[planned_lanes(plan)])))
 
 
 def _problem(

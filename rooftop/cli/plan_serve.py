@@ -63,10 +63,18 @@ _SEARCHED = "int8,bf16"
 @click.option("--price", metavar="USD", help="Dollars per chip-hour, instead of the list price.")
 @click.option("--contexts", metavar="LIST", help="Contexts of the Pareto front: 2k,8k,32k.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the Pareto front here (SVG).")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with plots here (HTML).")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write plan.json here.")
 @json_option
 def serve(
-    as_json: bool, output: Path | None, plot: Path | None, contexts: str | None, objective: str, on: str, **options: Any
+    as_json: bool,
+    output: Path | None,
+    plot: Path | None,
+    report: Path | None,
+    contexts: str | None,
+    objective: str,
+    on: str,
+    **options: Any,
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B if not given.
 
@@ -108,6 +116,15 @@ def serve(
         dtypes = "; ".join(f"{weights} weights, {kv} KV" for weights, kv in kinds) if len(kinds) == 1 else ""
         title = ", ".join(part for part in (f"{problem.model.name}: generation on {on}", dtypes) if part)
         write_text(plot, pareto_svg(data["pareto"], title))
+    if report is not None:
+        from rooftop.explain.report import Material, page
+        from rooftop.ledger import Ledger
+        from rooftop.simulate.planned import step_lanes
+
+        phases = [] if answer is None else ["generate", "prefill"]
+        titles = {"generate": "planned: a step of generation", "prefill": "planned: a prefill"}
+        lanes = [step_lanes(Ledger.from_json(data[name]["ledger"]), title=titles[name]) for name in phases]
+        write_text(report, page(Material(data=data, lanes=lanes)))
     if output is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
     if as_json:

@@ -17,6 +17,7 @@ from rooftop.quantities import format_bytes, format_seconds
 
 #: Shares of a step from which a rule speaks.
 _HOST, _EXPOSED, _PADDED, _SLOW, _RECOMPUTE, _SPREAD = 0.10, 0.05, 0.05, 0.10, 0.10, 0.10
+_ALONE = 0.10
 #: A matmul of which a smaller share is useful is padded; an op that reaches a smaller share of its roof is slow.
 _USEFUL, _OF_ROOF = 0.80, 0.50
 #: The side of the systolic arrays of TPUs up to v5p, where no chip is given.
@@ -61,6 +62,7 @@ def advise(
         *_uneven(found),
         *_slow(found, roof),
         *_recomputed(found),
+        *_sparse(found),
     )
     return tuple(sorted(rules, key=lambda each: -each.seconds))
 
@@ -169,7 +171,8 @@ def _exposed(found: Measured, programs: Mapping[int, Program]) -> Iterator[Advic
             continue
         first = group[0]
         made = origin_of(first, programs)
-        waits = f"; its operand is made by {made.made_by} ({_file(made.source)})" if made and not made.argument else ""
+        line = f" ({_file(made.source)})" if made and made.source else ""
+        waits = f"; its operand is made by {made.made_by}{line}" if made and not made.argument else ""
         if whole:
             how = "the device waits for all of it"
             what = "work that does not depend on it, to run beside it: a later use, an earlier start, more microbatches"
@@ -240,3 +243,36 @@ def _recomputed(found: Measured) -> Iterator[Advice]:
 
 def _file(source: str) -> str:
     return source.rpartition("/")[2]
+
+
+def _sparse(found: Measured) -> Iterator[Advice]:
+    """SparseCores: work that nothing runs beside, batches that take several passes, ids that were dropped."""
+    work = found.sparse
+    alone = max((each.alone_s for each in work.cores), default=0.0)
+    if alone > _ALONE * found.step_s:
+        busiest = max(work.cores, key=lambda each: each.alone_s)
+        yield Advice(
+            rule="sparse_core_alone",
+            what="pipelining: look the next batch's ids up while this one's dense layers run, with XLA's option for it "
+            "(xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment)",
+            evidence=f"SparseCore {busiest.core} of TPU {busiest.device} works for {format_seconds(busiest.busy_s)} a "
+            f"step, in {format_seconds(alone)} of which its TensorCore computes nothing",
+            source="",
+            seconds=alone,
+        )
+    if work.minibatches > 1:
+        yield Advice(
+            rule="minibatching",
+            what="higher limits of ids per partition (rooftop embed stats observes them), or a smaller batch",
+            evidence=f"a step takes up to {work.minibatches} passes over the tables: its batch exceeds the limits",
+            source="",
+            seconds=max((each.busy_s for each in work.cores), default=0.0) * (1 - 1 / work.minibatches),
+        )
+    if work.dropped_ids:
+        yield Advice(
+            rule="dropped_ids",
+            what="higher limits of ids per partition (rooftop embed stats), or minibatching instead of dropping",
+            evidence=f"the host says that {work.dropped_ids} ids were dropped in the counted steps: they train nothing",
+            source="",
+            seconds=0.0,
+        )

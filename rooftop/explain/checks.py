@@ -52,6 +52,7 @@ class Check:
         """The check as plain JSON values."""
         return {
             "name": self.name,
+            "unit": self.unit,
             "planned": self.planned,
             "compiled": self.compiled,
             "ratio": self.ratio,

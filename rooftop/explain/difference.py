@@ -149,6 +149,9 @@ def read_side(path: Path) -> Side:
         return _of_ledger(str(path), "compiled", Ledger.from_json(data["ledger"]))
     if kind == "train" and "model" in data:
         return _of_ledger(str(path), "planned", TrainingPlan.from_json(data).ledger)
+    if kind == "serve" and "generate" in data:
+        rows = [row for phase in ("prefill", "generate") for row in data[phase]["ledger"]]
+        return _of_ledger(str(path), "planned", Ledger.from_json(rows))
     raise RooftopError("diff", str(path), _ACCEPTED)
 
 

@@ -14,10 +14,11 @@ from rooftop.errors import RooftopError
 from rooftop.explain.advice import Advice, advise
 from rooftop.explain.columns import Columns, columns
 from rooftop.explain.modules import Program, all_facts, programs_of
-from rooftop.explain.roofs import Roofs, doubts, roofs
+from rooftop.explain.roofs import Roofs, achieved, doubts, roofs
 from rooftop.explain.verdict import Verdict, verdict
 from rooftop.hardware import Chip
 from rooftop.plan import TrainingPlan
+from rooftop.profile.facts import Facts
 from rooftop.profile.measured import Measured, measure
 from rooftop.profile.planes import read_trace
 from rooftop.profile.trace import Trace
@@ -31,7 +32,8 @@ RUN_FILE = "run.json"
 class Explained:
     """A trace with what is known of it: its programs, and the plan that it is set beside (None: nobody planned it).
 
-    ``missing`` says of programs without a module why they have none; ``chip`` is what the devices are said to be.
+    ``missing`` says of programs without a module why they have none; ``chip`` is what the devices are said to be,
+    ``compute_dtype`` what a run says that it computes in ('' for other traces).
     """
 
     name: str
@@ -40,12 +42,18 @@ class Explained:
     missing: Mapping[str, str]
     plan: TrainingPlan | None
     chip: Chip | None
+    compute_dtype: str = ""
+
+    @cached_property
+    def facts(self) -> Sequence[Facts]:
+        """What each of the trace's ops is."""
+        return all_facts(self.trace.ops, self.programs)
 
     @cached_property
     def measured(self) -> Measured:
         """The measured ledger."""
         files = frozenset[str]().union(*(each.files for each in self.programs.values()))
-        return measure(self.trace, all_facts(self.trace.ops, self.programs), files)
+        return measure(self.trace, self.facts, files)
 
     @cached_property
     def roofs(self) -> Roofs | None:
@@ -91,6 +99,7 @@ class Explained:
             if self.emulated or here != own:
                 planned = f"{self.plan.problem.slice.name}, {_sizes(own)}"
                 found.append(f"the plan is for {planned}; measured on {self._devices}, {_sizes(here)}")
+            found += _dtypes(self.plan, self.compute_dtype, self.rows)
         return (*found, *doubts(self.measured, self.roofs))
 
     @property
@@ -137,6 +146,7 @@ class Explained:
             "verdict": self.verdict.line,
             "roofline": self.verdict.roofline,
             "bound": self.verdict.bound,
+            "achieved": [each.to_json() for each in achieved(found, self.roofs)],
             "roofs": None if self.roofs is None else self.roofs.to_json(),
             "step_s": found.step_s,
             "busy_s": found.busy_s,
@@ -157,6 +167,7 @@ class Explained:
             "collectives": [_collective(each, self.roofs) for each in found.collectives[:top]],
             "idle": [vars(each) for each in found.idle.waits[:top]],
             "memory": [each.to_json() for each in found.memory],
+            "sparse_cores": found.sparse.to_json(),
             "operations": [_operation(each, self.roofs) for each in found.ops[:top]],
             "losses": [each.to_json() for each in self.verdict.losses[:top]],
             "advice": [each.to_json() for each in self.advice],
@@ -191,7 +202,25 @@ def explain(
             plan = TrainingPlan.from_json(json.loads((path / "plan.json").read_text(encoding="utf-8")))
     trace = read_trace(path / "profile" if about is not None else path)
     programs, missing = programs_of(trace, mesh, modules)
-    return Explained(name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip)
+    ran = "" if about is None else str(about.get("job", {}).get("program", {}).get("compute_dtype", ""))
+    return Explained(
+        name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip, compute_dtype=ran
+    )
+
+
+def _dtypes(plan: TrainingPlan, ran: str, rows: Sequence[Columns]) -> list[str]:
+    """What planned and compiled bytes differ by because numbers are not as wide as planned."""
+    planned = plan.problem.numerics.compute
+    if ran and ran != planned:
+        return [f"the plan computes in {planned}, the run in {ran}: bytes, and rates, are those of another dtype"]
+    both = [each for row in rows for each in row.collectives if each.planned_bytes and each.compiled_bytes]
+    twice = [each for each in both if each.compiled_bytes == 2 * (each.planned_bytes or 0.0)]
+    if len(twice) * 2 > len(both):
+        return [
+            f"{len(twice)} of {len(both)} collectives carry twice the bytes that are planned: numbers planned as "
+            f"{planned} are moved as f32, as XLA does on CPUs"
+        ]
+    return []
 
 
 def _run(path: Path) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from rooftop.profile.facts import (
 from rooftop.profile.trace import Op, Trace
 from rooftop.profile.wire import fields
 from rooftop.scopes import UNSCOPED
+from rooftop.timelines.xprof import message
 from rooftop.xla.collectives import LogicalCollective, logical_collectives
 from rooftop.xla.costs import work
 from rooftop.xla.hlo import Computation, Instruction, Module, parse
@@ -91,14 +92,15 @@ class Program:
 
     @cached_property
     def origins(self) -> Mapping[str, Origin]:
-        """What every collective's operand is made of, by the name of the instruction."""
-        return {
-            name: origin(
-                self.module, self.module.computations[inside], self.module.computations[inside].instructions[name]
-            )
-            for each in self.collectives
-            for inside, name in each.instructions
-        }
+        """What every collective's operand is made of, by its instruction and by the op that holds that."""
+        found: dict[str, Origin] = {}
+        for each in self.collectives:
+            for inside, name in each.instructions:
+                computation = self.module.computations[inside]
+                made = origin(self.module, computation, computation.instructions[name])
+                for known in (name, *self._outermost(inside, name)):
+                    found.setdefault(known, made)
+        return found
 
     def _fused(self, name: str) -> list[tuple[str, str]]:
         """Whether a computation is part of one instruction: fused, applied, or compared by."""
@@ -330,3 +332,10 @@ def module_text(proto: bytes) -> str:
     from jaxlib import _hlo  # type: ignore[attr-defined]
 
     return str(_hlo.HloModule.from_serialized_hlo_module_proto(proto).to_string())
+
+
+def hlo_proto(text: str) -> bytes:
+    """The text of a module as a serialized HloProto, the form in which a trace has it. ``module_text`` reads it."""
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
+    return message(1, bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()))

@@ -79,6 +79,47 @@ def roofs(trace: Trace, chip: Chip | None) -> Roofs | None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Achieved:
+    """What a device did per second of a step, of FLOPs or of bytes; ``peak`` is its roof (None: not known)."""
+
+    resource: str
+    per_s: float
+    peak: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return vars(self) | {"of_roof": self.per_s / self.peak if self.peak else None}
+
+
+def achieved(found: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
+    """FLOP/s, HBM bytes/s and bytes/s sent over a whole step, idle time included; without those that no op tells.
+
+    The roof of FLOPs is that of the dtype that most of them are in; that of ICI both ports of one axis.
+    """
+    if not found.step_s:
+        return ()
+    flops: dict[str, float] = {}
+    moved = sent = 0.0
+    for op in found.ops:
+        if op.facts.role != "done":
+            flops[op.facts.dtype] = flops.get(op.facts.dtype, 0.0) + op.count * (op.facts.flops or 0.0)
+            moved += op.count * (op.facts.hbm_bytes or 0.0)
+            sent += op.count * (op.facts.wire_bytes or 0.0)
+    dtype = max(flops, key=lambda name: flops[name], default="bf16")
+    peaks = {"mxu": None, "hbm": None, "ici": None} if roof is None else {
+        "mxu": roof.flops_per_s.get(dtype, roof.flops_per_s["bf16"]),
+        "hbm": roof.hbm_bytes_per_s,
+        "ici": roof.ici_bytes_per_s,
+    }  # fmt: skip
+    rates = {"mxu": sum(flops.values()), "hbm": moved, "ici": sent}
+    return tuple(
+        Achieved(resource=name, per_s=amount / found.step_s, peak=peaks[name])
+        for name, amount in rates.items()
+        if amount
+    )
+
+
 def doubts(found: Measured, roof: Roofs | None) -> tuple[str, ...]:
     """What cannot be: peaks of the trace that are not the catalogue's, and rates that beat a roof."""
     return () if roof is None else (*_peaks(found.trace, roof), *_beaten(found, roof))
@@ -113,6 +154,18 @@ def _beaten(found: Measured, roof: Roofs) -> Iterator[str]:
                 f"{op.name} beats the roof, at {format_bytes(moved)}/s of HBM of "
                 f"{format_bytes(roof.hbm_bytes_per_s)}/s: "
                 "an input is wrong, or its arrays were not in HBM"
+            )
+    if roof.chip is None or roof.chip.kind != "tpu":
+        return
+    # Whatever axes a collective runs over, a device has no more links than these.
+    links = 2 * roof.chip.ici_axes * roof.chip.ici_bytes_per_s / roof.chip.devices
+    for each in found.collectives:
+        sent = each.wire_bytes_per_s
+        # Of an end whose beginning the trace does not have, nobody knows how long it was under way.
+        if each.facts.role != "done" and sent and sent > _BEATS * links:
+            yield (
+                f"{each.name} beats the roof, at {format_bytes(sent)}/s sent of {format_bytes(links)}/s over all "
+                "links: an input is wrong"
             )
 
 

@@ -85,7 +85,8 @@ def _losses(
     for each in found.collectives:
         if each.exposed_s:
             name = f"{each.facts.kind} over {','.join(each.facts.axes) or 'unknown axes'}"
-            groups.setdefault(f"an {name}{_plan(each, hidden)}", []).append(each)
+            article = "an" if name[0] == "a" else "a"
+            groups.setdefault(f"{article} {name}{_plan(each, hidden)}", []).append(each)
     for what, group in groups.items():
         # The one that is exposed longest comes first.
         many = f" ({len(group)} of them, most in {group[0].name})" if len(group) > 1 else ""

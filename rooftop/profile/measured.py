@@ -18,6 +18,7 @@ from rooftop.profile.device import Spent, leaders, spend
 from rooftop.profile.facts import COLLECTIVE, COLLECTIVES, Facts
 from rooftop.profile.idle import Idle, activity, explain_idle
 from rooftop.profile.memory import MemoryOverTime, memory_over_time, why_no_memory
+from rooftop.profile.sparsecores import SparseWork, sparse_work
 from rooftop.profile.steps import stepped
 from rooftop.profile.trace import SECONDS, Trace
 from rooftop.scopes import UNSCOPED
@@ -116,6 +117,7 @@ class Measured:
     ops: tuple[MeasuredOp, ...]
     collectives: tuple[MeasuredCollective, ...]
     memory: tuple[MemoryOverTime, ...]
+    sparse: SparseWork
     empty: Mapping[str, str]
 
     @property
@@ -151,6 +153,7 @@ def measure(trace: Trace, facts: Sequence[Facts], program_files: frozenset[str] 
     ops = _ops(trace, facts, spent, scale)
     collectives = _collectives(trace, facts, spent, scale)
     memory = memory_over_time(trace)
+    sparse = sparse_work(trace, {(each.host, each.ordinal): one for each, one in zip(devices, spent, strict=True)})
     return Measured(
         trace=trace,
         devices=len(devices),
@@ -165,6 +168,7 @@ def measure(trace: Trace, facts: Sequence[Facts], program_files: frozenset[str] 
         ops=ops,
         collectives=collectives,
         memory=memory,
+        sparse=sparse,
         empty=_empty(trace, collectives, memory, idle),
     )
 

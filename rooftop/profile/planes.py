@@ -1,7 +1,7 @@
 """The planes of a profiler's files as a trace: what stands where for TPUs, GPUs and CPUs.
 
 - A TPU has a plane of its own, its line "XLA Ops" the ops in order, "Async XLA Ops" transfers that run beside them,
-"XLA Modules" the executions of programs and "Steps" the steps.
+"XLA Modules" the executions of programs and "Steps" the steps. Each of its SparseCores has a plane too.
 - A GPU has a plane of its own, with a line for each stream.
 - CPU devices, which one machine emulates as many of as it is told to, have none: the threads of the host run their ops,
   and each event says of which device.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rooftop.profile.intervals import Ints
-from rooftop.profile.trace import Device, Host, Op, Runs, Steps, Trace, Track, trace_files
+from rooftop.profile.trace import Device, Host, Op, Runs, SparseCore, Steps, Trace, Track, trace_files
 from rooftop.profile.wire import fields
 from rooftop.profile.xplane import Column, Events, Kind, Line, Plane, Space, read_space
 
@@ -26,6 +26,7 @@ _HOST = "/host:CPU"
 _PROGRAM = re.compile(r"(.+)\((-?\d+)\)$")
 _TEXT = re.compile(r"(?:ROOT )?%?([\w.\-]+) = ")
 _TPU = re.compile(r"/device:TPU:(\d+)$")
+_SPARSE = re.compile(r"/device:TPU:(\d+) SparseCore(?: [a-zA-Z]+)? (\d+)$")
 _GPU = re.compile(r"/device:GPU:(\d+)$")
 _OP_STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal")
 
@@ -49,15 +50,18 @@ def trace_of(spaces: Sequence[Space]) -> Trace:
                     modules[number] = module
     devices: list[Device] = []
     hosts: list[Host] = []
+    sparse_cores: list[SparseCore] = []
     for space in spaces:
         own = [*_accelerators(space, book, programs)]
         host, emulated = _host(space, book, programs, has_devices=bool(own))
         hosts.append(host)
         devices += own or emulated
+        sparse_cores += _sparse_cores(space, book, programs)
     return Trace(
         ops=tuple(book.ops),
         devices=tuple(devices),
         hosts=tuple(hosts),
+        sparse_cores=tuple(sparse_cores),
         programs=programs,
         modules=modules,
         problems=tuple(problem for space in spaces for problem in space.problems),
@@ -130,6 +134,14 @@ def _tpu(space: Space, plane: Plane, ordinal: int, book: _Book, programs: dict[i
     )
 
 
+def _sparse_cores(space: Space, book: _Book, programs: dict[int, str]) -> Iterator[SparseCore]:
+    for plane in space.planes:
+        if match := _SPARSE.match(plane.name):
+            runs = _module_line(plane, programs, "Sparse Core Modules")
+            track = _track(plane, "Sparse Core Ops", runs, book)
+            yield SparseCore(host=space.host, ordinal=int(match[1]), core=int(match[2]), track=track)
+
+
 def _track(plane: Plane, name: str, runs: Runs, book: _Book) -> Track:
     """The ops of a line; where the ops do not say of which program they are, the execution around them does."""
     line = plane.line(name)
@@ -157,8 +169,8 @@ def _assign(ops: Ints, kinds: Ints, key: int, chosen: Ints | None, place: int) -
     ops[kinds == key if chosen is None else chosen] = place
 
 
-def _module_line(plane: Plane, programs: dict[int, str]) -> Runs:
-    line = plane.line("XLA Modules")
+def _module_line(plane: Plane, programs: dict[int, str], name: str = "XLA Modules") -> Runs:
+    line = plane.line(name)
     events = line.read() if line is not None else None
     if events is None or not len(events):
         return Runs(programs=np.zeros(0, np.int64), starts=np.zeros(0, np.int64), ends=np.zeros(0, np.int64))
@@ -271,7 +283,7 @@ def _host(space: Space, book: _Book, programs: dict[int, str], *, has_devices: b
     plane = next(space.named(_HOST), None)
     if plane is None:
         return Host(name=space.host, plane=None, threads=(), steps=None), []
-    operating = any("hlo_op" in line._names.values() for line in plane.lines[:1]) and not has_devices
+    operating = any("hlo_op" in line.stats for line in plane.lines[:1]) and not has_devices
     threads: list[Line] = []
     marked: list[tuple[int, int, int]] = []
     parts: dict[int, list[tuple[Ints, Ints, Ints, Ints, Ints]]] = {}

@@ -66,6 +66,11 @@ def stepped(device: Device, marks: Steps | None) -> Stepped:
         return Stepped(numbers=np.array([1]), starts=whole, ends=np.array([last], np.int64), marked=WHOLE)
     programs, inverse = np.unique(runs.programs, return_inverse=True)
     spent = np.bincount(inverse, runs.ends - runs.starts)
+    if marks is not None and len(marks.numbers):
+        # What runs in the steps runs as often as there are steps, or several times each; what runs beside them may take
+        # longer (an evaluation at the end).
+        often = np.bincount(inverse) % len(marks.numbers) == 0
+        spent = np.where(often, spent, 0) if often.any() else spent
     main = np.flatnonzero(runs.programs == programs[int(np.argmax(spent))])
     begins, numbers, marked = runs.starts[main], np.arange(1, len(main) + 1), EXECUTIONS
     if marks is not None and len(main) % len(marks.numbers) == 0:

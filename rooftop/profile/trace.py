@@ -94,6 +94,16 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseCore:
+    """One SparseCore ``core`` of the TPU ``ordinal`` of a host, with the ops that it ran."""
+
+    host: str
+    ordinal: int
+    core: int
+    track: Track
+
+
+@dataclass(frozen=True, kw_only=True)
 class Host:
     """The threads of one host that ran no ops of devices, and the steps that they have marked."""
 
@@ -110,6 +120,7 @@ class Trace:
     ops: tuple[Op, ...]
     devices: tuple[Device, ...]
     hosts: tuple[Host, ...]
+    sparse_cores: tuple[SparseCore, ...]
     programs: Mapping[int, str]
     modules: Mapping[int, bytes]
     problems: tuple[str, ...]

@@ -69,6 +69,11 @@ class Line:
     _timestamp_ns: int
     _span: tuple[int, int]
 
+    @property
+    def stats(self) -> frozenset[str]:
+        """The names of stats that events of this line may have."""
+        return frozenset(self._names.values())
+
     def read(self, stats: Sequence[str] = ()) -> Events:
         """The events with these of their stats; one that no event has is a column without any present."""
         data = self._file

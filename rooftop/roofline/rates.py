@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rooftop.errors import RooftopError
@@ -77,3 +78,14 @@ class Rates:
         """
         matrix_s, waiting_s = attention_seconds(self.chip, scores, d_qk, d_v, backward=backward)
         return matrix_s + waiting_s
+
+
+def device_stats(chip: Chip) -> Mapping[str, str | float]:
+    """What a profile tells of one device of ``chip``: its type, TFLOP/s in bf16, GB/s of its HBM."""
+    rates = Rates.of(chip)
+    names = [name for name in chip.aliases if name.startswith("tpu ")]
+    return {
+        "device_type_string": max(names, key=len).replace("tpu", "TPU") if names else chip.name,
+        "peak_teraflops_per_second": rates.flops_per_s["bf16"] / 1e12,
+        "peak_hbm_bw_gigabytes_per_second": rates.hbm_bytes_per_s / 1e9,
+    }

@@ -12,7 +12,8 @@ from rooftop.errors import unknown
 def schema(name: str) -> dict[str, Any]:
     """The JSON schema of 'plan' (plan.json of training), 'serving' (of serving), 'simulation', 'compiled' or 'ledger'.
 
-    Ledgers within the first two are described by the last.
+    Ledgers within the first two are described by the last. What ``rooftop explain`` prints has 'explain', 'operations'
+    (of --op) and 'difference' (of --diff).
     """
     found = {file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")}
     if name not in found:

@@ -106,15 +106,9 @@ def of_plan(plan: TrainingPlan) -> dict[str, Any]:
     pass each. ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches that one
     holds, ``lockstep_s`` how long the passes take if neighbours exchange in every slot, as the program does.
     """
-    sizes = {"stages": plan.mesh.size("stage"), "microbatches": plan.choice.microbatches, "chunks": plan.choice.chunks}
-    seconds = dict.fromkeys(("forward", "backward", "recompute"), 0.0)
-    for row in plan.ledger:
-        if row.phase in seconds and row.scope != "pipeline":
-            seconds[row.phase] += float(row.count * row.expected_s) / sizes["microbatches"]
-    half = seconds["backward"] / 2
-    durations = Durations(forward=seconds["forward"], input_gradient=half + seconds["recompute"], weight_gradient=half)
-    table = pipeline_table(plan.choice.schedule, **sizes)
-    timeline = run(table, durations)
+    sizes = _sizes(plan)
+    timeline = plan_timeline(plan)
+    table, durations = timeline.table, _durations(plan)
     return {
         "schedule": plan.choice.schedule,
         **sizes,
@@ -125,6 +119,26 @@ def of_plan(plan: TrainingPlan) -> dict[str, Any]:
         "passes_s": timeline.makespan,
         "lockstep_s": lockstep(table, durations),
     }
+
+
+def plan_timeline(plan: TrainingPlan) -> Timeline:
+    """A plan's pipeline as its table runs, each stage at its own pace."""
+    return run(pipeline_table(plan.choice.schedule, **_sizes(plan)), _durations(plan))
+
+
+def _sizes(plan: TrainingPlan) -> dict[str, int]:
+    choice = plan.choice
+    return {"stages": plan.mesh.size("stage"), "microbatches": choice.microbatches, "chunks": choice.chunks}
+
+
+def _durations(plan: TrainingPlan) -> Durations:
+    """What a microbatch takes by the plan's rows: forward; dX with what is recomputed; dW."""
+    seconds = dict.fromkeys(("forward", "backward", "recompute"), 0.0)
+    for row in plan.ledger:
+        if row.phase in seconds and row.scope != "pipeline":
+            seconds[row.phase] += float(row.count * row.expected_s) / plan.choice.microbatches
+    half = seconds["backward"] / 2
+    return Durations(forward=seconds["forward"], input_gradient=half + seconds["recompute"], weight_gradient=half)
 
 
 def lockstep(table: Table, durations: Durations) -> float:

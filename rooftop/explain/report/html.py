@@ -1,0 +1,77 @@
+"""Elements of a page, written so that no text of a trace or a plan is ever taken for markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+#: Elements without an end.
+_VOID = ("br", "line", "rect", "circle", "path", "polyline", "meta", "col")
+
+
+class Html(str):
+    """Markup: whatever else is put into a page is text, and is escaped."""
+
+    __slots__ = ()
+
+
+Content = str | float | None
+
+
+def tag(name: str, *content: Content | Iterable[Content], **attributes: str | float | bool | None) -> Html:
+    """An element; ``class_`` is its class, ``_`` in names stands for ``-``. None and False leave an attribute out."""
+    told = "".join(
+        f" {_attribute(key)}" + ("" if value is True else f'="{escape(_number(value))}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    inner = join(*content)
+    return Html(f"<{name}{told}/>" if name in _VOID and not inner else f"<{name}{told}>{inner}</{name}>")
+
+
+def join(*content: Content | Iterable[Content]) -> Html:
+    """Content one after the other; what is no markup is escaped."""
+    parts = []
+    for each in content:
+        if each is None:
+            continue
+        if isinstance(each, Html):
+            parts.append(str(each))
+        elif isinstance(each, (str, int, float)):
+            parts.append(escape(_number(each)))
+        else:
+            parts.append(str(join(*each)))
+    return Html("".join(parts))
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Content]], *, caption: str, text: int = 1, wide: bool = True
+) -> Html:
+    """A table with a caption; the first ``text`` columns are text, the others numbers, aligned to the right.
+
+    A column whose name ends in '...' is text as well. ``wide`` lets it scroll on a narrow screen.
+    """
+    sorts = ["t" if at < text or name.endswith("...") else "n" for at, name in enumerate(columns)]
+    head = tag(
+        "tr",
+        [
+            tag("th", name.removesuffix("..."), scope="col", class_=sort)
+            for name, sort in zip(columns, sorts, strict=True)
+        ],
+    )
+    body = [tag("tr", [tag("td", cell, class_=sort) for cell, sort in zip(row, sorts, strict=True)]) for row in rows]
+    made = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
+    return tag("div", made, class_="scroll", tabindex="0", role="region", aria_label=caption) if wide else made
+
+
+def details(summary: str, *content: Content | Iterable[Content], opened: bool = False) -> Html:
+    """What is shown when it is asked for."""
+    return tag("details", tag("summary", summary), *content, open=opened)
+
+
+def _attribute(name: str) -> str:
+    return name.rstrip("_").replace("_", "-").replace("viewbox", "viewBox")
+
+
+def _number(value: Content | bool) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
