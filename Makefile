@@ -70,7 +70,7 @@ COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-ver
     --no-header --no-emit-index-url --no-emit-find-links --annotation-style line $(LOCK_FLAGS)
 
 lock: $(VENV)/dev.installed
-	$(COMPILE) --group dev --extra jax --extra compile --extra train --extra serve --extra parquet --extra tensorboard --extra embed --output-file requirements/dev.txt
+	$(COMPILE) --group dev --extra jax --extra compile --extra train --extra serve --extra parquet --extra tensorboard --extra embed --extra ui --output-file requirements/dev.txt
 	$(COMPILE) --group build --extra compile --constraints requirements/dev.txt --output-file requirements/demo.txt
 	@! grep -n '://' requirements/*.txt
 

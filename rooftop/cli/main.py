@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "explain": ("rooftop.cli.explain", "Where time goes: measured beside compiled beside planned."),
     "bench": ("rooftop.cli.bench", "Measure: collectives on the devices here, a server under load."),
     "validate": ("rooftop.cli.validate", "Our predictions beside published measurements, misses included."),
+    "ui": ("rooftop.cli.ui", "The same in a browser, with sliders; plans and runs opened."),
 }
 
 

@@ -99,7 +99,7 @@ def _answer(
         raise RooftopError("layout", layout, f"a layout of the mesh {mesh}; this one is of {laid.shape}")
     prices = Prices(mesh=laid, dims=sizes, kind=price)
     data |= {"slice": where.name, "mesh": laid.to_json(), "price": price}
-    facts, found = _priced(asked, prices, overlapped=not no_overlap, backward=backward)
+    facts, found = price_expression(asked, prices, overlapped=not no_overlap, backward=backward)
     count = len(found) if top == "all" else parse_count(top, "top")
     usable = where.device_hbm_usable_bytes
     data |= facts | {
@@ -119,7 +119,7 @@ def _answer(
     return data
 
 
-def _priced(
+def price_expression(
     asked: Any, prices: Prices, *, overlapped: bool, backward: bool
 ) -> tuple[dict[str, Any], tuple[Strategy, ...]]:
     """What is said about an expression, its arrays first, and its strategies."""

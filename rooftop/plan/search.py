@@ -147,6 +147,19 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     shapes = layouts[starts]
     ends = np.append(starts[1:], len(layouts))
     whole = Strategies(layouts, options)
+    if len(starts) == 1:
+        # There is nothing to leave out: a bound would cost as much as the answer.
+        allowed = _allowed(problem, whole, even)
+        seconds, held = _evaluate(problem, whole)
+        return Sweep(
+            problem=problem,
+            strategies=whole,
+            expected_s=seconds,
+            memory_bytes=held,
+            allowed=allowed,
+            searched=int(allowed.sum()),
+            even=even,
+        )
     one = Strategies(layouts[:1], options)
     _evaluate(problem, one)  # Pricing one layout tells which collectives there are.
     prices = {key: whole.price(*key) for key in one.prices}

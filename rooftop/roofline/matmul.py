@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+import numpy as np
+
 from rooftop.arrays.notation import ShardedArray
 from rooftop.errors import RooftopError
 from rooftop.ledger import Number
@@ -32,3 +34,9 @@ def device_flops(a: ShardedArray, b: ShardedArray, dims: Mapping[str, int], mesh
         if left[dim] != right[dim]:
             raise RooftopError(f"dim {dim}", f"{a} x {b}", "the same sharding of a contracted dim on both sides")
     return 2.0 * prod((left | right).values())
+
+
+def attainable(intensity: Number, flops_per_s: float, bytes_per_s: float) -> Number:
+    """FLOP/s that an algorithm of so many FLOPs per byte can reach: the roofline, min(C, W x intensity) (chapter 1)."""
+    reached: Number = np.minimum(flops_per_s, bytes_per_s * intensity)
+    return reached

@@ -99,16 +99,28 @@ def run(table: Table, durations: Durations) -> Timeline:
     return Timeline(table=table, spans=tuple(map(tuple, spans)), in_flight=in_flight)
 
 
+def durations_of(plan: TrainingPlan) -> Durations:
+    """What the rows of a plan say of one microbatch on one stage, in seconds.
+
+    Forward; dX with what is recomputed, and dW, half of the backward pass each.
+    """
+    seconds = dict.fromkeys(("forward", "backward", "recompute"), 0.0)
+    for row in plan.ledger:
+        if row.phase in seconds and row.scope != "pipeline":
+            seconds[row.phase] += float(row.count * row.expected_s) / plan.choice.microbatches
+    half = seconds["backward"] / 2
+    return Durations(forward=seconds["forward"], input_gradient=half + seconds["recompute"], weight_gradient=half)
+
+
 def of_plan(plan: TrainingPlan) -> dict[str, Any]:
     """A plan's pipeline as its table runs, beside the closed forms that price it; as plain JSON values.
 
-    A microbatch takes what the rows of the plan do: forward; dX with what is recomputed, and dW, half of the backward
-    pass each. ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches that one
+    ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches that one
     holds, ``lockstep_s`` how long the passes take if neighbours exchange in every slot, as the program does.
     """
     sizes = _sizes(plan)
     timeline = plan_timeline(plan)
-    table, durations = timeline.table, _durations(plan)
+    table, durations = timeline.table, durations_of(plan)
     return {
         "schedule": plan.choice.schedule,
         **sizes,
@@ -123,22 +135,12 @@ def of_plan(plan: TrainingPlan) -> dict[str, Any]:
 
 def plan_timeline(plan: TrainingPlan) -> Timeline:
     """A plan's pipeline as its table runs, each stage at its own pace."""
-    return run(pipeline_table(plan.choice.schedule, **_sizes(plan)), _durations(plan))
+    return run(pipeline_table(plan.choice.schedule, **_sizes(plan)), durations_of(plan))
 
 
 def _sizes(plan: TrainingPlan) -> dict[str, int]:
     choice = plan.choice
     return {"stages": plan.mesh.size("stage"), "microbatches": choice.microbatches, "chunks": choice.chunks}
-
-
-def _durations(plan: TrainingPlan) -> Durations:
-    """What a microbatch takes by the plan's rows: forward; dX with what is recomputed; dW."""
-    seconds = dict.fromkeys(("forward", "backward", "recompute"), 0.0)
-    for row in plan.ledger:
-        if row.phase in seconds and row.scope != "pipeline":
-            seconds[row.phase] += float(row.count * row.expected_s) / plan.choice.microbatches
-    half = seconds["backward"] / 2
-    return Durations(forward=seconds["forward"], input_gradient=half + seconds["recompute"], weight_gradient=half)
 
 
 def lockstep(table: Table, durations: Durations) -> float:

@@ -111,6 +111,15 @@ class SystolicArray:
         done = (self.rows + stream + waits + drain) * self.flops_per_cycle
         return Cycles(fill=self.rows, stream=stream, wait=waits, drain=drain, utilisation=2 * m * k * n / done)
 
+    def wave(self, m: int, cycle: int) -> npt.NDArray[np.int64]:
+        """The row of activations that each cell works on in a cycle, [rows, columns], while one block is multiplied.
+
+        -1 where a cell has none. Row i enters once the weights are in, and reaches row r and column c of the array
+        r + c cycles later.
+        """
+        place = cycle - self.rows - np.add.outer(np.arange(self.rows), np.arange(self.columns))
+        return np.where((place >= 0) & (place < m), place, -1)
+
     def run(self, x: Matrix, w: Matrix) -> tuple[Matrix, int]:
         """Multiply x [m, k] by w [k, n] cell by cell: the product [m, n], and the cycles until its last element is out.
 

@@ -1,0 +1,72 @@
+"""``rooftop ui``: the same answers in a browser, with sliders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rooftop.cli.output import console, emit_json, json_option
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, metavar="N", type=click.IntRange(0, 65535), help="0: any.")
+@click.option("--no-open", is_flag=True, help="Open no browser.")
+@click.option("--list", "listed", is_flag=True, help="Say which explorers there are, and leave.")
+@json_option
+def command(as_json: bool, files: tuple[Path, ...], host: str, port: int, no_open: bool, listed: bool) -> int:
+    """Open a local page with explorers: rooflines, shardings, collectives, training, serving, pipelines, embeddings.
+
+    FILES are shown beside them: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of
+    runs. The page talks to this machine alone. Ctrl-C ends it.
+
+    \b
+    Examples: rooftop ui
+              rooftop ui plan.json report.json --port 0
+              rooftop ui --list --json
+    """
+    from rooftop.errors import RooftopError
+    from rooftop.ui.explorers import EXPLORERS, explorer
+
+    if listed:
+        if as_json:
+            emit_json({"kind": "ui", "explorers": [explorer(name).to_json() for name in EXPLORERS]})
+        else:
+            _show()
+        return 0
+    if as_json:
+        raise RooftopError("json", "--json", "it with --list: the page itself is no answer")
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as absent:
+        raise RooftopError("ui", f"no {absent.name}", "pip install 'rooftop[ui]'") from None
+    from rooftop.ui.server import address, application, bind, serve
+
+    app = application(host=host, files=files)
+    listening = bind(host, port)
+    where = address(listening)
+    click.echo(f"rooftop ui on {where} (Ctrl-C ends it)")
+    if not no_open:
+        import webbrowser
+
+        webbrowser.open(where)
+    serve(app, listening)
+    return 0
+
+
+def _show() -> None:
+    """A table of the explorers."""
+    from rich.table import Table
+
+    from rooftop.ui.explorers import EXPLORERS, explorer
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("address", "explorer", "controls"):
+        table.add_column(title)
+    for name in EXPLORERS:
+        found = explorer(name)
+        table.add_row(f"/{name}", found.title, ", ".join(control.name for control in found.controls))
+    console().print(table)

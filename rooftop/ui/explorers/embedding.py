@@ -1,0 +1,175 @@
+"""Embedding tables on SparseCores (the deep dive): what limits, buffers and steps are for tables of your own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rooftop.embed.limits import expected
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models.tables_files import tables_from_toml
+from rooftop.plan.embed import EmbedPlan
+from rooftop.plan.embed_problem import EmbedProblem, stacking_on
+from rooftop.quantities import format_bytes, format_seconds
+from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series, Table
+from rooftop.ui.controls import Control, State, slider, text
+from rooftop.ui.ledgers import embedding_memory
+
+_TABLES = """[tables.user]
+vocabulary = 50_000_000
+width = 64
+optimizer = {kind = "adagrad", learning_rate = 0.05}
+
+[tables.item]
+vocabulary = 10_000_000
+width = 64
+optimizer = {kind = "adagrad", learning_rate = 0.05}
+
+[tables.tag]
+vocabulary = 100_000
+width = 12
+
+[features.user_id]
+table = "user"
+
+[features.items]
+table = "item"
+ids_per_sample = 20
+
+[features.tags]
+table = "tag"
+ids_per_sample = 5
+"""
+#: Batches of the curves, as multiples of the one chosen.
+_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+def answer(state: State) -> Answer:
+    """Limits, memory and step of the tables on a slice; the same over batches."""
+    where, batch = Slice.parse(state["on"]), state.count("batch")
+    tables = tables_from_toml(state["tables"])
+    stacking = stacking_on(tables, where, batch)
+    problem = EmbedProblem(
+        tables=tables,
+        slice=where,
+        batch=batch,
+        limits=expected(stacking, batch=batch),
+        dense_flops=float(state.count("dense_flops")),
+        host_threads=state.count("host_threads"),
+    )
+    plan = EmbedPlan(problem=problem)
+    memory, step, obstacles = plan.memory, plan.step, plan.obstacles
+    sequential, pipelined = step["sequential"], step["pipelined"]
+    return Answer(
+        verdict=obstacles[0][0].upper() + obstacles[0][1:]
+        if obstacles
+        else f"A pipelined step takes {format_seconds(pipelined['expected_s'])}, bound by {pipelined['bound']}; "
+        f"a tile's memory is {memory['tile'] / memory['tile_capacity']:.0%} full.",
+        no=obstacles[0] if obstacles else "",
+        figures=(
+            Figure(name="pipelined_s", label="Step, pipelined", value=pipelined["expected_s"], unit="s",
+                   level="expected", formula=f"bound by {pipelined['bound']}", source="deep dive, 9"),
+            Figure(name="sequential_s", label="Step, sequential", value=sequential["expected_s"], unit="s",
+                   level="expected", formula=f"bound by {sequential['bound']}", source="deep dive, 9"),
+            Figure(name="tile_bytes", label="A tile's memory", value=memory["tile"], unit="B", level="expected",
+                   formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}", source="deep dive, 7"),
+            Figure(name="memory_bytes", label="HBM of a device", value=memory["total"]["sequential"], unit="B",
+                   level="expected", formula=f"of {format_bytes(memory['capacity'])}", source="deep dive, 7"),
+            Figure(name="host_ids", label="Ids a host prepares", value=plan.host["ids"], unit="ids",
+                   formula="a step, all features"),
+            Figure(name="sparse_cores", label="SparseCores", value=float(problem.cores), formula="of the slice"),
+        ),
+        charts=(_limits(plan), _units(plan), _over_batches(problem), _tiles(plan), embedding_memory(memory)),
+        notes=("Limits follow from ids_per_sample, spread evenly; rooftop embed stats finds them in data.",),
+        command=(
+            "rooftop", "plan", "embed", "tables.toml", "--on", where.name, "--batch", str(batch), "--dense-flops",
+            str(state.count("dense_flops")), "--host-threads", str(state.count("host_threads")),
+        ),
+        sources=("The SparseCore deep dive. Save the tables of this page as tables.toml; docs/plan-embed.md.",),
+    )  # fmt: skip
+
+
+def _limits(plan: EmbedPlan) -> Table:
+    problem = plan.problem
+    return Table(
+        title="Limits of each stack",
+        about="What the SparseCores are compiled for: ids and different rows of a partition, and ids of a buffer.",
+        columns=("stack", "tables", "width", "max_ids", "max_unique_ids", "buffer", "tile"),
+        rows=tuple(
+            (
+                stack.name,
+                str(len(stack.places)),
+                str(stack.width),
+                *(f"{getattr(problem.limits[stack.name], name):,}" for name in ("max_ids", "max_unique_ids", "buffer")),
+                format_bytes(plan.stack_memory(stack)["tile"]),
+            )
+            for stack in problem.stacking.stacks
+        ),
+    )
+
+
+def _units(plan: EmbedPlan) -> Bars:
+    return Bars(
+        title="What each unit does in a step",
+        about="Tables go through HBM (or SparseCore), then ICI. Pipelined, host, tables and TensorCore run side by "
+        "side; in a sequential step tables and TensorCore take turns.",
+        unit="s",
+        bars=tuple(Bar(name=name, parts=(("busy", seconds),)) for name, seconds in plan.units_s.items()),
+        limit=(plan.step["pipelined"]["expected_s"], "pipelined step"),
+    )
+
+
+def _tiles(plan: EmbedPlan) -> Bars:
+    stacks = plan.problem.stacking.stacks
+    return Bars(
+        title="A tile's memory, by stack",
+        about="Ids and different rows of one partition must lie in the memory of a tile.",
+        unit="B",
+        bars=tuple(Bar(name=stack.name, parts=(("tile", plan.stack_memory(stack)["tile"]),)) for stack in stacks[:12]),
+        limit=(float(plan.memory["tile_capacity"]), "there is"),
+    )
+
+
+def _over_batches(problem: EmbedProblem) -> Lines:
+    """Pipelined and sequential steps at other batches, with limits that follow."""
+    points: dict[str, list[tuple[float, float]]] = {"sequential": [], "pipelined": []}
+    for scale in _SCALES:
+        batch = int(problem.batch * scale) // problem.cores * problem.cores
+        if not batch:
+            continue
+        try:
+            stacking = stacking_on(problem.tables, problem.slice, batch)
+            plan = EmbedPlan(problem=replace(problem, batch=batch, limits=expected(stacking, batch=batch)))
+        except RooftopError:
+            # A batch so large that a table cannot be stacked says nothing about the one asked for.
+            continue
+        for mode, seconds in points.items():
+            seconds.append((float(batch), plan.step[mode]["expected_s"]))
+    return Lines(
+        title="Step over the batch",
+        x=Axis(label="samples of a step", scale="log"),
+        y=Axis(label="step", unit="s", scale="log"),
+        series=tuple(Series(name=mode, points=tuple(found)) for mode, found in points.items()),
+        marks=((float(problem.batch), "this batch"),),
+    )
+
+
+_CONTROLS: tuple[Control, ...] = (
+    slider("batch", "Batch, samples", "16384", 256, 1048576, fields=("limits",)),
+    slider("dense_flops", "Dense FLOPs", "5000000", 1, 2**31, unit="FLOP", help="Of a sample, forward."),
+    slider("host_threads", "Threads of a host", "16", 1, 256),
+    text("on", "Slice", "v5p:2x2x1", suggestions=("v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:4x4", "tpu7x:2x2x1"),
+         fields=("slice", "chip")),
+    text("tables", "Tables (TOML)", _TABLES, area=True,
+         fields=("tables file", "features", "config", "table", "feature")),
+)  # fmt: skip
+
+
+EXPLORER = Explorer(
+    name="embedding",
+    title="Embedding tables",
+    summary="Limits, memory and step of tables on SparseCores: what fits a tile, and what binds.",
+    chapter="SparseCore deep dive",
+    controls=_CONTROLS,
+    answer=answer,
+)

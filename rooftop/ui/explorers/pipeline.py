@@ -1,0 +1,164 @@
+"""Pipeline schedules (chapter 5): who does what when, what waits, what is held, with the durations of a real plan."""
+
+from __future__ import annotations
+
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan import Problem, Workload, sweep
+from rooftop.plan.train import TrainingPlan
+from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
+from rooftop.simulate.pipeline import Timeline, bubble, durations_of, lockstep, run
+from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series, Spans
+from rooftop.ui.controls import Control, State, select, slider
+
+#: The smallest v5p slice with so many chips, by stages.
+_SLICES = {"2": "2x2x1", "4": "2x2x1", "8": "2x2x2", "16": "2x2x4"}
+_SEQ = 4096
+#: Tasks that are drawn; more would be too narrow to see.
+_DRAWN = 4000
+_COLOURS = ("forward", "backward", "dW")
+_FORMULA = {
+    "gpipe": "(S-1) / (M + S-1)",
+    "1f1b": "(S-1) / (M + S-1)",
+    "interleaved": "(S-1) / (v M + S-1)",
+    "zero_bubble": "(S-1)(F + dX - dW) over that and M (F + dX + dW)",
+}
+
+
+def answer(state: State) -> Answer:
+    """The schedule's timeline, its bubble and what stages hold; the other schedules beside it."""
+    schedule, stages = state["schedule"], int(state["stages"])
+    microbatches, chunks = state.count("microbatches"), state.count("chunks")
+    chunks = chunks if schedule == "interleaved" else 1
+    if schedule == "interleaved" and chunks < 2:
+        raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule")
+    where = Slice.parse(f"v5p:{_SLICES[state['stages']]}")
+    axes = {"stage": stages} | ({"fsdp": where.devices // stages} if where.devices > stages else {})
+    seqs = microbatches * (where.devices // stages)
+    problem = Problem(
+        model=load_model(state["model"]),
+        slice=where,
+        workload=Workload(batch_tokens=seqs * _SEQ, seq_len=_SEQ),
+        axes=axes,
+        remat="block",
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=chunks,
+    )
+    found = sweep(problem)
+    only = found.only(found.best)
+    plan = TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+    durations = durations_of(plan)
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    timeline = run(pipeline_table(schedule, **sizes), durations)
+    waiting, held = float(timeline.bubble.max()), float(timeline.in_flight.max())
+    counts = sorted({stages * 2**power for power in range(-1, 6)})
+    return Answer(
+        verdict=f"Every stage waits {waiting:.1%} of the step; the first one holds {held:.3g} "
+        f"microbatch{'' if held == 1 else 'es'} at once.",
+        figures=(
+            Figure(name="bubble", label="Bubble", value=waiting, unit="%", level="expected",
+                   formula="the longest wait of a stage / passes", source="chapter 5"),
+            Figure(name="bubble_closed_form", label="Bubble, closed form", unit="%",
+                   value=float(bubble(schedule, durations=durations, **sizes)),
+                   level="rule", formula=_FORMULA[schedule], source="chapter 5"),
+            Figure(name="passes_s", label="Passes", value=timeline.makespan, unit="s", level="expected",
+                   formula="first start to last end"),
+            Figure(name="lockstep_s", label="In lockstep", value=lockstep(timeline.table, durations), unit="s",
+                   level="expected", formula="neighbours exchange in every slot"),
+            Figure(name="in_flight", label="Microbatches held", value=held,
+                   formula="activations held at once, most of any stage"),
+            Figure(name="forward_s", label="Forward of a microbatch", value=float(durations.forward), unit="s",
+                   level="expected", formula="the plan's rows"),
+            Figure(name="backward_s", label="Backward of a microbatch", level="expected", unit="s",
+                   value=float(durations.input_gradient + durations.weight_gradient),
+                   formula="dX, with what is recomputed, and dW"),
+        ),
+        charts=(
+            _timeline(timeline, schedule),
+            Lines(
+                title="Bubble over microbatches",
+                about="More microbatches fill the pipeline; interleaving and split gradients shorten its ends.",
+                x=Axis(label="microbatches", scale="log"),
+                y=Axis(label="bubble", unit="%"),
+                series=(
+                    *(
+                        Series(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if each > 1 else name,
+                               points=tuple((float(count), float(bubble(name, stages=stages, microbatches=count,
+                                                                        chunks=each, durations=durations)))
+                                            for count in counts if count >= stages),
+                               style="line" if name == schedule else "dashed")
+                        for name in SCHEDULES
+                        if name != "gpipe"
+                        for each in ((chunks if chunks > 1 else 2) if name == "interleaved" else 1,)
+                    ),
+                    Series(name="here", points=((float(microbatches), waiting),), style="point"),
+                ),
+            ),
+            Bars(
+                title="What each stage holds",
+                about="Microbatches whose activations are held at once.",
+                unit="",
+                bars=tuple(
+                    Bar(name=f"stage {stage}", parts=(("microbatches", kept),))
+                    for stage, kept in enumerate(timeline.in_flight[:8].tolist())
+                ),
+            ),
+        ),
+        notes=(
+            f"A microbatch is one sequence of {_SEQ} tokens of {state['model']}, whose blocks are recomputed; "
+            "stages take what the plan's rows say.",
+        ),
+        command=(
+            "rooftop", "plan", "train", state["model"], "--on", where.name, "--mesh",
+            ",".join(f"{name}={size}" for name, size in axes.items()), "--batch-seqs", str(seqs), "--seq", str(_SEQ),
+            "--microbatches", str(microbatches), "--remat", "block", "--schedule", schedule, "--chunks", str(chunks),
+        ),
+        sources=("Chapter 5; Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023. In JSON: the plan's pipeline.",),
+    )  # fmt: skip
+
+
+def _timeline(timeline: Timeline, schedule: str) -> Spans:
+    split = timeline.table.split
+    tasks = sum(len(spans) for spans in timeline.spans)
+    kept = 1.0 if tasks <= _DRAWN else _DRAWN / tasks
+    last = timeline.makespan * kept
+    colours = (_COLOURS[0], "dX" if split else _COLOURS[1], *((_COLOURS[2],) if split else ()))
+    return Spans(
+        title=f"The {schedule} schedule",
+        about="Numbers are microbatches; what is empty is the bubble."
+        + ("" if kept == 1.0 else f" The first {kept:.0%} of the step."),
+        unit="s",
+        lanes=tuple(
+            (
+                f"stage {stage}",
+                tuple(
+                    (start, end, int(task.op) - 1, f"{task.microbatch}" + (f".{task.chunk}" if task.chunk else ""))
+                    for task, start, end in spans
+                    if end <= last
+                ),
+            )
+            for stage, spans in enumerate(timeline.spans)
+        ),
+        colours=colours,
+    )
+
+
+_CONTROLS: tuple[Control, ...] = (
+    select("schedule", "Schedule", SCHEDULES, "1f1b"),
+    select("stages", "Stages", _SLICES, "4"),
+    slider("microbatches", "Microbatches", "8", 1, 64, halves=True),
+    slider("chunks", "Chunks of a stage", "2", 1, 8, help="Of the interleaved schedule.", fields=("pipeline",)),
+    select("model", "Model", ("llama3.2-1b", "llama3-8b", "qwen3-32b", "llama3-70b"), "llama3-8b"),
+)
+
+
+EXPLORER = Explorer(
+    name="pipeline",
+    title="Pipeline schedules",
+    summary="Which stage does what when under GPipe, 1F1B, interleaving and zero bubble; how long stages wait.",
+    chapter="chapter 5",
+    controls=_CONTROLS,
+    answer=answer,
+)

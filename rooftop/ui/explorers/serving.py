@@ -1,0 +1,227 @@
+"""Serving (chapters 7 and 8): latency against throughput over the batch, at any context, and what the memory holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from rooftop.arrays import parse_axes
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import load_model, presets
+from rooftop.plan.serving import ServingPlan
+from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_problem import BOUNDS, ServingProblem
+from rooftop.plan.serving_search import at_context, best_prefill, pareto, sweep_generate
+from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
+from rooftop.quantities import format_bytes, format_count, format_seconds
+from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series
+from rooftop.ui.controls import Control, State, select, slider, text
+
+#: Contexts of the curves beside the one that was chosen.
+_CONTEXTS = (2048, 8192, 32768, 131072)
+_ANSWER = 512
+
+
+def answer(state: State) -> Answer:
+    """One step at the chosen batch and context, and the fronts of batches at several contexts."""
+    batch, context = state.count("batch"), state.count("context")
+    kind = (state[name].strip() for name in ("model", "on", "weights", "kv", "bounds", "mesh"))
+    problem, placements = _server(*kind)
+    sized = at_context(replace(problem, workload=replace(problem.workload, batch_seqs=batch)), context)
+    placement = sweep_generate(sized, placements, np.array([float(batch)])).best(0)
+    sized = _fixed(sized, placement)
+    # The same server for every context: fronts over all placements would differ by their layouts too.
+    fixed = replace(problem, axes=sized.axes, kv_split=sized.kv_split)
+    prefill_on, _ = best_prefill(sized, sized.prefill_placements())
+    plan = ServingPlan(problem=sized, generate_on=placement, prefill_on=prefill_on, batch=batch)
+    contexts = sorted({*_CONTEXTS, context})
+    fronts = {each: pareto(fixed, [placement], [each]) for each in contexts}
+    memory = plan.memory_json()["per_device"]
+    work = sized.workload
+    rate = plan.tokens_per_s / sized.slice.chips
+    return Answer(
+        verdict=_verdict(plan, rate),
+        no="" if plan.fits else "It does not fit.",
+        figures=_figures(plan, rate, memory),
+        charts=(_front(fronts, context, plan, rate), _batches(fronts, context), _step(plan), _memory(plan, memory)),
+        notes=tuple(reason.text for reason in plan.reasons),
+        command=(
+            "rooftop", "plan", "serve", state["model"], "--on", sized.slice.name, "--weights", state["weights"], "--kv",
+            state["kv"], "--bounds", state["bounds"], "--prompt", str(work.prompt), "--generate", str(work.generate),
+            "--context", str(context), "--batch-seqs", str(batch), *_meshes(sized), "--contexts", f"{context}",
+        ),
+        sources=("Chapters 7 and 8. 'book': everything spread evenly, no network; 'usable': docs/plan-serve.md.",),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _server(
+    model: str, on: str, weights: str, kv: str, bounds: str, mesh: str
+) -> tuple[ServingProblem, tuple[Placement, ...]]:
+    """The server before batch and context, and where a step may run on it.
+
+    Kept while sliders move, since placements keep the prices of their collectives.
+    """
+    problem = ServingProblem(
+        model=load_model(model),
+        slice=Slice.parse(on),
+        workload=ServingWorkload(prompt=8192, generate=_ANSWER),
+        numerics=ServingNumerics(weights=weights, kv=kv),
+        bounds=bounds,
+        axes=parse_axes(mesh) if mesh and bounds != "book" else None,
+    )
+    placements = tuple(problem.generate_placements())
+    if not placements:
+        raise RooftopError("slice", on, f"a slice whose devices split the {problem.model.heads} heads and F evenly")
+    return problem, placements
+
+
+def _fixed(problem: ServingProblem, best: Placement) -> ServingProblem:
+    """The problem with generation where it is best, and prefills on tensor alone where that can be."""
+    if problem.book:
+        return problem
+    axes = {name: size for name, size in best.sizes.items() if size > 1}
+    fixed = replace(problem, axes=axes or {"tensor": 1}, kv_split=best.kv_split)
+    try:
+        alone = replace(fixed, prefill_axes={"tensor": best.slice.devices})
+        alone.prefill_placements()
+    except RooftopError:  # more devices than heads: the search finds another way
+        return fixed
+    return alone
+
+
+def _meshes(problem: ServingProblem) -> list[str]:
+    """Options that pin what was searched here."""
+    found: list[str] = []
+    for option, axes in (("--mesh", problem.axes), ("--prefill-mesh", problem.prefill_axes)):
+        if axes is not None:
+            found += [option, ",".join(f"{name}={size}" for name, size in axes.items())]
+    return found + ([] if problem.kv_split is None else ["--kv-split", problem.kv_split])
+
+
+def _verdict(plan: ServingPlan, rate: float) -> str:
+    if not plan.fits:
+        most = plan.max_batch
+        room = f"at most {most} sequences do" if most else "not one sequence does"
+        return f"A batch of {plan.batch} at this context does not fit {plan.problem.slice.name}: {room}."
+    busy = plan.breakdown()
+    most_of = max(busy, key=lambda name: busy[name])
+    why = {"weights_s": "reading weights", "kv_s": "reading the KV cache", "flops_s": "FLOPs", "ici_s": "the network"}
+    return (
+        f"{format_seconds(plan.step_s)} a token, {format_count(rate, 'tok/s')} per chip; "
+        f"{why[most_of]} takes most of a step."
+    )
+
+
+def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[Figure, ...]:
+    cost = plan.cost_per_million_tokens["output"]
+    return (
+        Figure(name="step_s", label="Step", value=plan.step_s, unit="s", level="expected",
+               formula="KV / W + max(2 B P / C, weights / W)" if plan.problem.book else "rows of the ledger",
+               source="chapter 7"),
+        Figure(name="tokens_per_s_per_chip", label="Throughput of a chip", value=rate, unit="tok/s", level="expected",
+               formula="batch / step / chips", source="chapter 8"),
+        Figure(name="tokens_per_s", label="Throughput", value=plan.tokens_per_s, unit="tok/s", level="expected",
+               formula="batch / step", source="chapter 8"),
+        Figure(name="ttft_s", label="Prefill (TTFT)", value=plan.ttft_s, unit="s", level="expected",
+               formula=f"{plan.problem.workload.prompt:,} tokens, no queue", source="chapter 8"),
+        Figure(name="max_batch", label="Largest batch", value=float(plan.max_batch), formula="what memory holds"),
+        Figure(name="memory_bytes", label="Memory of a device", value=memory["total"], unit="B", level="expected",
+               formula=f"of {format_bytes(memory['capacity'])}"),
+        Figure(name="kv_bytes", label="KV of a device", value=memory["kv"], unit="B",
+               formula="2 K H L x context x batch x bytes / devices", source="chapter 4"),
+        Figure(name="usd_per_million_tokens", label="Cost of a million tokens",
+               value=None if cost is None else f"${cost:,.2f}", level="expected", formula="generation, list price"),
+    )  # fmt: skip
+
+
+def _front(fronts: dict[int, list[dict[str, Any]]], context: int, plan: ServingPlan, rate: float) -> Lines:
+    return Lines(
+        title="Latency against throughput",
+        about="A point for each batch: up is cheaper, left is faster. Long contexts cost both.",
+        x=Axis(label="step", unit="s", scale="log"),
+        y=Axis(label="tokens/s per chip"),
+        series=(
+            *(
+                Series(
+                    name=f"context {each:,}",
+                    points=tuple((point["step_s"], point["tokens_per_s_per_chip"]) for point in points),
+                    names=tuple(f"batch {point['batch']}" for point in points),
+                    style="line" if each == context else "dashed",
+                )
+                for each, points in fronts.items()
+                if points
+            ),
+            Series(name=f"batch {plan.batch}", points=((plan.step_s, rate),), style="point"),
+        ),
+    )
+
+
+def _batches(fronts: dict[int, list[dict[str, Any]]], context: int) -> Lines:
+    return Lines(
+        title="Step over the batch",
+        about="Flat while the weights' bytes bind; it rises with the caches.",
+        x=Axis(label="batch, sequences", scale="log"),
+        y=Axis(label="step", unit="s", scale="log"),
+        series=tuple(
+            Series(
+                name=f"context {each:,}",
+                points=tuple((float(point["batch"]), point["step_s"]) for point in points),
+                style="line" if each == context else "dashed",
+            )
+            for each, points in fronts.items()
+            if points
+        ),
+    )
+
+
+def _step(plan: ServingPlan) -> Bars:
+    names = {"weights_s": "reading weights", "kv_s": "reading the cache", "flops_s": "FLOPs", "ici_s": "network"}
+    return Bars(
+        title="What a step needs",
+        about="Seconds at peak rates, each alone; the expected step is the line.",
+        unit="s",
+        bars=tuple(Bar(name=names[name], parts=(("at peak", value),)) for name, value in plan.breakdown().items()),
+        limit=(plan.step_s, "step"),
+    )
+
+
+def _memory(plan: ServingPlan, memory: dict[str, float]) -> Bars:
+    classes = tuple((name, memory[name]) for name in ("weights", "scales", "kv", "activations") if memory[name])
+    return Bars(
+        title="Memory of a device",
+        about=f"{plan.batch} sequences beside the weights.",
+        unit="B",
+        bars=(Bar(name=plan.problem.slice.name, parts=classes),),
+        limit=(memory["capacity"], "there is"),
+    )
+
+
+_DTYPES = ("bf16", "int8", "int4", "f8_e4m3")
+_CONTROLS: tuple[Control, ...] = (
+    select("model", "Model", presets(), "llama3-70b"),
+    text("on", "Slice", "v5e:4x4", suggestions=("v5e:2x4", "v5e:4x4", "v5e:4x8", "v6e:2x4", "v5p:2x2x2", "h100:8"),
+         fields=("slice", "chip", "flops dtype")),
+    slider("context", "Context, tokens", "8192", 128, 131072, halves=True, unit="tokens"),
+    slider("batch", "Batch, sequences", "32", 1, 4096, halves=True, fields=("batch_seqs",)),
+    select("weights", "Weights", _DTYPES, "int8"),
+    select("kv", "KV cache", _DTYPES, "int8"),
+    select("bounds", "Arithmetic", BOUNDS, "book",
+           help="The book's, or the planner's with layouts, networks and usable memory."),
+    text("mesh", "Mesh", "", suggestions=("tensor=16", "context=2,tensor=8"), fields=("mesh axis",),
+         help="Of a 'usable' plan; searched if empty."),
+)  # fmt: skip
+
+
+EXPLORER = Explorer(
+    name="serving",
+    title="Serving: latency and throughput",
+    summary="The Pareto front of a server over its batch, at any context: seconds a token against tokens a second.",
+    chapter="chapter 8",
+    controls=_CONTROLS,
+    answer=answer,
+)

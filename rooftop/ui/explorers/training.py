@@ -1,0 +1,199 @@
+"""Training strategies over the batch (chapter 5): compute against communication, for data, FSDP, tensor and mixes."""
+
+from __future__ import annotations
+
+from rooftop.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import load_model, presets
+from rooftop.plan import Problem, Workload, sweep
+from rooftop.plan.batches import BatchCurve, batch_curves, book_meshes
+from rooftop.plan.train import TrainingPlan
+from rooftop.quantities import format_count, format_seconds
+from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series
+from rooftop.ui.controls import Control, State, select, slider, text
+
+#: Curves that are drawn, and sequences a step of their points.
+_DRAWN = 6
+_SEQS = tuple(2**power for power in range(0, 15, 1))
+
+
+def answer(state: State) -> Answer:
+    """The chosen mesh at the chosen batch, and every strategy of chapter 5 over batches."""
+    where, model = Slice.parse(state["on"]), load_model(state["model"])
+    seqs, seq, tensor = state.count("batch_seqs"), state.count("seq"), state.count("tensor")
+    slices = {"data": where.num_slices} if where.num_slices > 1 else {}
+    inner = where.devices // where.num_slices
+    if inner % tensor:
+        raise RooftopError("tensor", tensor, f"a number that divides the {inner} devices of a slice")
+    axes = (
+        slices | ({"fsdp": inner // tensor} if inner // tensor > 1 else {}) | ({"tensor": tensor} if tensor > 1 else {})
+    )
+    problem = Problem(
+        model=model,
+        slice=where,
+        workload=Workload(batch_tokens=seqs * seq, seq_len=seq),
+        axes=axes or {"fsdp": 1},
+        remat=state["remat"],
+        microbatches=1,
+    )
+    priced = batch_curves(problem, [each * seq for each in _SEQS], book_meshes(problem))
+    plan = _plan(problem, priced)
+    seconds = {name: float(plan.ledger.total(name)) for name in ("mxu", "hbm", "ici", "dcn")}
+    network = seconds["ici"] + seconds["dcn"]
+    curves = _shown(priced, seqs * seq, axes)
+    exposed = plan.exposed_s()
+    return Answer(
+        verdict=_verdict(plan, seconds["mxu"], network),
+        no="" if plan.fits else "It does not fit.",
+        figures=(
+            Figure(name="expected_s", label="Step", value=plan.expected_s, unit="s", level="expected",
+                   formula="compute and what is not hidden"),
+            Figure(name="mxu_s", label="Compute", value=seconds["mxu"], unit="s", level="bound",
+                   formula="matmul FLOPs / C", source="chapter 5"),
+            Figure(name="network_s", label="Communication", value=network, unit="s", level="bound",
+                   formula="bytes / links, every collective", source="chapter 5"),
+            Figure(name="ratio", label="Compute over communication",
+                   value=seconds["mxu"] / network if network else "no communication", level="bound",
+                   formula="above 1: communication can hide", source="chapter 5"),
+            Figure(name="mfu", label="MFU", value=plan.mfu, unit="%", level="expected",
+                   formula="model FLOPs / (step x C)"),
+            Figure(name="tokens_per_chip", label="Tokens per chip", value=seqs * seq / where.chips, unit="tokens",
+                   formula="B / N", source="chapter 5"),
+            Figure(name="memory_bytes", label="Memory of a device", value=plan.memory_bytes, unit="B", level="expected",
+                   formula=f"of {format_count(problem.capacity, 'B')}"),
+            Figure(name="exposed_s", label="Not hidden", value=sum(exposed.values()), unit="s", level="expected",
+                   formula=", ".join(f"{name} {format_seconds(each)}" for name, each in exposed.items()) or "nothing"),
+        ),
+        charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), _steps(curves, problem, seqs)),
+        notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
+        command=(
+            "rooftop", "plan", "train", state["model"], "--on", where.name, "--mesh",
+            ",".join(f"{name}={size}" for name, size in problem.axes.items()) if problem.axes else "",
+            "--batch-seqs", str(seqs), "--seq", str(seq), "--remat", state["remat"], "--microbatches", "1",
+        ),
+        sources=("Chapter 5. Curves: bounds at peak rates on the fastest layout of each mesh; steps: docs/plan.md.",),
+    )  # fmt: skip
+
+
+def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
+    """The plan on the problem's mesh. Its curve knows the fastest layout; what does not fit is searched."""
+    here = next((curve for curve in curves if curve.axes == problem.axes), None)
+    if here is not None:
+        plan = TrainingPlan(problem=problem, mesh=here.mesh, choice=here.choice)
+        if plan.fits:
+            return plan
+    found = sweep(problem)
+    only = found.only(found.best)
+    return TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+
+
+def _verdict(plan: TrainingPlan, compute_s: float, network_s: float) -> str:
+    if not plan.fits:
+        over = plan.memory_bytes - plan.problem.capacity
+        return f"Does not fit: {format_count(over, 'B')} more than a device has. Try remat, or a smaller batch."
+    if network_s > compute_s:
+        return (
+            f"Communication takes {network_s / compute_s:.2g} times as long as compute: no overlap can hide it. "
+            f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU."
+        )
+    left = "" if network_s == 0 else f" Compute takes {compute_s / network_s:.2g} times as long as communication."
+    return f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU.{left}"
+
+
+def _shown(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> list[BatchCurve]:
+    """The pure strategies, the one that was chosen, and the fastest mixes at this batch."""
+    at = _nearest(tokens, curves[0])
+    ranked = sorted(curves, key=lambda curve: float(curve.expected_s[at]))
+    kept = [curve.axes for curve in curves if len(curve.axes) == 1 or curve.axes == axes]
+    kept += [curve.axes for curve in ranked if curve.axes not in kept][: max(0, _DRAWN - len(kept))]
+    return [curve for curve in curves if curve.axes in kept]
+
+
+def _nearest(tokens: int, curve: BatchCurve) -> int:
+    return int(abs(curve.batch_tokens - tokens).argmin())
+
+
+def _name(curve: BatchCurve) -> str:
+    return " x ".join(f"{name} {size}" for name, size in curve.axes.items()) or "one device"
+
+
+def _times(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> Lines:
+    here = next((curve for curve in curves if curve.axes == axes), curves[0])
+    return Lines(
+        title="Communication over the batch, by strategy",
+        about="Where a strategy's curve runs above compute, communication binds it.",
+        x=Axis(label="tokens of a step", scale="log"),
+        y=Axis(label="time of a step", unit="s", scale="log"),
+        series=(
+            Series(name="compute", points=_points(here.batch_tokens, here.compute_s), style="dashed"),
+            *(Series(name=_name(curve), points=_points(curve.batch_tokens, curve.network_s)) for curve in curves),
+        ),
+        marks=((float(tokens), "this batch"),),
+    )
+
+
+def _ratios(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> Lines:
+    return Lines(
+        title="Compute over communication",
+        about="Above 1 communication can hide behind compute. FSDP grows with the batch, tensor parallelism does not.",
+        x=Axis(label="tokens of a step", scale="log"),
+        y=Axis(label="ratio", scale="log"),
+        series=(
+            Series(name="1", points=((float(curves[0].batch_tokens[0]), 1.0), (float(curves[0].batch_tokens[-1]), 1.0)),
+                   style="dashed"),
+            *(
+                Series(name=_name(curve), points=_points(curve.batch_tokens, curve.compute_s / curve.network_s))
+                for curve in curves
+                if curve.network_s.all()
+            ),
+        ),
+        marks=((float(tokens), "this batch"),),
+    )  # fmt: skip
+
+
+def _points(x: object, y: object) -> tuple[tuple[float, float], ...]:
+    return tuple(zip(map(float, x), map(float, y), strict=True))  # type: ignore[call-overload]
+
+
+def _steps(curves: list[BatchCurve], problem: Problem, seqs: int) -> Bars:
+    """The expected step of each strategy at the batch of its curve that is nearest to the chosen one."""
+    tokens = problem.workload.batch_tokens
+    at = _nearest(tokens, curves[0])
+    bars = []
+    for curve in sorted(curves, key=lambda each: float(each.expected_s[at])):
+        fits = curve.memory_bytes[at] <= problem.capacity
+        compute = min(float(curve.compute_s[at]), float(curve.expected_s[at]))
+        bars.append(
+            Bar(
+                name=_name(curve) + ("" if fits else " (does not fit)"),
+                parts=(("matmuls at peak", compute), ("the rest", float(curve.expected_s[at]) - compute)),
+            )
+        )
+    return Bars(
+        title=f"Expected step at {format_count(float(curves[0].batch_tokens[at]))} tokens",
+        about="What is not matmuls at peak: slower matmuls, HBM, and collectives that nothing hides.",
+        unit="s",
+        bars=tuple(bars),
+    )
+
+
+_CONTROLS: tuple[Control, ...] = (
+    select("model", "Model", presets(), "llama3-70b"),
+    text("on", "Slice", "v5p:4x4x4", suggestions=("v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16", "v5e:16x16", "v6e:16x16",
+                                                  "tpu7x:4x4x4", "h100:8x8", "v5e:16x16@2"), fields=("slice", "chip")),
+    slider("batch_seqs", "Batch, sequences", "32", 1, 16384, fields=("batch_tokens", "batch")),
+    slider("tensor", "Tensor, ways", "1", 1, 64, fields=("mesh", "mesh axis"),
+           help="The other devices of a slice are FSDP."),
+    slider("seq", "Sequence, tokens", "4096", 512, 131072, fields=("seq_len",)),
+    select("remat", "Remat", ("none", "matmuls", "minimal", "block"), "none", fields=("microbatches",)),
+)  # fmt: skip
+
+
+EXPLORER = Explorer(
+    name="training",
+    title="Training strategies",
+    summary="Compute against communication over the batch: where data, FSDP, tensor and mixed sharding become bound.",
+    chapter="chapter 5",
+    controls=_CONTROLS,
+    answer=answer,
+)

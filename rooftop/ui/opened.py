@@ -1,0 +1,84 @@
+"""Files that rooftop wrote, shown: plans, compilations, explained runs. Each becomes an answer like an explorer's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.ui import plans, reports
+from rooftop.ui.answers import Answer
+
+_ACCEPTED = "a plan, a compilation, a simulation or an explained run: what rooftop wrote with -o or --json"
+#: Rows of the tables of an explained run.
+_TOP = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A file, what it is, and what it says."""
+
+    name: str
+    what: str
+    answer: Answer
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"name": self.name, "what": self.what} | self.answer.to_json()
+
+
+def opened(path: Path) -> Opened:
+    """What a file says; of a folder or a trace, what ``rooftop explain`` says of it. Raises RooftopError."""
+    if path.is_dir() or path.name.endswith(".xplane.pb"):
+        # Traces are read with JAX's own reader, which takes seconds to start.
+        try:
+            from rooftop.explain.measured import explain
+        except ImportError as absent:
+            raise RooftopError("file", path.name, f"JAX to read it with (no {absent.name} here)") from None
+        return opened_json(path.name, explain(path).to_json(top=_TOP))
+    try:
+        body = path.read_bytes()
+    except OSError as error:
+        raise RooftopError("file", path.name, f"a file that can be read ({error.strerror})") from None
+    return opened_text(path.name, body)
+
+
+def opened_text(name: str, body: bytes) -> Opened:
+    """What the content of a file says. Raises RooftopError on what rooftop did not write."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RooftopError("file", name, f"{_ACCEPTED} (not JSON: {str(error)[:120]})") from None
+    return opened_json(name, data)
+
+
+def opened_json(name: str, data: Any) -> Opened:
+    """What JSON values say. Raises RooftopError on what rooftop did not write, or did not write so."""
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if not isinstance(kind, str) or kind not in _READERS:
+        raise RooftopError("file", name, f"{_ACCEPTED}; its kind one of {', '.join(_READERS)}")
+    what, read = _READERS[kind]
+    try:
+        answer = read(data)
+        json.dumps(answer.to_json(), allow_nan=False)
+    except Infeasible as no:
+        raise RooftopError("file", name, str(no)) from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        accepted = f"{what} as rooftop writes it ({type(error).__name__}: {str(error)[:120]})"
+        raise RooftopError("file", name, accepted) from None
+    return Opened(name=name, what=what, answer=answer)
+
+
+#: Kind of a file -> what it is called, and what reads it.
+_READERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Answer]]] = {
+    "train": ("a plan of a training run", plans.train),
+    "serve": ("a plan of a server", plans.serve),
+    "pareto": ("a front of servers", plans.pareto),
+    "embed": ("a plan of embedding tables", plans.embed),
+    "compiled": ("a compilation", reports.compiled),
+    "explained": ("an explained run", reports.explained),
+    "simulation": ("a simulation", reports.simulation),
+}
