@@ -43,9 +43,15 @@ class Forward:
     mesh: Mesh
     into_data: tuple[str, ...] = ("stage",)
 
+    @property
+    def _moves(self) -> bool:
+        return any(self.mesh.shape[axis] > 1 for axis in self.into_data)
+
     @cached_property
     def own_mesh(self) -> Mesh:
-        """The mesh that it runs on: the same devices, all ``AXES``."""
+        """The mesh that it runs on: the same devices, all ``AXES``; the given one where nothing moves."""
+        if not self._moves:
+            return self.mesh
         moved = ("data", *self.into_data)
         rest = tuple(axis for axis in self.mesh.axis_names if axis not in moved)
         order = [self.mesh.axis_names.index(axis) for axis in (*moved, *rest) if axis in self.mesh.axis_names]
@@ -63,7 +69,7 @@ class Forward:
 
     def weights(self, weights: Transformer[jax.Array]) -> Transformer[jax.Array]:
         """The weights of the training mesh, laid for this one; the same arrays where nothing moves."""
-        if all(self.mesh.shape.get(axis, 1) == 1 for axis in self.into_data):
+        if not self._moves:
             return weights
         places = shardings(describe(self.program.model), self.own_mesh, self.program.specs(self.own_mesh))
         moved: Transformer[jax.Array] = jax.device_put(weights, places)
