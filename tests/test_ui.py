@@ -312,11 +312,12 @@ def test_an_explained_run_is_shown_beside_its_plan() -> None:
     data = {
         "kind": "explained", "schema": 1, "rooftop_version": "0", "trace": "run", "mesh": {"data": 2}, "programs": [],
         "devices": {"kind": "tpu", "count": 2, "hosts": 1, "emulated": False}, "missing": {}, "verdict": "half",
-        "roofline": 0.5, "bound": "mxu", "roofs": None, "achieved": None, "step_s": 1.0, "busy_s": 0.7, "compute_s": 0.5,
+        "roofline": 0.5, "bound": "mxu", "roofs": None, "achieved": [], "step_s": 1.0, "busy_s": 0.7, "compute_s": 0.5,
         "exposed_s": 0.2, "held_s": 0.0, "idle_s": 0.3, "attributed": 0.96, "marked": "", "rows": [row],
         "steps": [{"number": 1, "seconds": 1.0, "slowest_s": 1.0, "busy_s": 0.7, "exposed_s": 0.2, "counted": True}],
         "collectives": [], "idle": [], "operations": [], "losses": [], "advice": [], "notes": [], "empty": {},
         "memory": [{"host": "a", "allocator": "b", "peak_bytes": 9, "capacity_bytes": 10, "points": [[0, 3], [1, 9]]}],
+        "sparse_cores": {"cores": [], "overlap": None, "minibatches": 0, "dropped_ids": 0},
     }  # fmt: skip
     Draft202012Validator(schema("explain")).validate(data)
     shown = opened_json("x.json", data).answer.to_json()
