@@ -54,8 +54,8 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
     from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
 
     from rooftop.embed.preprocess import Preprocessor
-    from rooftop.embed.statistics import StackLimits
     from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+    from rooftop.models.tables_limits import StackLimits
     from rooftop.models.tables_stacking import padded, stack_tables
 
     inputs = draw(batch)

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.arrays import Mesh
-from rooftop.embed.statistics import StackLimits, full_buffer
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.files import write_text
 from rooftop.hardware import Slice
 from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.plan.embed import EmbedPlan
 from rooftop.plan.embed_problem import EmbedProblem, per_device
 from rooftop.xla.compiling import Request

@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rooftop.arrays import Mesh
-from rooftop.embed.statistics import StackLimits, full_buffer
 from rooftop.files import write_text
 from rooftop.hardware import Slice
 from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.plan.embed_problem import per_device, stacking_on
 from rooftop.xla.compiling import Request, compile_ahead_of_time
 from rooftop.xla.sparsecore_overlap import PIPELINING_OPTIONS, sparsecore_overlap

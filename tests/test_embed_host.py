@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from rooftop.embed import keys
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
-from rooftop.embed.statistics import StackLimits, full_buffer
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.models.tables_stacking import Stacking, stack_tables
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -480,3 +480,69 @@ def test_a_preprocessor_that_cannot_be() -> None:
 def test_kernels_that_are_not_installed() -> None:
     with pytest.raises(RooftopError, match="accelerate: got True; accepted: numba to be installed"):
         Preprocessor(one_table(), batch=2, accelerate=True)
+
+
+@pytest.mark.parametrize("accelerate", KERNELS)
+def test_passes_over_samples_hold_what_one_pass_holds(accelerate: bool) -> None:
+    tables = Tables(
+        tables=(Table(name="a", vocabulary=90, width=8), Table(name="b", vocabulary=40, width=8, combiner="sum")),
+        features=(
+            Feature(name="x", table="a"), Feature(name="y", table="a"), Feature(name="s", table="b", length=3),
+        ),
+    )  # fmt: skip
+    stacking = stack_tables(tables, cores=4, cores_per_device=2, batch=40)
+    (stack,) = stacking.stacks
+    random = np.random.default_rng(0)
+    lengths = {"x": 9, "y": 4, "s": 4}
+    inputs = {
+        name: [random.integers(0, 40, random.integers(0, most)) for _ in range(40)] for name, most in lengths.items()
+    }
+    room = {stack.name: StackLimits(max_ids=400, max_unique_ids=400, buffer=8000)}
+    found = {
+        passes: Preprocessor(
+            stacking, batch=40, limits=room, minibatching=True, sample_passes=passes, accelerate=accelerate, threads=2
+        ).preprocess(inputs)
+        for passes in (1, 4)
+    }
+    assert found[4].minibatches == 4 and found[1].minibatches == 1
+    seen = {passes: one.statistics.stacks[stack.name] for passes, one in found.items()}
+    assert seen[4].ids == seen[1].ids and (seen[4].max_ids < seen[1].max_ids).all()
+    # Of each pass the samples that are its part of a feature's rows of activations.
+    parts = np.concatenate([np.arange(rows) * 4 // rows for rows in (10, 10, 30)])
+    fullest = np.zeros((2, 4), np.int64)
+    for device in range(2):
+        entries: dict[int, list[tuple[int, ...]]] = {1: [], 4: []}
+        for passes, one in found.items():
+            buffers = one.buffers[stack.name]
+            ends = buffers.row_pointers[device][: 2 * passes * 8].reshape(2, passes, 8)
+            begin = 0
+            for source, index, core in np.ndindex(2, passes, 4):
+                end = ends[source, index, core]
+                samples = buffers.sample_ids[device, begin:end]
+                assert passes == 1 or (parts[samples] == index).all()
+                rows = buffers.embedding_ids[device, begin:end]
+                gains = buffers.gains[device, begin:end]
+                entries[passes] += [
+                    (source, core, *each) for each in zip(rows.tolist(), samples.tolist(), gains.tolist(), strict=True)
+                ]
+                if passes == 4:
+                    fullest[device, core] = max(fullest[device, core], end - begin)
+                begin = -(-end // 8) * 8
+        assert sorted(entries[1]) == sorted(entries[4])
+    assert (seen[4].max_ids == fullest).all()
+    observed = Preprocessor(stacking, batch=40, minibatching=True, sample_passes=4).observe(inputs)
+    assert observed.minibatches == 4 and (observed.stacks[stack.name].buffer == seen[4].buffer).all()
+
+
+def test_an_id_of_every_sample_fits_in_passes_over_samples_alone() -> None:
+    tables = Tables(tables=(Table(name="t", vocabulary=64, width=8),), features=(Feature(name="f", table="t"),))
+    stacking = stack_tables(tables, cores=2, cores_per_device=2, batch=64)
+    small = {"t": StackLimits(max_ids=8, max_unique_ids=8, buffer=64)}
+    inputs = {"f": np.zeros(64, np.int64)}
+    with pytest.raises(RooftopError, match="32 ids"):
+        Preprocessor(stacking, batch=64, limits=small, minibatching=True).preprocess(inputs)
+    options = {"batch": 64, "limits": small, "minibatching": True}
+    made = Preprocessor(stacking, sample_passes=4, **options).preprocess(inputs)  # type: ignore[arg-type]
+    assert made.minibatches == 4 and made.statistics.stacks["t"].dropped == 0
+    with pytest.raises(RooftopError, match="16 ids"):
+        Preprocessor(stacking, sample_passes=2, **options).preprocess(inputs)  # type: ignore[arg-type]

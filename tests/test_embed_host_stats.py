@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for stack in answer["stacks"]:
         assert stack["limits"] == vars(found[stack["name"]])
         assert all(stack["observed"][limit] <= stack["limits"][limit] for limit in stack["limits"])
+
+
+def test_ids_that_are_left_out_are_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables, data = tmp_path / "tables.toml", tmp_path / "data.parquet"
+    tables.write_text(TOML.replace("vocabulary = 1000", "vocabulary = 500"))
+    write(data, 64, 0)
+    with warnings.catch_warnings():
+        # pytest makes errors of them.
+        warnings.simplefilter("default")
+        stats(str(tables), str(data), "--on", "v6e:2x2", "--batch", "64", "--out-of-range", "warn")
+    out, err = capsys.readouterr()
+    assert err.startswith("rooftop: features.user_id: ") and "left out" in err and err.count("\n") == 1
+    assert "ids of user_id out of range" in out
 
 
 @pytest.mark.parametrize(

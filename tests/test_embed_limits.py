@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from rooftop.embed.limits import compare, estimate, expected, feed_back, observe, read_limits, rung, write_limits
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import StackLimits, Statistics
+from rooftop.embed.statistics import Statistics
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, Tables
+from rooftop.models.tables_limits import StackLimits
 from rooftop.models.tables_stacking import Stacking, stack_tables
 
 BATCH = 64

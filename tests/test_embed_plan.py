@@ -15,14 +15,14 @@ from conftest import Answer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.embed.statistics import StackLimits, full_buffer
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.plan.embed import UNITS, EmbedPlan
 from rooftop.plan.embed_exchange import cheapest_exchange, exchanged_bytes
 from rooftop.plan.embed_memory import document_stack_bytes, replica_factor, stack_bytes, tile_bytes, tile_room
-from rooftop.plan.embed_problem import EmbedProblem, scaled
+from rooftop.plan.embed_problem import EmbedProblem
 from rooftop.schemas import schema
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "embed_memory.csv"
@@ -115,6 +115,14 @@ def test_the_documents_estimate_is_the_leading_term() -> None:
 CHIP = Slice.parse("v5p:2x2x1").chip
 
 
+def test_a_replicas_share_of_the_ids_is_rounded_up() -> None:
+    # Lookups compiled for v6e:2x2, width 16: 8 SparseCores, and so 8 replicas each.
+    room = tile_room(Slice.parse("v6e:2x2").chip)
+    for ids, unique, compiled in ((152, 128, 257_536), (480, 128, 601_600)):
+        ours = stack_bytes("forward", width=16, max_ids=ids, max_unique_ids=unique, cores=8, slots=0, room=room)
+        assert ours == pytest.approx(compiled, rel=0.01)
+
+
 def test_replicas_grow_as_the_compiler_was_seen_to_make_them() -> None:
     # From compilations that raised one limit alone: v5p, 16 SparseCores, width 8, SGD.
     seen = {
@@ -164,7 +172,7 @@ def test_hbm_that_overflows_is_refused_with_the_largest_limits() -> None:
     assert 0 < most < 5000
     limits = big.problem.limits["user"]
     for share, fits in ((most / 5000 + 1e-9, True), (most / 5000 * 1.02, False)):
-        again = EmbedPlan(problem=dataclasses.replace(big.problem, limits={"user": scaled(limits, share)}))
+        again = EmbedPlan(problem=dataclasses.replace(big.problem, limits={"user": limits.scaled(share)}))
         assert again.memory["fits"]["sequential"] is fits
         assert (again.obstacles == []) is fits
 
@@ -182,6 +190,17 @@ def test_memory_counts_padding_slots_and_steps_under_way() -> None:
     assert own["tables"] == own["slots"] == rows * 64 * 4
     step = plan.memory["inputs"] + 2 * plan.memory["activations"]
     assert plan.memory["total"]["pipelined"] - plan.memory["total"]["sequential"] == 2 * step
+
+
+def test_an_optimizer_of_whole_rows_is_an_obstacle() -> None:
+    tables = Tables(
+        tables=(Table(name="user", vocabulary=1000, width=8, optimizer=TableOptimizer(kind="rowwise_adagrad")),),
+        features=(Feature(name="f", table="user"),),
+    )
+    plan = EmbedPlan(problem=dataclasses.replace(problem(), tables=tables))
+    plan.require_fit()
+    assert not plan.to_json()["executable"]
+    assert [text for text in plan.obstacles if "rowwise_adagrad of stack user" in text]
 
 
 def test_a_step_is_bound_by_what_is_busiest() -> None:

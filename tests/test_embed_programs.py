@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from embedding_reference import DenseTable, look_up, table_gradient
 
 from rooftop.embed.inputs import PAD, Ragged
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import StackLimits, full_buffer
 from rooftop.errors import RooftopError
 from rooftop.models.tables import (
     COMBINERS,
@@ -25,9 +25,11 @@ from rooftop.models.tables import (
     TableOptimizer,
     Tables,
 )
+from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.models.tables_stacking import Stacking, stack_tables, unpack
 from rooftop.plan.embed_exchange import EXCHANGES
 from rooftop.programs.embedding import EmbeddingProgram, lookup, update
+from rooftop.programs.embedding_optimizers import row_rule
 from rooftop.programs.embedding_state import EmbeddingState, device_inputs, initialise
 
 BATCH = 32
@@ -95,9 +97,9 @@ def gradients_of(tables: Tables, seed: int, batch: int = BATCH) -> dict[str, np.
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def limits_for(stacking: Stacking, batches: list[Mapping[str, Any]]) -> dict[str, StackLimits]:
-    """Limits that the batches just keep within."""
-    observer = Preprocessor(stacking, batch=BATCH)
+def limits_for(stacking: Stacking, batches: list[Mapping[str, Any]], passes: int = 1) -> dict[str, StackLimits]:
+    """Limits that the batches just keep within, in so many passes over samples."""
+    observer = Preprocessor(stacking, batch=BATCH, minibatching=passes > 1, sample_passes=passes)
     seen = observer.observe(batches[0])
     for each in batches[1:]:
         seen = seen.merged(observer.observe(each))
@@ -105,7 +107,9 @@ def limits_for(stacking: Stacking, batches: list[Mapping[str, Any]]) -> dict[str
     for name, one in seen.stacks.items():
         most = int(one.max_ids.max())
         found[name] = StackLimits(
-            max_ids=most, max_unique_ids=int(one.max_unique_ids.max()), buffer=full_buffer(most, stacking.cores)
+            max_ids=most,
+            max_unique_ids=int(one.max_unique_ids.max()),
+            buffer=passes * full_buffer(most, stacking.cores),
         )
     return found
 
@@ -128,6 +132,7 @@ class Case:
     per_device: int = 2
     exchange: str | None = None
     minibatching: bool = False
+    sample_passes: int = 1
     steps: int = 3
 
     def run(self) -> None:
@@ -135,8 +140,12 @@ class Case:
             self.tables, cores=self.devices * self.per_device, cores_per_device=self.per_device, batch=BATCH
         )
         batches = [batch_of(self.tables, seed) for seed in range(self.steps)]
-        limits = limits_for(stacking, [inputs_of(self.tables, each) for each in batches])
-        if self.minibatching:
+        inputs_of_batches = [inputs_of(self.tables, each) for each in batches]
+        limits = limits_for(stacking, inputs_of_batches, self.sample_passes)
+        if self.sample_passes > 1:
+            whole = limits_for(stacking, inputs_of_batches)
+            assert all(limits[name].max_ids < whole[name].max_ids for name in limits)
+        elif self.minibatching:
             limits = {
                 name: StackLimits(
                     max_ids=max(4, one.max_ids // 2),
@@ -146,13 +155,14 @@ class Case:
                 )
                 for name, one in limits.items()
             }
-        preprocessor = Preprocessor(stacking, batch=BATCH, limits=limits, minibatching=self.minibatching)
+        how = {"minibatching": self.minibatching, "sample_passes": self.sample_passes}
+        preprocessor = Preprocessor(stacking, batch=BATCH, limits=limits, **how)  # type: ignore[arg-type]
         program = EmbeddingProgram(
             stacking=stacking,
             batch=BATCH,
             limits=limits,
-            minibatching=self.minibatching,
             exchange=self.exchange,
+            **how,  # type: ignore[arg-type]
         )
         mesh = mesh_of(self.devices)
         state = initialise(stacking, mesh, seed=0)
@@ -284,3 +294,30 @@ def test_a_learning_rate_of_nothing_moves_nothing_and_padding_stays_as_it_was() 
         narrow = max(place.table.width for place in stack.places)
         assert not new[:, :, narrow:].any()
     assert int(still.step) == 1
+
+
+@pytest.mark.parametrize(("kind", "devices", "exchange"), [("adagrad", 4, "rows"), ("adam", 1, "activations")])
+def test_passes_over_samples_update_each_row_once(kind: str, devices: int, exchange: str) -> None:
+    Case(model(kind, "sqrtn"), devices=devices, minibatching=True, sample_passes=4, exchange=exchange, steps=2).run()
+
+
+def test_passes_over_samples_need_their_layout_and_updates_that_add() -> None:
+    stacking = stack_tables(model("adagrad", "sum"), cores=2, cores_per_device=2, batch=BATCH)
+    limits = {stack.name: StackLimits(max_ids=8, max_unique_ids=8, buffer=64) for stack in stacking.stacks}
+    with pytest.raises(RooftopError, match="minibatching"):
+        EmbeddingProgram(stacking=stacking, batch=BATCH, limits=limits, sample_passes=2)
+    with pytest.raises(RooftopError, match="SparseCores update a row in every pass"):
+        EmbeddingProgram(
+            stacking=stacking, batch=BATCH, limits=limits, minibatching=True, sample_passes=2, kernel="sparsecore"
+        )
+    with pytest.raises(RooftopError, match="sample_passes: got 2; accepted: a whole number from 1 to 1"):
+        Preprocessor(stacking, batch=BATCH, limits=limits, sample_passes=2)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_gradient_that_is_no_number_is_not_hidden(kind: str) -> None:
+    optimizer = TableOptimizer(kind=kind)
+    row, gradient = jnp.ones((1, 8)), jnp.full((1, 8), jnp.nan)
+    slots = tuple(jnp.full((1, width), 0.5) for width in optimizer.slots(8))
+    new, _ = row_rule(optimizer)(row, slots, gradient, jnp.float32(0.1), jnp.float32(1), jnp.full((1, 1), 8.0))
+    assert jnp.isnan(new).all()

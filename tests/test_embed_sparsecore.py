@@ -10,10 +10,10 @@ import jax
 import pytest
 
 from rooftop.arrays import Mesh
-from rooftop.embed.statistics import StackLimits, full_buffer
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.models.tables_stacking import stack_tables
 from rooftop.plan.embed_memory import stack_bytes, tile_room
 from rooftop.plan.embed_problem import per_device
@@ -67,7 +67,7 @@ def test_the_compiler_marks_what_is_planned(on: str, part: str, kind: str) -> No
     )
     assert planned == pytest.approx(marks.hbm_bytes, rel=0.05)
     assert 0 < marks.tile_bytes <= tile_room(where.chip)
-    assert f"tables/t/{part}" in marks.hlo_text
+    assert f"tables/t/{part}" in marks.compiled.hlo_text
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from rooftop.embed.checkpoint import restore
 from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
 from rooftop.embed.train import Trainer, TrainOptions, check_finite
 from rooftop.errors import Infeasible, RooftopError
+from rooftop.models.tables import Initializer
 
 BATCHES = 24
 
@@ -137,3 +139,20 @@ def test_a_number_that_is_none_is_named_with_its_table_and_batch(clicks: Path, t
     tables[stack.name] = broken
     with pytest.raises(Infeasible, match=r"table t2 after batch 7: 1 rows .* first row 5"):
         check_finite(tables, trainer.stacking, 7)
+
+
+def test_the_check_names_the_batch_that_broke_a_table(clicks: Path, tmp_path: Path) -> None:
+    model = tables()
+    wild = dataclasses.replace(model.tables[2], initializer=Initializer(kind="constant", parameters=(("value", 3e38),)))
+    model = dataclasses.replace(model, tables=(*model.tables[:2], wild, *model.tables[3:]))
+    late = Trainer(options(clicks, tmp_path / "late", tables=model, devices=1, checkpoint_every=8))
+    with pytest.raises(Infeasible, match="after batch 8:"):
+        late.train()
+    checked = Trainer(options(clicks, tmp_path / "run", tables=model, devices=1, checkpoint_every=8, checks=("nan",)))
+    with pytest.raises(Infeasible, match=r"table t\d after batch [1-7]:"):
+        checked.train()
+
+
+def test_checks_of_sparsecores_need_sparsecores(clicks: Path, tmp_path: Path) -> None:
+    with pytest.raises(RooftopError, match=r"check: got 'bounds'; accepted: nan: .* not for cpu"):
+        Trainer(options(clicks, tmp_path / "run", checks=("nan", "bounds")))

@@ -47,6 +47,7 @@ class _SeveralArrays(click.Command):
 @click.option("--on", "slice_", metavar="SLICE", help="The slice to compile a function for, such as v5e:4x4.")
 @click.option("--layout", metavar="LAYOUT", help="Pin the axes to the torus: X=x,Y=y[1:2]+z.")
 @click.option("--auto", is_flag=True, help="Leave a function's axes to the partitioner: not JAX's explicit mode.")
+@click.option("--check", metavar="NAMES", help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @click.option("--timeout", metavar="S", help="Give up after so many seconds.")
 @click.option("--no-cache", is_flag=True, help="Compile again, even if the answer is known.")
 @click.option("--top", default="10", show_default=True, metavar="N", help="Operations and buffers to list.")
@@ -59,6 +60,7 @@ class _SeveralArrays(click.Command):
 def command(
     as_json: bool,
     program: str,
+    check: str | None,
     timeout: str | None,
     no_cache: bool,
     top: str,
@@ -72,8 +74,9 @@ def command(
     r"""Compile ahead of time with XLA:TPU, no TPU needed, and read what the compiler made of it.
 
     Of a PLAN.json written by 'rooftop plan', planned and compiled stand side by side: FLOPs, memory, collectives and
-    time by scope and phase, with what was not planned and what is missing. Of MODULE:FUNCTION, any function of JAX
-    arrays, the compiled ledger and a roofline for every op.
+    time by scope and phase, with what was not planned and what is missing. Of a plan of 'rooftop plan embed', the
+    memory that SparseCores need for each stack of tables, and what whole steps overlap. Of MODULE:FUNCTION, any
+    function of JAX arrays, the compiled ledger and a roofline for every op.
 
     \b
     Examples: rooftop compile plan.json
@@ -86,10 +89,22 @@ def command(
     listed = parse_count(top, "top")
     timeout_s = None if timeout is None else parse_quantity(timeout, "timeout")
     with _progress_line(shown=not as_json) as on_progress:
-        how = {"timeout_s": timeout_s, "cache": not no_cache, "save": save is not None, "on_progress": on_progress}
+        how: dict[str, Any] = {"timeout_s": timeout_s, "cache": not no_cache, "on_progress": on_progress}
+        plan = None
         if Path(program).suffix == ".json":
-            _refuse(of_function)
-            answer = _compiled_plan(Path(program), how)
+            _refuse(of_function, "nothing with a plan, which says all that is needed")
+            plan = read_plan_file(Path(program))
+        if plan is not None and plan.get("kind") == "embed":
+            from rooftop.cli import compile_embed
+
+            of_one_program = {"save": save, "perfetto": perfetto, "xprof": xprof, "report": report}
+            _refuse(of_one_program, "nothing with a plan of embeddings: it has many programs")
+            of_tables = compile_embed.compiled_tables(plan, check, how)
+            return compile_embed.give(of_tables, top=listed, as_json=as_json, output=output)
+        _refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
+        how["save"] = save is not None
+        if plan is not None:
+            answer = _compiled_plan(program, plan, how)
         elif ":" in program:
             answer = _compiled_function(program, **of_function, how=how)
         else:
@@ -98,14 +113,14 @@ def command(
     return _give(answer, top=listed, as_json=as_json, files=files)
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise RooftopError if an option is given that only functions have."""
+def _refuse(options: Mapping[str, Any], accepted: str) -> None:
+    """Raise RooftopError if one of the options is given."""
     from rooftop.errors import RooftopError
 
     names = {"slice_": "on", "arrays": "args"}
     for name, value in options.items():
         if value:
-            raise RooftopError(names.get(name, name), value, "nothing with a plan, which says all that is needed")
+            raise RooftopError(names.get(name, name), str(value), accepted)
 
 
 @contextmanager
@@ -124,8 +139,8 @@ def _progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | No
         click.echo("\r\x1b[K", err=True, nl=False)
 
 
-def _compiled_plan(file: Path, how: Mapping[str, Any]) -> Report | Refusal:
-    plan = read_plan(file)
+def _compiled_plan(file: str, data: Mapping[str, Any], how: Mapping[str, Any]) -> Report | Refusal:
+    plan = _training_plan(file, data)
     from rooftop.xla.compiling import require_compiler
 
     require_compiler()
@@ -136,14 +151,17 @@ def _compiled_plan(file: Path, how: Mapping[str, Any]) -> Report | Refusal:
 
 def read_plan(file: Path) -> TrainingPlan:
     """The plan in a file. Raises RooftopError, in one line, for a file that is not there or is no plan."""
+    return _training_plan(str(file), read_plan_file(file))
+
+
+def _training_plan(file: str, data: Mapping[str, Any]) -> TrainingPlan:
     from rooftop.errors import RooftopError
     from rooftop.plan import TrainingPlan
     from rooftop.schemas import schema
 
-    data = read_plan_file(file)
     absent = [name for name in schema("plan")["required"] if name not in data]
     if absent:
-        raise RooftopError("plan", str(file), f"a plan.json written by rooftop plan (without {', '.join(absent)})")
+        raise RooftopError("plan", file, f"a plan.json written by rooftop plan (without {', '.join(absent)})")
     return TrainingPlan.from_json(data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,9 @@ def stats(
     from rooftop.embed.batches import parquet_batches
     from rooftop.embed.limits import compare, estimate, feed_back, observe, read_limits, write_limits
     from rooftop.embed.preprocess import Preprocessor
-    from rooftop.embed.statistics import Limits
     from rooftop.hardware.slices import Slice
     from rooftop.models.tables_files import load_tables
+    from rooftop.models.tables_limits import Limits
     from rooftop.models.tables_stacking import stack_tables
     from rooftop.quantities import parse_count
 
@@ -71,7 +72,9 @@ def stats(
     before = None if current is None else read_limits(current, stacking, batch=samples)
     preprocessor = Preprocessor(stacking, batch=samples, threads=threads, out_of_range=out_of_range)
     most = None if batches is None else parse_count(batches, "batches")
-    statistics = observe(preprocessor, islice(parquet_batches(data, model, samples), most))
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"rooftop: {message}", err=True)
+        statistics = observe(preprocessor, islice(parquet_batches(data, model, samples), most))
     kept = None
     limits: Limits = estimate(statistics, stacking, headroom=headroom)
     if before is not None:

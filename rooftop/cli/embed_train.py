@@ -19,10 +19,11 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.argument("run", type=_FOLDER)
 @click.option("--batch", default="1024", show_default=True, metavar="N", help="Samples of a step, on all devices.")
 @click.option("--steps", metavar="N", help="At most so many batches in all. All of the data if not given.")
-@click.option("--devices", default=1, show_default=True, help="Devices that are here, to split tables and batch over.")
+@click.option("--devices", metavar="N", help="Emulate N devices on the CPU. [default: the devices that are here]")
 @click.option("--cores-per-device", default=2, show_default=True, help="SparseCores that each device stands for.")
 @click.option("--pipelined", is_flag=True, help="Overlap tables and dense part: gradients are stale by a step.")
 @click.option("--checkpoint-every", default=100, show_default=True, metavar="N", help="Batches between checkpoints.")
+@click.option("--check", metavar="NAMES", help="Look for faults: nan; on TPUs also bounds and buffers.")
 @click.option("--evaluate", type=_FILE, help="Data to tell the AUC on, at the end.")
 @click.option("--seed", default=0, show_default=True)
 @json_option
@@ -32,10 +33,11 @@ def train(
     run: Path,
     batch: str,
     steps: str | None,
-    devices: int,
+    devices: str | None,
     cores_per_device: int,
     pipelined: bool,
     checkpoint_every: int,
+    check: str | None,
     evaluate: Path | None,
     seed: int,
     as_json: bool,
@@ -47,10 +49,13 @@ def train(
     """
     from rooftop.cli.train_process import prepare_environment
 
-    prepare_environment({"devices": None}, packages=("jax",), extra="embed")
+    prepare_environment({"devices": devices}, packages=("jax",), extra="embed")
+    import jax
+
     from rooftop.embed.train import Trainer, TrainOptions
     from rooftop.models.tables_files import load_tables
     from rooftop.quantities import parse_count
+    from rooftop.xla.sparsecore_checks import parse_checks
 
     trainer = Trainer(
         TrainOptions(
@@ -59,11 +64,12 @@ def train(
             run=run,
             batch=parse_count(batch, "batch"),
             steps=None if steps is None else parse_count(steps, "steps"),
-            devices=devices,
+            devices=len(jax.devices()) if devices is None else parse_count(devices, "devices"),
             cores_per_device=cores_per_device,
             pipelined=pipelined,
             checkpoint_every=checkpoint_every,
             seed=seed,
+            checks=parse_checks(check),
         )
     )
     begun = trainer.done

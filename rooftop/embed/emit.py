@@ -21,7 +21,7 @@ from rooftop.models.tables_stacking import ALIGNMENT
 NO_ID = np.int32(2**31 - 1)
 NO_GAIN = np.float32(np.nan)
 #: Ids that are written at once: as many as stay, with their indices, in a core's cache.
-_WRITTEN_AT_ONCE = 30_000
+_WRITTEN_AT_ONCE = 60_000
 
 
 @dataclass(kw_only=True)
@@ -109,12 +109,19 @@ def collect(tables: Sequence[tuple[Layout, Merged, int]], space: Space, *, count
     for layout, merged, offset in tables:
         span = slice(at, at + len(merged.keys))
         dtype = merged.keys.dtype.type
-        local = merged.keys >> dtype(layout.sample_bits)
-        local &= dtype((1 << layout.row_bits) - 1)
-        np.add(local, dtype(layout.place.offset), out=rows[span], casting="unsafe")
-        np.bitwise_and(merged.keys, dtype((1 << layout.sample_bits) - 1), out=local)
-        np.add(local, dtype(offset), out=samples[span], casting="unsafe")
-        gains[span] = 1 if merged.gains is None else merged.gains
+        # 32-bit keys become rows and samples where those go; wider ones are cut at the end.
+        own_rows, own_samples = (
+            (array[span].view(dtype) if dtype is np.uint32 else np.empty_like(merged.keys)) for array in (rows, samples)
+        )
+        np.right_shift(merged.keys, dtype(layout.sample_bits), out=own_rows)
+        own_rows &= dtype((1 << layout.row_bits) - 1)
+        np.bitwise_and(merged.keys, dtype((1 << layout.sample_bits) - 1), out=own_samples)
+        for array, own, first in ((rows, own_rows, layout.place.offset), (samples, own_samples, offset)):
+            if first:
+                own += dtype(first)
+            if dtype is not np.uint32:
+                array[span] = own
+        gains[span] = merged.gains if merged.gains is not None else 1 if merged.counts is None else merged.counts
         if counts is not None and merged.counts is not None:
             counts[span] = merged.counts
         at = span.stop
@@ -130,7 +137,8 @@ def collect(tables: Sequence[tuple[Layout, Merged, int]], space: Space, *, count
 
 def padding(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Padding behind partitions of ``sizes`` ids."""
-    found: NDArray[np.int64] = -sizes % ALIGNMENT
+    # ALIGNMENT is a power of two.
+    found: NDArray[np.int64] = -sizes & (ALIGNMENT - 1)
     return found
 
 
@@ -153,7 +161,7 @@ def arrange(sizes: NDArray[np.int64], starts: NDArray[np.int64], total: int, per
     shifts[:, :, :tables] = starts.transpose(1, 2, 0)
     shifts -= (np.cumsum(runs.reshape(-1)) - runs.reshape(-1)).reshape(runs.shape)
     shifts[:, :, tables] = total
-    found: NDArray[np.int64] = np.repeat(shifts.reshape(-1), runs.reshape(-1))
+    found: NDArray[np.int64] = shifts.reshape(-1).repeat(runs.reshape(-1))
     found += np.arange(len(found))
     return found.reshape(sources // per_row, width)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.embed.statistics import StackLimits
 from rooftop.errors import RooftopError
 from rooftop.models.tables import SparseCoreConfig
+from rooftop.models.tables_limits import StackLimits
 from rooftop.models.tables_stacking import Stack
 
 
@@ -50,6 +50,8 @@ def table_excess(
     stack: Stack, config: SparseCoreConfig, ids: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> RooftopError | None:
     """For ids and different rows [T, G] of tables and sources."""
+    if config.max_ids_per_table is None and config.max_unique_ids_per_table is None:
+        return None
     names = ("max_ids_per_table", "max_unique_ids_per_table")
     for name, limits, counts in zip(names, table_limits(stack, config), (ids, rows), strict=True):
         for index, most in limits.items():

@@ -48,7 +48,11 @@ class MergedTables:
 
     @classmethod
     def of(cls, tables: Sequence[TableBatch], merged: Sequence[Merged]) -> MergedTables:
-        """With the sizes of the tables side by side."""
+        """With the sizes of the tables side by side; those of one alone are not copied."""
+        if len(merged) == 1:
+            own = merged[0].uniques
+            sizes = merged[0].sizes[None]
+            return cls(tables=tables, merged=merged, sizes=sizes, uniques=own, table_uniques=own.sum(axis=1)[None])
         uniques = np.stack([one.uniques for one in merged])
         return cls(
             tables=tables,

@@ -80,8 +80,8 @@ class Looked:
 class Merged:
     """The ids of one table for some sources, sorted, a sample's duplicates merged.
 
-    Dims: N merged ids, G sources, C destinations. keys [N]; gains [N] of float32, or None where all are 1; counts [N],
-    how many ids became one, or None where all are 1; sizes [G, C] merged ids; uniques [G, C] different rows.
+    Dims: N merged ids, G sources, C destinations. keys [N]; counts [N], how many ids became one, or None where all are
+    1; gains [N] of float32, or None where they are the counts; sizes [G, C] merged ids; uniques [G, C] different rows.
     """
 
     keys: NDArray[Any]
@@ -89,6 +89,14 @@ class Merged:
     counts: NDArray[np.int64] | None
     sizes: NDArray[np.int64]
     uniques: NDArray[np.int64]
+
+
+def gaps(ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many each run holds of runs that follow each other from 0 on and whose last places are ``ends``."""
+    found = np.empty(len(ends), np.int64)
+    found[0] = ends[0] + 1
+    np.subtract(ends[1:], ends[:-1], out=found[1:])
+    return found
 
 
 def merge(
@@ -108,22 +116,19 @@ def merge(
         keys, order = _sort_by(keys, layout.source_shift + bits(sources))
         weights = weights[order]
     counts = None
-    fresh = keys[1:] != keys[:-1]
-    merged = np.count_nonzero(fresh) + 1
-    if merged < len(keys):
-        ends = np.empty(merged, np.int64)
-        ends[:-1] = np.flatnonzero(fresh)
-        ends[-1] = len(keys) - 1
-        counts = np.diff(ends, prepend=-1)
+    behind = (keys[1:] != keys[:-1]).nonzero()[0]
+    if len(behind) + 1 < len(keys):
+        ends = np.empty(len(behind) + 1, np.int64)
+        ends[:-1], ends[-1] = behind, len(keys) - 1
+        counts = gaps(ends)
         if weights is not None:
             weights = np.add.reduceat(weights, ends - counts + 1)
         keys = keys.take(ends)
     found = weights
-    if found is None and counts is not None:
-        found = counts.astype(np.float32)
     if gains is not None:
         of_sample = gains[first:last].reshape(-1)[_sample_of(layout, keys, sources)]
-        found = of_sample if found is None else np.multiply(found, of_sample, out=found)
+        factors = counts if found is None else found
+        found = of_sample if factors is None else np.multiply(factors, of_sample, out=of_sample, casting="same_kind")
     sizes, uniques = _sizes(layout, keys, sources)
     return Merged(keys=keys, gains=found, counts=counts, sizes=sizes, uniques=uniques)
 
@@ -140,26 +145,30 @@ def _keys(
     at = 0
     for one, (begin, end) in zip(features, spans, strict=True):
         out = keys[at : at + end - begin]
-        lengths = np.diff(one.ids.row_splits[first * one.rows : last * one.rows + 1])
-        heads = np.arange(last - first, dtype=dtype)[:, None] << dtype(layout.source_shift)
-        heads = heads | np.arange(one.offset, one.offset + one.rows, dtype=dtype)
-        ids = one.ids.values[begin:end].astype(dtype)
-        power = layout.cores & (layout.cores - 1) == 0
-        if power:
+        splits = one.ids.row_splits[first * one.rows : last * one.rows + 1]
+        # Heads of keys: a source and a row of activations, for each row of the input.
+        heads = np.arange(one.offset, one.offset + one.rows, dtype=dtype)
+        if last - first > 1:
+            sources = np.arange(0, (last - first) << layout.source_shift, 1 << layout.source_shift, dtype=dtype)
+            heads = (sources[:, None] | heads).reshape(-1)
+        ids = one.ids.values[begin:end]
+        # As many bits are taken as they are: ids out of range that are not looked for become some other row.
+        ids = ids.view(dtype) if ids.dtype.itemsize == np.dtype(dtype).itemsize else ids.astype(dtype)
+        if layout.cores & (layout.cores - 1) == 0:
             rows = ids >> dtype(bits(layout.cores))
-            ids += dtype(layout.place.rotation)
-            ids &= dtype(layout.cores - 1)
+            np.add(ids, dtype(layout.place.rotation), out=out)
+            out &= dtype(layout.cores - 1)
         else:
             rows = ids // dtype(layout.cores)
-            ids -= rows * dtype(layout.cores)
-            ids += dtype(layout.place.rotation)
-            ids %= dtype(layout.cores)
+            np.subtract(ids, rows * dtype(layout.cores), out=out)
+            out += dtype(layout.place.rotation)
+            out %= dtype(layout.cores)
         if masked:
             rows &= dtype((1 << layout.row_bits) - 1)
-        ids <<= dtype(layout.row_bits)
-        ids |= rows
-        ids <<= dtype(layout.sample_bits)
-        np.bitwise_or(ids, np.repeat(heads.reshape(-1), lengths), out=out)
+        out <<= dtype(layout.row_bits)
+        out |= rows
+        out <<= dtype(layout.sample_bits)
+        out |= heads.repeat(splits[1:] - splits[:-1])
         if weights is not None and one.ids.weights is not None:
             weights[at : at + end - begin] = one.ids.weights[begin:end]
         at += end - begin
@@ -196,15 +205,18 @@ def _sizes(layout: Layout, keys: NDArray[Any], sources: int) -> tuple[NDArray[np
     sizes = np.zeros(sources << core_bits, np.int64)
     uniques = np.zeros(sources << core_bits, np.int64)
     if len(keys):
-        partitions = keys >> dtype(layout.core_shift)
-        lasts = np.append(np.flatnonzero(partitions[1:] != partitions[:-1]), len(keys) - 1)
-        those = partitions.take(lasts)
-        sizes[those] = np.diff(lasts, prepend=-1)
-        # Different rows up to each id: where a partition begins, so does a row.
-        rows = keys >> dtype(layout.sample_bits)
-        seen = np.empty(len(keys), np.int32)
-        seen[0] = 0
-        np.cumsum(rows[1:] != rows[:-1], dtype=np.int32, out=seen[1:])
-        uniques[those] = np.diff(seen.take(lasts), prepend=-1)
+        # The highest bit in which an id differs from the one before says what begins with it: partition, row, sample.
+        differs = keys[1:] ^ keys[:-1]
+        behind = (differs > dtype((1 << layout.core_shift) - 1)).nonzero()[0]
+        lasts = np.empty(len(behind) + 1, np.int64)
+        lasts[:-1], lasts[-1] = behind, len(keys) - 1
+        those = keys.take(lasts) >> dtype(layout.core_shift)
+        sizes[those] = gaps(lasts)
+        fresh = np.empty(len(keys), np.uint8)
+        fresh[0] = 1
+        np.greater(differs, dtype((1 << layout.sample_bits) - 1), out=fresh[1:].view(bool))
+        firsts = np.empty_like(lasts)
+        firsts[0], firsts[1:] = 0, behind + 1
+        uniques[those] = np.add.reduceat(fresh, firsts, dtype=np.int64)
     shape = (sources, 1 << core_bits)
     return sizes.reshape(shape)[:, : layout.cores], uniques.reshape(shape)[:, : layout.cores]

@@ -1,6 +1,6 @@
 """Limits from data: observed over a stream, estimated with headroom, kept in a file, and fed back with few recompiles.
 
-SparseCores are compiled for limits (``statistics.StackLimits``). Too low, and batches are split or lose ids; too high,
+SparseCores are compiled for limits (``models.tables_limits``). Too low, and batches are split or lose ids; too high,
 and buffers are larger than they need be (the SparseCore deep dive, sections 7 and 10). New limits mean a new program:
 limits come from a ladder of rungs a quarter apart, so that however the data drift few programs are ever compiled.
 """
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import Limits, StackLimits, StackStatistics, Statistics, check_limits, full_buffer
+from rooftop.embed.statistics import StackStatistics, Statistics
 from rooftop.errors import RooftopError
 from rooftop.files import write_text
+from rooftop.models.tables_limits import Limits, StackLimits, check_limits, full_buffer
 from rooftop.models.tables_stacking import ALIGNMENT, Stacking, padded
 
 #: What limits have beyond what was observed.

@@ -1,21 +1,26 @@
-"""Minibatching over the vocabulary: a batch whose partitions overflow is looked up in several passes.
+"""Minibatching: a batch whose partitions would overflow is looked up in several passes, over ids or over samples.
 
-Ids fall into BUCKETS by a hash. Neighbouring buckets are joined, in a binary tree, while they fit; the joints that
-must stay open are the bits of a mask, which is OR-ed over partitions, tables and hosts, so that all agree on the
-passes. The hash is HighwayHash (Alakuijala et al. 2016) of a lookup's column, with the key that the public
-preprocessing library uses: hosts that run either agree.
+Over the vocabulary, ids fall into BUCKETS by a hash. Neighbouring buckets are joined, in a binary tree, while they
+fit; the joints that must stay open are the bits of a mask, which is OR-ed over partitions, tables and hosts, so that
+all agree on the passes. The hash is HighwayHash (Alakuijala et al. 2016) of a lookup's column, with the key that the
+public preprocessing library uses: hosts that run either agree. Every row is looked up in one pass.
+
+Over the samples, each SparseCore's rows of activations are cut into as many parts as there are passes: a sample is
+looked up in one pass, and an id that very many samples share may be in every one (the SparseCore deep dive, section
+14). How many passes there are is settled before, so that hosts have nothing to agree on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftop.embed.lookups import TableLayout
 from rooftop.embed.overflow import Ordered
-
-BUCKETS = 64
+from rooftop.models.tables_limits import BUCKETS
 
 _KEY = (0x4451E30F87DB9609, 0xCA7358A1FD2737F8, 0x4B2C991FCEE4FDEA, 0x0B2658E18326F6BA)
 #: HighwayHash's initial state: digits of pi.
@@ -145,3 +150,16 @@ def into_passes(ids: Ordered, buckets: NDArray[np.uint8], mask: int, cores: int)
     groups = ids.groups * passes + of_bucket[buckets]
     order = np.argsort((groups * cores + ids.cores) * BUCKETS + buckets, kind="stable")
     return dataclasses.replace(ids, groups=groups).taken(order)
+
+
+def by_samples(ids: Ordered, pass_of_row: NDArray[np.int64], passes: int, cores: int) -> Ordered:
+    """The ids by source, pass, destination, row and sample; ``pass_of_row`` is that of each row of activations."""
+    groups = ids.groups * passes + pass_of_row[ids.samples]
+    order = np.argsort(groups * cores + ids.cores, kind="stable")
+    return dataclasses.replace(ids, groups=groups).taken(order)
+
+
+def pass_of_rows(tables: Sequence[TableLayout], passes: int) -> NDArray[np.int64]:
+    """The pass of each row of activations of a source: every feature's rows are cut into even parts."""
+    spans = [span for table in tables for span in table.spans.values()]
+    return np.concatenate([np.arange(rows) * passes // rows for _, rows in spans])

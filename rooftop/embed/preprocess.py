@@ -25,7 +25,7 @@ from rooftop.embed.emit import Buffers, emit, padding, row_pointers
 from rooftop.embed.excess import buffer_excess, chip_excess, partition_excess, table_excess, table_limits
 from rooftop.embed.jobs import Job, needed
 from rooftop.embed.lookups import TableBatch, TableLayout, check_names, layouts, look
-from rooftop.embed.minibatching import BUCKETS, bucketed, into_passes, split_mask
+from rooftop.embed.minibatching import bucketed, by_samples, into_passes, pass_of_rows, split_mask
 from rooftop.embed.overflow import (
     Ordered,
     as_chunk,
@@ -37,9 +37,10 @@ from rooftop.embed.overflow import (
     sizes_of,
     uniques_of,
 )
-from rooftop.embed.statistics import Limits, StackLimits, Statistics, check_limits
+from rooftop.embed.statistics import Statistics
 from rooftop.errors import RooftopError
-from rooftop.models.tables_stacking import ALIGNMENT, Stack, Stacking
+from rooftop.models.tables_limits import BUCKETS, Limits, StackLimits, check_limits, pointers_of_device
+from rooftop.models.tables_stacking import Stack, Stacking
 
 #: Ids that are sorted and written at once, as far as each call is worth its while (``Kernels.worth_a_call``).
 _SORTED_AT_ONCE = 300_000
@@ -67,7 +68,8 @@ class Preprocessor:
     stacking unless given) in order, equally many on each. ``limits`` are those the program was compiled for; without
     them batches can only be observed. ``out_of_range`` is one of ``checks.POLICIES``. With ``minibatching`` the
     buffers have the layout of passes, and a batch that overflows a partition is split into them; ``combine`` then
-    ORs the splits of all hosts. Otherwise, and where even a single bucket overflows, ids are dropped if the config
+    ORs the splits of all hosts; with ``sample_passes`` above 1 every batch is looked up in so many passes, each over a
+    part of the samples. Otherwise, and where even a single bucket overflows, ids are dropped if the config
     allows it and refused if not. ``accelerate`` uses the numba kernels (True), NumPy's (False), or numba's where
     numba is installed (None).
     """
@@ -82,6 +84,7 @@ class Preprocessor:
         threads: int = 1,
         out_of_range: str = "error",
         minibatching: bool = False,
+        sample_passes: int = 1,
         combine: Callable[[int], int] | None = None,
         accelerate: bool | None = None,
     ) -> None:
@@ -91,6 +94,7 @@ class Preprocessor:
             ("devices", self.devices, stacking.devices),
             ("batch", batch, 2**31 - 1),
             ("threads", threads, 1024),
+            ("sample_passes", sample_passes, BUCKETS if minibatching else 1),
         ):
             if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= most:
                 raise RooftopError(name, given, f"a whole number from 1 to {most}")
@@ -104,6 +108,7 @@ class Preprocessor:
         self.limits = limits
         self.out_of_range = out_of_range
         self.minibatching = minibatching
+        self.sample_passes = sample_passes
         self.dropping = stacking.tables.config.allow_id_dropping
         self._combine = combine
         self._kernels = kernels.choose(accelerate)
@@ -121,12 +126,11 @@ class Preprocessor:
         for stack in self.stacking.stacks:
             limits = self._limits(stack)
             per_device = self.stacking.cores_per_device
-            pointers = max(self.stacking.cores, ALIGNMENT) * per_device * (BUCKETS if self.minibatching else 1)
             found[stack.name] = Buffers.empty(
                 devices=self.devices,
                 rows=1 if self.minibatching else per_device,
                 capacity=limits.buffer * (per_device if self.minibatching else 1),
-                pointers=pointers,
+                pointers=pointers_of_device(self.stacking.cores, per_device, minibatching=self.minibatching),
             )
         return found
 
@@ -141,7 +145,7 @@ class Preprocessor:
         self._run(jobs, lambda job: self._make(job, buffers))
         minibatches, dropped = 1, {stack.name: 0 for stack in self.stacking.stacks}
         left = self._room(jobs)
-        if self._combine is not None or left is not None or not all(job.written for job in jobs):
+        if self._mask_is_shared or left is not None or not all(job.written for job in jobs):
             minibatches = self._overflow(jobs, buffers, left, dropped)
         return Preprocessed(
             buffers=buffers,
@@ -154,7 +158,18 @@ class Preprocessor:
         batches, bad = self._look(inputs)
         jobs = self._jobs(batches)
         self._run(jobs, lambda job: self._make(job, None))
-        return needed(jobs, self.stacking, bad, {stack.name: 0 for stack in self.stacking.stacks}, 1)
+        dropped = {stack.name: 0 for stack in self.stacking.stacks}
+        return needed(jobs, self.stacking, bad, dropped, self.sample_passes)
+
+    @property
+    def _over_ids(self) -> bool:
+        """Whether what overflows is split over the vocabulary."""
+        return self.minibatching and self.sample_passes == 1
+
+    @property
+    def _mask_is_shared(self) -> bool:
+        """Whether hosts have to agree on the passes of every batch."""
+        return self._over_ids and self._combine is not None
 
     def _limits(self, stack: Stack) -> StackLimits:
         if self.limits is None:
@@ -200,7 +215,12 @@ class Preprocessor:
     def _make(self, job: Job, buffers: Mapping[str, Buffers] | None) -> None:
         """Sort and merge a part's ids, and write them if they are wanted and keep within the limits."""
         found = self._kernels.sort(job.tables, job.first, job.last, self.out_of_range == "off")
-        job.sizes, job.uniques, job.table_uniques = found.sizes, found.uniques, found.table_uniques
+        job.sorted(found)
+        if self.sample_passes > 1:
+            of_rows = pass_of_rows(self._layouts[job.stack], self.sample_passes)
+            cores = self.stacking.cores
+            job.in_passes(by_samples(self._ordered(job), of_rows, self.sample_passes, cores), self.sample_passes, cores)
+            return
         if buffers is None:
             return
         stack = self.stacking.stacks[job.stack]
@@ -216,7 +236,7 @@ class Preprocessor:
         return (
             partition_excess(stack.name, limits, partitions, job.uniques, job.first, 1)
             or buffer_excess(stack.name, limits.buffer * self._per_row, job.whole, self._per_row)
-            or table_excess(stack, self.stacking.tables.config, job.sizes.sum(axis=2), job.table_uniques)
+            or table_excess(stack, self.stacking.tables.config, job.table_ids, job.table_uniques)
         )
 
     def _point(
@@ -245,7 +265,7 @@ class Preprocessor:
         """Ids that each source may keep where a chip has more than its bound; None if no chip has."""
         ids = np.zeros(self.sources, np.int64)
         for job in jobs:
-            ids[job.first : job.last] += job.sizes.sum(axis=(0, 2))
+            ids[job.first : job.last] += job.table_ids.sum(axis=0)
         per_device = self.stacking.cores_per_device
         chips = ids.reshape(self.devices, per_device).sum(axis=1)
         bound = self.stacking.tables.config.max_ids_per_chip_per_sample
@@ -268,16 +288,16 @@ class Preprocessor:
 
         ``left`` are the ids that each source may still keep, counted down in the order of the stacks.
         """
-        mask = self._mask(jobs) if self.minibatching else 0
-        passes = mask.bit_count() + 1
+        mask = self._mask(jobs) if self._over_ids else 0
+        passes = max(self.sample_passes, mask.bit_count() + 1)
         for job in jobs:
             span = slice(job.first, job.last)
             stack = self.stacking.stacks[job.stack]
-            if job.written and not mask and (left is None or (job.sizes.sum(axis=(0, 2)) <= left[span]).all()):
+            if job.written and not mask and (left is None or (job.table_ids.sum(axis=0) <= left[span]).all()):
                 if left is not None:
-                    left[span] -= job.sizes.sum(axis=(0, 2))
+                    left[span] -= job.table_ids.sum(axis=0)
                 continue
-            ids = self._ordered(job)
+            ids = self._ordered(job) if job.ids is None else job.ids
             if mask:
                 ids = into_passes(ids, bucketed(ids, self.stacking.cores), mask, self.stacking.cores)
             kept = self._fit(job, ids, passes, None if left is None else left[span])
@@ -320,7 +340,7 @@ class Preprocessor:
         sizes, uniques = sizes_of(ids, groups, cores), uniques_of(ids, groups, cores)
         if refuse(partition_excess(stack.name, limits, sizes, uniques, job.first, passes)):
             ids = drop_from_partitions(ids, limits.max_ids, limits.max_unique_ids, cores)
-        if refuse(table_excess(stack, config, job.sizes.sum(axis=2), job.table_uniques)):
+        if refuse(table_excess(stack, config, job.table_ids, job.table_uniques)):
             ids = drop_from_tables(ids, passes, *table_limits(stack, config))
         if left is not None:
             ids = drop_from_sources(ids, passes, left)

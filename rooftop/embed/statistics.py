@@ -1,4 +1,4 @@
-"""Limits of the buffers that SparseCores are compiled with, and what batches were seen to need."""
+"""What batches were seen to need of the buffers that SparseCores are compiled with."""
 
 from __future__ import annotations
 
@@ -7,50 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from rooftop.errors import RooftopError
-from rooftop.models.tables_stacking import ALIGNMENT, Stacking, padded
-
-
-@dataclass(frozen=True, kw_only=True)
-class StackLimits:
-    """What the SparseCores are compiled for: ids, and different rows, of a *partition*; and ids of a buffer.
-
-    A partition is what one SparseCore looks up on another. ``buffer`` counts the ids of one SparseCore, all
-    partitions, each padded to a multiple of 8.
-    """
-
-    max_ids: int
-    max_unique_ids: int
-    buffer: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-                raise RooftopError(f"limits.{name}", value, "a whole number from 1 to 2147483647")
-        if self.max_unique_ids > self.max_ids:
-            raise RooftopError("limits.max_unique_ids", self.max_unique_ids, f"at most max_ids, {self.max_ids}")
-        if self.buffer % ALIGNMENT:
-            raise RooftopError("limits.buffer", self.buffer, f"a multiple of {ALIGNMENT}")
-
-
-Limits = Mapping[str, StackLimits]
-
-
-def full_buffer(max_ids: int, cores: int) -> int:
-    """A buffer in which every one of ``cores`` partitions may be full."""
-    return padded(max_ids, ALIGNMENT) * cores
-
-
-def check_limits(limits: Limits, stacking: Stacking) -> None:
-    """Raises RooftopError unless there are limits for each stack and for nothing else."""
-    names = [stack.name for stack in stacking.stacks]
-    for name in names:
-        if name not in limits:
-            raise RooftopError("limits", f"none for stack {name}", f"limits for each stack: {', '.join(names)}")
-    for name in limits:
-        if name not in names:
-            raise RooftopError("limits", f"limits for {name}", f"limits for the stacks {', '.join(names)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from rooftop.programs.embedding import EmbeddingProgram, lookup
 from rooftop.programs.embedding_optimizers import initial_slots
 from rooftop.programs.embedding_pipeline import ModelState, StepProgram, pipelined_step, sequential_step
 from rooftop.programs.embedding_state import device_inputs, initialise, place_state
+from rooftop.xla.local import chip_of_kind
+from rooftop.xla.sparsecore_checks import check_options, require_checks, smallest_slice
 
 #: Batches from which a new run estimates its limits.
 _OBSERVED = 16
@@ -40,7 +42,8 @@ class TrainOptions:
     """What a run is asked. ``batch`` is B on all ``devices``, each with ``cores_per_device`` emulated SparseCores.
 
     ``pipelined`` uses stale gradients, see ``rooftop.programs.embedding_pipeline``. A checkpoint is made every
-    ``checkpoint_every`` batches and at the end.
+    ``checkpoint_every`` batches and at the end; tables are looked over for NaNs then, with the check ``nan`` after
+    every batch. ``checks`` are names of ``rooftop.xla.sparsecore_checks.CHECKS``; others than ``nan`` need SparseCores.
     """
 
     tables: Tables
@@ -55,6 +58,7 @@ class TrainOptions:
     dense_learning_rate: float = 1e-3
     seed: int = 0
     threads: int = 1
+    checks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch", "devices", "cores_per_device", "checkpoint_every", "threads"):
@@ -78,6 +82,24 @@ def check_finite(tables: Mapping[str, Any], stacking: Stacking, batch: int) -> N
                 if len(bad):
                     what = f"table {place.table.name} after batch {batch}"
                     raise Infeasible(what, f"{len(bad)} rows that are no finite numbers, first row {bad[0]}")
+
+
+def _compiler_options(checks: tuple[str, ...]) -> dict[str, bool | int | str]:
+    """What the compiler of the devices here is told of ``checks``, tried in another process before.
+
+    Raises RooftopError for checks that only a compiler can make where there are no SparseCores, or that it refuses.
+    """
+    first = jax.devices()[0]
+    chip = chip_of_kind(first.device_kind)
+    if first.platform != "tpu" or chip is None or not chip.sparse_cores:
+        for name in checks:
+            if name != "nan":
+                raise RooftopError(
+                    "check", name, f"nan: the others are built in for SparseCores, not for {first.platform}"
+                )
+        return {}
+    require_checks(checks, smallest_slice(chip))
+    return check_options(checks)
 
 
 class Trainer:
@@ -108,7 +130,7 @@ class Trainer:
             dense=self.model,
         )
         step = pipelined_step if options.pipelined else sequential_step
-        self._step = jax.jit(step, static_argnums=0)
+        self._step = jax.jit(step, static_argnums=0, compiler_options=_compiler_options(options.checks) or None)
         self._logits = jax.jit(self._score)
         self.state, self.done = self._begin()
 
@@ -131,6 +153,8 @@ class Trainer:
                 self.state, told = self._step(self.program, self.state, *self._placed(batch))
                 losses.append(told)
                 self.done += 1
+                if "nan" in options.checks:
+                    check_finite(self.state.embedding.tables, self.stacking, self.done)
                 if self.done % options.checkpoint_every == 0 or self.done == last:
                     losses += self._drain()
                     found += self._record(losses)

@@ -123,6 +123,11 @@ class TableOptimizer:
         """A parameter by its name."""
         return dict(self.parameters)[name]
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether each float of a row is updated by itself: what SparseCores do, which see no row as a whole."""
+        return self.kind != "rowwise_adagrad"
+
     def slots(self, width: int) -> tuple[int, ...]:
         """Floats per row of each array that the optimizer keeps beside a table of ``width`` floats per row."""
         if self.kind == "rowwise_adagrad":

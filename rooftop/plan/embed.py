@@ -13,10 +13,12 @@ from functools import cached_property
 from typing import Any
 
 from rooftop import __version__
-from rooftop.errors import Infeasible
-from rooftop.ledger import Collective, Ledger, Row
-from rooftop.models.tables_stacking import ALIGNMENT, Stack, report
-from rooftop.plan.embed_exchange import exchanged_bytes
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.hardware import Slice
+from rooftop.ledger import Ledger
+from rooftop.models.tables_files import tables_from_json
+from rooftop.models.tables_limits import StackLimits, pointers_of_device
+from rooftop.models.tables_stacking import Stack, report
 from rooftop.plan.embed_memory import (
     document_stack_bytes,
     figure,
@@ -27,14 +29,13 @@ from rooftop.plan.embed_memory import (
     tile_bytes,
     tile_room,
 )
-from rooftop.plan.embed_problem import BufferLimits, EmbedProblem, per_device, scaled
+from rooftop.plan.embed_problem import EmbedProblem, per_device
+from rooftop.plan.embed_rows import dense_rows, table_rows, vector_flops_per_s
 from rooftop.quantities import format_bytes
 
 SCHEMA = 1
 #: Bytes of a place of a buffer (id, sample, gain), of a row pointer, of a float.
 _PLACE, _POINTER, _FLOAT = 12, 4, 4
-#: Buckets of minibatches: row pointers that buffers have room for, per partition.
-_BUCKETS = 64
 #: Steps whose inputs and activations are on the device at once: one, or those that a pipeline has under way.
 _UNDER_WAY = {"sequential": 1, "pipelined": 3}
 #: What a step's time is counted on.
@@ -61,8 +62,8 @@ class EmbedPlan:
             "cores": problem.cores,
         }
         slots, room = len(stack.optimizer.slots(1)), tile_room(problem.slice.chip)
-        pointers = max(problem.cores, ALIGNMENT) * _BUCKETS
         own = self._per_device
+        pointers = pointers_of_device(problem.cores, own, minibatching=True)
         return {
             "tables": rows * stack.width * _FLOAT,
             "slots": rows * slot_floats(stack.optimizer, stack.width) * _FLOAT,
@@ -72,7 +73,7 @@ class EmbedPlan:
             * float(stack_bytes("backward", max_ids=limits.max_ids, slots=slots, room=room, **sizes)),
             "forward_stack_document": own * float(document_stack_bytes("forward", **sizes)),
             "backward_stack_document": own * float(document_stack_bytes("backward", **sizes)),
-            "inputs": own * (limits.buffer * _PLACE + pointers * _POINTER),
+            "inputs": own * limits.buffer * _PLACE + pointers * _POINTER,
             "activations": own * problem.samples * stack.rows_per_sample * stack.width * _FLOAT,
             "tile": float(
                 tile_bytes(
@@ -115,94 +116,11 @@ class EmbedPlan:
             "tile_capacity": tile_room(self.problem.slice.chip),
         }
 
-    def _rows_of(self, stack: Stack) -> tuple[Row, Row]:
-        """Lookup and update of one stack on one device."""
-        problem, own, width = self.problem, self._per_device, stack.width
-        ids = problem.ids(stack) * own
-        unique = problem.uniques(stack) * problem.cores * own
-        row, activations = width * _FLOAT, own * problem.samples * stack.rows_per_sample * width * _FLOAT
-        payload = exchanged_bytes(
-            "rows",
-            width=width,
-            max_ids=0,
-            max_unique_ids=problem.uniques(stack),
-            samples=0,
-            cores=problem.cores,
-            per_device=own,
-        )
-        slots = slot_floats(stack.optimizer, width) * _FLOAT
-        # Lookup: holders read rows and write them to be sent; samples' cores write what comes and read a row an id.
-        forward = _PLACE * ids + 3 * row * unique + row * ids + activations
-        # Update: samples' cores read a gradient an id and write sums by row; holders read what comes, and change rows.
-        backward = _PLACE * ids + row * ids + 3 * row * unique + 2 * (row + slots) * unique + activations
-        return (
-            self._row(stack, "lookup", "forward", 2 * ids * width, forward, float(payload["forward"])),
-            self._row(
-                stack,
-                "update",
-                "update",
-                2 * ids * width + 8 * unique * width,
-                backward,
-                float(payload["backward"]),
-            ),
-        )
-
-    def _row(self, stack: Stack, verb: str, phase: str, flops: float, hbm: float, payload: float) -> Row:
-        problem, rates = self.problem, self.problem.rates
-        price = problem.all_to_all
-        bound = {name: float(seconds) for name, seconds in price.bound_s(payload).items() if float(seconds) > 0}
-        expected = float(price.expected_s(payload, rates.network_efficiency("all_to_all"), rates.collective_start_s))
-        collective = Collective(
-            kind="all_to_all",
-            axes=("data",),
-            bytes=payload,
-            wire_bytes=payload * float(price.wire_per_byte),
-            critical=True,
-            time_s=bound,
-            expected_s=expected,
-            exposed_s=expected,
-        )
-        vector_s = flops / self.vector_flops_per_s
-        hbm_s = float(rates.hbm_s(hbm))
-        return Row(
-            scope=f"tables/{stack.name}/{verb}",
-            phase=phase,
-            vector_flops=flops,
-            hbm_bytes=hbm,
-            collectives=(collective,) if problem.slice.devices > 1 else (),
-            time_s={"hbm": hbm / rates.hbm_bytes_per_s, "vpu": vector_s, **bound},
-            expected_s=max(hbm_s, vector_s) + expected,
-            serial_s=hbm_s + vector_s + expected,
-            formula="rows and activations through HBM, different rows of each partition over the network",
-        )
-
-    @property
-    def vector_flops_per_s(self) -> float:
-        """Elementwise operations per second of a device's SparseCores: tiles x lanes x clock of the chip."""
-        lanes = figure("tiles", "count") * figure("tiles", "lanes")
-        return self._per_device * lanes * self.problem.slice.chip.clock_hz
-
     @cached_property
     def ledger(self) -> Ledger:
         """Lookup and update of each stack, and the dense part (scope ``loss``), of one device."""
-        rows = [row for stack in self.problem.stacking.stacks for row in self._rows_of(stack)]
-        if self.problem.dense_flops:
-            rows += [self._dense("forward", 1), self._dense("backward", 2)]
-        return Ledger(tuple(rows))
-
-    def _dense(self, phase: str, times: int) -> Row:
-        rates = self.problem.rates
-        flops = times * self.problem.dense_flops * self.problem.batch / self.problem.slice.devices
-        seconds = flops / rates.flops_per_s["bf16"]
-        return Row(
-            scope="loss",
-            phase=phase,
-            flops={"bf16": flops},
-            time_s={"mxu": seconds},
-            expected_s=seconds,
-            serial_s=seconds,
-            formula=f"{times} x FLOPs of a sample x samples of a device",
-        )
+        rows = [row for stack in self.problem.stacking.stacks for row in table_rows(self.problem, stack)]
+        return Ledger((*rows, *dense_rows(self.problem)))
 
     @cached_property
     def host(self) -> dict[str, float]:
@@ -224,7 +142,7 @@ class EmbedPlan:
         tables = [row for row in self.ledger if row.scope.startswith("tables/")]
         return {
             "host": max(self.host["preprocess_s"], self.host["transfer_s"]),
-            "sparsecore": sum(float(row.vector_flops) / self.vector_flops_per_s for row in tables),
+            "sparsecore": sum(float(row.vector_flops) / vector_flops_per_s(self.problem.slice) for row in tables),
             "ici": sum(float(each.expected_s) for row in tables for each in row.collectives),
             "hbm": sum(float(self.problem.rates.hbm_s(row.hbm_bytes)) for row in tables),
             "tensorcore": sum(float(row.expected_s) for row in self.ledger if row.scope == "loss"),
@@ -257,7 +175,8 @@ class EmbedPlan:
             needed = self.stack_memory(stack)["tile"]
             if needed > room:
                 what = f"{needed:,.0f} bytes of a tile's {room:,.0f}"
-                raise Infeasible(f"limits of stack {stack.name}", f"{what}; at most {self._largest(stack)}")
+                most = limits_text(self.largest_in_tile(stack))
+                raise Infeasible(f"limits of stack {stack.name}", f"{what}; at most {most}")
         memory = self.memory
         if memory["fits"]["sequential"]:
             return
@@ -267,14 +186,17 @@ class EmbedPlan:
         if not self._scaled(stacks, 0.0).memory["fits"]["sequential"]:
             raise Infeasible(what, "too much even with the smallest buffers: more chips, or smaller tables")
         share = self._share(lambda share: bool(self._scaled(stacks, share).memory["fits"]["sequential"]))
-        most = "; ".join(f"{stack.name} {_text(self.problem.limits[stack.name], share)}" for stack in stacks)
+        limits = self.problem.limits
+        most = "; ".join(f"{stack.name} {limits_text(limits[stack.name].scaled(share))}" for stack in stacks)
         raise Infeasible(what, f"limits at most {most}")
 
-    def _largest(self, stack: Stack) -> str:
-        """The largest limits in the proportion of the stack's own that fit in a tile."""
-        room = tile_room(self.problem.slice.chip)
+    def largest_in_tile(self, stack: Stack) -> StackLimits:
+        """The largest limits in the proportion of the stack's own that fit in a tile; its own if they do."""
+        limits, room = self.problem.limits[stack.name], tile_room(self.problem.slice.chip)
+        if self.stack_memory(stack)["tile"] <= room:
+            return limits
         share = self._share(lambda share: self._scaled((stack,), share).stack_memory(stack)["tile"] <= room)
-        return _text(self.problem.limits[stack.name], share)
+        return limits.scaled(share)
 
     def _share(self, fits: Callable[[float], bool]) -> float:
         """The largest share of 1 that fits, to a thousandth."""
@@ -287,17 +209,42 @@ class EmbedPlan:
     def _scaled(self, stacks: Iterable[Stack], share: float) -> EmbedPlan:
         """The plan with ``share`` of the limits of some stacks."""
         limits = dict(self.problem.limits)
-        limits |= {stack.name: scaled(limits[stack.name], share) for stack in stacks}
+        limits |= {stack.name: limits[stack.name].scaled(share) for stack in stacks}
         return EmbedPlan(problem=dataclasses.replace(self.problem, limits=limits))
 
     @property
     def obstacles(self) -> list[str]:
         """Why this cannot run as it is; empty if it can."""
+        found = [
+            f"optimizer {stack.optimizer.kind} of stack {stack.name}: SparseCores update each float of a row by itself"
+            for stack in self.problem.stacking.stacks
+            if not stack.optimizer.elementwise
+        ]
         try:
             self.require_fit()
         except Infeasible as no:
-            return [str(no)]
-        return []
+            found.append(str(no))
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> EmbedPlan:
+        """The inverse of ``to_json``: the problem is read, the answer is computed again. Raises RooftopError."""
+        if data.get("kind") != "embed" or data.get("schema") != SCHEMA:
+            given = f"kind {data.get('kind')!r}, schema {data.get('schema')!r}"
+            raise RooftopError("plan", given, f"a plan of rooftop plan embed, schema {SCHEMA}")
+        try:
+            workload = data["workload"]
+            problem = EmbedProblem(
+                tables=tables_from_json(data["tables"]),
+                slice=Slice.parse(data["slice"]["name"]),
+                batch=workload["batch"],
+                limits={name: StackLimits(**one) for name, one in data["limits"].items()},
+                dense_flops=workload["dense_flops_per_sample"],
+                host_threads=workload["host_threads"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RooftopError("plan", str(error), "every field that rooftop plan embed wrote") from None
+        return cls(problem=problem)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as ``rooftop/schemas/embed.schema.json`` says."""
@@ -320,12 +267,7 @@ class EmbedPlan:
                 "dense_flops_per_sample": problem.dense_flops,
                 "host_threads": problem.threads,
             },
-            "limits": {
-                stack.name: {
-                    name: getattr(problem.limits[stack.name], name) for name in ("max_ids", "max_unique_ids", "buffer")
-                }
-                for stack in problem.stacking.stacks
-            },
+            "limits": {stack.name: vars(problem.limits[stack.name]) for stack in problem.stacking.stacks},
             "stacks": [
                 {
                     "name": one.name,
@@ -349,10 +291,9 @@ class EmbedPlan:
         }
 
 
-def _text(limits: BufferLimits, share: float) -> str:
-    """Limits with ``share`` of their ids, as text."""
-    small = scaled(limits, share)
-    return f"max_unique_ids {small.max_unique_ids} with max_ids {small.max_ids}"
+def limits_text(limits: StackLimits) -> str:
+    """Limits as text."""
+    return f"max_unique_ids {limits.max_unique_ids} with max_ids {limits.max_ids}"
 
 
 def _sources(data: Mapping[str, Any], path: str = "") -> dict[str, str]:

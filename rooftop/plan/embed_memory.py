@@ -78,13 +78,15 @@ def stack_bytes(
 ) -> Number:
     """Stack in HBM of one SparseCore as the compiler allots it for one stack of tables.
 
-    With R = ``cores`` times ``replica_factor``: 'forward' (2w + 1) U R 4 + I C 4, its U R at most I C; 'backward' U R 4
-    times 3w + 5 for an optimizer without ``slots``, else 2 (slots + 1) w + 4. Both have a base beside.
+    With R = ``cores`` times ``replica_factor``: 'forward' (2w + 1) U R 4 + I C 4, its U at most a replica's share of I;
+    'backward' U R 4 times 3w + 5 for an optimizer without ``slots``, else 2 (slots + 1) w + 4. Both have a base beside.
     """
     times = replica_factor(max_ids=max_ids, max_unique_ids=max_unique_ids, cores=cores, room=room)
     base = figure("compiler", "stack_base_bytes")
     if phase == "forward":
-        unique = np.minimum(max_unique_ids * times, np.maximum(max_ids, max_unique_ids))
+        # A replica's share of the ids, in whole eights, holds at most so many different ones.
+        share = np.ceil(np.maximum(max_ids, max_unique_ids) / times / 8) * 8
+        unique = np.minimum(max_unique_ids, share) * times
         found: Any = (2 * width + 1) * unique * cores * _FLOAT + max_ids * cores * _FLOAT + base
     else:
         floats = 3 * width + 5 if slots == 0 else 2 * (slots + 1) * width + 4

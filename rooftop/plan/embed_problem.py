@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from rooftop.arrays import Mesh
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.tables import Tables
+from rooftop.models.tables_limits import Limits, check_limits
 from rooftop.models.tables_stacking import Stack, Stacking, stack_tables
 from rooftop.plan.embed_memory import figure
 from rooftop.roofline.collectives import Price, price
 from rooftop.roofline.rates import Rates
-
-
-class BufferLimits(Protocol):
-    """What a stack is compiled for, see ``rooftop.embed.statistics.StackLimits``."""
-
-    @property
-    def max_ids(self) -> int:
-        """Ids of a partition."""
-
-    @property
-    def max_unique_ids(self) -> int:
-        """Different rows of a partition."""
-
-    @property
-    def buffer(self) -> int:
-        """Ids of one SparseCore, all partitions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaledLimits:
-    """Limits that a plan has thought of: see BufferLimits."""
-
-    max_ids: int
-    max_unique_ids: int
-    buffer: int
-
-
-def scaled(limits: BufferLimits, share: float) -> ScaledLimits:
-    """A ``share`` of each limit, in whole eights, at least 8."""
-    names = ("max_ids", "max_unique_ids", "buffer")
-    return ScaledLimits(**{name: max(8, int(getattr(limits, name) * share) // 8 * 8) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +29,7 @@ class EmbedProblem:
     tables: Tables
     slice: Slice
     batch: int
-    limits: Mapping[str, BufferLimits]
+    limits: Limits
     dense_flops: float = 0.0
     host_threads: int | None = None
 
@@ -69,9 +37,7 @@ class EmbedProblem:
         per_device(self.slice)
         if self.batch % self.cores:
             raise RooftopError("batch", self.batch, f"a multiple of {self.cores}, the SparseCores of {self.slice.name}")
-        for stack in self.stacking.stacks:
-            if stack.name not in self.limits:
-                raise RooftopError("limits", f"none for stack {stack.name}", "limits for each stack")
+        check_limits(self.limits, self.stacking)
 
     @property
     def cores(self) -> int:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import P, lax, named_scope
 
 from rooftop.errors import RooftopError, unknown
+from rooftop.models.tables_limits import Limits, StackLimits, check_limits
 from rooftop.models.tables_stacking import Stack, Stacking
 from rooftop.plan.embed_exchange import EXCHANGES, cheapest_exchange
 from rooftop.programs.embedding_buffers import LookupInputs, Places, StackInputs, read_places
@@ -38,37 +39,23 @@ from rooftop.programs.embedding_state import EmbeddingState
 KERNELS: tuple[str, ...] = ("reference", "sparsecore")
 
 
-class PartitionLimits(Protocol):
-    """What a stack's program is compiled for: ids, and different rows, that a SparseCore has for another."""
-
-    @property
-    def max_ids(self) -> int:
-        """Ids of a partition."""
-
-    @property
-    def max_unique_ids(self) -> int:
-        """Different rows of a partition."""
-
-    @property
-    def buffer(self) -> int:
-        """Ids of one SparseCore, all partitions."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingProgram:
     """All that decides lookup and update, the mesh excepted.
 
-    ``batch`` is B, of all devices. ``limits`` are the stacks' (``rooftop.embed.statistics.StackLimits``). ``exchange``
+    ``batch`` is B, of all devices. ``limits`` are the stacks' ``exchange``
     is one of ``rooftop.plan.embed_exchange.EXCHANGES`` for every stack, or None for the cheaper one of each. ``kernel``
     is one of KERNELS: 'sparsecore' hands lookup, exchange and update to XLA, on TPUs that have SparseCores.
-    ``minibatching`` says that the buffers are laid out for passes. A program is hashed as the object that it is: a
-    static argument of ``jax.jit``. Raises RooftopError.
+    ``minibatching`` says that the buffers are laid out for passes; ``sample_passes`` above 1 that these are over
+    samples, so many in every batch: gradients of a row are then summed over all passes before it is updated. A program
+    is hashed as the object that it is: a static argument of ``jax.jit``. Raises RooftopError.
     """
 
     stacking: Stacking
     batch: int
-    limits: Mapping[str, PartitionLimits]
+    limits: Limits
     minibatching: bool = False
+    sample_passes: int = 1
     exchange: str | None = None
     kernel: str = "reference"
 
@@ -77,13 +64,22 @@ class EmbeddingProgram:
             raise unknown("kernel", self.kernel, KERNELS)
         if self.kernel == "sparsecore" and not self.minibatching:
             raise RooftopError("minibatching", False, "true: SparseCores read buffers that are laid out for passes")
+        if self.sample_passes > 1:
+            self._check_sample_passes()
         if self.exchange is not None and self.exchange not in EXCHANGES:
             raise unknown("exchange", self.exchange, EXCHANGES)
         if self.batch % self.stacking.cores:
             raise RooftopError("batch", self.batch, f"a multiple of {self.stacking.cores}, all SparseCores")
+        check_limits(self.limits, self.stacking)
+
+    def _check_sample_passes(self) -> None:
+        if not self.minibatching:
+            raise RooftopError("minibatching", False, "true: sample_passes need buffers that are laid out for passes")
         for stack in self.stacking.stacks:
-            if stack.name not in self.limits:
-                raise RooftopError("limits", f"none for stack {stack.name}", "limits for each stack")
+            # SparseCores update a row in each pass that looks it up: only where updates add is that the same.
+            if self.kernel == "sparsecore" and (stack.optimizer.kind != "sgd" or stack.optimizer.clip is not None):
+                accepted = f"1 with the optimizer of stack {stack.name}: SparseCores update a row in every pass"
+                raise RooftopError("sample_passes", self.sample_passes, accepted)
 
     @property
     def samples(self) -> int:
@@ -128,7 +124,7 @@ def lookup(program: EmbeddingProgram, tables: Mapping[str, jax.Array], inputs: L
             with named_scope(f"tables/{stack.name}/lookup"):
                 table = tables[stack.name].reshape(-1, stack.width)
                 look = _lookup_on_sparsecores if program.kernel == "sparsecore" else _lookup
-                activations = look(program, stack, axes, table, inputs.stacks[stack.name], inputs.passes)
+                activations = look(_Work.of(program, stack, axes, inputs), table)
                 found |= split_features(program, stack, activations)
         return found
 
@@ -163,9 +159,7 @@ def update(
                     tuple(slot.reshape(-1, slot.shape[-1]) for slot in all_slots[stack.name]),
                 )
                 change = _update_on_sparsecores if program.kernel == "sparsecore" else _update
-                table, slots = change(
-                    program, stack, axes, held, inputs.stacks[stack.name], inputs.passes, own, share, step
-                )
+                table, slots = change(_Work.of(program, stack, axes, inputs), held, own, share, step)
                 tables[stack.name] = table.reshape(tables[stack.name].shape)
                 all_slots[stack.name] = tuple(
                     new.reshape(old.shape) for new, old in zip(slots, all_slots[stack.name], strict=True)
@@ -224,109 +218,117 @@ def _on_devices(local: Callable[..., Any], axes: Axes, out: Any) -> Callable[...
     return run
 
 
-def _lookup(
-    program: EmbeddingProgram, stack: Stack, axes: Axes, table: jax.Array, inputs: StackInputs, passes: jax.Array
-) -> jax.Array:
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a device looks up in one stack, inside ``jax.shard_map``."""
+
+    program: EmbeddingProgram
+    stack: Stack
+    axes: Axes
+    inputs: StackInputs
+    passes: jax.Array
+
+    @classmethod
+    def of(cls, program: EmbeddingProgram, stack: Stack, axes: Axes, inputs: LookupInputs) -> _Work:
+        return cls(program=program, stack=stack, axes=axes, inputs=inputs.stacks[stack.name], passes=inputs.passes)
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.program.sizes(self.stack, self.axes)
+
+    @property
+    def by_rows(self) -> bool:
+        return self.program.exchange_of(self.stack) == "rows"
+
+    @property
+    def limits(self) -> StackLimits:
+        return self.program.limits[self.stack.name]
+
+    def places(self) -> Places:
+        stacking = self.program.stacking
+        return read_places(
+            self.inputs,
+            self.passes,
+            cores=stacking.cores,
+            cores_per_device=stacking.cores_per_device,
+            minibatching=self.program.minibatching,
+        )
+
+    def for_each_pass(self, places: Places, one: Callable[[jax.Array, Any], Any], begin: Any) -> Any:
+        """``one`` with the places of each pass in turn, and what the passes before it have made of ``begin``."""
+        if not self.program.minibatching:
+            return one(places.valid, begin)
+        return lax.fori_loop(
+            0, self.passes, lambda index, held: one(places.valid & (places.passes == index), held), begin
+        )
+
+
+def _lookup(work: _Work, table: jax.Array) -> jax.Array:
     """A device's activations [P S, W] of a stack, from its rows of it [rows, W]."""
-    exchange = program.sizes(stack, axes)
-    look = lookup_rows if program.exchange_of(stack) == "rows" else lookup_activations
-    places = _places(program, inputs, passes)
-    quantization = stack.places[0].table.quantization
-    return _for_each_pass(
-        program,
+    exchange, places = work.exchange, work.places()
+    look = lookup_rows if work.by_rows else lookup_activations
+    quantization = work.stack.places[0].table.quantization
+    found: jax.Array = work.for_each_pass(
         places,
-        passes,
         lambda wanted, so_far: so_far + look(exchange, table, places, wanted, quantization),
-        jnp.zeros((exchange.per_device * exchange.samples, stack.width), table.dtype),
+        jnp.zeros((exchange.per_device * exchange.samples, work.stack.width), table.dtype),
     )
+    return found
 
 
-def _lookup_on_sparsecores(
-    program: EmbeddingProgram, stack: Stack, axes: Axes, table: jax.Array, inputs: StackInputs, passes: jax.Array
-) -> jax.Array:
+def _lookup_on_sparsecores(work: _Work, table: jax.Array) -> jax.Array:
     """As ``_lookup``: XLA exchanges what SparseCores need."""
-    limits = program.limits[stack.name]
+    program, stack = work.program, work.stack
     return lookup_on_sparsecores(
-        inputs,
-        passes,
+        work.inputs,
+        work.passes,
         table,
         activations=program.stacking.cores_per_device * program.samples * stack.rows_per_sample,
-        max_ids=limits.max_ids,
-        max_unique_ids=limits.max_unique_ids,
+        max_ids=work.limits.max_ids,
+        max_unique_ids=work.limits.max_unique_ids,
         quantization=stack.places[0].table.quantization,
     )
 
 
 def _update(
-    program: EmbeddingProgram,
-    stack: Stack,
-    axes: Axes,
-    held: tuple[jax.Array, Slots],
-    inputs: StackInputs,
-    passes: jax.Array,
-    gradients: jax.Array,
-    share: jax.Array,
-    step: jax.Array,
+    work: _Work, held: tuple[jax.Array, Slots], gradients: jax.Array, share: jax.Array, step: jax.Array
 ) -> tuple[jax.Array, Slots]:
     """A device's rows of a stack and their slots, ``held``, after the update by ``gradients`` [P S, W]."""
-    exchange = program.sizes(stack, axes)
-    rows_of = row_gradients_of_rows if program.exchange_of(stack) == "rows" else row_gradients_of_activations
-    places = _places(program, inputs, passes)
+    exchange, stack, places = work.exchange, work.stack, work.places()
+    rows_of = row_gradients_of_rows if work.by_rows else row_gradients_of_activations
 
     def one(wanted: jax.Array, held: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
-        rows, sums = merge_rows(*rows_of(exchange, gradients, places, wanted), exchange.none)
+        return changed(held, *rows_of(exchange, gradients, places, wanted))
+
+    def changed(held: tuple[jax.Array, Slots], rows: jax.Array, sums: jax.Array) -> tuple[jax.Array, Slots]:
+        rows, sums = merge_rows(rows, sums, exchange.none)
         widths = true_widths(stack, rows % stack.rows).astype(jnp.float32)
         return update_rows(stack.optimizer, *held, rows, sums, share=share, step=step, widths=widths)
 
-    found: tuple[jax.Array, Slots] = _for_each_pass(program, places, passes, one, held)
+    def sums_of(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rows_of(exchange, gradients, places, places.valid & (places.passes == index))
+
+    if work.program.sample_passes > 1:
+        # A row may be in every pass: their sums of gradients lie side by side, are merged, and update it once.
+        rows, sums = lax.map(sums_of, jnp.arange(work.program.sample_passes))
+        return changed(held, rows.reshape(-1), sums.reshape(-1, stack.width))
+    found: tuple[jax.Array, Slots] = work.for_each_pass(places, one, held)
     return found
 
 
 def _update_on_sparsecores(
-    program: EmbeddingProgram,
-    stack: Stack,
-    axes: Axes,
-    held: tuple[jax.Array, Slots],
-    inputs: StackInputs,
-    passes: jax.Array,
-    gradients: jax.Array,
-    share: jax.Array,
-    step: jax.Array,
+    work: _Work, held: tuple[jax.Array, Slots], gradients: jax.Array, share: jax.Array, step: jax.Array
 ) -> tuple[jax.Array, Slots]:
     """As ``_update``: XLA exchanges what SparseCores need."""
-    limits = program.limits[stack.name]
+    optimizer = work.stack.optimizer
     return update_on_sparsecores(
-        inputs,
-        passes,
+        work.inputs,
+        work.passes,
         *held,
         gradients,
-        optimizer=stack.optimizer,
-        rate=jnp.float32(stack.optimizer.learning_rate) * share,
+        optimizer=optimizer,
+        rate=jnp.float32(optimizer.learning_rate) * share,
         step=step,
-        max_ids=limits.max_ids,
-        max_unique_ids=limits.max_unique_ids,
+        max_ids=work.limits.max_ids,
+        max_unique_ids=work.limits.max_unique_ids,
     )
-
-
-def _places(program: EmbeddingProgram, inputs: StackInputs, passes: jax.Array) -> Places:
-    stacking = program.stacking
-    return read_places(
-        inputs,
-        passes,
-        cores=stacking.cores,
-        cores_per_device=stacking.cores_per_device,
-        minibatching=program.minibatching,
-    )
-
-
-def _for_each_pass(
-    program: EmbeddingProgram,
-    places: Places,
-    passes: jax.Array,
-    one: Callable[[jax.Array, Any], Any],
-    begin: Any,
-) -> Any:
-    """``one`` with the places of each pass in turn, and what the passes before it have made of ``begin``."""
-    if not program.minibatching:
-        return one(places.valid, begin)
-    return lax.fori_loop(0, passes, lambda index, held: one(places.valid & (places.passes == index), held), begin)

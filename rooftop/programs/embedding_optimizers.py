@@ -138,7 +138,7 @@ def _ftrl(optimizer: TableOptimizer) -> Rule:
         grown = total**-power
         linear = slots[1] + g - (grown - slots[0] ** -power) / rate * row
         below = (grown + beta) / rate + 2 * l2
-        new = jnp.where(below > 0, (jnp.clip(linear, -l1, l1) - linear) / below, 0.0)
+        new = jnp.where(below <= 0, 0.0, (jnp.clip(linear, -l1, l1) - linear) / below)
         # A learning rate of 0, at the beginning of a schedule, moves nothing.
         moving = rate > 0
         return jnp.where(moving, new, row), (
@@ -164,8 +164,8 @@ def _adagrad_momentum(optimizer: TableOptimizer) -> Rule:
 
 
 def _over_root(g: jax.Array, total: jax.Array) -> jax.Array:
-    """g / sqrt(total), and 0 where an accumulator that began at 0 has seen nothing."""
-    return jnp.where(total > 0, g / jnp.sqrt(total), 0.0)
+    """g / sqrt(total), and 0 where an accumulator that began at 0 has seen nothing. NaNs stay, to be found."""
+    return jnp.where(total == 0, 0.0, g / jnp.sqrt(total))
 
 
 _RULES: Mapping[str, Callable[[TableOptimizer], Rule]] = {

@@ -18,7 +18,7 @@ from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
 
 from rooftop.errors import RooftopError
-from rooftop.models.tables import Quantization, TableOptimizer
+from rooftop.models.tables import OPTIMIZERS, Quantization, TableOptimizer
 from rooftop.programs.embedding_buffers import StackInputs
 from rooftop.programs.embedding_optimizers import Slots, row_rule
 
@@ -26,8 +26,6 @@ from rooftop.programs.embedding_optimizers import Slots, row_rule
 _PAD = 2**31 - 1
 #: Where the table stands among an update's operands: after four buffers and the passes.
 _STATE_AT = 5
-#: Optimizers whose slots have a float for each float of a row: SparseCores update element by element.
-_ELEMENTWISE = ("sgd", "adagrad", "adam", "ftrl", "adagrad_momentum")
 
 
 def lookup_on_sparsecores(
@@ -79,11 +77,12 @@ def update_on_sparsecores(
 ) -> tuple[jax.Array, Slots]:
     """``table`` [rows, W] and its slots after the optimizer's update by ``gradients`` [activations, W] of a device.
 
-    ``rate`` is the learning rate and ``step`` counts updates from 1. Raises RooftopError for an optimizer whose slots
-    are not as wide as its rows.
+    ``rate`` is the learning rate and ``step`` counts updates from 1. Raises RooftopError for an optimizer that needs
+    whole rows: the compiler runs its rule on columns, [rows, 1] each, and ends its process where it sums over them.
     """
-    if optimizer.kind not in _ELEMENTWISE:
-        raise RooftopError("optimizer.kind", optimizer.kind, f"on SparseCores one of {', '.join(_ELEMENTWISE)}")
+    if not optimizer.elementwise:
+        kinds = [kind for kind in OPTIMIZERS if TableOptimizer(kind=kind).elementwise]
+        raise RooftopError("optimizer.kind", optimizer.kind, f"on SparseCores one of {', '.join(kinds)}")
     config = {
         "max_ids_per_partition": max_ids,
         "max_unique_ids_per_partition": max_unique_ids,

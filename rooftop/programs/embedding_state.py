@@ -17,7 +17,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from rooftop.models.tables import Initializer
-from rooftop.models.tables_stacking import Stack, Stacking, pack
+from rooftop.models.tables_stacking import Place, Stack, Stacking, pack
 from rooftop.programs.embedding_buffers import LookupInputs, StackInputs
 from rooftop.programs.embedding_optimizers import initial_slots
 from rooftop.programs.parameters import Leaf
@@ -34,10 +34,13 @@ class EmbeddingState(Generic[Leaf]):
 
 
 def initialise(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int) -> EmbeddingState[jax.Array]:
-    """Tables as their initialisers say, and slots, made on the host and split over all axes of ``mesh``.
+    """Tables as their initialisers say, and slots, split over all axes of ``mesh``.
 
-    A table's values depend on ``seed`` and its name: not on stacking, nor on how many SparseCores there are.
+    Made on the host and sent, or on the devices, as the config says: of the same distributions, with other values. A
+    table's values depend on ``seed`` and its name: not on stacking, nor on how many SparseCores there are.
     """
+    if not stacking.tables.config.initialized_on_host:
+        return _initialise_on_devices(stacking, mesh, seed)
     tables = {
         table.name: _begin(
             table.initializer,
@@ -98,6 +101,54 @@ def device_inputs(buffers: Mapping[str, Any], passes: int, mesh: jax.sharding.Me
         },
         passes=jax.device_put(np.int32(passes), NamedSharding(mesh, P())),
     )
+
+
+def _initialise_on_devices(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int) -> EmbeddingState[jax.Array]:
+    """Each device makes its own rows, from keys of seed, table and row: nothing is sent, nor held twice."""
+    axes = mesh.axis_names
+    own = stacking.cores_per_device
+
+    def local() -> tuple[dict[str, jax.Array], dict[str, tuple[jax.Array, ...]]]:
+        cores = jax.lax.axis_index(axes) * own + jnp.arange(own)
+        tables, slots = {}, {}
+        for stack in stacking.stacks:
+            parts = [_rows_of(stacking, place, cores, stack.width, seed) for place in stack.places]
+            tables[stack.name] = jnp.concatenate(parts, axis=1)
+            slots[stack.name] = tuple(
+                jnp.full((own, stack.rows, width), value, jnp.float32)
+                for width, value in zip(stack.optimizer.slots(stack.width), initial_slots(stack.optimizer), strict=True)
+            )
+        return tables, slots
+
+    with jax.set_mesh(mesh):
+        tables, slots = jax.jit(jax.shard_map(local, in_specs=(), out_specs=P(axes), check_vma=False))()
+    return EmbeddingState(
+        step=jax.device_put(np.int32(0), NamedSharding(mesh, P())), tables=dict(tables), slots=dict(slots)
+    )
+
+
+def _rows_of(stacking: Stacking, place: Place, cores: jax.Array, width: int, seed: int) -> jax.Array:
+    """The rows [P, rows, W] of a table on SparseCores ``cores`` [P], padding zero."""
+    table, initializer = place.table, place.table.initializer
+    table_key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(table.name.encode()))
+    first = (cores - place.rotation) % stacking.cores
+    ids = jnp.arange(place.rows)[None, :] * stacking.cores + first[:, None]
+
+    def row(index: jax.Array) -> jax.Array:
+        key, shape = jax.random.fold_in(table_key, index), (table.width,)
+        if initializer.kind == "constant":
+            return jnp.full(shape, initializer["value"], jnp.float32)
+        if initializer.kind == "uniform":
+            return jax.random.uniform(key, shape, jnp.float32, initializer["low"], initializer["high"])
+        drawn = (
+            jax.random.truncated_normal(key, -2.0, 2.0, shape)
+            if initializer.kind == "truncated_normal"
+            else jax.random.normal(key, shape)
+        )
+        return initializer["mean"] + initializer["stddev"] * drawn
+
+    made = jnp.where((ids < table.vocabulary)[..., None], jax.vmap(jax.vmap(row))(ids), 0.0)
+    return jnp.pad(made, ((0, 0), (0, 0), (0, width - table.width)))
 
 
 def _begin(

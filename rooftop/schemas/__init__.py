@@ -10,10 +10,10 @@ from rooftop.errors import unknown
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of 'plan' (plan.json of training), 'serving' (of serving), 'simulation', 'compiled' or 'ledger'.
+    """The JSON schema of 'plan' (plan.json of training), 'serving' (of serving), 'embed' (of embeddings) or another.
 
-    Ledgers within the first two are described by the last. What ``rooftop explain`` prints has 'explain', 'operations'
-    (of --op) and 'difference' (of --diff).
+    Others are 'simulation', 'compiled', 'compiled_embed' and 'ledger', which describes those within plans. What
+    ``rooftop explain`` prints has 'explain', 'operations' (of --op) and 'difference' (of --diff).
     """
     found = {file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")}
     if name not in found:

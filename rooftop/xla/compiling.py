@@ -144,31 +144,61 @@ def compile_ahead_of_time(
     result = store.find(asked) if cache else None
     found = result is not None
     if result is None:
-        answer = _ask_worker(request, asked, timeout_s, on_progress or (lambda phase, elapsed_s: None))
-        if "error" in answer:
-            raise RooftopError(**answer["error"])
-        result = answer["result"]
+        said = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress)
+        if said.answer is None:
+            raise said.failure
+        if "error" in said.answer:
+            raise RooftopError(**said.answer["error"])
+        result = said.answer["result"]
         if cache:
-            store.keep(asked, result, answer["sources"])
+            store.keep(asked, result, said.answer["sources"])
+    return read_result(request, result, cached=found)
+
+
+def read_result(request: Request, result: Mapping[str, Any], *, cached: bool) -> Compiled:
+    """A worker's result. Raises OutOfMemory, or Infeasible, where that is why there is no program."""
     if "out_of_memory" in result:
         raise OutOfMemory.from_json(result["out_of_memory"])
     if "infeasible" in result:
         raise Infeasible(**result["infeasible"])
-    return Compiled.from_json(request.mesh, result, cached=found)
+    return Compiled.from_json(request.mesh, result, cached=cached)
 
 
-def _ask_worker(
-    request: Request, asked: Mapping[str, Any], timeout_s: float | None, on_progress: Progress
-) -> dict[str, Any]:
-    """What a new worker answers: a result and the sources that it depends on, or an error."""
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a worker left: its ``answer`` and its ``log``.
+
+    An answer is a result and the sources that it depends on, or an error; a worker that was ended has none.
+    """
+
+    program: str
+    answer: Mapping[str, Any] | None
+    log: str
+    exit_status: int
+
+    @property
+    def failure(self) -> RooftopError:
+        """The last line of the log as an error."""
+        last = (self.log.strip().splitlines() or ["no message"])[-1]
+        return RooftopError("program", self.program, f"one that XLA compiles (exit {self.exit_status}: {last})")
+
+
+def ask_worker(
+    request: Request,
+    *,
+    timeout_s: float | None = None,
+    on_progress: Progress | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Said:
+    """Have a new worker compile, with ``environment`` beside what libtpu needs. Raises RooftopError after a timeout."""
     with tempfile.TemporaryDirectory(prefix="rooftop-compile-") as name:
         folder = Path(name)
         question, answer, log = folder / "request.json", folder / "result.json", folder / "log"
-        question.write_text(json.dumps(asked), encoding="utf-8")
+        question.write_text(json.dumps(request.to_json()), encoding="utf-8")
         with log.open("w", encoding="utf-8") as output:
             worker = subprocess.Popen(
                 [sys.executable, "-m", "rooftop.xla.worker", str(question), str(answer)],
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 # The worker reads it to the end, which comes when this process does.
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -177,17 +207,18 @@ def _ask_worker(
                 start_new_session=True,
             )
             try:
-                _wait(worker, folder / "phase", timeout_s, on_progress)
+                _wait(worker, folder / "phase", timeout_s, on_progress or (lambda phase, elapsed_s: None))
             except subprocess.TimeoutExpired:
                 raise RooftopError("timeout_s", timeout_s, f"longer than compiling {request.program} takes") from None
             finally:
                 worker.kill()
                 worker.communicate()
-        if not answer.exists():
-            last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no message"])[-1]
-            raise RooftopError("program", request.program, f"one that XLA compiles (exit {worker.returncode}: {last})")
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+        return Said(
+            program=request.program,
+            answer=json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None,
+            log=log.read_text(encoding="utf-8", errors="replace"),
+            exit_status=worker.returncode,
+        )
 
 
 def _wait(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | None, on_progress: Progress) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
-from rooftop.embed.statistics import StackLimits, full_buffer
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.models.tables_stacking import Stacking, stack_tables
 
 

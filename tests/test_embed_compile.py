@@ -1,0 +1,262 @@
+"""``rooftop compile`` of plans of embeddings: reports, refusals, checks; and what stands for the dense part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jsonschema
+import numpy as np
+import pytest
+from conftest import Answer
+from jax import P
+from jax.sharding import NamedSharding
+
+from rooftop.arrays import Mesh
+from rooftop.errors import Infeasible, RooftopError
+from rooftop.explain.embedding import Compilation, EmbedRefusal, EmbedReport, compile_embed_plan, step_options
+from rooftop.hardware import Slice
+from rooftop.plan.embed import EmbedPlan
+from rooftop.programs.tower import Tower
+from rooftop.schemas import schema
+from rooftop.xla.compiling import Compiled, Request
+from rooftop.xla.memory import OutOfMemory
+from rooftop.xla.sparsecore_checks import CHECKS, check_options, parse_checks, require_checks
+from rooftop.xla.sparsecore_marks import TILE_MEMORY, Marks
+
+TOML = """
+[tables.user]
+vocabulary = 100_000
+width = 64
+[tables.tag]
+vocabulary = 1000
+width = 12
+[features.user_id]
+table = "user"
+ids_per_sample = 20
+[features.tags]
+table = "tag"
+"""
+HLO = """HloModule jit_step, is_scheduled=true
+
+%sparse (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}, execution_thread="sparsecore"
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%p)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %start = ((f32[8]), f32[8]) call-start(%x), async_execution_thread="sparsecore", to_apply=%sparse
+  %beside = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  %done = f32[8]{0} call-done(%start)
+  ROOT %after = f32[8]{0} fusion(%done), kind=kLoop, calls=%fused
+}
+"""
+
+
+@pytest.fixture
+def plan_file(rooftop: Callable[..., Answer], tmp_path: Path) -> Path:
+    (tmp_path / "tables.toml").write_text(TOML)
+    file = tmp_path / "plan.json"
+    job = ("plan", "embed", str(tmp_path / "tables.toml"), "--on", "v5p:2x2x1", "--batch", "4096")
+    assert rooftop(*job, "--dense-flops", "1M", "-o", str(file)).status == 0
+    return file
+
+
+@pytest.fixture
+def plan(plan_file: Path) -> EmbedPlan:
+    return EmbedPlan.from_json(json.loads(plan_file.read_text()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretended(Compilation):
+    """A compiler that takes limits up to ``most`` unique ids, and whose heap is ``heap`` bytes."""
+
+    plan: EmbedPlan
+    most: int = 10**9
+    heap: int = 10**6
+    factor: float = 1.0
+    no_hbm: bool = False
+
+    def run(self, request: Request) -> Marks:
+        part, only = request.arguments["part"], request.arguments.get("only")
+        limits = request.arguments["limits"]
+        if only is not None and limits[only]["max_unique_ids"] > self.most:
+            raise Infeasible(TILE_MEMORY, "Can't fit a single row.")
+        if self.no_hbm and only is None:
+            raise OutOfMemory("a step", needed_bytes=2e11, available_bytes=1e11, at_peak=None)
+        name = {"lookup": "forward_stack", "update": "backward_stack"}.get(part, "backward_stack")
+        stack = self.plan.problem.stacking.stack(only or self.plan.problem.stacking.stacks[0].name)
+        sizes = ("argument", "output", "alias", "temp", "generated_code", "host_argument", "host_temp")
+        compiled = Compiled(
+            mesh=request.mesh, hlo_text=HLO, peak_bytes=self.heap, memory=dict.fromkeys(sizes, 7), lower_s=0.0,
+            compile_s=1.0, versions={"jax": "1", "jaxlib": "1", "libtpu": "1"},
+        )  # fmt: skip
+        hbm = round(self.factor * self.plan.stack_memory(stack)[name] / 4)
+        return Marks(hbm_bytes=hbm, tile_bytes=1000, compiled=compiled)
+
+
+def test_a_plan_comes_back_from_its_file(plan_file: Path, plan: EmbedPlan) -> None:
+    assert json.loads(json.dumps(plan.to_json())) == json.loads(plan_file.read_text())
+
+
+def test_a_report_sets_each_stack_beside_the_plan(plan: EmbedPlan) -> None:
+    report = compile_embed_plan(plan, Pretended(plan=plan))
+    assert isinstance(report, EmbedReport)
+    data = report.to_json()
+    jsonschema.validate(data, schema("compiled_embed"))
+    assert [(row["stack"], row["part"]) for row in data["stacks"]] == [
+        (stack.name, part) for stack in plan.problem.stacking.stacks for part in ("lookup", "update")
+    ]
+    assert all(row["ratio"] == pytest.approx(1, abs=1e-4) for row in data["stacks"])
+    assert data["agrees"] and data["steps"]["pipelined"]["overlap"] == 0.5
+    own = data["steps"]["pipelined"]
+    assert own["needed_bytes"] == 10**6 + 4 * own["sparsecore_hbm_bytes"]
+    assert own["planned_bytes"] == plan.memory["total"]["pipelined"]
+    assert "xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment" in own["options"]
+    assert data["steps"]["sequential"]["options"] == {}
+
+
+def test_a_stack_that_differs_is_named(plan: EmbedPlan) -> None:
+    report = compile_embed_plan(plan, Pretended(plan=plan, factor=1.2))
+    assert isinstance(report, EmbedReport)
+    assert not report.agrees and "user lookup +20.0%" in report.verdict
+
+
+def test_limits_beyond_a_tile_are_refused_with_limits_that_compile(plan: EmbedPlan) -> None:
+    most = plan.problem.limits["user"].max_unique_ids - 8
+    refusal = compile_embed_plan(plan, Pretended(plan=plan, most=most))
+    assert isinstance(refusal, EmbedRefusal)
+    jsonschema.validate(refusal.to_json(), schema("compiled_embed"))
+    assert (refusal.stack, refusal.part) == ("user", "lookup")
+    assert refusal.largest is not None and 0.8 * most <= refusal.largest.max_unique_ids <= most
+    assert f"at most max_unique_ids {refusal.largest.max_unique_ids} " in str(refusal.infeasible)
+
+
+@pytest.mark.parametrize("compiler", [{"no_hbm": True}, {"heap": 10**12}])
+def test_hbm_that_overflows_is_an_answer(plan: EmbedPlan, compiler: dict[str, int]) -> None:
+    refusal = compile_embed_plan(plan, Pretended(plan=plan, **compiler))  # type: ignore[arg-type]
+    assert isinstance(refusal, EmbedRefusal) and refusal.stack is None
+    jsonschema.validate(refusal.to_json(), schema("compiled_embed"))
+    assert "HBM" in str(refusal.infeasible)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "says"),
+    [
+        ({"schema": 99}, (), "schema 99"),
+        ({"limits": None}, (), "plan:"),
+        ({"limits": {}}, (), "limits for each stack"),
+        ({}, ("--check", "nam"), "did you mean nan"),
+        ({}, ("--save", "x"), "save:"),
+        ({}, ("--mesh", "X=4"), "mesh:"),
+    ],
+)
+def test_what_is_no_such_plan_is_one_line(
+    rooftop: Callable[..., Answer], plan_file: Path, change: dict[str, object], words: tuple[str, ...], says: str
+) -> None:
+    plan_file.write_text(json.dumps(json.loads(plan_file.read_text()) | change))
+    answer = rooftop("compile", str(plan_file), *words)
+    assert answer.status == 2 and says in answer.err and answer.err.count("\n") == 1
+
+
+def test_checks_are_compiler_options() -> None:
+    assert parse_checks(None) == () and parse_checks(" nan, bounds,nan") == ("nan", "bounds")
+    assert check_options(["nan"]) == CHECKS["nan"]
+    assert set(step_options("pipelined", ("nan", "buffers"))) > {*CHECKS["nan"], *CHECKS["buffers"]}
+    with pytest.raises(RooftopError, match="did you mean bounds"):
+        parse_checks("bound")
+
+
+def test_a_tower_computes_what_is_asked() -> None:
+    for flops in (1e5, 1e6, 3e7):
+        tower = Tower(features=(("a", 64), ("b", 12)), flops=flops)
+        assert tower.flops_per_sample == pytest.approx(flops, rel=0.15)
+    assert Tower(features=(("a", 64),), flops=0).width == 8
+
+
+def test_a_tower_learns_on_any_number_of_devices() -> None:
+    tower = Tower(features=(("a", 8), ("b", 4)), flops=2000)
+    random = np.random.default_rng(0)
+    weights = [random.standard_normal(shape).astype(np.float32) for shape in tower.shapes()]
+    given = {"a": random.standard_normal((8, 8)), "b": random.standard_normal((8, 3, 4))}
+    label = random.standard_normal(8).astype(np.float32)
+    found = []
+    for devices in (1, 4):
+        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+        split = NamedSharding(mesh, P("data"))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put({name: one.astype(np.float32) for name, one in given.items()}, split)
+            found.append(jax.jit(tower)(weights, placed, jax.device_put(label, split)))
+    for one, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
+    assert float(jnp.abs(found[0][1]["b"]).max()) > 0
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_compilers_marks_stand_beside_the_plans(
+    rooftop: Callable[..., Answer], plan_file: Path, own_cache: None, on: str
+) -> None:
+    folder = plan_file.parent
+    job = ("plan", "embed", str(folder / "tables.toml"), "--on", on, "--batch", "4096", "-o", str(plan_file))
+    assert rooftop(*job).status == 0
+    answer = rooftop("compile", str(plan_file), "--json")
+    assert answer.status == 0, answer.err
+    data = answer.json
+    jsonschema.validate(data, schema("compiled_embed"))
+    assert data["agrees"], data["verdict"]
+    assert data["steps"]["pipelined"]["overlap"] > 0.5
+    # Tables and slots are updated where they lie: nothing as large is there twice.
+    for step in data["steps"].values():
+        assert step["heap_bytes"] < 1.3 * step["arguments_bytes"]
+
+
+@pytest.mark.slow
+def test_what_no_tile_holds_is_refused_by_the_compiler_too(
+    rooftop: Callable[..., Answer], plan_file: Path, own_cache: None
+) -> None:
+    data = json.loads(plan_file.read_text())
+    data["limits"]["user"] = {"max_ids": 16384, "max_unique_ids": 16384, "buffer": 16384 * 16}
+    plan_file.write_text(json.dumps(data))
+    answer = rooftop("compile", str(plan_file), "--json")
+    assert answer.status == 1 and answer.json["largest"] is not None
+    assert "which compiles" in answer.err and answer.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_flag_that_libtpu_does_not_know_is_one_line(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Slice.parse("v5p:2x2x1")
+    require_checks(CHECKS, where)
+    changed = {**CHECKS, "nan": {"xla_sparse_core_enable_id_bound_check": "true"}}
+    monkeypatch.setattr("rooftop.xla.sparsecore_checks.CHECKS", changed)
+    with pytest.raises(RooftopError, match="xla_sparse_core_enable_id_bound_check"):
+        require_checks(["nan"], where)
+
+
+def test_a_pretended_compiler_is_given_the_plans_mesh(plan: EmbedPlan) -> None:
+    seen: list[Request] = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Watched(Pretended):
+        def run(self, request: Request) -> Marks:
+            seen.append(request)
+            return super().run(request)
+
+    compile_embed_plan(plan, Watched(plan=plan))
+    assert all(request.mesh == Mesh.lay(plan.problem.slice, {"data": 4}) for request in seen)
+    assert [request.arguments["part"] for request in seen] == ["lookup", "update"] * 2 + ["sequential", "pipelined"]
