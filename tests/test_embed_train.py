@@ -19,7 +19,9 @@ from rooftop.embed.checkpoint import restore
 from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
 from rooftop.embed.train import Trainer, TrainOptions, check_finite
 from rooftop.errors import Infeasible, RooftopError
+from rooftop.explain.measured import explain
 from rooftop.models.tables import Initializer
+from rooftop.profile.planes import read_trace
 
 BATCHES = 24
 
@@ -156,3 +158,19 @@ def test_the_check_names_the_batch_that_broke_a_table(clicks: Path, tmp_path: Pa
 def test_checks_of_sparsecores_need_sparsecores(clicks: Path, tmp_path: Path) -> None:
     with pytest.raises(RooftopError, match=r"check: got 'bounds'; accepted: nan: .* not for cpu"):
         Trainer(options(clicks, tmp_path / "run", checks=("nan", "bounds")))
+
+
+def test_a_trace_tells_batches_tables_and_what_was_dropped(clicks: Path, tmp_path: Path) -> None:
+    trainer = Trainer(options(clicks, tmp_path / "run", steps=4, profile=(2, 3), devices=2))
+    trainer.train()
+    trace = read_trace(trainer.trace)
+    told = [line.read(("dropped_ids", "minibatches")) for host in trace.hosts for line in host.threads]
+    dropped, passes = (
+        np.concatenate([each.stats[name].values[each.stats[name].present] for each in told])
+        for name in ("dropped_ids", "minibatches")
+    )
+    assert dropped.tolist() == [0, 0] and len(passes) == 2 and (passes >= 1).all()
+    explained = explain(trainer.trace).to_json()
+    assert [step["number"] for step in explained["steps"]] == [2, 3]
+    scopes = {row["scope"] for row in explained["rows"]}
+    assert any(scope.startswith("tables/") and scope.endswith("/lookup") for scope in scopes), scopes

@@ -24,6 +24,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--pipelined", is_flag=True, help="Overlap tables and dense part: gradients are stale by a step.")
 @click.option("--checkpoint-every", default=100, show_default=True, metavar="N", help="Batches between checkpoints.")
 @click.option("--check", metavar="NAMES", help="Look for faults: nan; on TPUs also bounds and buffers.")
+@click.option("--profile", metavar="steps=A..B", help="Trace these batches with JAX's profiler, into RUN/profile.")
 @click.option("--evaluate", type=_FILE, help="Data to tell the AUC on, at the end.")
 @click.option("--seed", default=0, show_default=True)
 @json_option
@@ -38,6 +39,7 @@ def train(
     pipelined: bool,
     checkpoint_every: int,
     check: str | None,
+    profile: str | None,
     evaluate: Path | None,
     seed: int,
     as_json: bool,
@@ -47,7 +49,7 @@ def train(
     \b
     Example: rooftop embed train tables.toml day0.tsv runs/first --batch 4096 --evaluate day1.tsv
     """
-    from rooftop.cli.train_process import prepare_environment
+    from rooftop.cli.train_process import parse_profile, prepare_environment
 
     prepare_environment({"devices": devices}, packages=("jax",), extra="embed")
     import jax
@@ -70,6 +72,7 @@ def train(
             checkpoint_every=checkpoint_every,
             seed=seed,
             checks=parse_checks(check),
+            profile=parse_profile(profile),
         )
     )
     begun = trainer.done
@@ -91,6 +94,8 @@ def train(
     if evaluate is not None:
         out.print(f"  AUC {said['auc']:.4f} on {evaluate}")
     out.print(f"  checkpoints in {trainer.checkpoints}")
+    if trainer.trace.is_dir():
+        out.print(f"  trace in {trainer.trace}: see rooftop explain {trainer.trace}")
     return 0
 
 

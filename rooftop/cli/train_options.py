@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftop.arrays import parse_axes
 from rooftop.cli.plan_files import read_plan_file
+from rooftop.cli.train_process import parse_profile
 from rooftop.errors import RooftopError
 from rooftop.models import ModelConfig
 from rooftop.plan import TrainingPlan
@@ -58,18 +58,12 @@ def course_of(options: Mapping[str, Any]) -> Course:
         raise RooftopError("steps", None, "--steps N, a whole number of steps")
     if options["tensorboard"] and find_spec("tensorboardX") is None:
         raise RooftopError("tensorboard", "--tensorboard", "tensorboardX installed: pip install 'rooftop[tensorboard]'")
-    trace = None
-    if options["profile"] is not None:
-        match = re.fullmatch(r"steps=(\d+)\.\.(\d+)", options["profile"])
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise RooftopError("profile", options["profile"], "steps=A..B with A up to B, counted from 1: steps=10..13")
-        trace = int(match[1]), int(match[2])
     return Course(
         steps=steps,
         save_every=count(options, "save_every"),
         eval_every=count(options, "eval_every"),
         eval_batches=count(options, "eval_batches") or 1,
-        profile=trace,
+        profile=parse_profile(options["profile"]),
         tensorboard=options["tensorboard"],
         divergence=number(options, "divergence") or math.inf,
     )

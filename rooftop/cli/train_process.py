@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -51,6 +52,16 @@ def require_packages(packages: tuple[str, ...], extra: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise RooftopError(package, "not installed", f"a Python that has it: pip install 'rooftop[{extra}]'")
+
+
+def parse_profile(text: str | None) -> tuple[int, int] | None:
+    """The first and the last step that are traced, of steps=A..B. Raises RooftopError for another text."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"steps=(\d+)\.\.(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise RooftopError("profile", text, "steps=A..B with A up to B, counted from 1: steps=10..13")
+    return int(match[1]), int(match[2])
 
 
 def keep_compilations() -> None:

@@ -50,6 +50,11 @@ class Statistics:
     minibatches: int = 1
     batches: int = 1
 
+    @property
+    def dropped(self) -> int:
+        """Ids dropped, of all stacks."""
+        return sum(one.dropped for one in self.stacks.values())
+
     def merged(self, other: Statistics) -> Statistics:
         """Of both: see ``StackStatistics.merged``."""
         return Statistics(

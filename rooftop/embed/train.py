@@ -8,7 +8,9 @@ bit for bit on the same devices, and may move to others.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -44,6 +46,7 @@ class TrainOptions:
     ``pipelined`` uses stale gradients, see ``rooftop.programs.embedding_pipeline``. A checkpoint is made every
     ``checkpoint_every`` batches and at the end; tables are looked over for NaNs then, with the check ``nan`` after
     every batch. ``checks`` are names of ``rooftop.xla.sparsecore_checks.CHECKS``; others than ``nan`` need SparseCores.
+    ``profile`` is the first and last batch, counted from 1, of a trace.
     """
 
     tables: Tables
@@ -59,6 +62,7 @@ class TrainOptions:
     seed: int = 0
     threads: int = 1
     checks: tuple[str, ...] = ()
+    profile: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "devices", "cores_per_device", "checkpoint_every", "threads"):
@@ -133,11 +137,17 @@ class Trainer:
         self._step = jax.jit(step, static_argnums=0, compiler_options=_compiler_options(options.checks) or None)
         self._logits = jax.jit(self._score)
         self.state, self.done = self._begin()
+        self._tracing = False
 
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints are."""
         return self.options.run / "checkpoints"
+
+    @property
+    def trace(self) -> Path:
+        """Where a trace is, if one was asked for."""
+        return self.options.run / "profile"
 
     def train(self) -> list[float]:
         """Go on to the end of the data (or to ``steps`` batches) and return the losses of the batches read now."""
@@ -150,7 +160,8 @@ class Trainer:
         )
         with jax.set_mesh(self.mesh):
             for batch in batches:
-                self.state, told = self._step(self.program, self.state, *self._placed(batch))
+                with self._traced(self.done + 1, last):
+                    self.state, told = self._step(self.program, self.state, *self._placed(batch))
                 losses.append(told)
                 self.done += 1
                 if "nan" in options.checks:
@@ -161,6 +172,23 @@ class Trainer:
                     losses.clear()
                     self._save()
         return found
+
+    @contextmanager
+    def _traced(self, number: int, last: int) -> Iterator[None]:
+        """Around batch ``number``, of ``last``: it is told to the profiler, which begins and ends as it was asked."""
+        low, high = self.options.profile or (0, 0)
+        if low <= number <= high and not self._tracing:
+            jax.block_until_ready(self.state)
+            jax.profiler.start_trace(self.trace)
+            self._tracing = True
+        try:
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                yield
+        finally:
+            if self._tracing and (number == min(high, last) or sys.exception() is not None):
+                jax.block_until_ready(self.state)
+                jax.profiler.stop_trace()
+                self._tracing = False
 
     def _record(self, losses: list[Any]) -> list[float]:
         """Write the losses of the batches up to now to metrics.jsonl, and return them."""
@@ -194,8 +222,10 @@ class Trainer:
         """One batch on the devices: what is looked up, and the rest."""
         made = self.preprocessor.preprocess(batch.ids)
         split = jax.NamedSharding(self.mesh, jax.P(self.mesh.axis_names))
-        placed = DlrmBatch(dense=jax.device_put(batch.dense, split), label=jax.device_put(batch.label, split))
-        return device_inputs(made.buffers, made.minibatches, self.mesh), placed
+        # What no device tells of is told to a trace by the host.
+        with jax.profiler.TraceAnnotation("place", dropped_ids=made.statistics.dropped, minibatches=made.minibatches):
+            placed = DlrmBatch(dense=jax.device_put(batch.dense, split), label=jax.device_put(batch.label, split))
+            return device_inputs(made.buffers, made.minibatches, self.mesh), placed
 
     def _drain(self) -> list[Any]:
         """Finish what is under way in a pipeline."""
