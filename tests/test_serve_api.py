@@ -17,10 +17,26 @@ import jsonschema
 import openai
 import pytest
 import serving_echo
+from pydantic import BaseModel
 from serving_process import TEXT, Served, started
 
 from rooftop.errors import RooftopError
 from rooftop.serve.server import bind
+
+#: A template by which calls are written as Hermes and Qwen write them.
+TOOL_USE = "{{ messages[-1].content }}{# <tool_call> #}"
+
+
+class Place(BaseModel):
+    city: str
+    country: str | None = None
+
+
+class Weather(BaseModel):
+    """The weather at places."""
+
+    places: list[Place]
+    days: int
 
 
 def serving(folder: Path, **options: Any) -> AbstractContextManager[Served]:
@@ -32,6 +48,9 @@ def serving(folder: Path, **options: Any) -> AbstractContextManager[Served]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     serving_echo.tokenizer().save(folder)
+    # With tools the engine says what the last message says.
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
     return folder
 
 
@@ -282,6 +301,65 @@ def test_a_full_queue_is_429(folder: Path) -> None:
             assert full.value.code == "rate_limit_exceeded"
             assert served.client().completions.create(model="echo", prompt="a").choices[0].text == "a"
         served.wait_until_idle()
+
+
+def call(city: str) -> str:
+    arguments = json.dumps({"places": [{"city": city}], "days": 2}, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": "Weather", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_calls_of_tools_whole_and_streamed(client: openai.OpenAI) -> None:
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    messages: Any = [{"role": "user", "content": f"Let me see.\n{call('Köln')}\n{call('{')}"}]
+    made = client.chat.completions.create(model="echo", messages=messages, tools=tools)
+    (choice,) = made.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    calls = [each for each in choice.message.tool_calls or () if each.type == "function"]
+    assert [each.function.name for each in calls] == ["Weather"] * 2
+    assert [Weather.model_validate_json(each.function.arguments).places[0].city for each in calls] == ["Köln", "{"]
+    assert len({each.id for each in calls}) == 2
+    # The client's own reading of a stream: it refuses parts that do not fit together.
+    with client.chat.completions.stream(model="echo", messages=messages, tools=tools) as stream:
+        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion().choices[0]
+    assert len(deltas) > 4
+    assert (final.finish_reason, final.message.content) == ("tool_calls", "Let me see.")
+    parsed = [each.function.parsed_arguments for each in final.message.tool_calls or ()]
+    assert parsed == [Weather(places=[Place(city=city)], days=2) for city in ("Köln", "{")]
+    cut = client.chat.completions.create(model="echo", messages=messages, tools=tools, max_tokens=60).choices[0]
+    assert cut.finish_reason == "length" and len(cut.message.tool_calls or ()) == 1
+    text: Any = [{"role": "user", "content": "a <tool_call> of none"}]
+    plain = client.chat.completions.create(model="echo", messages=text, tools=tools).choices[0]
+    assert (plain.finish_reason, plain.message.content) == ("stop", "a <tool_call> of none")
+    assert plain.message.tool_calls is None
+    # Not asked for tools: what looks like a call is text, by the template without tools.
+    none = client.chat.completions.create(model="echo", messages=messages, tools=tools, tool_choice="none")
+    assert call("Köln") in (none.choices[0].message.content or "")
+
+
+def test_an_answer_must_call_a_tool(client: openai.OpenAI) -> None:
+    function: Any = {"name": "turn", "parameters": {"type": "object", "properties": {"to": {"enum": ["left"]}},
+                     "required": ["to"], "additionalProperties": False}}  # fmt: skip
+    tools: Any = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "stay"}}]
+    messages: Any = [{"role": "user", "content": "Go!"}]
+    named: Any = {"type": "function", "function": {"name": "turn"}}
+    for choice, given in ((named, tools), ("required", tools[:1])):
+        asked: Any = {"model": "echo", "messages": messages, "tools": given, "tool_choice": choice}
+        with client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion()
+        for found in (client.chat.completions.create(**asked), streamed):
+            (made,) = found.choices[0].message.tool_calls or ()
+            assert (made.function.name, json.loads(made.function.arguments)) == ("turn", {"to": "left"})
+            assert found.choices[0].finish_reason == "tool_calls" and not found.choices[0].message.content
+    for wrong, message in (
+        ({"tool_choice": "required"}, "none or auto where there are no tools"),
+        ({"tools": tools, "tool_choice": {"type": "function", "function": {"name": "trun"}}}, "did you mean turn"),
+        ({"tools": tools, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": tools, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        fields: Any = wrong
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(model="echo", messages=messages, **fields)
 
 
 def test_keys(folder: Path) -> None:

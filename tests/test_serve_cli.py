@@ -20,10 +20,14 @@ import serving_echo
 from serving_process import TEXT, Served, started
 
 from rooftop.checkpoints.huggingface import save_weights
-from rooftop.cli.serve_options import configuration, on_local
-from rooftop.models import from_huggingface
+from rooftop.cli.serve_example import made as example
+from rooftop.cli.serve_options import configuration, on_local, source_of
+from rooftop.errors import RooftopError
+from rooftop.models import count_params, from_huggingface
 from rooftop.programs.describe import describe
 from rooftop.scheduling.serving import Policy
+from rooftop.serve.loading import configuration_of
+from rooftop.serve.texts import Texts
 from rooftop.simulate.serving_measured import MeasuredTimes, Program
 
 LONGEST = 64
@@ -160,6 +164,57 @@ def test_a_replay_stands_beside_its_simulation(served: Served, rooftop: Callable
     assert table.out.count("predicted") >= 4
 
 
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "go", "parameters": {
+        "type": "object", "properties": {"to": {"enum": ["l", "r"]}}, "required": ["to"],
+        "additionalProperties": False}}}
+]  # fmt: skip
+
+
+def test_a_call_of_a_tool(served: Served) -> None:
+    """The model draws at random: what it says is a call all the same."""
+    with served.client().chat.completions.stream(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], tools=TOOLS, tool_choice="required", max_tokens=40
+    ) as stream:
+        (choice,) = stream.get_final_completion().choices
+    (call,) = choice.message.tool_calls or ()
+    assert call.function.name == "go"
+    jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "exact"),
+    [
+        (["--draft", "{folder}", "--guesses", "2"], True),
+        (["--guesses", "3"], True),
+        (["--devices", "4", "--mesh", "data=2,tensor=2"], True),
+        (["--devices", "4", "--mesh", "tensor=2,context=2", "--weights-dtype", "int8", "--kv-dtype", "int8"], False),
+        (["--devices", "2", "--batching", "disaggregated", "--prefill-devices", "1", "--chunk-tokens", "0"], True),
+    ],
+)
+def test_every_way_of_serving_answers_alike(folder: Path, served: Served, arguments: list[str], exact: bool) -> None:
+    def texts(asked: Served) -> list[str]:
+        made = asked.client().completions.create(model="tiny", prompt=[TEXT, "a b a b"], max_tokens=20, temperature=0)
+        return [choice.text for choice in made.choices]
+
+    command = [
+        str(Path(sys.executable).with_name("rooftop")), "serve", str(folder), "--port", "0", "--json",
+        "--max-batch", "4", "--max-model-len", str(LONGEST), "--pages", "20",
+        *(each.format(folder=folder) for each in arguments),
+    ]  # fmt: skip
+    with started(command, folder.parent, env=os.environ | {"XLA_FLAGS": QUICKLY, "JAX_PLATFORMS": "cpu"}) as other:
+        if exact:
+            assert texts(other) == texts(served)
+        test_a_chat_of_a_schema(other)
+        test_a_call_of_a_tool(other)
+        test_seeds_draw_the_same(other)
+        assert (other.metric("rooftop_accepted_tokens_total") > 0) == ("--guesses" in arguments)
+        other.wait_until_idle()
+        assert other.metric("rooftop_compilations_total") == 0
+        assert other.stop()[0] == 0
+
+
 def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: Served) -> None:
     """Last, because it ends the server of the tests before."""
     status, log = served.stop()
@@ -180,7 +235,7 @@ def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: 
         (["{folder}", "--max-batch", "many"], "max-batch: got 'many'"),
         (["{folder}", "--max-model-len", "0"], "max-model-len: got '0'"),
         (["{folder}", "--batching", "random"], "batching: got 'random'"),
-        (["{folder}", "--mesh", "data=2"], "mesh axis"),
+        (["{folder}", "--mesh", "stage=2"], "mesh axis of an engine: got 'stage'"),
         (["{folder}", "--on", "v5e:2x2"], "on: got 'v5e:2x2'; accepted: local"),
         (["{folder}", "--drain", "soon"], "drain: got 'soon'"),
         (["{folder}", "--chat-template", "/nowhere"], "chat template: got '/nowhere'"),
@@ -208,6 +263,45 @@ def test_a_plan_needs_the_checkpoint_of_its_model(rooftop: Callable[..., Any], f
     assert answer.status == 2 and "accepted: --weights-of DIR: the folder of a checkpoint of llama3-8b" in answer.err
     answer = rooftop("serve", str(plan), "--weights-of", str(folder))
     assert answer.status == 2 and "a checkpoint of the plan's model, llama3-8b" in answer.err
+
+
+def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
+    """Also one that has searched for its batch; and what an engine does not split is refused."""
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "hidden_size": 64}))
+    asked = ["plan", "serve", str(tmp_path / "config.json"), "--on", "v5e:2x2", "--prompt", "32", "--generate", "32"]
+    plan = tmp_path / "plan.json"
+    for more, axes in ((["--mesh", "context=2,tensor=2"], {"context": 2, "tensor": 2}), ([], None)):
+        made = json.loads(rooftop(*asked, *more, "--json").out)
+        assert made["workload"]["batch_seqs"] is None
+        found = configuration_of(made)
+        assert found.policy.max_batch == made["generate"]["batch"] > 1
+        assert axes is None or dict(found.mesh) == axes
+        plan.write_text(json.dumps(made))
+        assert source_of(plan, tmp_path).plan == made
+    kinds = {("int8", "int8", None): ("int8", "int8"), ("int4", "bf16", 64): ("int4-64", "plain"),
+             ("f8_e4m3", "bf16", None): ("fp8", "plain"), ("int4", "f8_e4m3", None): ("plain", "plain")}  # fmt: skip
+    for (weights, kv, group), engines in kinds.items():
+        made["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
+        assert (configuration_of(made).weights, configuration_of(made).cache) == engines
+    made["mesh"]["axes"]["fsdp"] = 2
+    with pytest.raises(RooftopError, match=r"plan mesh axis fsdp: got 2; accepted: 1: an engine's axes are"):
+        configuration_of(made)
+
+
+def test_an_example_is_made_once(rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = example(Path("llama:1M"))
+    model = from_huggingface(folder / "config.json")
+    assert 0.5e6 < count_params(model).total < 2e6
+    texts = Texts.load(folder, vocab=model.vocab, ends=())
+    assert texts.ends and texts.chat([{"role": "user", "content": "hi"}], TOOLS, None)
+    assert "<tool_call>" in (texts.template_text(with_tools=True) or "")
+    stamp = (folder / "model.safetensors").stat()
+    assert example(Path("llama:1M")) == folder and (folder / "model.safetensors").stat() == stamp
+    for wrong in ("llama:many", "llama:1", "llama:70B"):
+        answer = rooftop("serve", wrong)
+        assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
 
 
 def test_options_become_a_configuration(rooftop: Callable[..., Any]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import CONFIGURATION, NAMES, again, checkpoint, engine, greedy
+from engines import CONFIGURATION, GREEDY, NAMES, again, answers, checkpoint, engine, greedy
 
+from rooftop.models import ModelConfig
+from rooftop.programs.decode import Decoder
 from rooftop.scheduling.serving import Policy
+from rooftop.serve.requests import Sampling
 
 #: Each switch on its own, and several together: what an engine is told, and what must have happened then.
 MODES: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
@@ -47,17 +51,52 @@ def test_outputs_equal_those_of_transformers_in_every_mode(name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("llama", {"tensor": 2}),
+        ("llama", {"tensor": 2, "context": 2}),
+        pytest.param("llama", {"tensor": 2}, marks=pytest.mark.slow),
         pytest.param("llama", {"tensor": 4}, marks=pytest.mark.slow),
+        pytest.param("llama", {"context": 4}, marks=pytest.mark.slow),
+        pytest.param("llama", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"context": 2}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"tensor": 2, "context": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"expert": 2, "context": 2}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_sharded_outputs_are_the_same(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
-    """Also with fewer key/value heads than devices."""
+    """Also with fewer key/value heads than devices; and each device has its share of the cache, and no more."""
     made = engine(checkpoint(name, tmp_path), replace(CONFIGURATION, mesh=tuple(mesh.items())))
     found, wanted = greedy(name, made)
     assert found == wanted
+    model = made.model
+    by_heads = 1 if model.mla is not None else min(mesh.get("tensor", 1), model.kv_heads)
+    share = 1 / (by_heads * mesh.get("context", 1) * mesh.get("expert", 1))
+    for leaf in made.replicas[0].pool_leaves:
+        assert leaf.sharding is not None
+        alone = (leaf.shape[0], *_page(model, made.configuration.page_tokens))
+        assert math.prod(leaf.sharding.shard_shape(leaf.shape)) == math.prod(alone) * share
+
+
+def _page(model: ModelConfig, page_tokens: int) -> tuple[int, ...]:
+    """A page of a layer as the cache of one device has it."""
+    return Decoder(model=model, page_tokens=page_tokens).page_shape
+
+
+@pytest.mark.slow
+def test_copies_share_the_requests(tmp_path: Path) -> None:
+    """Each prompt goes where its beginning is cached; the others to the copy with the least to do."""
+    made = engine(checkpoint("llama", tmp_path), replace(CONFIGURATION, mesh=(("data", 2),)))
+    found, wanted = greedy("llama", made, at_once=False)
+    assert found == wanted
+    before = made.stats()
+    assert before.pages == 2 * (CONFIGURATION.pages or 0)
+    repeated = again(made)
+    prompts = [each["prompt"] for each in GREEDY["llama"]]
+    repeated.start()
+    answers(repeated, prompts * 2, [Sampling(max_tokens=1, temperature=0.0)] * (2 * len(prompts)), at_once=False)
+    # What one copy has cached, the second round finds: no prompt went to the other one.
+    page = CONFIGURATION.page_tokens
+    assert repeated.stats().prefix_tokens >= sum((len(prompt) - 1) // page * page for prompt in prompts)
 
 
 @pytest.mark.oracle

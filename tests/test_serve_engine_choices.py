@@ -261,7 +261,7 @@ def test_what_cannot_be_is_named(field: str, value: object) -> None:
     ("weights", "cache", "mesh", "most"),
     [
         ("int8", "int8", (), 0.05),
-        ("fp8", "plain", (), 0.1),
+        pytest.param("fp8", "plain", (), 0.1, marks=pytest.mark.slow),
         ("int4-32", "plain", (("tensor", 2),), 0.5),
     ],
 )
@@ -341,25 +341,24 @@ def test_guessed_samples_have_the_models_distribution(guessing: PagedEngine) -> 
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"pages": 11, "policy": Policy(max_batch=4, chunk_tokens=6, preemption="swap")}],
-    ids=["plain", "preempted"],
+    ("draft", "least", "most"),
+    [("llama", 1.0, 1.0), pytest.param("llama_linear", 0.0, 0.5, marks=pytest.mark.slow)],
 )
 def test_a_draft_model_changes_no_output(
-    made: PagedEngine, changes: dict[str, object], tmp_path_factory: pytest.TempPathFactory
+    made: PagedEngine, draft: str, least: float, most: float, tmp_path: Path
 ) -> None:
     """A draft with the weights of the model is always right where the likeliest is taken; another one seldom."""
-    folder = tmp_path_factory.mktemp("drafts")
-    own = checkpoint("llama", folder)
+    own = checkpoint("llama", tmp_path)
+    other = own if draft == own.name else checkpoint(draft, tmp_path)
+    drafted = engine(own, replace(CONFIGURATION, guesses=3), draft=other)
     sampled = [Sampling(max_tokens=12, temperature=0.5, seed=row) for row in range(6)]
     likeliest = [Sampling(max_tokens=12, temperature=0.0)] * 6
     plain = [[ids(each) for each in run(made, PROMPTS, *hows)] for hows in (sampled, likeliest)]
-    right = []
-    for draft in (own, checkpoint("llama_linear", folder)):
-        drafted = engine(own, replace(CONFIGURATION, guesses=3), draft=draft)
+    preempted = {"pages": 11, "policy": Policy(max_batch=4, chunk_tokens=6, preemption="swap")}
+    for changes in ({}, preempted):
         for hows, wanted in zip((sampled, likeliest), plain, strict=True):
             serving = again(drafted, **changes)
             serving.start()
             assert [ids(each) for each in answers(serving, PROMPTS, hows)] == wanted
-        right.append(serving.stats().accepted / serving.stats().guessed)
-    assert right[0] == 1.0 and 0 <= right[1] < 0.5
+        assert least <= serving.stats().accepted / serving.stats().guessed <= most
+        assert (serving.stats().preemptions > 0) == bool(changes)

@@ -103,6 +103,21 @@ def test_one_that_leaves_does_not_disturb_the_others(made: PagedEngine) -> None:
     serving.check()
 
 
+def test_an_engine_that_is_abandoned_says_so_once(made: PagedEngine) -> None:
+    """What was submitted ends with an error, whether it had begun or not; nothing comes after that."""
+    serving = again(made)
+    serving.start()
+    callers = [ask(serving, number, max_tokens=19) for number in range(8)]
+    assert callers[0].begun.wait(60)
+    serving.abandon("a process is lost")
+    assert all(caller.ended.is_set() for caller in callers)
+    lost = [caller.tokens[-1] for caller in callers if caller.tokens[-1].finish != "length"]
+    assert lost and {(token.finish, token.message) for token in lost} == {("error", "a process is lost")}
+    with pytest.raises(Overloaded):
+        ask(serving, 9)
+    assert serving.drain(1.0)
+
+
 def test_a_step_that_fails_ends_all_requests_with_an_error_and_the_next_are_served(
     made: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +200,11 @@ def test_what_does_not_fit_or_go_together_is_one_line(folder: Path, tmp_path: Pa
         load(tmp_path)
     with pytest.raises(RooftopError, match="at most the 8 devices"):
         load(folder, Configuration(mesh=(("tensor", 16),)))
-    with pytest.raises(RooftopError, match=r"mesh axis tensor.*divisor"):
+    with pytest.raises(RooftopError, match="page_tokens: got 6; accepted: a multiple of 4, over which context split"):
+        load(folder, Configuration(mesh=(("context", 4),), page_tokens=6))
+    with pytest.raises(RooftopError, match="mesh axis data: got 2; accepted: 1 with disaggregated"):
+        Configuration(mesh=(("data", 2),), policy=Policy(max_batch=4, batching="disaggregated"))
+    with pytest.raises(RooftopError, match=r"mesh axes tensor.*divisor"):
         load(folder, Configuration(mesh=(("tensor", 3),)))
     with pytest.raises(RooftopError, match="prefill_devices"):
         load(folder, Configuration(prefill_devices=1))

@@ -63,6 +63,7 @@ def generating(folder: Path) -> Iterator[str]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_no_answer(tiny: Path) -> None:
     command = [ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json", "--generate-at", "local"]
     with started(command, tiny.parent, env=ENVIRONMENT) as served:

@@ -33,7 +33,7 @@ _OPTIONS = {
 
 
 @click.command(name="serve")
-@click.argument("checkpoint", type=_PATH, metavar="CHECKPOINT|PLAN.json")
+@click.argument("checkpoint", type=_PATH, metavar="CHECKPOINT|PLAN.json|llama:N")
 @click.option("--weights-of", type=_PATH, metavar="DIR", help="With a plan: the folder of its model's checkpoint.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @click.option("--port", default="8000", show_default=True, metavar="N", help="Where to listen; 0: a free port.")
@@ -62,21 +62,16 @@ _OPTIONS = {
 @click.option("--dtype", metavar="DTYPE", help="bfloat16 or float32. [default: bfloat16, on a CPU float32]")
 @click.option(
     "--weights-dtype",
-    default="plain",
-    show_default=True,
     metavar="DTYPE",
-    help="plain (--dtype), int8, fp8, or int4-32 (groups of 32; 64, 128).",
+    help="plain (--dtype), int8, fp8, or int4-32 (groups of 32; 64, 128). [default: plain, or the plan's]",
 )
-@click.option(
-    "--kv-dtype",
-    default="plain",
-    show_default=True,
-    metavar="DTYPE",
-    help="plain (--dtype) or int8.",
-)
+@click.option("--kv-dtype", metavar="DTYPE", help="plain (--dtype) or int8. [default: plain, or the plan's]")
 @click.option("--mesh", metavar="AXES", help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
 @click.option("--on", metavar="local", help="'local': shrink the plan's mesh to the devices that are here.")
 @click.option("--devices", metavar="N", help="Emulate N devices on the CPU.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Be one of several processes; 'auto' on TPU pods and Slurm.")
+@click.option("--processes", metavar="N", help="With --coordinator: how many.")
+@click.option("--process", metavar="I", help="With --coordinator: which one; 0 answers.")
 @click.option("--chat-template", type=_PATH, metavar="FILE", help="Another chat template than the checkpoint's.")
 @click.option("--drain", default="30s", show_default=True, metavar="TIME", help="At SIGTERM: time to finish in.")
 @click.option("--log-level", default="info", show_default=True, metavar="LEVEL", help="debug, info, warning or error.")
@@ -85,22 +80,31 @@ _OPTIONS = {
 def command(checkpoint: Path, as_json: bool, **options: Any) -> int:
     """Serve a CHECKPOINT as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
+    llama:2M is one that is made on the spot, of about so many parameters, all random.
+
     Beside it /health, /ready, /metrics (Prometheus) and /openapi.json. The log is on stderr, a JSON object a line.
     SIGTERM and Ctrl-C finish what is running; a second one waits no longer. With --json the one object on stdout comes
     when requests are served.
 
     \b
-    Examples: rooftop serve models/llama --port 8000
+    Examples: rooftop serve llama:2M --port 8000
+              rooftop serve models/llama --port 8000
               rooftop serve models/llama --max-batch 64 --kv-dtype int8 --mesh tensor=4 --host 0.0.0.0 --api-key KEY
               rooftop serve plan.json --weights-of models/llama --on local
     """
     prepare_environment(options, packages=_PACKAGES, extra="serve")
-    return _serve(checkpoint, options, as_json)
+    if options["coordinator"] is None:
+        return _serve(checkpoint, options, as_json)
+    from rooftop.cli.serve_together import as_one_of_several
+
+    return as_one_of_several(options, lambda: _serve(checkpoint, options, as_json))
 
 
 def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
+    from rooftop.cli.serve_example import is_example, made
     from rooftop.cli.serve_options import configuration, on_local, port, settings, source_of
     from rooftop.cli.serve_processes import apart, generate
+    from rooftop.cli.serve_together import Lead, follow, is_first
     from rooftop.errors import RooftopError
     from rooftop.quantities import parse_seconds
     from rooftop.serve.loading import stop_tokens
@@ -111,12 +115,19 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
     began_s = time.monotonic()
     if options["on"] not in (None, "local"):
         raise RooftopError("on", options["on"], "local; another slice is what rooftop plan is asked for")
-    source = source_of(given, options["weights_of"])
     split = apart(options)
+    source = source_of(made(given) if is_example(given) else given, options["weights_of"])
     wanted = split.configured(configuration(split.options(options), source.plan))
     if split.role == "generate":
         keep_compilations()
         return generate(source.folder, wanted, split, options, as_json)
+    if options["coordinator"] is not None and not is_first():
+        keep_compilations()
+        import jax
+
+        if options["on"] == "local":
+            wanted = on_local(wanted, len(jax.devices()))
+        return follow(source.folder, wanted, options["draft"], as_json=as_json)
     answers = settings(options, source.model.name)
     drain_s = parse_seconds(options["drain"], "drain")
     log = start_logging(options["log_level"], sys.stderr)
@@ -132,6 +143,10 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
         if options["on"] == "local":
             wanted = on_local(wanted, len(here))
 
+        lead: Lead | None = None
+        if options["coordinator"] is not None:
+            lead = Lead(coordinator=options["coordinator"], draft=options["draft"], log=log)
+
         def start() -> Engine:
             with progress_bar(shown=not as_json) as progress:
                 if progress is not None:
@@ -142,12 +157,16 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
                         progress(done, total, "compiling")
 
                 try:
-                    engine = split.engine(
-                        source.folder, wanted, draft=options["draft"], on_progress=compiling, log=log
-                    )  # fmt: skip
+                    engine = (
+                        split.engine(source.folder, wanted, draft=options["draft"], on_progress=compiling, log=log)
+                        if lead is None
+                        else lead.engine(source.folder, wanted, compiling)
+                    )
                 except RooftopError as error:
                     raise RooftopError(_OPTIONS.get(error.field, error.field), error.given, error.accepted) from None
                 engine.start()
+                if lead is not None:
+                    lead.started(engine)
             return engine
 
         def ready(engine: Engine) -> None:
@@ -157,7 +176,14 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
             }
             click.echo(json.dumps(about) if as_json else _headline(about))
 
-        Serving(bound=bound, settings=answers, texts=texts, log=log, load=start, on_ready=ready, drain_s=drain_s).run()
+        serving = Serving(
+            bound=bound, settings=answers, texts=texts, log=log, load=start, on_ready=ready, drain_s=drain_s
+        )
+        if lead is not None:
+            lead.serving = serving
+        serving.run()
+        if lead is not None:
+            lead.end()
     return 0
 
 

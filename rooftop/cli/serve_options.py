@@ -45,8 +45,7 @@ def source_of(given: Path, weights: Path | None) -> Source:
     model = from_huggingface(weights / "config.json")
     if replace(model, name=plan.problem.model.name) != plan.problem.model:
         raise RooftopError("weights-of", str(weights), f"a checkpoint of the plan's model, {plan.problem.model.name}")
-    workload = {**data["workload"], "batch_seqs": plan.batch}
-    return Source(folder=weights, model=model, plan={**data, "workload": workload})
+    return Source(folder=weights, model=model, plan=data)
 
 
 def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Configuration:
@@ -61,9 +60,9 @@ def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) ->
     if chunk is None and batching == "interleaved":
         # Room for a piece of a prompt beside those who generate.
         chunk = max(found.policy.chunk_tokens or 0, batch + 224)
-    for name, known in (("weights_dtype", WEIGHTS), ("kv_dtype", CACHES), ("dtype", (*DTYPES, None))):
-        if options[name] not in known:
-            raise unknown(name.replace("_", "-"), options[name], [each for each in known if each is not None])
+    for name, known in (("weights_dtype", WEIGHTS), ("kv_dtype", CACHES), ("dtype", DTYPES)):
+        if options[name] is not None and options[name] not in known:
+            raise unknown(name.replace("_", "-"), options[name], known)
     mesh = found.mesh if options["mesh"] is None else tuple(parse_axes(options["mesh"]).items())
     return Configuration(
         policy=Policy(
@@ -81,8 +80,8 @@ def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) ->
         mesh=mesh,
         prefill_devices=_count(options, "prefill_devices", zero=True) or 0,
         dtype=options["dtype"],
-        weights=options["weights_dtype"],
-        cache=options["kv_dtype"],
+        weights=options["weights_dtype"] or found.weights,
+        cache=options["kv_dtype"] or found.cache,
         guesses=_count(options, "guesses", zero=True) or 0,
     )
 

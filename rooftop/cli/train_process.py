@@ -82,7 +82,7 @@ def train_together(options: dict[str, Any], train: Callable[[], int]) -> int:
     follow_supervisor()
     keep_stdout()
     try:
-        _join(options)
+        join_processes(options)
         return train()
     except (RooftopError, Infeasible) as error:
         line, status = str(error), error.exit_status
@@ -94,8 +94,11 @@ def train_together(options: dict[str, Any], train: Callable[[], int]) -> int:
     os._exit(status)
 
 
-def _join(options: Mapping[str, Any]) -> None:
-    """Join the other processes. Raises RooftopError where that does not come about."""
+def join_processes(options: Mapping[str, Any]) -> None:
+    """Join the other processes, as --coordinator, --processes and --process say.
+
+    Raises RooftopError where that does not come about.
+    """
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

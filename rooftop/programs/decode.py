@@ -29,6 +29,7 @@ from rooftop.programs.attention_scores import Scores
 from rooftop.programs.describe import Kind, describe, segments
 from rooftop.programs.layer import Computation, attention, feed_forward, qkv
 from rooftop.programs.mla import latents
+from rooftop.programs.page_parts import Parts
 from rooftop.programs.paged import Pages, Rows, attend_heads, attend_latents
 from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, shardings
 from rooftop.programs.positions import rotation
@@ -58,8 +59,9 @@ HEAD = 12
 class Decoder:
     """How a model serves on a mesh whose axes of more than one device are ``sizes``.
 
-    Weights are split over tensor (and experts over expert); the KV cache over tensor by heads. Where there are fewer
-    key/value heads than devices, each device keeps the one that its query heads use; latents are whole on every device.
+    Weights are split over tensor and context (and experts over expert); the KV cache over tensor by heads, and over
+    context and expert by the tokens of each page. Where there are fewer key/value heads than devices along tensor, each
+    device keeps the one that its query heads use; latents are alike along tensor.
     ``reader`` is of ``rooftop.programs.paged``, ``alternatives`` the most of ``log_probabilities``.
     """
 
@@ -82,11 +84,29 @@ class Decoder:
         """Where arrays live. Only with experts is the residual stream split, since their exchange needs it."""
         rules = Rules().only(dict(self.sizes))
         parameters, activations = dict(rules.parameters), dict(rules.activations)
+        # Heads of neighbours along context share a key/value head.
+        columns = tuple(axis for axis in ("tensor", "context") if axis in dict(self.sizes))
+        for table in (parameters, activations):
+            table |= dict.fromkeys(("heads", "mlp"), columns) | {"vocab": self._dividing(columns, self.model.vocab)}
         if self.model.kv_heads % self.tensor:
             parameters["kv_heads"] = activations["kv_heads"] = ()
-        activations["batch"] = ()
+        activations["batch"] = activations["seq"] = ()
         activations["residual_seq"] = activations["expert"] + activations["heads"] if self.model.moe is not None else ()
         return Specs(Rules(parameters=parameters, activations=activations))
+
+    def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        """As many of ``axes``, from the first, as a dim of that size can be split over."""
+        sizes = dict(self.sizes)
+        while size % math.prod(sizes[axis] for axis in axes):
+            axes = axes[:-1]
+        return axes
+
+    @cached_property
+    def parts(self) -> Parts:
+        """How the tokens of a page are split. JAX's kernel reads whole pages: with it, experts' devices have copies."""
+        sizes = [(axis, size) for axis, size in self.sizes if axis != "tensor" and self.reader != "ragged"]
+        context = tuple(each for each in sizes if each[0] == "context")
+        return Parts(heads=context, copies=tuple(each for each in sizes if each not in context))
 
     @cached_property
     def computation(self) -> Computation:
@@ -118,13 +138,15 @@ class Decoder:
         *rows, size = self.page_shape
         scale = 4 if self.quantised_cache else 0
         copies = self.tensor if self.model.mla is not None else 1
+        if self.reader == "ragged":
+            copies *= math.prod(size for axis, size in self.sizes if axis != "tensor")
         return self.model.layers * math.prod(rows) * (size * item + scale) * copies
 
     @property
     def cache_spec(self) -> P:
         """How a layer's pool [pages + 1, *page_shape] is split."""
-        heads = self.specs.rules.activations["heads"] or None
-        return P(None, None, None if self.model.mla is not None else heads, *(None for _ in self.page_shape[2:]))
+        heads = "tensor" if self.tensor > 1 and self.model.mla is None else None
+        return P(None, None, heads, self.parts.axes or None, *(None for _ in self.page_shape[3:]))
 
     def abstract_pools(self, pages: int, mesh: Mesh | AbstractMesh) -> tuple[Pages, ...]:
         """Shapes and shardings of the pools of all layers, ``pages`` pages and the one for padding."""
@@ -303,17 +325,16 @@ class _Core:
         q, k, v = qkv(normed, self.layer, self.turns, self.how.computation)
         sinks = self.layer.sinks
         by_heads, by_kv_heads, of_pool, of_rows = self._specs(pool)
-        axes = self.how.specs.rules.activations["heads"]
-        one_each = bool(axes) and not self.how.specs.rules.activations["kv_heads"]
+        one_each = self.how.tensor > 1 and not self.how.specs.rules.activations["kv_heads"]
 
         def local(
             q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, pool: Pages, rows: Rows
         ) -> tuple[jax.Array, Pages]:
             if one_each:
-                mine = lax.axis_index(axes) * k.shape[2] // lax.axis_size(axes)
+                mine = lax.axis_index("tensor") * k.shape[2] // self.how.tensor
                 k, v = (lax.dynamic_slice_in_dim(each, mine, 1, axis=2) for each in (k, v))
             q, k, v = (each.reshape(-1, self.width, *each.shape[2:]) for each in (q, k, v))
-            o, pool = attend_heads(self.how.reader, self._scores, q, k, v, sinks, pool, rows)
+            o, pool = attend_heads(self.how.reader, self._scores, q, k, v, sinks, pool, rows, self.how.parts)
             return o.reshape(1, -1, *o.shape[2:]), pool
 
         sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
@@ -343,7 +364,8 @@ class _Core:
             absorbed, latent, shared = (
                 each.reshape(-1, self.width, *each.shape[2:]) for each in (absorbed, latent, shared)
             )
-            o, pool = attend_latents(self.how.reader, self._scores, absorbed, latent, shared, pool, rows)
+            how = self.how
+            o, pool = attend_latents(how.reader, self._scores, absorbed, latent, shared, pool, rows, how.parts)
             o = jnp.einsum("btnr,rnv->btnv", o.reshape(1, -1, *o.shape[2:]), of_values)
             return o, pool
 

@@ -329,7 +329,7 @@ class _Axes:
         """ReduceScatter of partial sums [E, rows, D] to each one's rows; backward, an AllGather."""
         if not self.tensor:
             return rows
-        own = lax.psum_scatter(_in_two(rows), self.tensor, scatter_dimension=1, tiled=True)
+        own = lax.psum_scatter(_in_two(rows, _ways(self.tensor)), self.tensor, scatter_dimension=1, tiled=True)
         return own.reshape(rows.shape[0], -1, rows.shape[-1])
 
     def exchange(self, rows: jax.Array, *, out: bool) -> jax.Array:
@@ -340,12 +340,13 @@ class _Axes:
         return lax.all_to_all(rows, self.expert, split_axis=split, concat_axis=joined, tiled=True)
 
 
-def _in_two(rows: jax.Array) -> jax.Array:
+def _in_two(rows: jax.Array, ways: int = 1) -> jax.Array:
     """Rows [1, rows, D] as [2, rows / 2, D], others as they are: see ``_Axes.gather_weight``.
 
-    Which rows lie beside which does not matter here, as long as all take the same places.
+    ``rows`` are those of so many devices, each of which must have whole ones in both halves. Which rows lie beside
+    which does not matter here, as long as all take the same places.
     """
-    return rows.reshape(2, -1, rows.shape[-1]) if rows.shape[0] == 1 and rows.shape[1] % 2 == 0 else rows
+    return rows.reshape(2, -1, rows.shape[-1]) if rows.shape[0] == 1 and rows.shape[1] % (2 * ways) == 0 else rows
 
 
 def _spec(entries: Sequence[Axes], reduced: Set[str]) -> P:

@@ -13,8 +13,8 @@ padding. Three ways of reading:
   is multiplied, and rows read as far as the longest of their group goes. Few queries are multiplied page by page, as
   pages lie; nothing is transposed;
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only the
-  pages that there are. No sinks, no latents, heads of a multiple of 128, and no quantised cache. Its pools are
-  [pages + 1, p, 2 k, H], key and value of a head side by side.
+  pages that there are. No sinks, no latents, heads of a multiple of 128, no quantised cache, no page in ``Parts``. Its
+  pools are [pages + 1, p, 2 k, H], key and value of a head side by side.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from jax import lax
 from rooftop.errors import RooftopError, unknown
 from rooftop.models import ModelConfig
 from rooftop.programs.attention_scores import LANES, Scores
+from rooftop.programs.page_parts import Part, Parts, Sums
 from rooftop.programs.sharding import varying_as
 
 READERS: tuple[str, ...] = ("gather", "blocked", "ragged")
@@ -104,13 +105,21 @@ class Rows:
         """Positions of the new tokens in their sequences, padding included: [R, C = ``width``]."""
         return self.start[:, None] + jnp.arange(width, dtype=jnp.int32)
 
-    def places(self, width: int, page_tokens: int, scratch: int) -> tuple[jax.Array, jax.Array]:
-        """Page and offset in it of each new token, [R, C]; ``scratch`` for padding."""
+    def places(self, width: int, part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
+        """Page and offset in it of each new token, [R, C]; ``scratch`` for padding and for other devices' tokens."""
         positions = self.positions(width)
-        index = jnp.minimum(positions // page_tokens, self.tables.shape[1] - 1)
+        index = jnp.minimum(positions // part.page_tokens, self.tables.shape[1] - 1)
         page = jnp.take_along_axis(self.tables, index, axis=1)
         there = jnp.arange(width) < self.count[:, None]
-        return jnp.where(there, page, scratch), positions % page_tokens
+        offset = positions % part.page_tokens - part.first
+        if part.parts.ways > 1:
+            there &= (offset >= 0) & (offset < part.own_tokens)
+            offset %= part.own_tokens
+        return jnp.where(there, page, scratch), offset
+
+
+#: Pages that are whole on every device.
+_WHOLE = Parts()
 
 
 def require_reader(reader: str, model: ModelConfig, *, quantised: bool) -> None:
@@ -148,69 +157,89 @@ def attend_heads(
     sinks: jax.Array | None,
     pool: Pages,
     rows: Rows,
+    parts: Parts = _WHOLE,
 ) -> tuple[jax.Array, Pages]:
     """Attention of new tokens, on one device: q [R, C, n, H], k and v [R, C, k, H] of them -> o [R, C, n, H], the pool.
 
-    Keys and values are written first, and then read with all before them.
+    Keys and values are written first, and then read with all before them. Of pages in ``parts`` each device reads its
+    own (not with ``ragged``).
     """
     if reader == "ragged":
         pages, page_tokens = pool.values.shape[:2]
         both = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3])
-        page, offset, both = _many(*rows.places(q.shape[1], page_tokens, pages - 1), both)
+        page, offset, both = _many(*rows.places(q.shape[1], Part.of(parts, page_tokens), pages - 1), both)
         pool = Pages(values=pool.values.at[page, offset].set(both.astype(pool.values.dtype)))
         return _ragged(scores, q, pool, rows), pool
-    pages, page_tokens = pool.values.shape[0], pool.values.shape[3]
-    pool = pool.write(*rows.places(q.shape[1], page_tokens, pages - 1), jnp.stack([k, v], axis=2))
+    pages, part = pool.values.shape[0], Part.of(parts, pool.values.shape[3])
+    pool = pool.write(*rows.places(q.shape[1], part, pages - 1), jnp.stack([k, v], axis=2))
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         return pool.read(0, table, q.dtype), pool.read(1, table, q.dtype)
 
-    return _attended(reader, scores, q, sinks, rows, read), pool
+    return _attended(reader, scores, q, sinks, rows, read, part), pool
 
 
 def attend_latents(
-    reader: str, scores: Scores, q: jax.Array, latent: jax.Array, shared: jax.Array, pool: Pages, rows: Rows
+    reader: str,
+    scores: Scores,
+    q: jax.Array,
+    latent: jax.Array,
+    shared: jax.Array,
+    pool: Pages,
+    rows: Rows,
+    parts: Parts = _WHOLE,
 ) -> tuple[jax.Array, Pages]:
     """Attention in the space of latents, on one device (DeepSeek-V2 paper, section 2.1.2): no key is ever expanded.
 
     q [R, C, n, kv_rank + d_rope], its first part multiplied by the keys' up-projection; latent [R, C, kv_rank] and
     shared [R, C, d_rope] of the new tokens. Outputs o [R, C, n, kv_rank] are sums of latents.
     """
-    pages, page_tokens = pool.values.shape[0], pool.values.shape[3]
+    pages, part = pool.values.shape[0], Part.of(parts, pool.values.shape[3])
     rank = latent.shape[-1]
     both = jnp.concatenate([latent, shared], axis=-1)[:, :, None, None]
-    pool = pool.write(*rows.places(q.shape[1], page_tokens, pages - 1), both)
+    pool = pool.write(*rows.places(q.shape[1], part, pages - 1), both)
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         both = pool.read(0, table, q.dtype)
         return both, both[..., :rank]
 
-    return _attended(reader, scores, q, None, rows, read), pool
+    return _attended(reader, scores, q, None, rows, read, part), pool
 
 
 #: Keys [R, P, k, p, H] and values [R, P, k, p, d_v] of the pages of a table.
 _Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def _attended(reader: str, scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read) -> jax.Array:
+def _attended(
+    reader: str, scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, part: Part
+) -> jax.Array:
     """[R, C, n, d_v]: softmax over the tokens that the tables hold, as far as each query may see."""
     count, width = q.shape[:2]
+    q = part.parts.gathered(q)
     if reader == "gather":
-        return _gathered(scores, q, sinks, rows, read, BLOCK)
+        return _gathered(scores, q, sinks, rows, read, part, BLOCK)
     block = SMALL_BLOCK * min(width, BLOCK // SMALL_BLOCK)
     size = max(size for size in range(1, min(GROUP, count) + 1) if count % size == 0)
     if size == count:
-        return _gathered(scores, q, sinks, rows, read, block, by_page=True)
+        return _gathered(scores, q, sinks, rows, read, part, block, by_page=True)
     groups = jax.tree.map(lambda each: each.reshape(-1, size, *each.shape[1:]), (q, rows))
-    found = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, block, by_page=True), groups)
+    found = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, part, block, by_page=True), groups)
     return found.reshape(count, width, *found.shape[3:])
 
 
 def _gathered(
-    scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, block: int, *, by_page: bool = False
+    scores: Scores,
+    q: jax.Array,
+    sinks: jax.Array | None,
+    rows: Rows,
+    read: _Read,
+    part_of_page: Part,
+    block: int,
+    *,
+    by_page: bool = False,
 ) -> jax.Array:
     """The same for one group of rows, ``block`` tokens at a time; ``by_page`` if that is less work."""
-    (count, width, heads, _), pages = q.shape, rows.tables.shape[1]
+    (count, width, *_), pages = q.shape, rows.tables.shape[1]
     k, v = jax.eval_shape(read, rows.tables)
     kv_heads, page_tokens = k.shape[2:4]
     q = q.reshape(count, width, kv_heads, -1, q.shape[3])
@@ -230,7 +259,7 @@ def _gathered(
             found = jnp.einsum("rPkgch,rPkph->rPkgcp", repeated, k, preferred_element_type=jnp.float32)
         else:
             found = jnp.einsum("rckgh,rPkph->rkgcPp", q, k, preferred_element_type=jnp.float32)
-        places = first + jnp.arange(step * page_tokens, dtype=jnp.int32).reshape(step, page_tokens)
+        places = part_of_page.tokens(first, step)
         behind = rows.positions(width)[:, :, None, None] - places
         seen = behind >= 0
         if scores.window is not None:
@@ -238,7 +267,7 @@ def _gathered(
         seen = jnp.moveaxis(seen, 2, 1)[:, :, None, None] if by_page else seen[:, None, None]
         return jnp.where(seen, scores.scaled(found), -jnp.inf), v
 
-    def joined(carry: _Sums, table: jax.Array, first: jax.Array | int) -> _Sums:
+    def joined(carry: Sums, table: jax.Array, first: jax.Array | int) -> Sums:
         top, total, summed = carry
         found, v = part(table, first)
         raised = jnp.maximum(top, found.max(at_pages))
@@ -253,7 +282,7 @@ def _gathered(
         return raised, kept * total + weights.sum(at_pages), kept[..., None] * summed + more
 
     sums = (count, kv_heads, q.shape[3], width)
-    first: _Sums = (
+    first: Sums = (
         varying_as(jnp.full(sums, -jnp.inf, jnp.float32), q),
         varying_as(jnp.zeros(sums, jnp.float32), q),
         varying_as(jnp.zeros((*sums, v.shape[4]), jnp.float32), q),
@@ -263,25 +292,23 @@ def _gathered(
     else:
         tables = jnp.pad(rows.tables, ((0, 0), (0, blocks * step - pages)))
 
-        def body(index: jax.Array, carry: _Sums) -> _Sums:
+        def body(index: jax.Array, carry: Sums) -> Sums:
             table = lax.dynamic_slice_in_dim(tables, index * step, step, axis=1)
-            return joined(carry, table, index * step * page_tokens)
+            return joined(carry, table, index * step * part_of_page.page_tokens)
 
         longest = jnp.max(rows.start + rows.count)
-        trips = jnp.minimum(-(-longest // (step * page_tokens)), blocks)
+        trips = jnp.minimum(-(-longest // (step * part_of_page.page_tokens)), blocks)
         top, total, summed = lax.fori_loop(0, trips, body, first)
+    if part_of_page.parts.ways > 1:
+        top, total, summed = part_of_page.parts.summed((top, total, summed))
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(sums[1:3])[None, :, :, None]
+        sink = sinks.astype(jnp.float32).reshape(top.shape[1:3])[None, :, :, None]
         raised = jnp.maximum(top, sink)
         kept = jnp.exp(top - raised)
         total, summed = kept * total + jnp.exp(sink - raised), kept[..., None] * summed
     # Padding may see nothing; what it yields is never used, but must be a number.
     o = summed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.moveaxis(o, 3, 1).reshape(count, width, heads, -1).astype(q.dtype)
-
-
-#: The largest score so far [R, k, g, C], and by it the sums of weights and of weighted values [R, k, g, C, d_v].
-_Sums = tuple[jax.Array, jax.Array, jax.Array]
+    return jnp.moveaxis(o, 3, 1).reshape(count, width, -1, o.shape[-1]).astype(q.dtype)
 
 
 def _ragged(scores: Scores, q: jax.Array, pool: Pages, rows: Rows) -> jax.Array:

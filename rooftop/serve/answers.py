@@ -31,7 +31,13 @@ class Answer:
         self.wanted, self.form = wanted, form
         self._prepared, self._metrics = prepared, metrics
         self._choices = [
-            Choice(texts.vocabulary, wanted.stop, logprobs=wanted.logprobs is not None, text=text)
+            Choice(
+                texts.vocabulary,
+                wanted.stop,
+                logprobs=wanted.logprobs is not None,
+                text=text,
+                calling=prepared.calling,
+            )
             for text in prepared.echo
         ]
         #: Why it ended before its time; None if it did not.
@@ -151,6 +157,7 @@ def _join(pieces: list[Piece]) -> Piece:
     asked = any(piece.logprobs is not None for piece in pieces)
     return Piece(
         text="".join(piece.text for piece in pieces),
+        calls=tuple(part for piece in pieces for part in piece.calls),
         logprobs=tuple(entries) if asked else None,
         finish=next((piece.finish for piece in pieces if piece.finish is not None), None),
     )

@@ -67,6 +67,13 @@ class ChatTemplate:
             templates = {"default": _read(file)}
         return cls(templates=templates, tokens=tokens) if templates else None
 
+    def text(self, *, with_tools: bool) -> str | None:
+        """The template of a chat with tools, or of one without."""
+        return self.templates.get(self._name(with_tools=with_tools))
+
+    def _name(self, *, with_tools: bool) -> str:
+        return "tool_use" if with_tools and "tool_use" in self.templates else "default"
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -79,7 +86,7 @@ class ChatTemplate:
 
         Raises RooftopError with what the template says is wrong (``raise_exception``), or for its own mistakes.
         """
-        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        name = self._name(with_tools=bool(tools))
         if name not in self.templates:
             raise RooftopError("messages", "a chat", f"a default chat template; there are {', '.join(self.templates)}")
         # Keys without a value are left out: templates print them, or ask whether they are there.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rooftop.serve.detokenise import Detokeniser, StopStrings, Vocabulary
 from rooftop.serve.requests import Token
+from rooftop.serve.tools import MARKERS, Calling, CallPart, CallReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +23,13 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What is new in an answer: ``first`` if nothing came before; ``finish`` ends it. ``logprobs`` None: not wanted."""
+    """What is new in an answer: ``first`` if nothing came before; ``finish`` ends it. ``logprobs`` None: not wanted.
+
+    ``calls`` are of tools.
+    """
 
     text: str
+    calls: tuple[CallPart, ...] = ()
     logprobs: tuple[Logprob, ...] | None = None
     first: bool = False
     finish: str | None = None
@@ -34,14 +39,24 @@ class Choice:
     """One sequence on its way: tokens in, pieces out.
 
     ``stopped`` says that a stop string ended it, whatever the engine has yet to say; ``failed`` why it broke off.
-    ``tokens`` are those that were generated. ``text`` begins the answer (an echo of the prompt).
+    ``tokens`` are those that were generated. ``text`` begins the answer (an echo of the prompt). ``calling`` says how
+    it calls tools.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], *, logprobs: bool, text: str = "") -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop: Sequence[str],
+        *,
+        logprobs: bool,
+        text: str = "",
+        calling: Calling | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
         self._words, self._stops = Detokeniser(vocabulary), StopStrings(stop)
         self._waiting: list[Logprob] | None = [] if logprobs else None
         self._echo = text
+        self._calls = None if calling is None else CallReader(calling)
         #: Characters that were decoded, and those that were shown.
         self._decoded = self._shown = 0
         self._first = True
@@ -65,7 +80,7 @@ class Choice:
         text = ""
         # The token that ends a text is no part of it.
         if token.finish != "stop":
-            words = self._words.push(token.token)
+            words = self._said(token.token)
             self._remember(token)
             self._decoded += len(words)
             text = self._stops.push(words)
@@ -77,12 +92,25 @@ class Choice:
             self.finish = "stop" if self.stopped else token.finish
         return self._piece(text)
 
+    def _said(self, token: int) -> str:
+        """The text that ``token`` adds: special tokens too, of which calls are made."""
+        if self._calls is not None and (marker := self._vocabulary.special(token)) in MARKERS:
+            return self._words.flush() + str(marker)
+        return self._words.push(token)
+
     def _piece(self, text: str) -> Piece | None:
         self._shown += len(text)
+        calls: tuple[CallPart, ...] = ()
+        if self._calls is not None:
+            text, calls = self._calls.push(text)
+            if self.finish is not None:
+                text += self._calls.flush()
+            if self.finish == "stop" and self._calls.calls:
+                self.finish = "tool_calls"
         # The first token makes a piece whatever it says: it is what a client measures its waiting by.
-        if not text and not self._first and self.finish is None:
+        if not text and not calls and not self._first and self.finish is None:
             return None
-        piece = Piece(text=self._echo + text, logprobs=self._take(), first=self._first, finish=self.finish)
+        piece = Piece(text=self._echo + text, calls=calls, logprobs=self._take(), first=self._first, finish=self.finish)
         self._echo, self._first = "", False
         return piece
 

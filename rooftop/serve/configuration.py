@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rooftop.errors import RooftopError, unknown
 from rooftop.programs.paged import BLOCK
@@ -16,6 +16,8 @@ WEIGHTS: tuple[str, ...] = ("plain", *FORMATS)
 #: How the cache holds keys and values.
 CACHES: tuple[str, ...] = ("plain", "int8")
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
+#: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
+AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
 #: Tokens of a sequence up to which its block table is too short to matter.
 _TABLE_TOKENS = 8192
 
@@ -89,7 +91,8 @@ class Configuration:
     devices prefill and the others generate, or, in two processes, those of one and of the other ``role``. A sequence
     has at most ``longest`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
     ``page_tokens`` (None: what memory allows) and ``host_pages`` in the host's memory. With ``prefix_cache`` prompts
-    that begin alike share pages. ``max_queue`` requests may wait. ``mesh`` has sizes of the axes tensor and expert. At
+    that begin alike share pages. ``max_queue`` requests may wait. ``mesh`` has sizes of ``AXES``;
+    of ``max_batch`` each of the ``copies`` that data makes has its share. At
     most ``guesses`` tokens of a sequence are guessed in a step and checked together: looked up in the text (see
     ``rooftop.serve.guessing``), or by a draft model.
     """
@@ -110,6 +113,16 @@ class Configuration:
     shapes: Shapes | None = None
     guesses: int = 0
 
+    @property
+    def copies(self) -> int:
+        """Replicas that prefill and generate, each with a cache of its own."""
+        return dict(self.mesh).get("data", 1)
+
+    @property
+    def own_policy(self) -> Policy:
+        """That of one of the ``copies``."""
+        return replace(self.policy, max_batch=-(-self.policy.max_batch // self.copies))
+
     def __post_init__(self) -> None:
         least_of = {"guesses": 0, "page_tokens": 1, "host_pages": 0, "max_queue": 1, "prefill_devices": 0}
         for name, least in least_of.items():
@@ -125,5 +138,7 @@ class Configuration:
         if self.role != "both" and self.policy.batching != "disaggregated":
             raise RooftopError("batching", self.policy.batching, f"disaggregated, of which {self.role} is a part")
         for axis, _ in self.mesh:
-            if axis not in ("tensor", "expert"):
-                raise unknown("mesh axis of an engine", axis, ("tensor", "expert"))
+            if axis not in AXES:
+                raise unknown("mesh axis of an engine", axis, AXES)
+        if self.copies > 1 and self.policy.batching == "disaggregated":
+            raise RooftopError("mesh axis data", self.copies, "1 with disaggregated batching")

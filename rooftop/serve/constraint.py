@@ -66,13 +66,13 @@ class Grammars:
             ) from None
         object.__setattr__(self, "_tokenizer", made)
 
-    def json(self, schema: Mapping[str, Any]) -> Matcher:
-        """JSON of a JSON schema. Raises RooftopError for a schema that cannot be kept to."""
+    def json(self, schema: Mapping[str, Any], field: str = "response_format.json_schema.schema") -> Matcher:
+        """JSON of a JSON schema. Raises RooftopError for a schema that cannot be kept to, which ``field`` has."""
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
         except ValueError as error:
-            raise RooftopError("response_format.json_schema.schema", "a schema", _line(str(error))) from None
-        return self._matcher(grammar, "response_format.json_schema.schema")
+            raise RooftopError(field, "a schema", _line(str(error))) from None
+        return self._matcher(grammar, field)
 
     def regex(self, pattern: str) -> Matcher:
         """A whole answer that matches ``pattern``. Raises RooftopError for what is none."""

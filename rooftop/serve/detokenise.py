@@ -34,6 +34,10 @@ class Vocabulary:
         """Whether decoding looks at ``token``: special tokens, and ids beyond the vocabulary, are left out."""
         return token not in self._special and self._backend.id_to_token(token) is not None
 
+    def special(self, token: int) -> str | None:
+        """How a special token is spelled; None for any other."""
+        return self._added[token] if token in self._special else None
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, special ones left out."""
         return str(self._backend.decode(list(tokens)))

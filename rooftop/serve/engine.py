@@ -1,7 +1,8 @@
 """The engine: a thread that steps its servers as long as there are requests, and what others may ask of it.
 
-Interleaved, one server prefills and generates. Disaggregated, one prefills and another one, on devices of its own,
-generates; the KV goes from pool to pool. The policy is ``rooftop.scheduling``'s, driven as ``rooftop.simulate`` does.
+Interleaved, one server prefills and generates, or each of several copies does for requests of its own. Disaggregated,
+one prefills and another one, on devices of its own, generates; the KV goes from pool to pool. The policy is
+``rooftop.scheduling``'s, driven as ``rooftop.simulate`` does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -18,15 +20,19 @@ from rooftop.errors import RooftopError
 from rooftop.scheduling.serving import Policy, Scheduler
 from rooftop.scheduling.serving_cache import KvCache
 from rooftop.scheduling.serving_cache import Sequence as Held
+from rooftop.scheduling.serving_routing import Routing
 from rooftop.serve.configuration import Configuration
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
 from rooftop.serve.running import Running, check_pages
 from rooftop.serve.steps import Counters, Server
 
+#: How copies get requests.
+_ROUTING = Routing(kind="affinity")
+
 
 class PagedEngine:
-    """An ``rooftop.serve.requests.Engine`` over one replica, or over one that prefills and one that generates.
+    """An ``rooftop.serve.requests.Engine`` over one replica or copies, or one that prefills and one that generates.
 
     ``stops`` are the tokens that end a text of the model; ``draft`` guesses, on the same pages.
     Make it with ``rooftop.serve.loading.load``.
@@ -52,8 +58,8 @@ class PagedEngine:
         self._began_s = 0.0
         self._wake = threading.Condition()
         self._commands = deque[Callable[[], None]]()
-        #: Ids that were submitted and have not ended; guarded by ``_wake``.
-        self._open = set[int]()
+        #: Requests that were submitted and have not ended, by id; guarded by ``_wake``.
+        self._open = dict[int, Running]()
         self._state = "new"
         self._thread = threading.Thread(target=self._loop, name="rooftop engine", daemon=True)
         self._reset()
@@ -87,7 +93,7 @@ class PagedEngine:
                 raise Overloaded(self._retry_after_s(waiting))
             if request.id in self._open:
                 raise RooftopError("request id", request.id, "an id that no request in progress has")
-            self._open.add(request.id)
+            self._open[request.id] = running
             self._requests += 1
             self._commands.append(lambda: self._admit(running))
             self._wake.notify_all()
@@ -114,6 +120,17 @@ class PagedEngine:
             self._wake.notify_all()
         self._thread.join()
         return done
+
+    def abandon(self, message: str) -> None:
+        """End every request with an error, and take no more: the devices may never answer. From any thread."""
+        with self._wake:
+            self._state = "stopped"
+            left, self._open = self._open, {}
+            self._wake.notify_all()
+        for id, running in left.items():
+            # Who is gone need not hear of it.
+            with suppress(Exception):
+                running.deliver(Token(id=id, token=None, finish="error", message=message))
 
     def stats(self) -> EngineStats:
         """See ``rooftop.serve.requests.Engine``."""
@@ -172,23 +189,23 @@ class PagedEngine:
             scheduler = server.scheduler
             # A sequence that is being sent has pages at both servers; its own are those where it goes.
             away = {} if scheduler.role == "generate" else scheduler.to_send
-            here = [each.sequence for each in list(self._running.values()) if each.sequence not in away]
-            if len(self._servers) > 1:
-                here = [each for each in here if self._home(each) is server]
+            running = [each for each in list(self._running.values()) if self._home(each) is server]
+            here = [each.sequence for each in running if each.sequence not in away]
             check_pages(scheduler.cache, here, away.values())
 
-    def _home(self, sequence: Held) -> Server:
-        """The server whose pool the pages of ``sequence`` are of."""
-        if len(self._servers) == 1:
-            return self._servers[0]
-        front, back = self._servers
+    def _home(self, running: Running) -> Server:
+        """The server whose pool the pages of ``running`` are of."""
+        if not self._apart:
+            return self._servers[running.copy]
+        (front, back), sequence = self._servers, running.sequence
         scheduler = back.scheduler
         return back if sequence in scheduler.generating or sequence in scheduler.swapped else front
 
     def _reset(self) -> None:
         """Schedulers that know of no request, and caches that hold nothing."""
         configuration = self.configuration
-        roles = ("prefill", "generate") if len(self.replicas) > 1 else (configuration.role,)
+        self._apart = configuration.policy.batching == "disaggregated" and len(self.replicas) > 1
+        roles = ("prefill", "generate") if self._apart else (configuration.role,) * len(self.replicas)
         self._servers = list[Server]()
         for role, replica in zip(roles, self.replicas, strict=True):
             cache = KvCache(
@@ -197,7 +214,7 @@ class PagedEngine:
                 host_pages=configuration.host_pages,
                 prefixes=configuration.prefix_cache and role != "generate",
             )
-            scheduler = Scheduler(configuration.policy, cache, role)
+            scheduler = Scheduler(configuration.own_policy, cache, role)
             self._servers.append(Server(scheduler, replica, self._running, self._counters, self.draft))
         self._running.clear()
 
@@ -278,12 +295,21 @@ class PagedEngine:
 
     def _admit(self, running: Running) -> None:
         self._running[running.request.id] = running
-        self._servers[0].scheduler.submit(running.sequence)
+        if len(self._servers) > 1 and not self._apart:
+            running.copy = self._copy_for(running)
+        self._servers[running.copy].scheduler.submit(running.sequence)
+
+    def _copy_for(self, running: Running) -> int:
+        """Which replica gets it: one that has the beginning of its prompt, unless others have much less to do."""
+        schedulers = [server.scheduler for server in self._servers]
+        trees = [each.cache.prefixes for each in schedulers]
+        matches = [0 if tree is None else tree.match(running.sequence.keys) for tree in trees]
+        return _ROUTING.choose(self._requests, [each.outstanding for each in schedulers], matches)
 
     def _advance(self) -> bool:
         """One step of each server; whether there was anything to do."""
         begun = time.perf_counter()
-        if len(self._servers) > 1:
+        if self._apart:
             self._hand_over()
         sent = [(server, server.send()) for server in self._servers]
         if not any(step for _, step in sent):
@@ -297,7 +323,7 @@ class PagedEngine:
                     self._end(running.request.id, token)
                 elif not self._deliver(running, token):
                     self._end(running.request.id, Token(id=running.request.id, token=None, finish="cancelled"))
-            if len(self._servers) > 1:
+            if self._apart:
                 self._moved(server, step.step.preempted, [chunk.sequence for chunk in step.step.chunks if chunk.last])
         self._counters.step_s += time.perf_counter() - begun
         return True
@@ -330,8 +356,8 @@ class PagedEngine:
         if running is None:
             return
         sequence = running.sequence
-        server = self._home(sequence)
-        if len(self._servers) > 1 and server is self._servers[0] and sequence in self._servers[1].scheduler.waiting:
+        server = self._home(running)
+        if self._apart and server is self._servers[0] and sequence in self._servers[1].scheduler.waiting:
             self._servers[1].scheduler.waiting.remove(sequence)
         server.scheduler.finish(sequence)
         server.leave(running)
@@ -339,10 +365,13 @@ class PagedEngine:
 
     def _deliver(self, running: Running, token: Token) -> bool:
         """Whether the token was taken."""
+        if running.request.id not in self._open:
+            # Abandoned: its end has been said.
+            return False
         if token.finish is not None:
             with self._wake:
                 self._finished += 1
-                self._open.discard(running.request.id)
+                self._open.pop(running.request.id, None)
                 self._wake.notify_all()
         try:
             running.deliver(token)

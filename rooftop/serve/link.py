@@ -91,6 +91,12 @@ class Link:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
+    def finish(self) -> None:
+        """Close it when all that waits is sent. Nothing is to be sent after that."""
+        self._waiting.put(None)
+        self._writer.join()
+        self.close()
+
     def discard(self) -> None:
         """Close it and wait for its thread; called by the one who receives, after the end."""
         self.close()

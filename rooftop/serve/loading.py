@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rooftop.checkpoints.huggingface import load_weights
@@ -27,11 +28,10 @@ from rooftop.programs.parameters import Parameter, Transformer, initialise
 from rooftop.programs.quantised import FORMATS, quantise, require_format, summed_dim
 from rooftop.quantities import format_bytes
 from rooftop.scheduling.serving import Policy
-from rooftop.serve.configuration import Configuration, Shapes
+from rooftop.serve.configuration import AXES, CACHES, WEIGHTS, Configuration, Shapes
 from rooftop.serve.engine import PagedEngine
 from rooftop.serve.replica import Replica
 
-_AXES = ("expert", "tensor")
 #: Of the memory that weights leave, the part that the cache gets by itself: the rest is for steps and the host.
 _CACHE_SHARE = {"cpu": 0.25, "gpu": 0.85, "tpu": 0.85}
 #: Tokens of a step that prefills: enough to be bound by compute, and not so many that those who generate wait long.
@@ -116,8 +116,9 @@ def parts(
     draft: Path | Source | None,
     devices: Sequence[jax.Device] | None,
     options: Mapping[str, Any] | None,
+    replica: Callable[..., Replica] = Replica,
 ) -> Parts:
-    """What ``load`` makes an engine of; raises as it does."""
+    """What ``load`` makes an engine of, with a kind of ``replica``; raises as it does."""
     source = published(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     guesser = published(draft) if isinstance(draft, Path) else draft
     here = list(jax.devices() if devices is None else devices)
@@ -135,43 +136,52 @@ def parts(
     small = None if drafter is None or guesser is None else _placed(drafter, meshes[-1], configuration, guesser.weights)
     pages, longest = _pages(decoders, meshes[-1], configuration)
     shapes = configuration.shapes or Shapes.of(
-        max_batch=configuration.policy.max_batch,
+        max_batch=configuration.own_policy.max_batch,
         longest=longest,
         page_tokens=configuration.page_tokens,
         prefill_tokens=_PREFILL_TOKENS[platform],
         reader=decoder.reader,
         least=math.prod(size for _, size in decoder.sizes) if source.model.moe is not None else 1,
     )
-    replica = partial(
-        Replica,
+    made = partial(
+        replica,
         pages=pages,
         host_pages=configuration.host_pages,
-        slots=configuration.policy.max_batch,
+        slots=configuration.own_policy.max_batch,
         shapes=shapes,
         guesses=configuration.guesses,
         options=None if options is None else dict(options),
     )
     return Parts(
-        replicas=[replica(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
-        draft=None if drafter is None or small is None else replica(drafter, meshes[-1], small, drafts=True),
+        replicas=[made(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
+        draft=None if drafter is None or small is None else made(drafter, meshes[-1], small, drafts=True),
         longest=longest,
         stops=source.stops,
     )
 
 
 def configuration_of(plan: Mapping[str, Any]) -> Configuration:
-    """How a serving plan (plan.json of kind 'serve') is served: its batch, mode and tensor and expert axes.
+    """How a serving plan (plan.json of kind 'serve') is served: its batch, where it generates, weights and cache.
 
-    Raises RooftopError for another kind of plan, and where its axes split what an engine does not split.
+    These are plain where the plan has a format that no engine has; and whatever its ``kv_split``, context splits the
+    tokens of pages. Raises RooftopError for another kind of plan, and where its axes split what an engine does not.
     """
     if plan.get("kind") != "serve":
         raise RooftopError("plan kind", plan.get("kind"), "serve")
     axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
     for axis in axes:
-        if axis not in _AXES:
-            raise RooftopError(f"plan mesh axis {axis}", axes[axis], f"1: an engine splits over {' and '.join(_AXES)}")
-    batch = int(plan["workload"]["batch_seqs"])
-    return Configuration(policy=Policy(max_batch=batch, chunk_tokens=batch + 512), mesh=tuple(axes.items()))
+        if axis not in AXES:
+            raise RooftopError(f"plan mesh axis {axis}", axes[axis], f"1: an engine's axes are {', '.join(AXES)}")
+    # The workload's own batch is null where the plan has searched for one.
+    batch = int(plan["generate"]["batch"])
+    planned = plan["dtypes"]
+    weights = {"f8_e4m3": "fp8", "int4": f"int4-{planned['weight_group']}"}.get(planned["weights"], planned["weights"])
+    return Configuration(
+        policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
+        mesh=tuple(axes.items()),
+        weights=weights if weights in WEIGHTS else "plain",
+        cache=planned["kv"] if planned["kv"] in CACHES else "plain",
+    )
 
 
 def stop_tokens(checkpoint: Path) -> frozenset[int]:
@@ -192,15 +202,22 @@ def _decoder(model: ModelConfig, configuration: Configuration, platform: str) ->
     sizes, quantised = dict(configuration.mesh), configuration.cache == "int8"
     decoder = Decoder(
         model=model,
-        sizes=tuple((axis, sizes[axis]) for axis in _AXES if sizes.get(axis, 1) > 1),
+        sizes=tuple((axis, sizes[axis]) for axis in AXES[1:] if sizes.get(axis, 1) > 1),
         page_tokens=configuration.page_tokens,
         dtype=configuration.dtype or ("float32" if platform == "cpu" else "bfloat16"),
         quantised_cache=quantised,
-        reader=best_reader(model, platform, quantised=quantised),
+        # JAX's kernel reads whole pages.
+        reader="gather"
+        if platform == "tpu" and sizes.get("context", 1) > 1
+        else best_reader(model, platform, quantised=quantised),
         expert_matmul="grouped" if platform == "tpu" else "batched",
     )
-    if model.vocab % decoder.tensor:
-        raise RooftopError("mesh axis tensor", decoder.tensor, f"a divisor of the vocabulary's {model.vocab}")
+    columns = decoder.tensor * sizes.get("context", 1)
+    if model.heads % columns:
+        raise RooftopError("mesh axes tensor and context", columns, f"a divisor of the {model.heads} query heads")
+    if decoder.page_tokens % decoder.parts.ways:
+        accepted = f"a multiple of {decoder.parts.ways}, over which {' and '.join(decoder.parts.axes)} split pages"
+        raise RooftopError("page_tokens", decoder.page_tokens, accepted)
     if model.mla is None and model.kv_heads % decoder.tensor and decoder.tensor % model.kv_heads:
         accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
         raise RooftopError("mesh axis tensor", decoder.tensor, accepted)
@@ -214,24 +231,30 @@ def _require_draft(model: ModelConfig, draft: ModelConfig, configuration: Config
         raise RooftopError("guesses", 0, "1 or more with a draft model")
     if configuration.policy.batching == "disaggregated":
         raise RooftopError("draft", draft.name, "none with disaggregated batching: its cache is not sent")
+    if configuration.copies > 1:
+        raise RooftopError("draft", draft.name, f"none with mesh axis data: here are {configuration.copies} copies")
 
 
 def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Mesh]:
-    """One mesh, or the one that prefills and the one that generates."""
-    sizes = dict(configuration.mesh)
-    each = math.prod(sizes.values())
+    """One mesh or several copies of it, or the one that prefills and the one that generates."""
+    sizes, copies = dict(configuration.mesh), configuration.copies
+    each = math.prod(sizes.values()) // copies
     split = configuration.policy.batching == "disaggregated" and configuration.role == "both"
     if bool(configuration.prefill_devices) != split:
         accepted = f"{each} with disaggregated batching, 0 with any other"
         raise RooftopError("prefill_devices", configuration.prefill_devices, accepted)
     if split and configuration.prefill_devices != each:
         raise RooftopError("prefill_devices", configuration.prefill_devices, f"{each}, as many as the mesh has")
-    if (1 + split) * each > len(here):
+    count = 2 if split else copies
+    if count * each > len(here):
         raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, f"at most the {len(here)} devices that are here")
-    shape = tuple(sizes.get(axis, 1) for axis in _AXES)
-    groups = [here[:each], here[each : 2 * each]] if split else [here[:each]]
-    types = (AxisType.Explicit,) * len(_AXES)
-    return [Mesh(np.array(group, dtype=object).reshape(shape), _AXES, axis_types=types) for group in groups]
+    if jax.process_count() > 1 and count * each < len(here):
+        accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
+        raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, accepted)
+    axes = AXES[1:]
+    shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
+    groups = [here[at * each : (at + 1) * each] for at in range(count)]
+    return [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
 
 
 def _placed(
@@ -252,7 +275,7 @@ def _placed(
             return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], kept) for at in range(parameter.shape[0]))
 
     found = by_layer(decoder.model, weights(decoder, mesh, placed))
-    if found.unembed is None and decoder.tensor > 1:
+    if found.unembed is None and decoder.specs.rules.parameters["vocab"]:
         # A tied table is split over D, and would be exchanged for one split over V in every step.
         with jax.set_mesh(mesh):
             place = NamedSharding(mesh, decoder.specs.parameter("embed", "vocab"))
@@ -286,11 +309,16 @@ def _memory(device: jax.Device) -> int:
     return int((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
+def _sharing(mesh: Mesh) -> int:
+    """How many devices of the mesh share the memory of one."""
+    local = mesh.local_devices
+    return len(local) if local[0].platform == "cpu" else 1
+
+
 def _require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> None:
     """Raises Infeasible where the weights, or they and the pages that are asked for, do not fit."""
-    device = mesh.devices.flat[0]
-    sharing = mesh.size if device.platform == "cpu" else 1
-    room = _memory(device) // sharing
+    device = mesh.local_devices[0]
+    room = _memory(device) // _sharing(mesh)
     weights = sum(weight_bytes(decoder, mesh, configuration) for decoder in decoders)
     pages = 1 if configuration.pages is None else configuration.pages
     need = weights + (pages + 1) * sum(decoder.page_bytes for decoder in decoders) // mesh.size
@@ -308,12 +336,14 @@ def _pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration
         raise RooftopError("longest", longest, f"at most the model's {most} tokens")
     pages = configuration.pages
     if pages is None:
-        device = mesh.devices.flat[0]
+        device = mesh.local_devices[0]
         stats = device.memory_stats() or {}
-        sharing = mesh.size if device.platform == "cpu" else 1
-        free = _memory(device) // sharing - int(stats.get("bytes_in_use", 0))
+        free = _memory(device) // _sharing(mesh) - int(stats.get("bytes_in_use", 0))
+        if jax.process_count() > 1:
+            # The same in all processes: what the one with the least has.
+            free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
         fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(each.page_bytes for each in decoders)
-        useful = configuration.policy.max_batch * -(-longest // page_tokens)
+        useful = configuration.own_policy.max_batch * -(-longest // page_tokens)
         pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
     if configuration.longest is not None and configuration.longest > pages * page_tokens:
         accepted = f"at most the {pages * page_tokens} tokens of the cache's {pages} pages"

@@ -16,7 +16,8 @@ _LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0
 _TOKENS = tuple(float(2**power) for power in range(0, 21, 2))
 
 #: Of the engine: name, what it is, its value.
-_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+_Figures = tuple[tuple[str, str, Callable[[EngineStats], float]], ...]
+_GAUGES: _Figures = (
     ("waiting_requests", "Sequences that are queued: they have no place in the engine yet.", lambda s: s.waiting),
     ("running_requests", "Sequences that have a place in the engine.", lambda s: s.running),
     ("kv_pages_used", "Pages of the KV cache that sequences or kept prefixes hold.", lambda s: s.pages_used),
@@ -25,7 +26,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_host_pages_used", "Pages in the host's memory that are in use.", lambda s: s.host_pages_used),
     ("kv_host_pages", "Pages in the host's memory.", lambda s: s.host_pages),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+_COUNTERS: _Figures = (
     ("steps", "Steps of the engine.", lambda s: s.steps),
     ("step_seconds", "Time of the engine's steps.", lambda s: s.step_s),
     ("host_seconds", "Time of the engine's steps outside XLA; over steps: host time per step.", lambda s: s.host_s),

@@ -12,6 +12,7 @@ from rooftop.serve.choices import Logprob, Piece
 from rooftop.serve.published import read_body
 from rooftop.serve.requests import Sampling
 from rooftop.serve.texts import Texts
+from rooftop.serve.tools import Calling, CallPart, calling
 
 #: Sequences of one request at most: prompts times n.
 MOST_SEQUENCES = 128
@@ -42,11 +43,15 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Token ids and sampling of each sequence, the choices of a prompt in a row; ``echo``: texts that come first."""
+    """Token ids and sampling of each sequence, the choices of a prompt in a row; ``echo``: texts that come first.
+
+    ``calling``: how answers call tools, if they may.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[Sampling, ...]
     echo: tuple[str, ...]
+    calling: Calling | None = None
 
 
 def read_request(body: bytes, *, chat: bool) -> Wanted:
@@ -83,9 +88,10 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> Prepared:
 
     Raises RooftopError for what the model has no room for, or cannot be held to.
     """
-    fields = wanted.fields
+    fields, how = wanted.fields, None
     if wanted.chat:
-        tools = fields.get("tools") if fields.get("tool_choice") != "none" else None
+        tools = (fields.get("tools") or None) if fields.get("tool_choice") != "none" else None
+        how = calling(fields, texts.template_text(with_tools=bool(tools)))
         prompts = [texts.chat(fields["messages"], tools, fields.get("chat_template_kwargs"))]
     else:
         prompts = _prompts(fields["prompt"], texts)
@@ -97,7 +103,8 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> Prepared:
             raise RooftopError(where, f"{len(ids)} tokens", f"1 to {longest - 1} tokens")
         if max(ids) >= texts.vocab:
             raise RooftopError(where, max(ids), f"token ids below {texts.vocab}")
-    matcher = texts.matcher(fields.get("response_format"), fields.get("guided_regex"))
+    schema = None if how is None else how.schema
+    matcher = texts.matcher(fields.get("response_format"), fields.get("guided_regex"), schema)
     base = Sampling(
         **{name: fields[name] for name in _SAMPLING if name in fields},
         stop_tokens=frozenset(fields.get("stop_token_ids", ())).union(() if fields.get("ignore_eos") else texts.ends),
@@ -125,6 +132,7 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> Prepared:
         prompts=tuple(ids for ids in prompts for _ in range(wanted.n)),
         samplings=tuple(samplings),
         echo=tuple(text for text in echo for _ in range(wanted.n)),
+        calling=how,
     )
 
 
@@ -167,12 +175,32 @@ class Form:
         if not self.chat:
             content: dict[str, Any] = {"text": piece.text}
         elif streamed:
-            role = {"role": "assistant"} if piece.first else {}
-            content = {"delta": role | ({"content": piece.text} if piece.text or piece.first else {})}
+            delta = {"role": "assistant"} if piece.first else {}
+            delta |= {"content": piece.text} if piece.text or (piece.first and not piece.calls) else {}
+            content = {"delta": delta | ({"tool_calls": [_part(each) for each in piece.calls]} if piece.calls else {})}
         else:
-            content = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+            calls = {"tool_calls": _whole_calls(piece.calls)} if piece.calls else {}
+            said = piece.text or (None if calls else "")
+            content = {"message": {"role": "assistant", "content": said, "refusal": None, **calls}}
         entries = None if piece.logprobs is None else (_chat_logprobs if self.chat else _logprobs)(piece.logprobs)
         return {"index": index} | content | {"logprobs": entries, "finish_reason": piece.finish}
+
+
+def _part(part: CallPart) -> dict[str, Any]:
+    """A piece of a call, in a stream."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
+    found = list[dict[str, Any]]()
+    for part in parts:
+        if part.name is not None:
+            found.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        found[-1]["function"]["arguments"] += part.arguments
+    return found
 
 
 def _chat_logprobs(entries: Sequence[Logprob]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Replica:
     def step(self, packed: Ints, width: int, *, every: bool = False) -> Chosen:
         """Run ``rooftop.programs.decode.step`` for ``packed`` [R, HEAD + C + P] with C = ``width``."""
         program = self._programs["check" if every else "step", len(packed), width, packed.shape[1] - HEAD - width]
-        arguments = jax.device_put(packed, self._whole)
+        arguments = self._put(packed)
         chosen, self._pools, self._adjustments = program(self._weights, self._pools, self._adjustments, arguments)
         if self._one_at_a_time:
             jax.block_until_ready(chosen)
@@ -119,7 +119,7 @@ class Replica:
     def propose(self, packed: Ints) -> Ints:
         """Run ``rooftop.programs.decode.propose`` for ``packed`` [R, HEAD + 1 + P]: guesses [R, ``guesses``]."""
         program = self._programs["propose", len(packed), 1, packed.shape[1] - HEAD - 1]
-        found, self._pools = program(self._weights, self._pools, jax.device_put(packed, self._whole))
+        found, self._pools = program(self._weights, self._pools, self._put(packed))
         if self._one_at_a_time:
             jax.block_until_ready(self._pools)
         return np.asarray(found)
@@ -159,8 +159,12 @@ class Replica:
         self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
 
     def _put(self, array: Any) -> jax.Array:
-        placed: jax.Array = jax.device_put(array, self._whole)
-        return placed
+        if self._whole.is_fully_addressable:
+            placed: jax.Array = jax.device_put(array, self._whole)
+            return placed
+        # ``device_put`` would have all processes compare what they have, each time.
+        given = np.asarray(array)
+        return jax.make_array_from_callback(given.shape, self._whole, lambda index: given[index])
 
     def _padded(self, pages: Ints, with_: int) -> Ints:
         return np.concatenate([pages, np.full(COPIED - len(pages), with_, np.int32)])

@@ -62,8 +62,9 @@ def check_pages(cache: KvCache, sequences: Iterable[Sequence], away: Iterable[li
 class Running:
     """A request from submission to its last token.
 
-    ``tokens`` are prompt and output; ``slot`` is its place in the server that has it, -1 while it has none. A request
-    that was handed over to another process has a ``ticket``; ``losses`` is how often that process was lost with it.
+    ``tokens`` are prompt and output; ``slot`` is its place in the server that has it, -1 while it has none; ``copy``
+    is the one of several replicas that has it. A request that was handed over to another process has a ``ticket``;
+    ``losses`` is how often that process was lost with it.
     """
 
     request: Request
@@ -75,6 +76,7 @@ class Running:
     cached: bool
     tokens: list[int] = field(init=False)
     slot: int = -1
+    copy: int = 0
     ticket: int | None = None
     losses: int = 0
     lookup: Lookup = field(default_factory=Lookup)

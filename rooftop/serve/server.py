@@ -76,6 +76,17 @@ class Serving:
         """Until it has ended. Raises what ``load`` raises."""
         asyncio.run(self._run())
 
+    def stop(self) -> None:
+        """As SIGTERM does, once; from any thread."""
+        self._loop.call_soon_threadsafe(lambda: None if self._api.draining else self._stop(signal.SIGTERM))
+
+    def refuse(self) -> None:
+        """The engine has ended every request and takes no more: so does the server. From any thread."""
+        self._loop.call_soon_threadsafe(self._refuse)
+
+    def _refuse(self) -> None:
+        self._api.draining = self._server.should_exit = True
+
     async def _run(self) -> None:
         self._api = Api(self.settings, self.texts, self.log)
         self._drained: asyncio.Task[bool] | None = None
@@ -93,9 +104,9 @@ class Serving:
                 timeout_graceful_shutdown=int(self.drain_s) + _MARGIN_S,
             )
         )
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number)
+            self._loop.add_signal_handler(number, self._stop, number)
         serving = asyncio.create_task(self._server.serve(sockets=[self.bound]))
         try:
             self._api.engine = await asyncio.to_thread(self.load)

@@ -60,8 +60,19 @@ class Texts:
         text = self.template.render([_for_template(message) for message in messages], tools=tools, more=more)
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def matcher(self, response_format: Mapping[str, Any] | None, regex: str | None) -> Matcher | None:
-        """What an answer is held to, if anything. Raises RooftopError."""
+    def template_text(self, *, with_tools: bool) -> str | None:
+        """The chat template that is used, None if there is none."""
+        return None if self.template is None else self.template.text(with_tools=with_tools)
+
+    def matcher(
+        self,
+        response_format: Mapping[str, Any] | None,
+        regex: str | None,
+        calls: Mapping[str, Any] | None = None,
+    ) -> Matcher | None:
+        """What an answer is held to, if anything; ``calls``: the schema of a call. Raises RooftopError."""
+        if calls is not None:
+            return self._grammars.json(calls, "tools")
         kind = "text" if response_format is None else response_format["type"]
         if regex is not None:
             if kind != "text":

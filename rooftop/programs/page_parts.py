@@ -1,0 +1,83 @@
+"""Pages of a KV cache whose tokens are split over devices: where each one's are, and attention from all parts.
+
+Of every page each device has some tokens, so that whatever a step reads, they read equal parts of it, and of a long
+sequence too (chapter 7 of the book splits the cache over heads, and what is left over the batch; over tokens, one
+sequence is enough). Queries are gathered, and outputs scattered: the split that plans call ``kv_split`` seq.
+
+Dims as in ``rooftop.programs.paged``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+#: The largest score so far [R, k, g, C], and by it the sums of weights and of weighted values [R, k, g, C, d_v].
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The mesh axes over which the tokens of every page are split, so that each device has and reads a part of them.
+
+    Over ``heads`` query heads are split too: every device attends with all of theirs, and gets back the outputs of its
+    own. What is alike over ``copies`` stays so. Kinds of mesh axes with their sizes, [(name, devices)].
+    """
+
+    heads: tuple[tuple[str, int], ...] = ()
+    copies: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All of them, in the order in which they split a page."""
+        return tuple(axis for axis, _ in (*self.copies, *self.heads))
+
+    @property
+    def ways(self) -> int:
+        """In how many parts a page is."""
+        return prod(size for _, size in (*self.copies, *self.heads))
+
+    def gathered(self, q: jax.Array) -> jax.Array:
+        """q [R, C, n, H] with the heads of all devices that ``heads`` has."""
+        axes = tuple(axis for axis, _ in self.heads)
+        return lax.all_gather(q, axes, axis=2, tiled=True) if axes else q
+
+    def summed(self, sums: Sums) -> Sums:
+        """Sums over parts of the tokens as those over all: [R, k, g, C, ...] to [R, n, 1, C, ...] of own heads."""
+        top, total, weighted = (each.reshape(each.shape[0], -1, 1, *each.shape[3:]) for each in sums)
+        raised = lax.pmax(top, self.axes)
+        kept = jnp.exp(top - jnp.where(jnp.isneginf(raised), 0.0, raised))
+        total, weighted = kept * total, kept[..., None] * weighted
+        heads, copies = (tuple(axis for axis, _ in each) for each in (self.heads, self.copies))
+        if heads:
+            own = top.shape[1] // prod(size for _, size in self.heads)
+            raised = lax.dynamic_slice_in_dim(raised, lax.axis_index(heads) * own, own, axis=1)
+            total, weighted = (
+                lax.psum_scatter(each, heads, scatter_dimension=1, tiled=True) for each in (total, weighted)
+            )
+        return raised, *((lax.psum(each, copies) for each in (total, weighted)) if copies else (total, weighted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What of a page of ``page_tokens`` one device has: ``own_tokens``, from ``first`` on."""
+
+    parts: Parts
+    page_tokens: int
+    own_tokens: int
+    first: jax.Array | int
+
+    @classmethod
+    def of(cls, parts: Parts, own_tokens: int) -> Part:
+        """This device's part."""
+        first = lax.axis_index(parts.axes) * own_tokens if parts.axes else 0
+        return cls(parts=parts, page_tokens=parts.ways * own_tokens, own_tokens=own_tokens, first=first)
+
+    def tokens(self, first: jax.Array | int, pages: int) -> jax.Array:
+        """The positions [pages, own_tokens] of the tokens here of so many pages, which begin at ``first``."""
+        begin = first + self.first + self.page_tokens * jnp.arange(pages, dtype=jnp.int32)
+        return begin[:, None] + jnp.arange(self.own_tokens, dtype=jnp.int32)
