@@ -7,7 +7,8 @@ and outputs of ``--outputs`` lengths drawn evenly; a static batch goes on until 
 the tokens that were asked for count. So many requests are in progress as the row says: the engine takes another one as
 soon as one ends, transformers a batch at a time. Every side is a process of its own, pinned to the same cores with as
 many threads; they take turns, a round each, and a ratio is of one turn, by the clock and by the CPU time of all
-threads, which a busy machine changes less. Nearly all texts must be the same on both sides, or there is no result.
+threads, which a busy machine changes less; ``load_average`` is that of the last five minutes, of which the side whose
+turn it is makes as much as it has threads. Nearly all texts must be the same on both sides, or there is no result.
 transformers is no dependency of rooftop: ``--torch-python`` is a Python that has it, with torch and safetensors.
 """
 
@@ -265,6 +266,7 @@ def compare(folder: Path, options: argparse.Namespace, concurrent: int, threads:
             "ratio_to_transformers": round(ratio, 3) if name == "rooftop" else 1.0,
             "ratio_by_cpu_time": round(by_cpu, 3) if name == "rooftop" else 1.0,
             "host_ms_per_step": round(statistics.median(host_ms), 3) if name == "rooftop" else "",
+            "load_average": round(os.getloadavg()[1], 1),
             "versions": " ".join(f"{key} {value}" for key, value in versions[name].items()),
             "date": time.strftime("%Y-%m-%d"),
         }

@@ -93,7 +93,7 @@ def run(
 def test_pages_are_read_as_the_sequence_they_hold(
     scores: Scores, sinks: bool, reader: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocked, each row is a group of its own, and its queries are fewer than the tokens of a page."""
+    """Blocked, each row is a group of its own, and is read page by page as far as it goes."""
     monkeypatch.setattr(paged, "BLOCK", block)
     monkeypatch.setattr(paged, "SMALL_BLOCK", block)
     monkeypatch.setattr(paged, "GROUP", 2)

@@ -145,24 +145,30 @@ def _plan(file: Path) -> Any:
 def _prediction(
     replayed: Replayed, trace: Trace, before: Told | None, after: Told | None, plan: Any, targets: Targets
 ) -> dict[str, Any]:
-    """``predicted``, and ``predicted_by``: what it was made from, or why there is none."""
+    """``predicted``, and ``predicted_by``: what it was made from, or why there is none.
+
+    ``outside_engine_ttft_s`` is what of the measured mean TTFT no simulation knows of; None where no engine tells.
+    """
     from dataclasses import replace
 
     from rooftop.errors import RooftopError
     from rooftop.scheduling.serving import Policy
-    from rooftop.serve.prediction import measured_times, predict
+    from rooftop.serve.prediction import measured_times, outside_s, predict
 
+    outside = None
+    if before is not None and after is not None:
+        outside = outside_s(before, after, replayed.to_json()["ttft_s"]["mean"])
+    found: dict[str, Any] = {"outside_engine_ttft_s": outside, "predicted": None}
     if plan is None and (before is None or after is None):
-        why = "no --plan, and no step times at /metrics of the server"
-        return {"predicted": None, "predicted_by": why}
+        return found | {"predicted_by": "no --plan, and no step times at /metrics of the server"}
     served = replayed.trace()
     if trace.hashes is not None and len(served) == len(trace):
         served = replace(served, hashes=trace.hashes, hash_tokens=trace.hash_tokens)
     try:
         policy, cached = (Policy(max_batch=plan.batch), False) if after is None else after.policy
         times = plan.step_times() if plan is not None else measured_times(before, after)  # type: ignore[arg-type]
-        found = predict(served, times, policy, cached and served.hashes is not None, targets)
+        predicted = predict(served, times, policy, cached and served.hashes is not None, targets)
     except RooftopError as error:
-        return {"predicted": None, "predicted_by": str(error)}
+        return found | {"predicted_by": str(error)}
     by = f"the plan for {plan.problem.slice.name}" if plan is not None else "step times that the server measured"
-    return {"predicted": found, "predicted_by": by}
+    return found | {"predicted": predicted, "predicted_by": by}

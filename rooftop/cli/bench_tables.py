@@ -101,6 +101,10 @@ def show_serving(data: dict[str, Any], output: Path | None) -> None:
     out.print()
     made = "predicted: simulated with" if predicted is not None else "no prediction:"
     out.print(f"{made} {data['predicted_by']}", markup=False)
+    if (outside := data["outside_engine_ttft_s"]) is not None:
+        out.print(
+            f"TTFT outside the engine (HTTP, the client), which is not simulated: {format_seconds(outside)}, mean"
+        )
     if measured["worst_lag_s"] > _LAG_S:
         out.print(
             f"The client fell behind by up to {format_seconds(measured['worst_lag_s'])}: it is too slow for this."

@@ -25,17 +25,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig
 from rooftop.programs import loss as losses
-from rooftop.programs.attention_scores import Scores
 from rooftop.programs.describe import Kind, describe, segments
-from rooftop.programs.layer import Computation, attention, feed_forward, qkv
-from rooftop.programs.mla import latents
+from rooftop.programs.layer import Computation, attention, feed_forward
 from rooftop.programs.page_parts import Parts
-from rooftop.programs.paged import Pages, Rows, attend_heads, attend_latents
-from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, shardings
+from rooftop.programs.paged import Pages, Rows
+from rooftop.programs.paged_heads import PagedHeads
+from rooftop.programs.parameters import Batch, Layer, Transformer, shardings
 from rooftop.programs.positions import rotation
 from rooftop.programs.quantised import in_full
 from rooftop.programs.sampling import Adjustments, Choice, choose, largest, log_probabilities
-from rooftop.programs.sharding import Specs, on_shards
+from rooftop.programs.sharding import Specs
 from rooftop.programs.transformer import embed, final_norm
 
 #: The columns of a step's integers before its tokens: [R, HEAD + C + P] int32, floats by their bits.
@@ -279,103 +278,14 @@ def _stream(
         for kind, (layer,), pool in zip(how.kinds, weights.layers, pools, strict=True):
             layer = in_full(layer, jnp.dtype(how.dtype))
             local = kind.window is not None and model.rope_local_theta is not None
-            core = _Core(layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, how=how, width=width)
+            heads = PagedHeads(
+                layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, width=width, reader=how.reader,
+                computation=computation, cache_spec=how.cache_spec, parts=how.parts, tensor=how.tensor,
+            )  # fmt: skip
             with named_scope("attn"):
-                x = attention(x, layer.attn, computation, partial(core, pool=pool, written=written))
+                x = attention(x, layer.attn, computation, partial(heads, pool=pool, written=written))
             x, _ = feed_forward(x, layer.mlp, None, computation)
     return final_norm(x, weights, computation), tuple(written)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Core:
-    """One layer's heads over its pool."""
-
-    layer: Attention[jax.Array] | LatentAttention[jax.Array]
-    turns: jax.Array
-    window: int | None
-    rows: Rows
-    how: Decoder
-    width: int
-
-    def __call__(self, normed: jax.Array, pool: Pages, written: list[Pages]) -> jax.Array:
-        """[1, R C, N, d_v] of the normalised stream; the pool as it is then is appended to ``written``."""
-        heads = self._latent(normed, pool) if isinstance(self.layer, LatentAttention) else self._plain(normed, pool)
-        written.append(heads[1])
-        return heads[0]
-
-    @property
-    def _scores(self) -> Scores:
-        model = self.how.model
-        scale = model.d_head**-0.5 if model.query_scale is None else model.query_scale
-        return Scores(scale=float(scale), window=self.window, softcap=model.attn_softcap)
-
-    def _specs(self, pool: Pages) -> tuple[P, P, Pages, Rows]:
-        """Of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""
-        specs, spec = self.how.specs, self.how.cache_spec
-        scales = None if pool.scales is None else P(*spec.partitions[:-1])
-        return (
-            specs.activation("batch", "seq", "heads", None),
-            specs.activation("batch", "seq", "kv_heads", None),
-            Pages(values=spec, scales=scales),  # type: ignore[arg-type]
-            Rows(tables=P(None, None), start=P(None), count=P(None)),  # type: ignore[arg-type]
-        )
-
-    def _plain(self, normed: jax.Array, pool: Pages) -> tuple[jax.Array, Pages]:
-        assert isinstance(self.layer, Attention)
-        q, k, v = qkv(normed, self.layer, self.turns, self.how.computation)
-        sinks = self.layer.sinks
-        by_heads, by_kv_heads, of_pool, of_rows = self._specs(pool)
-        one_each = self.how.tensor > 1 and not self.how.specs.rules.activations["kv_heads"]
-
-        def local(
-            q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, pool: Pages, rows: Rows
-        ) -> tuple[jax.Array, Pages]:
-            if one_each:
-                mine = lax.axis_index("tensor") * k.shape[2] // self.how.tensor
-                k, v = (lax.dynamic_slice_in_dim(each, mine, 1, axis=2) for each in (k, v))
-            q, k, v = (each.reshape(-1, self.width, *each.shape[2:]) for each in (q, k, v))
-            o, pool = attend_heads(self.how.reader, self._scores, q, k, v, sinks, pool, rows, self.how.parts)
-            return o.reshape(1, -1, *o.shape[2:]), pool
-
-        sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
-        specs_in = (by_heads, by_kv_heads, by_kv_heads, sink_spec, of_pool, of_rows)
-        # A Pallas kernel's outputs do not say over which axes they vary.
-        typed = self.how.reader != "ragged"
-        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=typed)
-        with named_scope("core"):
-            found: tuple[jax.Array, Pages] = over(q, k, v, sinks, pool, self.rows)
-        return found
-
-    def _latent(self, normed: jax.Array, pool: Pages) -> tuple[jax.Array, Pages]:
-        assert isinstance(self.layer, LatentAttention)
-        model, specs, mla = self.how.model, self.how.specs, self.how.model.mla
-        assert mla is not None
-        q, latent, shared = latents(normed, self.layer, self.turns, model, mla, specs)
-        by_heads, _, of_pool, of_rows = self._specs(pool)
-        up_spec = specs.in_use(None, "heads", None)
-        whole = specs.activation("batch", "seq", None)
-
-        def local(
-            q: jax.Array, latent: jax.Array, shared: jax.Array, up: jax.Array, pool: Pages, rows: Rows
-        ) -> tuple[jax.Array, Pages]:
-            of_keys, of_values = jnp.split(up, [mla.d_nope], axis=-1)
-            plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
-            absorbed = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", plain, of_keys), turned], axis=-1)
-            absorbed, latent, shared = (
-                each.reshape(-1, self.width, *each.shape[2:]) for each in (absorbed, latent, shared)
-            )
-            how = self.how
-            o, pool = attend_latents(how.reader, self._scores, absorbed, latent, shared, pool, rows, how.parts)
-            o = jnp.einsum("btnr,rnv->btnv", o.reshape(1, -1, *o.shape[2:]), of_values)
-            return o, pool
-
-        specs_in = (by_heads, whole, whole, up_spec, of_pool, of_rows)
-        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool))
-        with named_scope("core"):
-            latent, shared = (reshard(each, whole) for each in (latent, shared))
-            up = reshard(self.layer.kv_up, up_spec)
-            found: tuple[jax.Array, Pages] = over(q, latent, shared, up, pool, self.rows)
-        return found
 
 
 def _logits(x: jax.Array, weights: Transformer[Any], which: jax.Array, how: Decoder) -> jax.Array:

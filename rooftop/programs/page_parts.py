@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-#: The largest score so far [R, k, g, C], and by it the sums of weights and of weighted values [R, k, g, C, d_v].
+#: The largest score so far, a finite number, and by it the sums of weights and of weighted values [..., d_v].
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -47,10 +47,10 @@ class Parts:
         return lax.all_gather(q, axes, axis=2, tiled=True) if axes else q
 
     def summed(self, sums: Sums) -> Sums:
-        """Sums over parts of the tokens as those over all: [R, k, g, C, ...] to [R, n, 1, C, ...] of own heads."""
-        top, total, weighted = (each.reshape(each.shape[0], -1, 1, *each.shape[3:]) for each in sums)
+        """Sums over parts of the tokens as those over all: [R, n, C, ...] of all heads here to those of own heads."""
+        top, total, weighted = sums
         raised = lax.pmax(top, self.axes)
-        kept = jnp.exp(top - jnp.where(jnp.isneginf(raised), 0.0, raised))
+        kept = jnp.exp(top - raised)
         total, weighted = kept * total, kept[..., None] * weighted
         heads, copies = (tuple(axis for axis, _ in each) for each in (self.heads, self.copies))
         if heads:

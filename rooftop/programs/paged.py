@@ -10,8 +10,7 @@ padding. Three ways of reading:
 - ``gather``: pages are gathered by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running
   softmax over as many blocks as the longest sequence of the step needs. On any backend, for every model;
 - ``blocked``: the same for a few rows and tokens at a time, so that what is gathered is still in a CPU's cache when it
-  is multiplied, and rows read as far as the longest of their group goes. Few queries are multiplied page by page, as
-  pages lie; nothing is transposed;
+  is multiplied, and rows read as far as the longest of their group goes;
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only the
   pages that there are. No sinks, no latents, heads of a multiple of 128, no quantised cache, no page in ``Parts``. Its
   pools are [pages + 1, p, 2 k, H], key and value of a head side by side.
@@ -35,8 +34,10 @@ from rooftop.programs.sharding import varying_as
 READERS: tuple[str, ...] = ("gather", "blocked", "ragged")
 #: Tokens of a sequence whose keys and values are gathered at a time.
 BLOCK = 1024
-#: The same of ``blocked`` for a row that generates, and rows at a time.
-SMALL_BLOCK, GROUP = 64, 8
+#: The same of ``blocked`` for a row that generates; rows at a time, if they have not more queries together than this.
+SMALL_BLOCK, GROUP, QUERIES = 64, 8, 32
+#: Below all scores; unlike -inf, it can be subtracted from itself.
+_LEAST = -1e30
 #: Tokens of the cache and queries that the kernel takes at a time: what fits VMEM for 8 key/value heads of 128.
 _KERNEL_TOKENS, _KERNEL_QUERIES = 512, 32
 
@@ -65,7 +66,7 @@ class Pages:
         )
 
     def read(self, part: int, table: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The keys (``part`` 0) or values (1) of the pages ``table`` [R, P]: [R, P, k, p, H]."""
+        """The keys (``part`` 0) or values (1) of the pages ``table`` [R, P], head by head: [R, k, P p, H]."""
         values = _taken(self.values, part, table)
         if self.scales is not None:
             values = (values.astype(jnp.float32) * _taken(self.scales, part, table)[..., None]).astype(dtype)
@@ -73,10 +74,14 @@ class Pages:
 
 
 def _taken(pool: jax.Array, part: int, table: jax.Array) -> jax.Array:
-    """``pool[table, part]``: whole pages as rows of a matrix, which XLA:CPU copies fastest."""
-    pages, parts, *rest = pool.shape
-    rows = pool.reshape(pages * parts, -1).at[table.reshape(-1) * parts + part].get(mode="promise_in_bounds")
-    return rows.reshape(*table.shape, *rest)
+    """``part`` of the pages ``table`` [R, P], [R, k, P p, ...]: what a page has of a head is a row of a matrix.
+
+    XLA:CPU copies rows fastest, and makes of dims as long as these what it can compute with whole registers.
+    """
+    pages, parts, heads, page_tokens, *rest = pool.shape
+    index = (table * parts + part)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
+    rows = pool.reshape(pages * parts * heads, -1).at[index.reshape(-1)].get(mode="promise_in_bounds")
+    return rows.reshape(table.shape[0], heads, table.shape[1] * page_tokens, *rest)
 
 
 def _many(page: jax.Array, offset: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -206,7 +211,7 @@ def attend_latents(
     return _attended(reader, scores, q, None, rows, read, part), pool
 
 
-#: Keys [R, P, k, p, H] and values [R, P, k, p, d_v] of the pages of a table.
+#: Keys [R, k, P p, H] and values [R, k, P p, d_v] of the pages of a table.
 _Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -218,97 +223,73 @@ def _attended(
     q = part.parts.gathered(q)
     if reader == "gather":
         return _gathered(scores, q, sinks, rows, read, part, BLOCK)
-    block = SMALL_BLOCK * min(width, BLOCK // SMALL_BLOCK)
-    size = max(size for size in range(1, min(GROUP, count) + 1) if count % size == 0)
+    block = min(max(SMALL_BLOCK, width), BLOCK)
+    most = min(GROUP, count, max(1, QUERIES // width))
+    size = max(size for size in range(1, most + 1) if count % size == 0)
     if size == count:
-        return _gathered(scores, q, sinks, rows, read, part, block, by_page=True)
+        return _gathered(scores, q, sinks, rows, read, part, block)
     groups = jax.tree.map(lambda each: each.reshape(-1, size, *each.shape[1:]), (q, rows))
-    found = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, part, block, by_page=True), groups)
+    found = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, part, block), groups)
     return found.reshape(count, width, *found.shape[3:])
 
 
 def _gathered(
-    scores: Scores,
-    q: jax.Array,
-    sinks: jax.Array | None,
-    rows: Rows,
-    read: _Read,
-    part_of_page: Part,
-    block: int,
-    *,
-    by_page: bool = False,
+    scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, part: Part, block: int
 ) -> jax.Array:
-    """The same for one group of rows, ``block`` tokens at a time; ``by_page`` if that is less work."""
-    (count, width, *_), pages = q.shape, rows.tables.shape[1]
+    """The same for one group of rows, ``block`` tokens at a time. M = g C are the queries of a key/value head."""
+    (count, width, heads, size), pages = q.shape, rows.tables.shape[1]
     k, v = jax.eval_shape(read, rows.tables)
-    kv_heads, page_tokens = k.shape[2:4]
-    q = q.reshape(count, width, kv_heads, -1, q.shape[3])
-    # Fewer queries than a page has tokens: what a page yields for them is less than the page.
-    by_page = by_page and width * q.shape[3] < page_tokens
+    kv_heads, page_tokens = k.shape[1], k.shape[2] // pages
+    group = heads // kv_heads
+    q = jnp.moveaxis(q.reshape(count, width, kv_heads, group, size), 1, 3).reshape(count, kv_heads, -1, size)
+    positions = jnp.tile(rows.positions(width), (1, group))
     step = min(pages, max(1, block // page_tokens))
     blocks = -(-pages // step)
-    # Scores are [R, P, k, g, C, p] or, of all pages together, [R, k, g, C, P, p].
-    at_pages = (1, 5) if by_page else (4, 5)
-    if by_page:
-        repeated = jnp.broadcast_to(jnp.moveaxis(q, 1, 3)[:, None], (count, step, *q.shape[2:4], width, q.shape[4]))
 
-    def part(table: jax.Array, first: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Scores of the tokens from ``first`` on, -inf where a query does not see them; values."""
+    def joined(carry: Sums, table: jax.Array, first: jax.Array | int) -> Sums:
+        """With the tokens from ``first`` on, which are in the pages of ``table``."""
+        top, total, summed = carry
         k, v = read(table)
-        if by_page:
-            found = jnp.einsum("rPkgch,rPkph->rPkgcp", repeated, k, preferred_element_type=jnp.float32)
-        else:
-            found = jnp.einsum("rckgh,rPkph->rkgcPp", q, k, preferred_element_type=jnp.float32)
-        places = part_of_page.tokens(first, step)
-        behind = rows.positions(width)[:, :, None, None] - places
+        found = jnp.einsum("rkmh,rkth->rkmt", q, k, preferred_element_type=jnp.float32)
+        behind = positions[:, :, None] - part.tokens(first, step).reshape(-1)
         seen = behind >= 0
         if scores.window is not None:
             seen &= behind < scores.window
-        seen = jnp.moveaxis(seen, 2, 1)[:, :, None, None] if by_page else seen[:, None, None]
-        return jnp.where(seen, scores.scaled(found), -jnp.inf), v
+        found = jnp.where(seen[:, None], scores.scaled(found), -jnp.inf)
+        raised = jnp.maximum(top, found.max(3))
+        weights, kept = jnp.exp(found - raised[..., None]), jnp.exp(top - raised)
+        more = jnp.einsum("rkmt,rkth->rkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return raised, kept * total + weights.sum(3), kept[..., None] * summed + more
 
-    def joined(carry: Sums, table: jax.Array, first: jax.Array | int) -> Sums:
-        top, total, summed = carry
-        found, v = part(table, first)
-        raised = jnp.maximum(top, found.max(at_pages))
-        # A query with no key so far: its weights must be 0, not exp(-inf + inf).
-        against = jnp.where(jnp.isneginf(raised), 0.0, raised)
-        weights, kept = jnp.exp(found - jnp.expand_dims(against, at_pages)), jnp.exp(top - against)
-        if by_page:
-            each = jnp.einsum("rPkgcp,rPkph->rPkgch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-            more = each.sum(1)
-        else:
-            more = jnp.einsum("rkgcPp,rPkph->rkgch", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return raised, kept * total + weights.sum(at_pages), kept[..., None] * summed + more
-
-    sums = (count, kv_heads, q.shape[3], width)
-    first: Sums = (
-        varying_as(jnp.full(sums, -jnp.inf, jnp.float32), q),
+    sums = q.shape[:3]
+    none: Sums = (
+        varying_as(jnp.full(sums, _LEAST, jnp.float32), q),
         varying_as(jnp.zeros(sums, jnp.float32), q),
-        varying_as(jnp.zeros((*sums, v.shape[4]), jnp.float32), q),
+        varying_as(jnp.zeros((*sums, v.shape[3]), jnp.float32), q),
     )
     if blocks == 1:
-        top, total, summed = joined(first, rows.tables, 0)
+        top, total, summed = joined(none, rows.tables, 0)
     else:
         tables = jnp.pad(rows.tables, ((0, 0), (0, blocks * step - pages)))
 
         def body(index: jax.Array, carry: Sums) -> Sums:
             table = lax.dynamic_slice_in_dim(tables, index * step, step, axis=1)
-            return joined(carry, table, index * step * part_of_page.page_tokens)
+            return joined(carry, table, index * step * part.page_tokens)
 
         longest = jnp.max(rows.start + rows.count)
-        trips = jnp.minimum(-(-longest // (step * part_of_page.page_tokens)), blocks)
-        top, total, summed = lax.fori_loop(0, trips, body, first)
-    if part_of_page.parts.ways > 1:
-        top, total, summed = part_of_page.parts.summed((top, total, summed))
+        trips = jnp.minimum(-(-longest // (step * part.page_tokens)), blocks)
+        top, total, summed = lax.fori_loop(0, trips, body, none)
+    top, total, summed = (each.reshape(count, heads, width, *each.shape[3:]) for each in (top, total, summed))
+    if part.parts.ways > 1:
+        top, total, summed = part.parts.summed((top, total, summed))
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(top.shape[1:3])[None, :, :, None]
+        sink = sinks.astype(jnp.float32)[None, :, None]
         raised = jnp.maximum(top, sink)
         kept = jnp.exp(top - raised)
         total, summed = kept * total + jnp.exp(sink - raised), kept[..., None] * summed
     # Padding may see nothing; what it yields is never used, but must be a number.
     o = summed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.moveaxis(o, 3, 1).reshape(count, width, -1, o.shape[-1]).astype(q.dtype)
+    return jnp.moveaxis(o, 1, 2).astype(q.dtype)
 
 
 def _ragged(scores: Scores, q: jax.Array, pool: Pages, rows: Rows) -> jax.Array:

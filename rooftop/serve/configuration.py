@@ -10,6 +10,7 @@ from rooftop.errors import RooftopError, unknown
 from rooftop.programs.paged import BLOCK
 from rooftop.programs.quantised import FORMATS
 from rooftop.scheduling.serving import ROLES, Policy
+from rooftop.simulate.serving_measured import prefill_rows
 
 #: How weights are held: as they come, or in a format of ``rooftop.programs.quantised``.
 WEIGHTS: tuple[str, ...] = ("plain", *FORMATS)
@@ -67,8 +68,8 @@ class Shapes:
         return sorted({(rows, width) for width in self.widths for rows in (1, max(1, self.prefill_tokens // width))})
 
     def rows(self, pieces: int, width: int) -> int:
-        """How many rows a prefill of so many pieces of one width has."""
-        return 1 if pieces == 1 else max(1, self.prefill_tokens // width)
+        """How many rows the next prefill of so many pieces of one width has."""
+        return prefill_rows(pieces, max(1, self.prefill_tokens // width))
 
 
 def covering(sizes: Sequence[int], size: int) -> int:

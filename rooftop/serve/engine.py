@@ -22,10 +22,11 @@ from rooftop.scheduling.serving_cache import KvCache
 from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.scheduling.serving_routing import Routing
 from rooftop.serve.configuration import Configuration
+from rooftop.serve.counters import Counters
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
 from rooftop.serve.running import Running, check_pages
-from rooftop.serve.steps import Counters, Server
+from rooftop.serve.steps import Server
 
 #: How copies get requests.
 _ROUTING = Routing(kind="affinity")
@@ -259,7 +260,7 @@ class PagedEngine:
 
     def _loop(self) -> None:
         self._compilations.watch()
-        idle = True
+        idle, begun_s = True, 0.0
         while True:
             with self._wake:
                 if idle:
@@ -267,6 +268,8 @@ class PagedEngine:
                 if self._state == "stopped" and not self._commands:
                     break
                 commands, self._commands = self._commands, deque()
+            if idle:
+                begun_s = time.perf_counter()
             try:
                 for command in commands:
                     command()
@@ -274,6 +277,11 @@ class PagedEngine:
             except Exception as error:
                 self._fail(error)
                 idle = True
+            # One step ends where the next one begins: requests wait for what goes by between them as well.
+            now_s = time.perf_counter()
+            if not idle:
+                self._counters.step_s += now_s - begun_s
+            begun_s = now_s
         self._compilations.stop()
 
     def _fail(self, error: Exception) -> None:
@@ -308,7 +316,6 @@ class PagedEngine:
 
     def _advance(self) -> bool:
         """One step of each server; whether there was anything to do."""
-        begun = time.perf_counter()
         if self._apart:
             self._hand_over()
         sent = [(server, server.send()) for server in self._servers]
@@ -325,7 +332,6 @@ class PagedEngine:
                     self._end(running.request.id, Token(id=running.request.id, token=None, finish="cancelled"))
             if self._apart:
                 self._moved(server, step.step.preempted, [chunk.sequence for chunk in step.step.chunks if chunk.last])
-        self._counters.step_s += time.perf_counter() - begun
         return True
 
     def _moved(self, server: Server, preempted: Sequence[Held], prefilled: Sequence[Held]) -> None:

@@ -18,12 +18,13 @@ import numpy.typing as npt
 from rooftop.scheduling.serving import Scheduler
 from rooftop.scheduling.serving_cache import KvCache
 from rooftop.serve.configuration import Configuration
+from rooftop.serve.counters import Counters
 from rooftop.serve.handover import Report, page_arrays, pieces, taken, token_fields
 from rooftop.serve.link import Link, LinkLost, Message, accept
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import EngineStats
 from rooftop.serve.running import Running, check_pages
-from rooftop.serve.steps import Counters, Server
+from rooftop.serve.steps import Server
 
 #: Damaged pieces after which a link is given up.
 _REFUSALS = 8

@@ -28,7 +28,7 @@ _GAUGES: _Figures = (
 )
 _COUNTERS: _Figures = (
     ("steps", "Steps of the engine.", lambda s: s.steps),
-    ("step_seconds", "Time of the engine's steps.", lambda s: s.step_s),
+    ("step_seconds", "Time of the engine's steps, each until the next one begins.", lambda s: s.step_s),
     ("host_seconds", "Time of the engine's steps outside XLA; over steps: host time per step.", lambda s: s.host_s),
     ("engine_prompt_tokens", "Tokens of the prompts of admitted sequences.", lambda s: s.prompt_tokens),
     ("prefix_hit_tokens", "Of those, tokens whose KV the prefix cache had.", lambda s: s.prefix_tokens),

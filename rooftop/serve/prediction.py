@@ -82,6 +82,16 @@ def measured_times(before: Told, after: Told) -> MeasuredTimes:
     )
 
 
+def outside_s(before: Told, after: Told, ttft_s: float) -> float | None:
+    """Of a client's mean TTFT, ``ttft_s``, what is not in the engine's own: HTTP, parsing, and the client itself.
+
+    None where no request was answered between the two times.
+    """
+    name = "time_to_first_token_seconds"
+    answered = after.one(f"{name}_count") - before.one(f"{name}_count")
+    return ttft_s - (after.one(f"{name}_sum") - before.one(f"{name}_sum")) / answered if answered else None
+
+
 def predict(trace: Trace, times: StepTimes, policy: Policy, prefix_cache: bool, targets: Targets) -> dict[str, Any]:
     """The figures of a simulation of ``trace`` on one server. Raises RooftopError for what cannot be simulated."""
     deployment = Deployment(policy=policy, times=times, prefix_cache=prefix_cache)

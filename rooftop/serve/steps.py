@@ -17,56 +17,14 @@ from rooftop.programs.decode import ADJUSTED, COUNT, DRAWN, HEAD, LOGPROBS, SLOT
 from rooftop.scheduling.serving import Chunk, Scheduler, Step
 from rooftop.scheduling.serving_cache import Sequence
 from rooftop.serve.configuration import covering
+from rooftop.serve.counters import Counters
 from rooftop.serve.replica import Ints, Replica
-from rooftop.serve.requests import ProgramTimes, Token
+from rooftop.serve.requests import Token
 from rooftop.serve.running import Running
 
 #: The columns of a slot's row behind the head: its last token, then its pages.
 _TOKEN, _TABLE = HEAD, HEAD + 1
 _Order = npt.NDArray[np.int64]
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """What servers did, in sums; ``device_s`` is what of ``step_s`` went by in XLA and in waiting for it."""
-
-    steps: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    prefix_tokens: int = 0
-    preemptions: int = 0
-    guessed: int = 0
-    accepted: int = 0
-    step_s: float = 0.0
-    device_s: float = 0.0
-    #: Runs and seconds of each program, by its rows, width and tokens of context.
-    programs: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
-    #: The same of steps that ran nothing else.
-    alone: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
-
-    def ran(self, programs: list[tuple[int, int, int]], seconds: float) -> None:
-        """A step of these programs took so long: each as long as it takes alone, and what is left is the others'."""
-        known = [self.alone.get(program) for program in programs]
-        means = [None if each is None else each[1] / each[0] for each in known]
-        spent, unknown = sum(mean for mean in means if mean is not None), means.count(None)
-        scale = seconds / spent if spent and (not unknown or spent > seconds) else 1.0
-        rest = max(0.0, seconds - spent)
-        for program, mean in zip(programs, means, strict=True):
-            share = rest / unknown if mean is None else mean * scale
-            for totals in (self.programs, self.alone) if len(programs) == 1 else (self.programs,):
-                entry = totals.setdefault(program, [0, 0.0])
-                entry[0] += 1
-                entry[1] += share
-
-    def program_times(self) -> tuple[ProgramTimes, ...]:
-        """The programs that have run, in order of their sizes."""
-        return tuple(
-            ProgramTimes(
-                sequences=rows, tokens=rows * width if width > 1 else 0, context_tokens=context,
-                runs=int(runs), seconds=seconds,
-            )
-            for (rows, width, context), (runs, seconds) in sorted(self.programs.copy().items())
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +90,7 @@ class Server:
             return None
         self._ran = list[tuple[int, int, int]]()
         if step.copies:
-            with self._on_device():
+            with self.counters.on_device():
                 self.replica.copy(step.copies)
                 if self._draft is not None:
                     self._draft.copy(step.copies)
@@ -147,7 +105,7 @@ class Server:
 
     def collect(self, sent: Sent) -> list[tuple[Running, Token]]:
         """Wait for a step; the tokens that it gave, each appended to its request."""
-        with self._on_device():
+        with self.counters.on_device():
             generated = None if sent.generating is None else np.asarray(sent.generating[2].tokens)
             drawn = [np.asarray(chosen.tokens) for _, chosen in sent.prefills]
         self.counters.steps += 1
@@ -206,7 +164,7 @@ class Server:
         row[SLOT], row[_TOKEN] = slot, running.tokens[-1]
         self._write_pages(running)
         if running.adjusted:
-            with self._on_device():
+            with self.counters.on_device():
                 self.replica.adjust(slot, running.adjustments(self.replica.decoder.model.vocab))
 
     def _write_pages(self, running: Running) -> None:
@@ -256,7 +214,7 @@ class Server:
         else:
             asked = packed.copy()
             asked[: len(most), COUNT] += np.array(most, np.int32)
-            with self._on_device():
+            with self.counters.on_device():
                 guesses = self._draft.propose(asked).tolist()
             found = [guesses[at][:each] for at, each in enumerate(most)]
         return found if any(found) else None
@@ -331,7 +289,7 @@ class Server:
             else:
                 packed[at, ADJUSTED] = packed[at, LOGPROBS] = 0
         if self._draft is not None:
-            with self._on_device():
+            with self.counters.on_device():
                 self._draft.step(packed, width)
         return complete, self._run(packed, width)
 
@@ -343,11 +301,8 @@ class Server:
     def _run(self, packed: Ints, width: int, *, every: bool = False) -> Chosen:
         rows, columns = packed.shape
         self._ran.append((rows, 1 if every else width, (columns - HEAD - width) * self._page_tokens))
-        with self._on_device():
+        with self.counters.on_device():
             return self.replica.step(packed, width, every=every)
-
-    def _on_device(self) -> _Timed:
-        return _Timed(self.counters)
 
     def _tokens(
         self, rows: list[tuple[int, Running]], values: list[int], chosen: Chosen
@@ -371,16 +326,3 @@ class Server:
             logprobs, top, ids = likely
             best = zip(ids[row, : how.logprobs].tolist(), top[row, : how.logprobs].tolist(), strict=True)
             yield running, Token(id=id_, token=token, logprob=float(logprobs[row]), top=tuple(best), finish=finish)
-
-
-class _Timed:
-    """Adds what goes by inside to the time of the device."""
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-
-    def __enter__(self) -> None:
-        self._begun = perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._counters.device_s += perf_counter() - self._begun

@@ -8,6 +8,9 @@ from functools import cached_property
 
 from rooftop.errors import RooftopError
 
+#: Pieces of prompts that are prefilled one by one, whatever else would be padded.
+_FEW = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -104,10 +107,20 @@ class MeasuredTimes:
             programs = self._prefills[width]
             rows = {each.sequences for each in programs}
             while ends:
-                count = min(rows) if len(ends) == 1 else max(rows)
+                count = prefill_rows(len(ends), max(rows))
+                count = count if count in rows else max(rows)
                 taken, ends = ends[:count], ends[count:]
                 seconds += _nearest([each for each in programs if each.sequences == count], max(taken))
         return seconds
+
+
+def prefill_rows(pieces: int, full: int) -> int:
+    """Rows of the program that prefills the first of so many ``pieces`` of one width: 1, or ``full``.
+
+    A few go one by one: in a full program that is half padding they take longer where compute binds, and where the
+    bytes of the weights bind a single one, a full program takes some such times as well.
+    """
+    return 1 if pieces <= max(1, min(_FEW, full // 2)) else full
 
 
 def _nearest(programs: list[Program], context_tokens: int) -> float:

@@ -1,0 +1,66 @@
+"""What a simulation takes from the metrics of a server: step times, what goes by between programs, and rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from rooftop.errors import RooftopError
+from rooftop.serve.configuration import Shapes
+from rooftop.serve.prediction import Told, measured_times, outside_s
+from rooftop.simulate.serving_measured import MeasuredTimes, Program, prefill_rows
+
+GENERATE = (("context_tokens", "512"), ("sequences", "4"), ("tokens", "0"))
+PREFILL = (("context_tokens", "512"), ("sequences", "1"), ("tokens", "64"))
+
+
+def told(scale: float) -> Told:
+    """A server that has run so many times ten steps, and answered as many requests."""
+    one = {
+        "steps_total": 10, "step_seconds_total": 5.0, "kv_pages": 32, "kv_page_tokens": 16,
+        "time_to_first_token_seconds_sum": 3.0, "time_to_first_token_seconds_count": 10,
+    }  # fmt: skip
+    fixed = ("kv_pages", "kv_page_tokens")
+    values = {(f"rooftop_{name}", ()): value * (1 if name in fixed else scale) for name, value in one.items()}
+    for labels, runs, seconds in ((GENERATE, 8, 1.6), (PREFILL, 2, 2.4)):
+        values["rooftop_program_runs_total", labels] = runs * scale
+        values["rooftop_program_seconds_total", labels] = seconds * scale
+    return Told(values=values)
+
+
+def test_step_times_are_means_of_what_ran_in_between_and_of_what_goes_by_beside_it() -> None:
+    times = measured_times(told(1), told(3))
+    assert times.kv_tokens == 512
+    # Of 10 s, programs took 8 in 20 steps.
+    assert times.overhead_s == pytest.approx(0.1)
+    assert times.generate_s(3, 30) == pytest.approx(0.1 + 0.2)
+    assert times.mixed_s([(40, 0)], 3, 30) == pytest.approx(0.1 + 0.2 + 1.2)
+    with pytest.raises(RooftopError, match="measured programs"):
+        measured_times(told(1), told(1))
+
+
+def test_what_passes_outside_the_engine_is_what_its_own_ttft_lacks() -> None:
+    assert outside_s(told(1), told(2), 0.35) == pytest.approx(0.05)
+    assert outside_s(told(1), told(1), 0.35) is None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "full", "rows"), [(1, 4, 1), (2, 4, 1), (3, 4, 4), (4, 4, 4), (1, 1, 1), (4, 64, 1), (5, 64, 64)]
+)
+def test_a_few_pieces_go_one_by_one(pieces: int, full: int, rows: int) -> None:
+    assert prefill_rows(pieces, full) == rows
+    shapes = Shapes(batches=(1,), widths=(16,), contexts=(64,), prefill_tokens=16 * full)
+    assert shapes.rows(pieces, 16) == rows and (rows, 16) in shapes.prefills
+
+
+def test_pieces_are_priced_by_the_programs_that_the_engine_takes() -> None:
+    def program(sequences: int, tokens: int, seconds: float) -> Program:
+        return Program(sequences=sequences, tokens=tokens, context_tokens=64, seconds=seconds)
+
+    alone, full, step = program(1, 16, 1.0), program(4, 64, 3.0), program(4, 0, 0.1)
+
+    def seconds(programs: tuple[Program, ...], pieces: int) -> float:
+        return MeasuredTimes(page_tokens=16, kv_tokens=640, programs=programs).prefill_s([(16, 0)] * pieces)
+
+    assert [seconds((alone, full, step), pieces) for pieces in range(1, 8)] == [1, 2, 3, 3, 4, 5, 6]
+    # What has not run is priced as what has.
+    assert seconds((full, step), 1) == 3
