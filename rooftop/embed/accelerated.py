@@ -11,10 +11,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from rooftop.embed.emit import NO_GAIN, NO_ID, Buffers, Space, padding
-from rooftop.embed.kernels import Found, MergedTables, NumpyKernels
+from rooftop.embed.emit import NO_GAIN, NO_ID, Buffers, Space
+from rooftop.embed.kernels import Found, NumpyKernels
 from rooftop.embed.keys import bits
 from rooftop.embed.lookups import TableBatch
+from rooftop.models.tables_stacking import ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,10 @@ class NumbaKernels:
 
     def emit(self, found: Found, buffers: Buffers, first: int, per_row: int) -> None:
         """See ``kernels.Kernels``."""
-        if isinstance(found, MergedTables):
-            self._numpy.emit(found, buffers, first, per_row)
-        elif isinstance(found, _Joined):
+        if isinstance(found, _Joined):
             _emit(found, buffers, first, per_row)
+        else:
+            self._numpy.emit(found, buffers, first, per_row)
 
 
 def _parameters(one: TableBatch) -> list[int]:
@@ -129,28 +130,20 @@ def _sort(tables: Sequence[TableBatch], first: int, last: int, masked: bool, spa
 
 
 def _emit(found: _Joined, buffers: Buffers, first: int, per_row: int) -> None:
-    sizes = found.sizes.sum(axis=0)
-    whole = (sizes + padding(sizes)).reshape(len(sizes) // per_row, -1)
-    row, capacity = first // per_row, buffers.embedding_ids.size // len(buffers.filled)
-    origins = (np.arange(row, row + len(whole)) * capacity)[:, None]
-    starts = (np.cumsum(whole, axis=1) - whole + origins).reshape(-1)
-    ends = whole.sum(axis=1)
-    stale = buffers.filled[row : row + len(whole)]
     _write(
         found.keys,
         found.gains,
         found.parameters,
         found.begins.copy(),
         found.sizes.reshape(len(found.sizes), -1),
-        starts,
-        starts + whole.reshape(-1),
-        ends + origins[:, 0],
-        np.maximum(stale, ends) + origins[:, 0],
+        per_row * found.sizes.shape[2],
+        buffers.filled[first // per_row : (first + found.sizes.shape[1]) // per_row],
+        (first // per_row) * (buffers.embedding_ids.size // len(buffers.filled)),
+        buffers.embedding_ids.size // len(buffers.filled),
         buffers.embedding_ids.reshape(-1),
         buffers.sample_ids.reshape(-1),
         buffers.gains.reshape(-1),
     )
-    stale[:] = ends
 
 
 @njit(nogil=True, cache=True)
@@ -252,37 +245,41 @@ def _write(
     parameters: Any,
     at: Any,
     sizes: Any,
-    starts: Any,
-    stops: Any,
-    ends: Any,
-    stale: Any,
+    per_row: int,
+    filled: Any,
+    origin: int,
+    capacity: int,
     ids_out: Any,
     samples_out: Any,
     gains_out: Any,
 ) -> None:
-    """Write the partitions one after the other, their padding, and padding over what was there before."""
-    for partition in range(len(starts)):
-        to = starts[partition]
-        for table in range(len(at)):
-            count, source = sizes[table, partition], at[table]
-            shift, row_mask = np.uint32(parameters[table, 0]), np.uint32(parameters[table, 1])
-            low = np.uint32((1 << parameters[table, 0]) - 1)
-            row_offset, first_sample = np.uint32(parameters[table, 2]), np.uint32(parameters[table, 3])
-            from_, into = np.uint64(source), np.uint64(to)
-            for step in range(count):
-                index = np.uint64(step)
-                key = keys[from_ + index]
-                ids_out[into + index] = (np.uint32(key >> shift) & row_mask) + row_offset
-                samples_out[into + index] = (np.uint32(key) & low) + first_sample
-                gains_out[into + index] = gains[from_ + index]
-            to += count
-            at[table] = source + count
-        for pad in range(to, stops[partition]):
+    """Write rows of ``per_row`` partitions one after the other, padding, and padding over what was there before."""
+    for row in range(len(filled)):
+        begin = origin + row * capacity
+        to = begin
+        for partition in range(row * per_row, (row + 1) * per_row):
+            for table in range(len(at)):
+                count, source = sizes[table, partition], at[table]
+                shift, row_mask = np.uint32(parameters[table, 0]), np.uint32(parameters[table, 1])
+                low = np.uint32((1 << parameters[table, 0]) - 1)
+                row_offset, first_sample = np.uint32(parameters[table, 2]), np.uint32(parameters[table, 3])
+                from_, into = np.uint64(source), np.uint64(to)
+                for step in range(count):
+                    index = np.uint64(step)
+                    key = keys[from_ + index]
+                    ids_out[into + index] = (np.uint32(key >> shift) & row_mask) + row_offset
+                    samples_out[into + index] = (np.uint32(key) & low) + first_sample
+                    gains_out[into + index] = gains[from_ + index]
+                to += count
+                at[table] = source + count
+            end = to + -(to - begin) % ALIGNMENT
+            for pad in range(to, end):
+                ids_out[pad] = NO_ID
+                samples_out[pad] = NO_ID
+                gains_out[pad] = NO_GAIN
+            to = end
+        for pad in range(to, begin + filled[row]):
             ids_out[pad] = NO_ID
             samples_out[pad] = NO_ID
             gains_out[pad] = NO_GAIN
-    for row in range(len(ends)):
-        for pad in range(ends[row], stale[row]):
-            ids_out[pad] = NO_ID
-            samples_out[pad] = NO_ID
-            gains_out[pad] = NO_GAIN
+        filled[row] = to - begin

@@ -63,26 +63,28 @@ def needed(
 
     ``bad`` are ids out of range by feature, ``dropped`` ids by stack.
     """
-    found, per_device = {}, stacking.cores_per_device
+    found, per_device, cores = dict[str, StackStatistics](), stacking.cores_per_device, stacking.cores
+    # Jobs are in the order of stacks and sources; all stacks are gone through at once, as each call costs its time.
+    shape = (len(stacking.stacks), -1, per_device, cores)
+    partitions = np.concatenate([job.partitions for job in jobs]).reshape(shape).max(axis=2)
+    uniques = np.concatenate([job.uniques for job in jobs]).reshape(shape).max(axis=2)
+    buffer = np.concatenate([job.whole for job in jobs]).reshape(shape).sum(axis=3)
+    sources = max(job.last for job in jobs)
+    firsts = np.cumsum([0, *(len(stack.places) for stack in stacking.stacks)]).tolist()
+    ids, rows = (np.empty((firsts[-1], sources), np.int64) for _ in range(2))
+    for job in jobs:
+        span = slice(firsts[job.stack], firsts[job.stack + 1])
+        ids[span, job.first : job.last], rows[span, job.first : job.last] = job.table_ids, job.table_uniques
+    most_ids, most_rows, totals = (of.tolist() for of in (ids.max(axis=1), rows.max(axis=1), ids.sum(axis=1)))
     for index, stack in enumerate(stacking.stacks):
-        mine = [job for job in jobs if job.stack == index]
-        partitions = _joined([job.partitions for job in mine])
-        uniques = _joined([job.uniques for job in mine])
-        ids = _joined([job.table_ids.T for job in mine])
-        rows = _joined([job.table_uniques.T for job in mine]).max(axis=0)
-        names = [place.table.name for place in stack.places]
+        span, names = slice(firsts[index], firsts[index + 1]), [place.table.name for place in stack.places]
         found[stack.name] = StackStatistics(
-            max_ids=partitions.reshape(-1, per_device, stacking.cores).max(axis=1),
-            max_unique_ids=uniques.reshape(-1, per_device, stacking.cores).max(axis=1),
-            buffer=_joined([job.whole for job in mine]).sum(axis=1).reshape(-1, per_device),
-            table_ids=dict(zip(names, ids.max(axis=0).tolist(), strict=True)),
-            table_unique_ids=dict(zip(names, rows.tolist(), strict=True)),
-            ids=int(ids.sum()),
+            max_ids=partitions[index],
+            max_unique_ids=uniques[index],
+            buffer=buffer[index],
+            table_ids=dict(zip(names, most_ids[span], strict=True)),
+            table_unique_ids=dict(zip(names, most_rows[span], strict=True)),
+            ids=sum(totals[span]),
             dropped=dropped[stack.name],
         )
     return Statistics(stacks=found, out_of_range=bad, minibatches=minibatches)
-
-
-def _joined(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Arrays one behind the other; one alone is not copied."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

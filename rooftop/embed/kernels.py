@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rooftop.embed.emit import Buffers, Chunk, Space, collect, emit
 from rooftop.embed.keys import Merged, merge
 from rooftop.embed.lookups import TableBatch
+from rooftop.embed.stack_sort import SortedStack, emit_stack, sort_stack
 from rooftop.errors import RooftopError
 
 
@@ -64,7 +65,10 @@ class MergedTables:
 
 
 class Kernels(Protocol):
-    """Sorting, and writing what was sorted. ``worth_a_call``: the fewest ids of a table that repay the calls."""
+    """Sorting, and writing what was sorted.
+
+    ``worth_a_call``: the fewest ids of a table that repay the calls, and of a part on average that repay a thread.
+    """
 
     worth_a_call: int
 
@@ -78,32 +82,44 @@ class Kernels(Protocol):
 class NumpyKernels:
     """The kernels in NumPy."""
 
-    worth_a_call = 60_000
+    worth_a_call = 30_000
 
     def __init__(self) -> None:
         self._spaces = threading.local()
 
-    def sort(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> MergedTables:
-        """See ``Kernels``."""
-        merged = [merge(one.table.layout, one.features, one.gains, first, last, masked) for one in tables]
-        return MergedTables.of(tables, merged)
+    def sort(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> Found:
+        """See ``Kernels``. What is found is to be written before the thread sorts again."""
+        together = None if masked else sort_stack(tables, first, last, self._space())
+        return self._by_table(tables, first, last, masked) if together is None else together
 
-    def emit(self, found: MergedTables, buffers: Buffers, first: int, per_row: int) -> None:
+    def emit(self, found: Found, buffers: Buffers, first: int, per_row: int) -> None:
         """See ``Kernels``."""
-        emit(self._collect(found, counted=False), buffers, first, per_row)
+        if isinstance(found, SortedStack):
+            emit_stack(found, buffers, first, per_row)
+        elif isinstance(found, MergedTables):
+            emit(self._collect(found, counted=False), buffers, first, per_row)
 
     def chunk(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> Chunk:
         """The ids that sources ``first`` to ``last`` look up with their counts, to choose from."""
-        return self._collect(self.sort(tables, first, last, masked), counted=True)
+        return self._collect(self._by_table(tables, first, last, masked), counted=True)
+
+    def _by_table(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> MergedTables:
+        merged = [merge(one.table.layout, one.features, one.gains, first, last, masked) for one in tables]
+        return MergedTables.of(tables, merged)
+
+    def _space(self) -> Space:
+        """The thread's own."""
+        if not hasattr(self._spaces, "own"):
+            self._spaces.own = Space()
+        found: Space = self._spaces.own
+        return found
 
     def _collect(self, found: MergedTables, *, counted: bool) -> Chunk:
         parts = [
             (one.table.layout, merged, one.table.first_sample)
             for one, merged in zip(found.tables, found.merged, strict=True)
         ]
-        if not hasattr(self._spaces, "own"):
-            self._spaces.own = Space()
-        return collect(parts, self._spaces.own, counted=counted)
+        return collect(parts, self._space(), counted=counted)
 
 
 def choose(accelerate: bool | None) -> Kernels:

@@ -99,6 +99,21 @@ def gaps(ends: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
+def flags(count: int) -> NDArray[np.bool_]:
+    """``count`` flags that are not set, and as many more as fill a word of 8."""
+    return np.zeros(-(-count // 8) * 8, np.bool_)
+
+
+def set_up_to(of: NDArray[np.bool_], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of ``flags`` are set from the first up to each place, that one included."""
+    # Words are summed up: a sum over the flags themselves takes as long as a gather of all ids.
+    words = of.view("<u8")
+    at, shifts = places >> 3, ((places & 7) + 1) << 3
+    found: NDArray[np.int64] = np.cumsum(np.bitwise_count(words), dtype=np.int64).take(at)
+    found -= np.bitwise_count(words.take(at) >> shifts.astype(np.uint64))
+    return found
+
+
 def merge(
     layout: Layout, features: Sequence[Looked], gains: NDArray[np.float32] | None, first: int, last: int, masked: bool
 ) -> Merged:
@@ -212,11 +227,10 @@ def _sizes(layout: Layout, keys: NDArray[Any], sources: int) -> tuple[NDArray[np
         lasts[:-1], lasts[-1] = behind, len(keys) - 1
         those = keys.take(lasts) >> dtype(layout.core_shift)
         sizes[those] = gaps(lasts)
-        fresh = np.empty(len(keys), np.uint8)
-        fresh[0] = 1
-        np.greater(differs, dtype((1 << layout.sample_bits) - 1), out=fresh[1:].view(bool))
-        firsts = np.empty_like(lasts)
-        firsts[0], firsts[1:] = 0, behind + 1
-        uniques[those] = np.add.reduceat(fresh, firsts, dtype=np.int64)
+        # Whether an id is the last of its row: so many are there up to each partition's last id.
+        ends = flags(len(keys))
+        np.greater(differs, dtype((1 << layout.sample_bits) - 1), out=ends[: len(differs)])
+        ends[len(differs)] = True
+        uniques[those] = gaps(set_up_to(ends, lasts) - 1)
     shape = (sources, 1 << core_bits)
     return sizes.reshape(shape)[:, : layout.cores], uniques.reshape(shape)[:, : layout.cores]

@@ -8,13 +8,12 @@ whatever the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from operator import or_
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +37,15 @@ from rooftop.embed.overflow import (
     uniques_of,
 )
 from rooftop.embed.statistics import Statistics
+from rooftop.embed.threads import Threads
 from rooftop.errors import RooftopError
 from rooftop.models.tables_limits import BUCKETS, Limits, StackLimits, check_limits, pointers_of_device
 from rooftop.models.tables_stacking import Stack, Stacking
 
 #: Ids that are sorted and written at once, as far as each call is worth its while (``Kernels.worth_a_call``).
 _SORTED_AT_ONCE = 300_000
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+#: Rows of input of a batch below which another thread's help in looking at them costs more than it saves.
+_LOOKED_ALONE = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +112,15 @@ class Preprocessor:
         self._combine = combine
         self._kernels = kernels.choose(accelerate)
         self._counting = kernels.NumpyKernels()
-        self._threads = threads
+        self._count = threads
+        self._threads = Threads(threads)
         #: SparseCores that share a row of the buffers.
         self._per_row = stacking.cores_per_device if minibatching else 1
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
         samples = batch // self.sources
+        self._looks_alone = batch * sum(one.rows_per_sample for one in stacking.tables.features) < _LOOKED_ALONE
         self._layouts = [layouts(stacking, stack, samples) for stack in stacking.stacks]
+        #: Sources of a stack that keys hold together.
+        self._together = [min(table.layout.most_sources() for table in tables) for tables in self._layouts]
 
     def buffers(self) -> dict[str, Buffers]:
         """Buffers without ids, of the sizes that the limits ask for."""
@@ -141,8 +143,8 @@ class Preprocessor:
         """
         batches, bad = self._look(inputs)
         buffers = self.buffers() if out is None else out
-        jobs = self._jobs(batches)
-        self._run(jobs, lambda job: self._make(job, buffers))
+        jobs, alone = self._jobs(batches)
+        self._threads.each(jobs, lambda job: self._make(job, buffers), alone=alone)
         minibatches, dropped = 1, {stack.name: 0 for stack in self.stacking.stacks}
         left = self._room(jobs)
         if self._mask_is_shared or left is not None or not all(job.written for job in jobs):
@@ -156,8 +158,8 @@ class Preprocessor:
     def observe(self, inputs: Mapping[str, Any]) -> Statistics:
         """What one batch needs, without limits and without making it ready. Raises RooftopError."""
         batches, bad = self._look(inputs)
-        jobs = self._jobs(batches)
-        self._run(jobs, lambda job: self._make(job, None))
+        jobs, alone = self._jobs(batches)
+        self._threads.each(jobs, lambda job: self._make(job, None), alone=alone)
         dropped = {stack.name: 0 for stack in self.stacking.stacks}
         return needed(jobs, self.stacking, bad, dropped, self.sample_passes)
 
@@ -176,10 +178,6 @@ class Preprocessor:
             raise RooftopError("limits", None, "limits for each stack: without them batches can only be observed")
         return self.limits[stack.name]
 
-    def _run(self, items: Iterable[_T], do: Callable[[_T], _R]) -> list[_R]:
-        """Do it for each, in threads; of several errors the first item's is raised."""
-        return list(map(do, items)) if self._pool is None else list(self._pool.map(do, items))
-
     def _look(self, inputs: Mapping[str, Any]) -> tuple[list[list[TableBatch]], dict[str, int]]:
         """What the batch looks up, by stack and table, and ids out of range by feature."""
         check_names(inputs, self.stacking)
@@ -188,29 +186,28 @@ class Preprocessor:
         def looked(table: TableLayout) -> tuple[TableBatch, dict[str, int]]:
             return look(table, inputs, batch=self.batch, sources=self.sources, out_of_range=self.out_of_range)
 
-        found = iter(self._run(flat, looked))
-        bad, batches = dict[str, int](), list[list[TableBatch]]()
-        for tables in self._layouts:
-            batches.append([])
-            for table, out in islice(found, len(tables)):
-                batches[-1].append(table)
-                bad |= out
+        found = self._threads.each(flat, looked, alone=self._looks_alone)
+        given = (batch for batch, _ in found)
+        batches = [list(islice(given, len(tables))) for tables in self._layouts]
+        bad = {name: count for _, out in found for name, count in out.items()}
         return batches, bad
 
-    def _jobs(self, batches: list[list[TableBatch]]) -> list[Job]:
-        """The work in parts that fit a core's cache and keep all threads busy, in the order of stacks and sources."""
-        unit = self._per_row
-        jobs = []
+    def _jobs(self, batches: list[list[TableBatch]]) -> tuple[list[Job], bool]:
+        """The work in parts, in the order of stacks and sources, and whether they are too small to be shared out.
+
+        Parts fit a core's cache and keep all threads busy.
+        """
+        unit, total, jobs = self._per_row, 0, list[Job]()
         for index, tables in enumerate(batches):
             ids = sum(len(one.ids.values) for table in tables for one in table.features)
-            fit = min(table.table.layout.most_sources() for table in tables)
             wanted = max(_SORTED_AT_ONCE, self._kernels.worth_a_call * len(tables)) * self.sources // max(ids, 1)
             # A part for each thread, if the stacks do not already give as many.
-            most = -(-self.sources * len(batches) // self._threads)
-            step = max(unit, min(fit, max(wanted, 1), max(most, 1), self.sources) // unit * unit)
+            most = -(-self.sources * len(batches) // self._count)
+            step = max(unit, min(self._together[index], max(wanted, 1), max(most, 1), self.sources) // unit * unit)
             for first in range(0, self.sources, step):
                 jobs.append(Job(stack=index, first=first, last=min(first + step, self.sources), tables=tables))
-        return jobs
+            total += ids
+        return jobs, total < self._kernels.worth_a_call * len(jobs)
 
     def _make(self, job: Job, buffers: Mapping[str, Buffers] | None) -> None:
         """Sort and merge a part's ids, and write them if they are wanted and keep within the limits."""
@@ -324,7 +321,7 @@ class Preprocessor:
             ids, sources = self._ordered(job), job.last - job.first
             return split_mask(ids, bucketed(ids, cores), sources, cores, limits.max_ids, limits.max_unique_ids)
 
-        mask = reduce(or_, self._run(jobs, of), 0)
+        mask = reduce(or_, self._threads.each(jobs, of), 0)
         return mask if self._combine is None else self._combine(mask)
 
     def _fit(self, job: Job, ids: Ordered, passes: int, left: NDArray[np.int64] | None) -> Ordered:

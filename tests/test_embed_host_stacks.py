@@ -1,0 +1,166 @@
+"""A stack's tables in one sort beside table after table, and the threads that share the work."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rooftop.embed import kernels, preprocess, stack_sort
+from rooftop.embed.inputs import Ragged
+from rooftop.embed.keys import flags, set_up_to
+from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.threads import Threads
+from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.models.tables_limits import StackLimits, full_buffer
+from rooftop.models.tables_stacking import Stacking, stack_tables
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> tuple[Stacking, int, dict[str, Ragged]]:
+    """Tables that lie in one stack, on any number of SparseCores, with ids of any width that have no weights."""
+    devices, per_device = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    combiner, cores = draw(st.sampled_from(["sum", "mean", "sqrtn"])), devices * per_device
+    tables = tuple(
+        Table(
+            name=f"t{index}",
+            vocabulary=draw(st.sampled_from([1, 2, 7, 50, 120])),
+            width=8,
+            combiner=combiner,
+            optimizer=TableOptimizer(kind="sgd"),
+        )
+        for index in range(draw(st.integers(2, 5)))
+    )
+    features = tuple(
+        Feature(name=f"f{index}{own}", table=table.name, length=draw(st.sampled_from([None, None, 3])))
+        for index, table in enumerate(tables)
+        for own in range(draw(st.integers(1, 2)))
+    )
+    model = Tables(tables=tables, features=features, config=SparseCoreConfig(max_ids_per_chip_per_sample=10**6))
+    batch = cores * draw(st.integers(1, 5))
+    stacking = stack_tables(model, cores=cores, cores_per_device=per_device, batch=batch)
+    rng, inputs = np.random.default_rng(draw(st.integers(0, 2**32))), {}
+    for feature in features:
+        splits = np.concatenate([[0], np.cumsum(rng.integers(0, 1 if feature.length else 9, batch))])
+        values = rng.integers(0, model.table(feature.table).vocabulary, splits[-1])
+        dtype = draw(st.sampled_from([np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64]))
+        inputs[feature.name] = Ragged(values=values.astype(dtype), row_splits=splits)
+    return stacking, batch, inputs
+
+
+def made(model: tuple[Stacking, int, dict[str, Ragged]], *, minibatching: bool, threads: int = 1) -> Preprocessed:
+    stacking, batch, inputs = model
+    one = StackLimits(max_ids=512, max_unique_ids=512, buffer=full_buffer(512, stacking.cores))
+    limits = {stack.name: one for stack in stacking.stacks}
+    return Preprocessor(
+        stacking, batch=batch, limits=limits, minibatching=minibatching, threads=threads, accelerate=False
+    ).preprocess(inputs)
+
+
+def assert_same(ours: Preprocessed, other: Preprocessed) -> None:
+    for name, buffers in other.buffers.items():
+        for field in ("row_pointers", "embedding_ids", "sample_ids", "gains"):
+            np.testing.assert_array_equal(getattr(ours.buffers[name], field), getattr(buffers, field))
+        mine, seen = ours.statistics.stacks[name], other.statistics.stacks[name]
+        for field in ("max_ids", "max_unique_ids", "buffer"):
+            np.testing.assert_array_equal(getattr(mine, field), getattr(seen, field))
+        assert (mine.table_ids, mine.table_unique_ids, mine.ids) == (seen.table_ids, seen.table_unique_ids, seen.ids)
+
+
+@settings(max_examples=150)
+@given(stacks(), st.booleans(), st.integers(0, 5))
+def test_in_one_sort_as_table_after_table(
+    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, spare: int
+) -> None:
+    """However many sources the keys' bits leave room for in a sort: those of one and ``spare`` more bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "sort_stack", lambda *_: None)
+        by_table = made(model, minibatching=minibatching)
+        found = []
+
+        def sort(*arguments: Any) -> stack_sort.SortedStack | None:
+            patch.setattr(stack_sort, "_KEY_BITS", 32)
+            fields = stack_sort._Fields.of(arguments[0], 1)
+            patch.setattr(stack_sort, "_KEY_BITS", 32 if fields is None else fields.source + spare)
+            found.append(stack_sort.sort_stack(*arguments))
+            return found[-1]
+
+        patch.setattr(kernels, "sort_stack", sort)
+        together = made(model, minibatching=minibatching)
+    assert_same(together, by_table)
+    if model[0].cores > 1 and any(len(one.table_ids) > 1 and one.ids for one in by_table.statistics.stacks.values()):
+        assert any(found)
+
+
+@pytest.mark.parametrize(("weighted", "vocabulary", "count"), [(True, 8, 2), (False, 2**29, 2), (False, 8, 1)])
+def test_what_takes_table_after_table(
+    weighted: bool, vocabulary: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids with weights, keys that do not fit, and a table alone; ids that were not checked are kept within theirs."""
+    tables = tuple(Table(name=f"t{index}", vocabulary=vocabulary, width=8) for index in range(count))
+    features = tuple(Feature(name=f"f{table.name}", table=table.name, weighted=weighted) for table in tables)
+    stacking = stack_tables(Tables(tables=tables, features=features), cores=64, cores_per_device=2, batch=64)
+    weights = np.ones(64, np.float32) if weighted else None
+    ids = Ragged(values=np.arange(64) % 8, row_splits=np.arange(65), weights=weights)
+    seen: list[object] = []
+
+    def sort(*arguments: Any) -> None:
+        seen.append(stack_sort.sort_stack(*arguments))
+
+    monkeypatch.setattr(kernels, "sort_stack", sort)
+    inputs = {feature.name: ids for feature in features}
+    observed = Preprocessor(stacking, batch=64, accelerate=False).observe(inputs)
+    assert seen and not any(seen)
+    assert sum(stack.ids for stack in observed.stacks.values()) == 64 * count
+    before = len(seen)
+    unchecked = Preprocessor(stacking, batch=64, accelerate=False, out_of_range="off").observe(inputs)
+    assert len(seen) == before and unchecked.stacks.keys() == observed.stacks.keys()
+
+
+@settings(max_examples=20)
+@given(stacks(), st.integers(2, 4))
+def test_threads_make_what_one_makes(model: tuple[Stacking, int, dict[str, Ragged]], threads: int) -> None:
+    """Where parts so small are shared out as well."""
+    alone = made(model, minibatching=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.NumpyKernels, "worth_a_call", 0)
+        patch.setattr(preprocess, "_SORTED_AT_ONCE", 1)
+        patch.setattr(preprocess, "_LOOKED_ALONE", 0)
+        assert_same(made(model, minibatching=False, threads=threads), alone)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=70))
+def test_flags_set_up_to_a_place(given_flags: list[bool]) -> None:
+    of = flags(len(given_flags))
+    of[: len(given_flags)] = given_flags
+    places = np.arange(len(given_flags))
+    np.testing.assert_array_equal(set_up_to(of, places), np.cumsum(given_flags))
+
+
+def test_threads_work_at_the_same_time_and_keep_the_order() -> None:
+    both, threads = threading.Barrier(2), Threads(2)
+
+    def meet(item: int) -> int:
+        if item < 2:
+            both.wait(timeout=60)
+        return item * 10
+
+    assert threads.each(range(5), meet) == [0, 10, 20, 30, 40]
+    assert threads.each([], meet) == []
+    assert threads.each([7], meet) == [70]
+    assert threads.each([2, 3], lambda _: threading.get_ident(), alone=True) == [threading.get_ident()] * 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_of_several_errors_the_first_items_is_raised(count: int) -> None:
+    def fail(item: int) -> int:
+        if item % 2:
+            raise ValueError(item)
+        return item
+
+    with pytest.raises(ValueError, match=r"^1$"):
+        Threads(count).each(range(6), fail)
