@@ -65,11 +65,13 @@ def test_activations_that_a_missing_sharding_makes_xla_gather(mesh: jax.sharding
     program = jax.jit(feed_forward)
     found = traced(tmp_path, lambda number: program(*given))
     said = advice(found, "gathered_activation")
-    assert said.source.endswith(line_of("gathers"))
+    # Newer JAX gives the gather the line of what it gathers.
+    where = line_of("gathers" if jax.__version_info__ < (0, 11) else "makes")
+    assert said.source.endswith(where)
     assert line_of("makes") in said.what, "where the constraint is missing"
     assert "over model" in said.evidence
     assert "65.5 kB" in said.evidence, "[32, 512] in float32 on a device"
-    assert line_of("gathers") in said.evidence
+    assert where in said.evidence
 
 
 def test_weights_that_are_split_as_megatron_does_gather_no_activations(mesh: jax.sharding.Mesh, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
@@ -370,6 +371,7 @@ def test_a_trace_in_which_nothing_ran_says_what_it_lacks(planes: list[str], why:
         measured(xspace(*planes))
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12's reader aborts on these stats")
 def test_the_reader_agrees_with_jaxs_own(tmp_path: Path) -> None:
     file = tmp_path / "h.xplane.pb"
     told = {"a": 3, "b": 2.5, "c": "words"}
