@@ -19,7 +19,7 @@ from rooftop.serve.api import Settings
 from rooftop.serve.configuration import CACHES, DTYPES, WEIGHTS, Configuration
 from rooftop.serve.loading import configuration_of
 
-_CHECKPOINT = "the folder of a checkpoint (config.json, safetensors, tokenizer.json), or a plan.json"
+_CHECKPOINT = "the folder of a checkpoint (config.json, safetensors, tokenizer.json), a plan.json, or llama:2M to try"
 
 
 @dataclass(frozen=True, kw_only=True)
