@@ -195,13 +195,14 @@ def test_points_and_animations_are_read_by_keyboard(site: str, page: Page) -> No
     page.keyboard.press("ArrowRight")
     assert page.inner_text(".says") != first
     page.locator("summary:has-text('Data')").first.click()
-    assert page.locator("details[open] tbody tr").count() > 5
+    # A table is filled when its toggle event comes, which is after the click has returned.
+    page.locator("details[open] tbody tr").nth(5).wait_for()
 
 
 def test_a_file_is_opened_and_a_wrong_one_refused(site: str, page: Page, tmp_path: Path) -> None:
     _open(page, f"{site}open?file=0")
     page.wait_for_selector("text=a plan of embedding tables")
-    assert page.locator("td", has_text="tables/user+item/lookup").count() >= 1
+    page.locator("td", has_text="tables/user+item/lookup").first.wait_for()
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}", encoding="utf-8")
     with page.expect_response(lambda response: response.status == 400):
