@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftop.cli.output import console
+from rooftop.cli.plan_tables import why
 from rooftop.quantities import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def show_serving(
     parts += [
         _ledger(plan.generate, "Where a generate step goes (ms on one device)"),
         _ledger(plan.prefill, "Where a prefill goes (ms on one device)"),
-        _reasons(plan),
+        why(plan.reasons),
         _front(data["pareto"], "Batches worth having"),
     ]
     for path, what in ((output, "plan"), (plot, "picture")):
@@ -155,15 +156,6 @@ def _ledger(ledger: Ledger, title: str) -> Table:
             bound,
         )
     return table
-
-
-def _reasons(plan: ServingPlan) -> Text:
-    text = Text("\nWhy", style="bold")
-    for reason in plan.reasons:
-        text.append("\n  yes " if reason.holds else "\n  no  ", style="green" if reason.holds else "yellow")
-        text.append(reason.text, style="not bold")
-        text.append(f"  [{reason.source}; {reason.formula}]", style="not bold dim")
-    return text
 
 
 def _front(points: list[dict[str, Any]], title: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.text import Text
 from rooftop.cli.output import console
 from rooftop.ledger import Row
 from rooftop.plan import TrainingAnswer, TrainingPlan
+from rooftop.plan.reasons import Reason
 from rooftop.quantities import format_bytes, format_count, format_seconds
 
 _PHASES = ("forward", "recompute", "backward", "update")
@@ -24,7 +26,7 @@ def show_training(answer: TrainingAnswer, data: dict[str, Any], output: Path | N
         _headline(plan),
         _summary(plan, data),
         _ledger(plan),
-        _reasons(plan),
+        why(plan.reasons),
         _alternatives(answer),
         _what_if(answer),
     ]
@@ -129,9 +131,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds else ""
 
 
-def _reasons(plan: TrainingPlan) -> Text:
+def why(reasons: Iterable[Reason]) -> Text:
+    """The rules of a plan, of training or of serving, with what each says of it."""
     text = Text("\nWhy", style="bold")
-    for reason in plan.reasons:
+    for reason in reasons:
         text.append("\n  yes " if reason.holds else "\n  no  ", style="green" if reason.holds else "yellow")
         text.append(reason.text, style="not bold")
         text.append(f"  [{reason.source}; {reason.formula}]", style="not bold dim")
