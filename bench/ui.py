@@ -1,10 +1,13 @@
-"""How long the page waits for its answers: every stop of every slider, over HTTP, and the CPU time that each takes.
+"""How long the page waits for its answers, over HTTP: every stop, choice and suggestion of every control.
 
-    python bench/ui.py -o bench/results/ui.csv
+    python bench/ui.py [--run RUN] [-o bench/results/ui.csv]
 
 `rooftop ui` runs in a process of its own and is asked over one connection, one question after another, each state
-once after a first question that imports what the explorer needs (``first_ms``). ``cpu`` is the time of one thread on
-the same states, without HTTP: what the answer would take on a machine that does nothing else.
+``REPEATS`` times in ``REPEATS`` servers, of which the shortest wait counts: what is left is not other programs' doing,
+and no answer comes out of a cache that the same question filled. ``first_ms`` is the wait for the first question of
+an explorer. ``cpu`` is the time that the server computed for an answer (Linux tells it of each thread): the wait
+on a machine that does nothing else; ``slowest`` is the state of ``cpu_max_ms``. With ``--run`` the folder of a run is
+opened too: what is there while its trace is read, when all of it is there, and when it is opened again.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 from rooftop.files import write_text
-from rooftop.ui.controls import read_state
 from rooftop.ui.explorers import EXPLORERS, explorer
 
 #: States besides the default one whose sliders are moved: larger slices, the planner's own arithmetic.
@@ -35,75 +39,156 @@ OTHERS: tuple[tuple[str, dict[str, str]], ...] = (
     ("training", {"on": "v5e:16x16@4", "model": "llama3-8b"}),
     ("serving", {"bounds": "usable"}),
     ("serving", {"bounds": "usable", "on": "v5e:4x8", "mesh": "context=4,tensor=8"}),
+    ("serving", {"bounds": "usable", "on": "v5e:8x8"}),
+    ("serving", {"bounds": "usable", "on": "v5p:4x4x8"}),
     ("sharding", {"expression": "A[I_X, J] @ B[J, K_X] -> C[I_X, K]"}),
+    ("sharding", {"mesh": "X=4,Y=4,Z=4", "on": "v5p:4x4x4"}),
+    ("sharding", {"mesh": "X=4,Y=4,Z=4", "on": "v5p:4x4x4", "price": "expected"}),
+    ("pipeline", {"stages": "16", "microbatches": "64"}),
+    ("pipeline", {"stages": "16", "microbatches": "64", "schedule": "interleaved"}),
 )
+REPEATS = 2
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def states(name: str, base: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Every stop of every slider, the other controls as they are."""
+    """Every stop, option and suggestion of every control, the other controls as they are."""
     for control in explorer(name).controls:
-        for stop in control.stops:
-            yield base | {control.name: str(stop)}
+        for value in (*control.stops, *control.options, *control.suggestions):
+            yield base | {control.name: str(value)}
 
 
-def cpu_ms(name: str, state: dict[str, str]) -> float:
-    """CPU milliseconds of one answer, as JSON."""
-    one = explorer(name)
-    start = time.process_time()
-    json.dumps(one.answer(read_state(one.controls, state.items())).to_json())
-    return (time.process_time() - start) * 1e3
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One answer: milliseconds until it was there, those that the server computed, its status and body."""
+
+    wait_ms: float
+    cpu_ms: float
+    status: int
+    body: bytes
 
 
-def measure(connection: http.client.HTTPConnection, name: str, base: dict[str, str]) -> dict[str, object]:
-    """One row: how long the answers to the states of an explorer took."""
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A page that is served, and a connection to it."""
 
-    def ask(state: dict[str, str]) -> tuple[float, int, int]:
-        start = time.perf_counter()
-        connection.request("GET", f"/api/{name}?{urlencode(state)}")
-        response = connection.getresponse()
-        size = len(response.read())
-        return (time.perf_counter() - start) * 1e3, size, response.status
+    connection: http.client.HTTPConnection
+    pid: int
 
-    first, _, _ = ask(base)
-    asked = list(states(name, base))
-    answers = [(state, *ask(state)) for state in asked]
-    good = [(state, took, size) for state, took, size, status in answers if status == 200]
-    waits = sorted(took for _, took, _ in good)
-    cpu = sorted(cpu_ms(name, state) for state, _, _ in good)
+    def computed_ms(self) -> float:
+        """Milliseconds that all of its threads have computed."""
+        threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(each.read_text().split()[0]) for each in threads) / 1e6
+
+    def ask(self, address: str) -> Asked:
+        """Ask for one address."""
+        computed, start = self.computed_ms(), time.perf_counter()
+        self.connection.request("GET", address)
+        response = self.connection.getresponse()
+        body = response.read()
+        wait_ms = (time.perf_counter() - start) * 1e3
+        return Asked(wait_ms=wait_ms, cpu_ms=self.computed_ms() - computed, status=response.status, body=body)
+
+
+@contextmanager
+def served(*files: Path) -> Iterator[Server]:
+    """A server of its own."""
+    command = [sys.executable, "-m", "rooftop", "ui", "--no-open", "--port", "0", *map(str, files)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | THREADS) as server:
+        assert server.stdout is not None
+        where = urlsplit(server.stdout.readline().split()[3])
+        yield Server(connection=http.client.HTTPConnection(where.hostname or "", where.port), pid=server.pid)
+        server.terminate()
+
+
+def measure(server: Server, name: str, base: dict[str, str]) -> tuple[Asked, list[tuple[dict[str, str], Asked]]]:
+    """The first answer of an explorer, and those to each of its states."""
+    first = server.ask(f"/api/{name}?{urlencode(base)}")
+    return first, [(state, server.ask(f"/api/{name}?{urlencode(state)}")) for state in states(name, base)]
+
+
+def row(
+    name: str, base: dict[str, str], found: list[tuple[Asked, list[tuple[dict[str, str], Asked]]]]
+) -> dict[str, object]:
+    """One line of the table: the shortest of the repeated waits for each state."""
+    repeated = list(zip(*(answers for _, answers in found), strict=True))
+    good = [each for each in repeated if each[0][1].status == 200]
+    slowest = max(good, key=lambda each: min(one.cpu_ms for _, one in each))[0][0]
+    return line(
+        name,
+        " ".join(f"{key}={value}" for key, value in base.items()) or "default",
+        [[one for _, one in each] for each in good],
+        first=[one for one, _ in found],
+        refused=len(repeated) - len(good),
+        slowest=" ".join(f"{key}={value}" for key, value in slowest.items() if base.get(key) != value) or "itself",
+    )
+
+
+def line(
+    name: str, base: str, asked: list[list[Asked]], *, first: list[Asked], refused: int = 0, slowest: str = ""
+) -> dict[str, object]:
+    """What is told of states, each asked for several times."""
+    waits = sorted(min(one.wait_ms for one in each) for each in asked)
+    cpu = sorted(min(one.cpu_ms for one in each) for each in asked)
     return {
         "explorer": name,
-        "base": " ".join(f"{key}={value}" for key, value in base.items()) or "default",
-        "states": len(good),
-        "refused": len(asked) - len(good),
-        "first_ms": round(first, 1),
+        "base": base,
+        "states": len(waits),
+        "refused": refused,
+        "first_ms": round(min(one.wait_ms for one in first), 1),
         "median_ms": round(statistics.median(waits), 1),
         "p90_ms": round(waits[int(0.9 * (len(waits) - 1))], 1),
         "max_ms": round(waits[-1], 1),
         "under_50_ms": round(sum(took < 50 for took in waits) / len(waits), 3),
+        "cpu_first_ms": round(min(one.cpu_ms for one in first), 1),
         "cpu_median_ms": round(statistics.median(cpu), 1),
         "cpu_max_ms": round(cpu[-1], 1),
-        "kilobytes": round(statistics.median(size for _, _, size in good) / 1e3, 1),
+        "cpu_under_50_ms": round(sum(took < 50 for took in cpu) / len(cpu), 3),
+        "slowest": slowest,
+        "kilobytes": round(statistics.median(len(each[0].body) for each in asked) / 1e3, 1),
     }
+
+
+def opened(run: Path) -> list[dict[str, object]]:
+    """A run opened: asked again and again until its trace is read, then all of it, then once more."""
+    size = sum(each.stat().st_size for each in run.rglob("*.xplane.pb")) / 1e6
+    begin = time.perf_counter()
+    with served(run) as server:
+        meanwhile = []
+        while json.loads((answer := server.ask("/api/files/0?now")).body).get("pending"):
+            meanwhile.append([answer])
+        whole = replace(answer, wait_ms=(time.perf_counter() - begin) * 1e3)
+        again = [[server.ask("/api/files/0")] for _ in range(20)]
+    what = f"a run with {size:.1f} MB of trace"
+    rows = [
+        line("open", f"{what}, while it is read", meanwhile[1:], first=meanwhile[0]),
+        line("open", f"{what}, all of it from the start of the page", [[whole]], first=[whole]),
+        line("open", f"{what}, again", again, first=again[0]),
+    ]
+    # A thread reads the trace meanwhile: what the server computes is not for these answers.
+    return [{name: "" if name.startswith("cpu") else value for name, value in each.items()} for each in rows]
 
 
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     chosen = parser.parse_args()
     os.environ.update(THREADS)
-    command = [sys.executable, "-m", "rooftop", "ui", "--no-open", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | THREADS) as server:
-        assert server.stdout is not None
-        where = urlsplit(server.stdout.readline().split()[3])
-        connection = http.client.HTTPConnection(where.hostname or "", where.port)
-        rows = [measure(connection, name, base) for name, base in (*((each, {}) for each in EXPLORERS), *OTHERS)]
-        server.terminate()
+    cases = (*((each, dict[str, str]()) for each in EXPLORERS), *OTHERS)
+    found: list[list[tuple[Asked, list[tuple[dict[str, str], Asked]]]]] = [[] for _ in cases]
+    for _ in range(REPEATS):
+        with served() as server:
+            for (name, base), kept in zip(cases, found, strict=True):
+                kept.append(measure(server, name, base))
+    rows = [row(name, base, kept) for (name, base), kept in zip(cases, found, strict=True)]
+    rows += opened(chosen.run) if chosen.run is not None else []
     out = io.StringIO()
     versions = f"python {platform.python_version()}, numpy {importlib.metadata.version('numpy')}"
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    out.write(f"# python bench/ui.py; {versions}, {os.cpu_count()} cores shared (load {load}); {time.strftime('%F')}\n")
+    command = "python bench/ui.py" + (" --run RUN" if chosen.run is not None else "")
+    out.write(f"# {command}; {versions}, {os.cpu_count()} cores shared (load {load}); {time.strftime('%F')}\n")
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -20,6 +20,7 @@ from rooftop.algebra.steps import Step
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
+from rooftop.roofline.routing import route
 
 DIMS = {"I": 4096, "J": 8192, "K": 2048, "E": 64}
 
@@ -94,6 +95,21 @@ def test_a_permutation_takes_every_shard_to_its_place() -> None:
         holds, wants = (steps.shard_numbers(each, mesh) for each in (step.inputs[0], step.output))
         assert sorted(pairs[:, 0]) == sorted(pairs[:, 1]) == list(range(16))
         assert (holds[pairs[:, 0]] == wants[pairs[:, 1]]).all()
+
+
+@pytest.mark.parametrize("on", ["v5p:2x2x4", "v5e:4x4", "v5p:2x2x2@2"])
+def test_permutes_that_share_a_price_take_as_long_as_each_of_them(on: str) -> None:
+    laid = Mesh.lay(Slice.parse(on), {"X": 4, "Y": 2, "Z": 2})
+    prices = Prices(mesh=laid, dims={"I": 64, "J": 64}, kind="bound")
+    places = laid.device_coordinates().reshape(16, -1)
+    alike = ("I_XYZ, J", "I_ZYX, J", "I_X, J_YZ", "I_YZ, J_X", "I, J_ZXY")
+    for before, after in permutations(alike, 2):
+        step = steps.permute(array(f"A[{before}]"), array(f"A[{after}]"))
+        pairs = steps.permutation(step, laid.shape)
+        own = route(laid.slice.physical_axes, places[pairs[:, 0]], places[pairs[:, 1]], prices.bytes(step.inputs[0]))
+        found = prices.cost(step)
+        assert dict(found.resources) == pytest.approx({name: each for name, each in own.seconds.items() if each})
+        assert found.latency_s == own.latency_s
 
 
 # Resharding

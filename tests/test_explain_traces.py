@@ -18,6 +18,7 @@ from jax import P
 from test_profile_synthetic import GATHER, GATHERED, LOOP, REDUCE, Event, fusion, plane, step, tpu, xspace
 from test_train import QUICK_FLAGS, command, environment, write_corpus
 
+from rooftop.cli.explain_tables import show_trace
 from rooftop.cli.main import VERBS
 from rooftop.errors import RooftopError
 from rooftop.explain.difference import difference, read_side
@@ -28,6 +29,7 @@ from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
 from rooftop.plan import Problem, Workload, plan_training
 from rooftop.schemas import schema
+from rooftop.train.folder import RunFolder
 from rooftop.xla.machine import COMPUTE
 
 V5E = {
@@ -194,13 +196,55 @@ def test_what_to_try_has_its_evidence(tmp_path: Path) -> None:
     assert "gathered_activation" not in [each.rule for each in said], "what is gathered is a weight"
 
 
+def test_what_helps_against_several_things_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = explained(tmp_path).to_json()
+    first, *others = data["advice"]
+    show_trace(data | {"advice": [first, *others[:2], first | {"evidence": "another reason"}]}, 3)
+    printed = " ".join(capsys.readouterr().out.split())
+    what = f"{first['what'][0].upper()}{first['what'][1:]}."
+    assert printed.count(what) == 1
+    assert f"{first['rule']}: another reason" in printed
+
+
 def test_a_trace_without_a_module_says_so(tmp_path: Path) -> None:
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(xspace(tpu()))
     found = explain(file)
-    assert found.empty["compiled"] == "jit_step: the trace has no HLO of it; --hlo gives one"
+    told = "jit_step: the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
+    assert found.empty["compiled"] == told
     assert found.empty["roofline"] == "no roof of these devices is known; --on CHIP"
     assert found.verdict.line.startswith("no roofline")
+
+
+def test_the_module_that_a_run_keeps_beside_its_trace_serves_where_the_trace_has_none(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    RunFolder(path=run).profile.mkdir(parents=True)
+    (run / "profile" / "host.xplane.pb").write_bytes(xspace(tpu()))
+    (run / "run.json").write_text(json.dumps({"mesh": {"data": 2, "tensor": 4}}))
+    assert "the trace has no HLO of it" in explain(run).empty["compiled"]
+    RunFolder(path=run).write_module(MODULE)
+    found = explain(run)
+    assert "compiled" not in found.empty
+    assert any(row.compiled for row in found.rows)
+    # A module of another program says nothing of this one.
+    RunFolder(path=run).write_module(MODULE.replace("HloModule jit_step", "HloModule jit_other"))
+    assert "the trace has no HLO of it" in explain(run).empty["compiled"]
+
+
+def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(xspace(tpu()))
+    with pytest.raises(RooftopError, match="mesh: got 'data 3'; accepted: axes whose sizes multiply to the 8 devices"):
+        explain(file, modules=[MODULE], mesh={"data": 3})
+    assert explain(file, mesh={"data": 3}).missing, "without a module nobody knows of how many devices it is"
+
+
+@pytest.mark.parametrize(("content", "where"), [(MODULE, "--hlo"), ('{"kind": "train"}', "--diff")])
+def test_files_that_belong_elsewhere_are_told_where(content: str, where: str, tmp_path: Path) -> None:
+    file = tmp_path / "given"
+    file.write_text(content)
+    with pytest.raises(RooftopError, match=f"a trace or a run; .*{where}"):
+        explain(file)
 
 
 def test_modules_are_read_as_text_and_refused_otherwise(tmp_path: Path) -> None:

@@ -134,6 +134,11 @@ def test_every_answer_has_units_sources_and_data(name: str, client: TestClient) 
         ("training?tensor=48", "tensor", "divides the 64 devices"),
         ("training?batch_seqs=0", "batch_seqs", "a positive number"),
         ("pipeline?schedule=interleaved&microbatches=6", "microbatches", "a multiple of the 4 stages"),
+        (
+            "pipeline?schedule=interleaved&stages=16&microbatches=64&chunks=8",
+            "chunks",
+            "2 (stages x chunks must divide",
+        ),
         ("serving?mesh=tensor=3&bounds=usable", "mesh", "16 devices"),
         ("embedding?tables=%5Btables", "tables", "TOML"),
         ("embedding?on=v5e:2x2", "slice", "SparseCores"),
@@ -315,7 +320,16 @@ def test_an_explained_run_is_shown_beside_its_plan() -> None:
         "roofline": 0.5, "bound": "mxu", "roofs": None, "achieved": [], "step_s": 1.0, "busy_s": 0.7, "compute_s": 0.5,
         "exposed_s": 0.2, "held_s": 0.0, "idle_s": 0.3, "attributed": 0.96, "marked": "", "rows": [row],
         "steps": [{"number": 1, "seconds": 1.0, "slowest_s": 1.0, "busy_s": 0.7, "exposed_s": 0.2, "counted": True}],
-        "collectives": [], "idle": [], "operations": [], "losses": [], "advice": [], "notes": [], "empty": {},
+        "collectives": [], "idle": [], "operations": [], "losses": [], "empty": {},
+        "notes": ["the plan is for v5e:2x2"],
+        "advice": [
+            {"rule": rule, "what": what, "evidence": evidence, "source": source, "seconds": 0.1}
+            for rule, what, evidence, source in (
+                ("exposed_collective", "run it beside", "an all_gather waits", "/src/mlp.py:3"),
+                ("host_bound", "dispatch earlier", "the host is late", ""),
+                ("exposed_collective", "run it beside", "an all_reduce waits", "/src/mlp.py:9"),
+            )
+        ],
         "memory": [{"host": "a", "allocator": "b", "peak_bytes": 9, "capacity_bytes": 10, "points": [[0, 3], [1, 9]]}],
         "sparse_cores": {"cores": [], "overlap": None, "minibatches": 0, "dropped_ids": 0},
     }  # fmt: skip
@@ -325,6 +339,13 @@ def test_an_explained_run_is_shown_beside_its_plan() -> None:
     table = next(chart for chart in shown["charts"] if chart["kind"] == "table")
     assert table["rows"][0][2:5] == ("500 ms", "200 ms", "250 ms")
     assert any(chart["title"] == "Memory over time" for chart in shown["charts"])
+    (advice,) = (chart for chart in shown["charts"] if chart["title"] == "What to try")
+    assert advice["rows"] == (
+        ("run it beside", "an all_gather waits", "mlp.py:3"),
+        ("", "an all_reduce waits", "mlp.py:9"),
+        ("dispatch earlier", "the host is late", ""),
+    )
+    assert shown["notes"] == ["The plan is for v5e:2x2."]
 
 
 def test_sliders_stop_at_round_numbers() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import shlex
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -33,25 +34,31 @@ DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the page, with one plan to open."""
+@contextmanager
+def serving(files: Sequence[Path]) -> Iterator[str]:
+    """The address of the page with some files, while it is served."""
     import uvicorn
 
-    from rooftop.cli.main import main
-
-    plan = tmp_path_factory.mktemp("plans") / "plan.json"
-    with pytest.raises(SystemExit):
-        main(["plan", "embed", "docs/tables.toml", "--on", "v5p:2x2x1", "-o", str(plan), "--json"])
     listening = bind("127.0.0.1", 0)
-    config = uvicorn.Config(application(files=[plan]), log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(application(files=files), log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     yield address(listening)
     server.should_exit = True
     thread.join(10)
     listening.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the page, with one plan to open."""
+    from rooftop.cli.main import main
+
+    plan = tmp_path_factory.mktemp("plans") / "plan.json"
+    with pytest.raises(SystemExit):
+        main(["plan", "embed", "docs/tables.toml", "--on", "v5p:2x2x1", "-o", str(plan), "--json"])
+    with serving([plan]) as where:
+        yield where
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,10 @@ def transposed(step: Step) -> Step:
     if step.multiplies:
         raise RooftopError("step", str(step), "a collective; a multiplication has a derivative for each operand")
     given, wanted = (_dual(array, step.axes) for array in (step.output, step.inputs[0]))
+    if step.op == "permute":
+        return steps.permute(given, wanted)
     dims = step.dims[::-1] if step.op == "all_to_all" else step.dims
-    return steps.make(TRANSPOSES[step.op], given, axes=step.axes, dims=dims, output=wanted)
+    return steps.make(TRANSPOSES[step.op], given, axes=step.axes, dims=dims)
 
 
 def _dual(array: ShardedArray, axes: Sequence[str]) -> ShardedArray:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
-from rooftop.algebra.steps import ALL_REDUCE_PARTS, OVERLAPPED_OPS, Step, permutation
+from rooftop.algebra.steps import ALL_REDUCE_PARTS, OVERLAPPED_OPS, Step, permuted, shard_order
 from rooftop.arrays import Mesh, ShardedArray
+from rooftop.arrays.mesh import Piece
 from rooftop.errors import unknown
+from rooftop.hardware import Slice
 from rooftop.quantities import dtype_bytes
 from rooftop.roofline.collectives import Price, price
 from rooftop.roofline.matmul import flops as matmul_flops
@@ -25,6 +26,8 @@ from rooftop.roofline.rates import Rates
 from rooftop.roofline.routing import Route, route
 
 PRICES: tuple[str, ...] = ("bound", "expected", "book")
+#: The axes of a mesh with their pieces: what prices that are kept go by.
+Laid = tuple[tuple[str, tuple[Piece, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +74,16 @@ class Prices:
         return {}
 
     @cached_property
-    def _routes(self) -> dict[tuple[object, ...], Route]:
+    def _bytes(self) -> dict[ShardedArray, float]:
         return {}
 
     @cached_property
-    def _places(self) -> npt.NDArray[np.int64]:
-        """Physical coordinates of every device in mesh order, [n, P]."""
-        return self.mesh.device_coordinates().reshape(-1, len(self.mesh.slice.physical_axes))
+    def _shape(self) -> Mapping[str, int]:
+        return self.mesh.shape
+
+    @cached_property
+    def _laid(self) -> Laid:
+        return tuple(self.mesh.axes.items())
 
     def cost(self, step: Step) -> Cost:
         """The cost of a step. Raises RooftopError where dims do not split evenly or the chip lacks the dtype."""
@@ -93,8 +99,10 @@ class Prices:
         return self._collective(step.op, step.axes, self.bytes(held))
 
     def bytes(self, array: ShardedArray) -> float:
-        """Bytes of one device's shard."""
-        return array.device_bytes(self.dims, self.mesh.shape)
+        """Bytes of one device's shard. Raises RooftopError where its dims do not split evenly."""
+        if array not in self._bytes:
+            self._bytes[array] = array.device_bytes(self.dims, self._shape)
+        return self._bytes[array]
 
     def collective_s(self, kind: str, axes: tuple[str, ...], payload: float) -> float:
         """Seconds of a collective, ``payload`` as in ``rooftop.ledger.Collective``.
@@ -107,7 +115,7 @@ class Prices:
         key = kind, tuple(sorted(axes))
         if key not in self._groups:
             form = "book" if self.kind == "book" else "exact"
-            self._groups[key] = price(kind, self.mesh.span(*axes), form=form)
+            self._groups[key] = _price(self.mesh.slice, self._laid, *key, form)
         found = self._groups[key]
         busy = {name: float(seconds) for name, seconds in found.bound_s(payload).items() if seconds > 0}
         if self.kind == "expected":
@@ -120,14 +128,14 @@ class Prices:
         return Cost(bytes=payload, resources=busy, latency_s=latency_s, time_s=seconds)
 
     def _permute(self, step: Step) -> Cost:
-        payload, (source, target) = self.bytes(step.inputs[0]), (step.inputs[0], step.output)
-        # Which shard goes where does not depend on the array: one route serves all that are split alike.
-        key = source.axes, source.unreduced, target.axes, target.unreduced
-        if key not in self._routes:
-            pairs = permutation(step, self.mesh.shape)
-            ends = self._places[pairs[:, 0]], self._places[pairs[:, 1]]
-            self._routes[key] = route(self.mesh.slice.physical_axes, *ends, 1.0)
-        routed = self._routes[key]
+        source, target = step.inputs[0], step.output
+        before, after = (shard_order(each.axes, each.unreduced, self._shape) for each in (source, target))
+        return self.permute(before, after, self.bytes(source))
+
+    def permute(self, before: tuple[str, ...], after: tuple[str, ...], payload: float) -> Cost:
+        """The cost of a permute between shards of ``payload`` bytes whose numbers count these axes, slowest first."""
+        # Which shard goes where depends on neither the array nor its dims, and back is as far as there.
+        routed = _route(self.mesh.slice, self._laid, *sorted((before, after)))
         busy = {name: payload * seconds for name, seconds in routed.seconds.items() if seconds > 0}
         if self.kind == "expected":
             efficiency = self.rates.network_efficiency("permute")
@@ -218,4 +226,19 @@ class Prices:
         return max(left.dtype, right.dtype, key=dtype_bytes)
 
     def _local(self, array: ShardedArray) -> dict[str, int]:
-        return dict(zip(array.dims, array.local_shape(self.dims, self.mesh.shape), strict=True))
+        return dict(zip(array.dims, array.local_shape(self.dims, self._shape), strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _price(slice_: Slice, laid: Laid, kind: str, axes: tuple[str, ...], form: str) -> Price:
+    """The price of a collective over axes of the mesh ``laid`` on a slice."""
+    return price(kind, Mesh(slice_, dict(laid)).span(*axes), form=form)
+
+
+@lru_cache(maxsize=4096)
+def _route(slice_: Slice, laid: Laid, before: tuple[str, ...], after: tuple[str, ...]) -> Route:
+    """The way of a permute on the mesh ``laid`` on a slice, a byte from each device."""
+    mesh = Mesh(slice_, dict(laid))
+    places = mesh.device_coordinates().reshape(-1, len(slice_.physical_axes))
+    pairs = permuted(before, after, mesh.shape)
+    return route(slice_.physical_axes, places[pairs[:, 0]], places[pairs[:, 1]], 1.0)

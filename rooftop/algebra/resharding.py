@@ -12,9 +12,9 @@ search forwards from its dual.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, combinations, permutations, product
 from math import prod
 
@@ -90,6 +90,11 @@ class Paths:
 
     def to(self, other: ShardedArray) -> tuple[Step, ...]:
         """The steps of the cheapest path to ``other`` (with ``backwards``: from ``other``)."""
+        if other not in self._found:
+            self._found[other] = self._path(other)
+        return self._found[other]
+
+    def _path(self, other: ShardedArray) -> tuple[Step, ...]:
         moves: list[_Move] = []
         edge = self._reached[self._node(other)][2]
         while edge is not None:
@@ -112,6 +117,10 @@ class Paths:
     @cached_property
     def _mesh(self) -> Mapping[str, int]:
         return self.prices.mesh.shape
+
+    @cached_property
+    def _found(self) -> dict[ShardedArray, tuple[Step, ...]]:
+        return {}
 
     def _node(self, array: ShardedArray) -> Sharding:
         self.prices.bytes(array)
@@ -148,6 +157,7 @@ class _Graph:
     array: ShardedArray
     prices: Prices
     _known: dict[tuple[str, Axes, float], float] = field(default_factory=dict)
+    _permutes_known: dict[tuple[Axes, Axes, float], float] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> Mapping[str, int]:
@@ -161,26 +171,27 @@ class _Graph:
     def whole_bytes(self) -> float:
         return self.array.one_copy_bytes(self.prices.dims)
 
-    def local_bytes(self, node: Sharding) -> float:
-        return self.whole_bytes / prod(self.mesh[axis] for split in node[0] for axis in split)
+    @cached_property
+    def local_bytes(self) -> dict[Sharding, float]:
+        return {node: self.whole_bytes / prod(self._signature(node)[:-1]) for node in self._even}
 
     def seconds(self, node: Sharding, move: _Move) -> float:
         if move.op in steps.FREE_OPS:
             return 0.0
+        payload = self.local_bytes[move.target if move.op == "all_gather" else node]
         if move.op == "permute":
-            return self.prices.cost(_step(move, self.array.with_axes(*node))).time_s
-        payload = self.local_bytes(move.target if move.op == "all_gather" else node)
+            orders = self._order[node], self._order[move.target], payload
+            if orders not in self._permutes_known:
+                self._permutes_known[orders] = self.prices.permute(*orders).time_s
+            return self._permutes_known[orders]
         key = move.op, move.axes, payload
         if key not in self._known:
             self._known[key] = self.prices.collective_s(*key)
         return self._known[key]
 
     def moves(self, node: Sharding) -> Iterator[_Move]:
-        return (move for move in chain(_moves(node, self.mesh), self._permutes(node)) if self._even(move.target))
-
-    def _even(self, node: Sharding) -> bool:
-        return all(
-            size % prod(self.mesh[axis] for axis in split) == 0 for size, split in zip(self.sizes, node[0], strict=True)
+        return (
+            move for move in chain(_moves(node, tuple(self.mesh)), self._permutes(node)) if move.target in self._even
         )
 
     def _permutes(self, node: Sharding) -> Iterator[_Move]:
@@ -189,12 +200,22 @@ class _Graph:
                 yield _Move("permute", (), (), target)
 
     @cached_property
+    def _even(self) -> frozenset[Sharding]:
+        """Shardings that split every dim evenly."""
+        return frozenset(chain.from_iterable(self._alike.values()))
+
+    @cached_property
+    def _order(self) -> dict[Sharding, Axes]:
+        return {node: steps.shard_order(*node, self.mesh) for node in self._even}
+
+    @cached_property
     def _alike(self) -> dict[tuple[int, ...], list[Sharding]]:
         """Shardings by the shape of their shards: permutes connect those of one shape."""
         groups: dict[tuple[int, ...], list[Sharding]] = {}
         for node in shardings(len(self.sizes), self.mesh):
-            if self._even(node):
-                groups.setdefault(self._signature(node), []).append(node)
+            signature = self._signature(node)
+            if all(size % ways == 0 for size, ways in zip(self.sizes, signature, strict=False)):
+                groups.setdefault(signature, []).append(node)
         return groups
 
     def _signature(self, node: Sharding) -> tuple[int, ...]:
@@ -210,8 +231,13 @@ def shardings(dims: int, mesh: Mapping[str, int], *, unreduced: bool = True) -> 
             yield split, left
 
 
-def _moves(node: Sharding, mesh: Mapping[str, int]) -> Iterator[_Move]:
-    """The steps that lead from a sharding, permutes apart."""
+@lru_cache(maxsize=4096)
+def _moves(node: Sharding, mesh: Axes) -> tuple[_Move, ...]:
+    """The steps that lead from a sharding on a mesh of these axes, permutes apart."""
+    return tuple(_each_move(node, mesh))
+
+
+def _each_move(node: Sharding, mesh: Axes) -> Iterator[_Move]:
     split, unreduced = node
     dims = range(len(split))
     used = {axis for axes in split for axis in axes} | set(unreduced)
@@ -254,8 +280,9 @@ def _moves(node: Sharding, mesh: Mapping[str, int]) -> Iterator[_Move]:
 
 def _step(move: _Move, array: ShardedArray) -> Step:
     """The step that a move is for an array."""
-    dims = tuple(array.dims[dim] for dim in move.dims)
-    return steps.make(move.op, array, axes=move.axes, dims=dims, output=array.with_axes(*move.target))
+    if move.op == "permute":
+        return steps.permute(array, array.with_axes(*move.target))
+    return steps.make(move.op, array, axes=move.axes, dims=tuple(array.dims[dim] for dim in move.dims))
 
 
 def _sharding(array: ShardedArray, mesh: Mapping[str, int]) -> Sharding:
@@ -268,7 +295,7 @@ def _dual(node: Sharding, mesh: Mapping[str, int]) -> Sharding:
     return node[0], tuple(axis for axis in mesh if axis not in used)
 
 
-def _in_order(axes: Axes, mesh: Mapping[str, int]) -> Axes:
+def _in_order(axes: Axes, mesh: Iterable[str]) -> Axes:
     return tuple(axis for axis in mesh if axis in axes)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays import ShardedArray
-from rooftop.errors import RooftopError
+from rooftop.errors import RooftopError, unknown
 
 COLLECTIVE_OPS: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 FREE_OPS: tuple[str, ...] = ("slice", "pad", "mask")
@@ -192,8 +192,8 @@ def einsum(left: ShardedArray, right: ShardedArray, dims: Sequence[str], dtype: 
     return Step(op="einsum", inputs=(left, right), output=output)
 
 
-def make(op: str, array: ShardedArray, *, axes: tuple[str, ...], dims: tuple[str, ...], output: ShardedArray) -> Step:
-    """The step ``op`` on one array; ``axes`` and ``dims`` as a Step has them, ``output`` for a permute only."""
+def make(op: str, array: ShardedArray, *, axes: tuple[str, ...], dims: tuple[str, ...]) -> Step:
+    """The step ``op`` on one array, ``axes`` and ``dims`` as a Step has them: any but a multiplication or a permute."""
     pairs = list(zip(axes, dims, strict=False))
     match op:
         case "all_gather":
@@ -210,7 +210,13 @@ def make(op: str, array: ShardedArray, *, axes: tuple[str, ...], dims: tuple[str
             return pad(array, pairs)
         case "mask":
             return mask(array, axes)
-    return permute(array, output)
+    raise unknown("step", op, (*COLLECTIVE_OPS[:-1], *FREE_OPS))
+
+
+def shard_order(axes: Sequence[tuple[str, ...]], unreduced: Sequence[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that number the shards of an array, slowest first: those of its dims, then the unreduced ones."""
+    # Unreduced axes are a set: count them in mesh order.
+    return tuple(axis for split in (*axes, tuple(axis for axis in mesh if axis in unreduced)) for axis in split)
 
 
 def shard_numbers(array: ShardedArray, mesh: Mapping[str, int]) -> npt.NDArray[np.int64]:
@@ -219,18 +225,29 @@ def shard_numbers(array: ShardedArray, mesh: Mapping[str, int]) -> npt.NDArray[n
     Two devices hold equal data exactly if their numbers are equal; so two shardings of the same local shape are a
     permutation of each other.
     """
-    index = dict(zip(mesh, np.indices(tuple(mesh.values())).reshape(len(mesh), -1), strict=True))
-    number = np.zeros(prod(mesh.values()), np.int64)
-    # Unreduced axes are a set: count them in mesh order.
-    ordered = [*array.axes, tuple(axis for axis in mesh if axis in array.unreduced)]
-    for axis in (axis for split in ordered for axis in split):
-        number = number * mesh[axis] + index[axis]
-    return number
+    return _numbers(shard_order(array.axes, array.unreduced, mesh), mesh)
 
 
 def permutation(step: Step, mesh: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """(source, target) device numbers in mesh order of a permute, [n, 2]: what already is in place stays."""
-    before, after = shard_numbers(step.inputs[0], mesh), shard_numbers(step.output, mesh)
+    before, after = (shard_order(each.axes, each.unreduced, mesh) for each in (step.inputs[0], step.output))
+    return permuted(before, after, mesh)
+
+
+def permuted(before: Sequence[str], after: Sequence[str], mesh: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """The ``permutation`` of shards that one ``shard_order`` numbers before, and another after, [n, 2]."""
+    return _pairs(_numbers(before, mesh), _numbers(after, mesh))
+
+
+def _numbers(order: Sequence[str], mesh: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    index = dict(zip(mesh, np.indices(tuple(mesh.values())).reshape(len(mesh), -1), strict=True))
+    number = np.zeros(prod(mesh.values()), np.int64)
+    for axis in order:
+        number = number * mesh[axis] + index[axis]
+    return number
+
+
+def _pairs(before: npt.NDArray[np.int64], after: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     devices = np.arange(len(before))
     moves = before != after
     # Holders and takers of each shard in the order of their numbers: the inverse permute has the same pairs.

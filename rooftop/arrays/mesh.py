@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -201,15 +202,14 @@ class Mesh:
             raise RooftopError("mesh", given, f"sizes that multiply to the {slice_.devices} devices of {slice_.name}")
         physical = sorted(slice_.physical_axes, key=lambda axis: {"dcn": 0, "core": 2}.get(axis.kind, 1))
         # Divide one physical axis after another; the fewest pieces, then the fewest crossings of the two orders.
-        found: list[tuple[tuple[int, int], tuple[tuple[int, ...], ...]]] = [((0, 0), ())]
+        found: list[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]] = [((), tuple(sizes.values()))]
         for axis in physical:
             found = [
-                (_crossings(divisions), divisions)
-                for _, before in found
-                for factors in _factors(axis.size, len(sizes))
-                if _still_divides((divisions := (*before, factors)), tuple(sizes.values()))
+                ((*before, factors), tuple(size // factor for size, factor in zip(left, factors, strict=True)))
+                for before, left in found
+                for factors in _factors(axis.size, left)
             ]
-        _, best = min(found)
+        _, best = min((_crossings(divisions), divisions) for divisions, _ in found)
         pieces: dict[str, tuple[Piece, ...]] = {name: () for name in sizes}
         for axis, factors in zip(physical, best, strict=True):
             for position, (name, factor) in enumerate(zip(sizes, factors, strict=True)):
@@ -238,20 +238,17 @@ def _parse_piece(text: str, lengths: Mapping[str, int]) -> Piece:
     return Piece(axis, int(stride or 1), int(size or lengths[axis]))
 
 
-def _factors(value: int, count: int) -> list[tuple[int, ...]]:
-    """Every way to write ``value`` as an ordered product of ``count`` factors, ones included."""
-    if count == 1:
-        return [(value,)]
-    return [
+@lru_cache(maxsize=4096)
+def _factors(value: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Every way to write ``value`` as an ordered product of factors, ones included, each of which divides its size."""
+    if len(sizes) == 1:
+        return ((value,),) if sizes[0] % value == 0 else ()
+    return tuple(
         (factor, *rest)
-        for factor in range(1, value + 1)
-        if value % factor == 0
-        for rest in _factors(value // factor, count - 1)
-    ]
-
-
-def _still_divides(divisions: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> bool:
-    return all(size % prod(column) == 0 for size, column in zip(sizes, zip(*divisions, strict=True), strict=True))
+        for factor in range(1, min(value, sizes[0]) + 1)
+        if value % factor == 0 and sizes[0] % factor == 0
+        for rest in _factors(value // factor, sizes[1:])
+    )
 
 
 def _crossings(divisions: tuple[tuple[int, ...], ...]) -> tuple[int, int]:

@@ -223,6 +223,8 @@ def _collectives(data: Mapping[str, Any], count: int) -> Iterator[RenderableType
         *("collective", "scope", "bytes", "under way", "exposed"),
         left=2,
     )
+    # Several axes go over to the next line before a name or a place is cut.
+    table.columns[0].no_wrap = False
     table.add_column("op", no_wrap=True)
     table.add_column("from", no_wrap=True)
     for each in data["collectives"][:count]:
@@ -290,10 +292,14 @@ def _losses(data: Mapping[str, Any], count: int) -> Iterator[RenderableType]:
 def _advice(data: Mapping[str, Any]) -> Iterator[RenderableType]:
     if data["advice"]:
         yield Text("\nWhat to try", style="bold")
+    # What is tried for one reason helps against all that have it: it is said once.
+    evidence: dict[str, list[str]] = {}
     for each in data["advice"][:6]:
         place = f" [{_place(each['source'])}]" if each["source"] else ""
-        yield Text(f"- {_sentence(each['what'])}")
-        yield Padding(Text(f"{each['rule']}: {each['evidence']}{place}.", style="dim"), (0, 0, 0, 2))
+        evidence.setdefault(each["what"], []).append(f"{each['rule']}: {each['evidence']}{place}.")
+    for what, found in evidence.items():
+        yield Text(f"- {_sentence(what)}")
+        yield from (Padding(Text(line, style="dim"), (0, 0, 0, 2)) for line in found)
 
 
 def _empty(data: Mapping[str, Any]) -> Iterator[RenderableType]:

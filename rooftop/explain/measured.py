@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rooftop import __version__
 from rooftop.errors import RooftopError
 from rooftop.explain.advice import Advice, advise
 from rooftop.explain.columns import Columns, columns
-from rooftop.explain.modules import Program, all_facts, programs_of
+from rooftop.explain.modules import Program, all_facts, programs_of, read_module
 from rooftop.explain.roofs import Roofs, achieved, doubts, roofs
 from rooftop.explain.verdict import Verdict, verdict
 from rooftop.hardware import Chip
@@ -22,6 +23,7 @@ from rooftop.profile.facts import Facts
 from rooftop.profile.measured import Measured, measure
 from rooftop.profile.planes import read_trace
 from rooftop.profile.trace import Trace
+from rooftop.train.folder import MODULE_FILE
 from rooftop.xla.local import chip_of_kind
 
 SCHEMA = 1
@@ -191,6 +193,7 @@ def explain(
     Raises RooftopError for what is neither a run nor a trace, and for traces in which nothing ran.
     """
     about = _run(path)
+    asked, kept = mesh, list[str]()
     if about is not None:
         if not (path / "profile").is_dir():
             raise RooftopError("run", str(path), "a run with a trace: rooftop train ... --profile steps=A..B")
@@ -200,8 +203,14 @@ def explain(
             chip = chip_of_kind(about.get("devices", {}).get("name", "").partition(" x ")[2])
         if plan is None and (path / "plan.json").exists():
             plan = TrainingPlan.from_json(json.loads((path / "plan.json").read_text(encoding="utf-8")))
+        if (module := path / "profile" / MODULE_FILE).exists():
+            kept.append(read_module(module))
+    _refuse_others(path)
     trace = read_trace(path / "profile" if about is not None else path)
-    programs, missing = programs_of(trace, mesh, modules)
+    programs, missing = programs_of(trace, mesh, modules, kept)
+    if asked and programs and not any(each.given for each in programs.values()):
+        devices = max(prod(each.mesh.values()) for each in programs.values())
+        raise RooftopError("mesh", _sizes(asked), f"axes whose sizes multiply to the {devices} devices of the program")
     ran = "" if about is None else str(about.get("job", {}).get("program", {}).get("compute_dtype", ""))
     return Explained(
         name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip, compute_dtype=ran
@@ -221,6 +230,19 @@ def _dtypes(plan: TrainingPlan, ran: str, rows: Sequence[Columns]) -> list[str]:
             f"{planned} are moved as f32, as XLA does on CPUs"
         ]
     return []
+
+
+def _refuse_others(path: Path) -> None:
+    """Raises RooftopError for files that belong elsewhere, and says where."""
+    try:
+        with path.open("rb") as file:
+            begins = file.read(64).lstrip()
+    except OSError:
+        return  # a folder; or who reads the trace says what is wrong
+    if begins.startswith(b"HloModule"):
+        raise RooftopError("trace", str(path), "a trace or a run; modules go to --hlo beside it, lines of them to --op")
+    if begins.startswith(b"{"):
+        raise RooftopError("trace", str(path), "a trace or a run; plans and reports go to --diff, or to rooftop ui")
 
 
 def _run(path: Path) -> dict[str, Any] | None:

@@ -249,17 +249,14 @@ def _called_matmul(computation: Computation, instruction: Instruction) -> tuple[
 
 
 def programs_of(
-    trace: Trace, mesh: Mapping[str, int] | None, texts: Sequence[str] = ()
+    trace: Trace, mesh: Mapping[str, int] | None, texts: Sequence[str] = (), kept: Sequence[str] = ()
 ) -> tuple[dict[int, Program], dict[str, str]]:
     """The compiled programs of a trace by number, and of those without a module why they have none.
 
     ``mesh`` is what the program that has as many devices runs on; ``texts`` are modules that were given, and come
-    first.
+    first; ``kept`` those that lie beside the trace, which come last.
     """
-    by_name: dict[str, str] = {}
-    for text in texts:
-        match = re.match(r"HloModule ([\w.\-]+)", text)
-        by_name[match[1] if match else ""] = text
+    by_name, beside = _by_name(texts), _by_name(kept)
     found: dict[int, Program] = {}
     missing: dict[str, str] = {}
     used = {op.program for op in trace.ops}
@@ -269,8 +266,9 @@ def programs_of(
         text = by_name.get(name) or (by_name[next(iter(by_name))] if len(by_name) == 1 and len(used) == 1 else "")
         if not text and number in trace.modules:
             text = module_text(trace.modules[number])
+        text = text or beside.get(name, "")
         if not text:
-            missing[name] = "the trace has no HLO of it; --hlo gives one"
+            missing[name] = "the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
             continue
         program = program_of(text, mesh)
         try:
@@ -279,6 +277,11 @@ def programs_of(
         except (RooftopError, LookupError, ValueError) as error:
             missing[name] = f"its HLO cannot be read ({type(error).__name__}: {error})"
     return found, missing
+
+
+def _by_name(texts: Sequence[str]) -> dict[str, str]:
+    named = ((re.match(r"HloModule ([\w.\-]+)", text), text) for text in texts)
+    return {match[1] if match else "": text for match, text in named}
 
 
 def program_of(text: str, mesh: Mapping[str, int] | None) -> Program:

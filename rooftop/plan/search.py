@@ -340,7 +340,14 @@ def _allowed(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArra
     else:
         good &= counts == counts.min()
     stages = layouts.along("stage")[:, None]
-    good &= (problem.chunks == 1) | (problem.model.layers % (stages * problem.chunks) == 0)
+    parts = (problem.chunks == 1) | (problem.model.layers % (stages * problem.chunks) == 0)
+    if not parts.any():
+        layers = problem.model.layers
+        most = [layers // int(each) for each in np.unique(stages) if layers % each == 0]
+        fitting = sorted({n for each in most for n in range(2, each + 1) if each % n == 0})
+        accepted = ", ".join(map(str, fitting)) or "no interleaving"
+        raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {layers} layers)")
+    good &= parts
     if not good.any():
         raise RooftopError(
             "microbatches",

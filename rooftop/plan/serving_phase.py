@@ -58,6 +58,16 @@ class Placement:
         return self.mesh.shape
 
     @cached_property
+    def _ways(self) -> dict[tuple[str, ...], int]:
+        return {}
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
+        if axes not in self._ways:
+            self._ways[axes] = prod(self.sizes.get(axis, 1) for axis in axes)
+        return self._ways[axes]
+
+    @cached_property
     def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
         return {}
 
@@ -87,8 +97,7 @@ class Phase:
 
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together."""
-        sizes = self.placement.sizes
-        return prod(sizes.get(axis, 1) for axis in axes)
+        return self.placement.ways(axes)
 
     @property
     def generating(self) -> bool:

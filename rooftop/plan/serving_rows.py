@@ -240,11 +240,7 @@ def _work(
     matmul_s: Number = 0.0,
     collectives: tuple[Transfer, ...] = (),
 ) -> Work:
-    used = tuple(
-        replace(transfer, axes=tuple(axis for axis in transfer.axes if phase.ways(axis) > 1))
-        for transfer in collectives
-        if phase.ways(*transfer.axes) > 1
-    )
+    used = tuple(_used(phase, transfer) for transfer in collectives if phase.ways(*transfer.axes) > 1)
     return Work(
         scope=scope,
         phase=phase.phase,
@@ -256,3 +252,9 @@ def _work(
         matmul_s=matmul_s,
         collectives=used,
     )
+
+
+def _used(phase: Phase, transfer: Transfer) -> Transfer:
+    """A transfer over those of its axes that have several devices."""
+    axes = tuple(axis for axis in transfer.axes if phase.ways(axis) > 1)
+    return transfer if axes == transfer.axes else replace(transfer, axes=axes)

@@ -126,7 +126,9 @@ def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str 
         raise RooftopError(f"matmul dtype on {chip.name}", dtype, ", ".join(chip.flops_per_s))
     fast = chip.flops_per_s[dtype] > chip.flops_per_s["bf16"]
     fit = fractions(chip_name).matmul["8-bit" if fast else "16-bit"]
-    m, k, n = (np.clip(size, *MEASURED_DIMS) for size in (m, k, n))
+    # What np.clip does, which takes as long as all the rest.
+    low, high = MEASURED_DIMS
+    m, k, n = (np.minimum(np.maximum(size, low), high) for size in (m, k, n))
     ideal_s = 2.0 * m * k * n * chip.devices / chip.flops_per_s[dtype]
     found: Number = fit.layer / (1.0 / fit.peak + (fit.start_s + m * n * fit.result_s) / ideal_s)
     return found

@@ -145,7 +145,8 @@ def _seconds_per_byte(kind: str, group: Span, mask: npt.NDArray[np.bool_], share
 
 
 def _all_gather(size: npt.NDArray[np.int64], rate: Floats, mask: npt.NDArray[np.bool_]) -> Floats:
-    columns = np.flatnonzero(mask)
+    # An axis that no group extends along adds nothing to a set.
+    columns = np.flatnonzero(mask & (size.reshape(-1, size.shape[-1]) > 1).any(axis=0))
     total = np.prod(size[..., columns], axis=-1)
     worst: Floats = np.zeros(size.shape[:-1])
     for count in range(1, len(columns) + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from rooftop.errors import RooftopError
 from rooftop.hardware import Chip
@@ -25,7 +26,7 @@ class Rates:
         """The rates of one device of ``chip``."""
         return cls(chip=chip, fractions=fractions(chip.name), overlap=overlap(chip.name))
 
-    @property
+    @cached_property
     def flops_per_s(self) -> dict[str, float]:
         """Peak matmul FLOPs/s of a device by dtype."""
         return {dtype: rate / self.chip.devices for dtype, rate in self.chip.flops_per_s.items()}

@@ -107,18 +107,19 @@ def _rows(column: int, axis: PhysicalAxis, sizes: tuple[int, ...], at: Ints, end
     ahead = (end - begin) % size if axis.wrapped else end - begin
     opposite = axis.wrapped & (2 * ahead == size)
     up = (ahead > 0) & (2 * ahead <= size) if axis.wrapped else ahead > 0
-    steps = np.zeros((2, prod(others), size + 1))
+    steps = np.empty((2, prod(others), size + 1))
     for direction, chosen in enumerate((up, ~up | opposite)):
         share = np.where(opposite, halves / 2, halves)[chosen]
         first = begin[chosen] if direction == 0 else size - 1 - begin[chosen]
         hops = ahead[chosen] if direction == 0 else (size - ahead[chosen] if axis.wrapped else -ahead[chosen])
         last, over = first + hops, first + hops - size
-        where = row[chosen]
-        np.add.at(steps, (direction, where, first), share)
-        np.add.at(steps, (direction, where, np.minimum(last, size)), -share)
+        where = row[chosen] * (size + 1)
         # Round the ring: the rest of the way starts again at its beginning.
         round_it = over > 0
-        np.add.at(steps, (direction, where[round_it], 0), share[round_it])
-        np.add.at(steps, (direction, where[round_it], over[round_it]), -share[round_it])
+        at_link = np.concatenate(
+            [where + first, where + np.minimum(last, size), where[round_it], where[round_it] + over[round_it]]
+        )
+        change = np.concatenate([share, -share, share[round_it], -share[round_it]])
+        steps[direction] = np.bincount(at_link, change, prod(others) * (size + 1)).reshape(prod(others), size + 1)
     loads: Floats = np.cumsum(steps, axis=-1)[..., :size]
     return loads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -78,7 +78,7 @@ def _lives(table: Table, at: dict[tuple[int, Task], int], stage: int, buffer: Bu
     reader = {Buffer.INPUT: Op.FORWARD, Buffer.SPLIT: Op.WEIGHTS}.get(buffer, Op.BACKWARD)
     for task in table.order(stage):
         if task.op == reader:
-            forward, backward = (replace(task, op=op) for op in (Op.FORWARD, Op.BACKWARD))
+            forward, backward = (task._replace(op=op) for op in (Op.FORWARD, Op.BACKWARD))
             # An input and a gradient come from another stage, but the last part of the model makes its gradient
             # itself, with the loss, in its forward task.
             made = [need for need in table.needs(task, stage) if need[1].op == task.op]

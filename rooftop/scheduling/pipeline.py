@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 from rooftop.errors import RooftopError, unknown
 
@@ -30,9 +32,8 @@ class Op(IntEnum):
     WEIGHTS = 3
 
 
-@dataclass(frozen=True)
-class Task:
-    """One operation on one microbatch by one chunk of a stage."""
+class Task(NamedTuple):
+    """One operation on one microbatch by one chunk of a stage. A tuple, since tables look thousands of them up."""
 
     op: Op
     microbatch: int
@@ -89,7 +90,7 @@ class Table:
             for op in ops
         )
 
-    def needs(self, task: Task, stage: int) -> list[tuple[int, Task]]:
+    def needs(self, task: Task, stage: int) -> tuple[tuple[int, Task], ...]:
         """The (stage, task) pairs whose results ``task`` of ``stage`` reads."""
         return needs(task, stage, self.stages, self.chunks)
 
@@ -110,15 +111,16 @@ class Table:
         return most / self.chunks
 
 
-def needs(task: Task, stage: int, stages: int, chunks: int) -> list[tuple[int, Task]]:
+@lru_cache(maxsize=1 << 14)
+def needs(task: Task, stage: int, stages: int, chunks: int) -> tuple[tuple[int, Task], ...]:
     """The (stage, task) pairs whose results ``task`` of ``stage`` reads, in a pipeline of that many stages, chunks."""
     op, microbatch, chunk = task.op, task.microbatch, task.chunk
     if op == Op.WEIGHTS:
-        return [(stage, Task(Op.BACKWARD, microbatch, chunk))]
+        return ((stage, Task(Op.BACKWARD, microbatch, chunk)),)
     part = chunk * stages + stage
     other = part - 1 if op == Op.FORWARD else part + 1
-    found = [(other % stages, Task(op, microbatch, other // stages))] if 0 <= other < stages * chunks else []
-    return found if op == Op.FORWARD else [*found, (stage, Task(Op.FORWARD, microbatch, chunk))]
+    found = ((other % stages, Task(op, microbatch, other // stages)),) if 0 <= other < stages * chunks else ()
+    return found if op == Op.FORWARD else (*found, (stage, Task(Op.FORWARD, microbatch, chunk)))
 
 
 def named(task: Task, stage: int) -> str:
@@ -154,12 +156,12 @@ def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Ta
     """Each stage's tasks in order, each in the first slot that comes after those of all that it needs."""
     done, after = set[tuple[int, Task]](), [0] * stages
     slots = list[tuple[Task | None, ...]]()
+    waits = [[needs(task, stage, stages, chunks) for task in order] for stage, order in enumerate(orders)]
     while any(at < len(order) for at, order in zip(after, orders, strict=True)):
         row = list[Task | None]()
         for stage, order in enumerate(orders):
-            task = order[after[stage]] if after[stage] < len(order) else None
-            ready = task is not None and done.issuperset(needs(task, stage, stages, chunks))
-            row.append(task if ready else None)
+            at = after[stage]
+            row.append(order[at] if at < len(order) and done.issuperset(waits[stage][at]) else None)
         if not any(row):
             raise RooftopError("pipeline orders", orders, "orders in which no stage waits for ever")
         slots.append(tuple(row))

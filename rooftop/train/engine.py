@@ -157,6 +157,9 @@ class Engine:
         self.watch.say("compiling the step")
         step = self.job.step
         course = self.course
+        if course.profile is not None and jax.process_index() == 0 and (module := step.as_text()):
+            # The traces of CPUs have no module of a program that comes out of the compilation cache.
+            self.folder.write_module(module)
         loop = Loop(
             self.folder, self.job.program.optimizer, self.rates, self.watch, start=start, divergence=course.divergence,
             profile=course.profile, tensorboard=course.tensorboard,

@@ -14,6 +14,8 @@ from rooftop.errors import RooftopError
 from rooftop.files import write_text
 
 SCHEMA = 1
+#: The HLO of the step, in the folder of its traces.
+MODULE_FILE = "step.hlo.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,16 @@ class RunFolder:
 
     @property
     def profile(self) -> Path:
-        """Traces of JAX's profiler."""
+        """Traces of JAX's profiler, and the module of the step that they are of."""
         return self.path / "profile"
+
+    def write_module(self, text: str) -> None:
+        """Write the step's HLO beside its traces. Raises RooftopError where it cannot be written."""
+        try:
+            self.profile.mkdir(exist_ok=True)
+        except OSError as error:
+            raise RooftopError("run", str(self.path), f"a folder that can be written ({error.strerror})") from None
+        write_text(self.profile / MODULE_FILE, text)
 
     def read(self) -> dict[str, Any] | None:
         """run.json; None if no run has begun here. Raises RooftopError for one that is none."""

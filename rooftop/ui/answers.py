@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
 from rooftop.quantities import format_bytes, format_count, format_seconds
@@ -59,13 +59,23 @@ def format_value(value: float | str | None, unit: str) -> str:
     return format_count(value, unit)
 
 
+def _plain(value: Any) -> Any:
+    """Dataclasses within a chart as dicts, all else as it is: charts hold thousands of tuples that need no copy."""
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [_plain(each) for each in value]
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis: what it counts, in which SI unit, on which scale."""
+    """An axis: what it counts, in which SI unit, on which scale; ``zero``: whether a linear one begins there."""
 
     label: str
     unit: str = ""
     scale: Literal["linear", "log"] = "linear"
+    zero: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +97,8 @@ class Chart:
     about: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"kind": self.kind} | asdict(self)
+        """Plain JSON values, tuples for lists."""
+        return {"kind": self.kind} | {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)

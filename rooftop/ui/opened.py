@@ -19,15 +19,16 @@ _TOP = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A file, what it is, and what it says."""
+    """A file, what it is, and what it says; ``pending`` says what is still being done to know the rest."""
 
     name: str
     what: str
     answer: Answer
+    pending: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"name": self.name, "what": self.what} | self.answer.to_json()
+        return {"name": self.name, "what": self.what, "pending": self.pending} | self.answer.to_json()
 
 
 def opened(path: Path) -> Opened:

@@ -38,29 +38,28 @@ def train(data: Mapping[str, Any]) -> Answer:
             *ledger_charts(ledger, Slice.parse(data["slice"]["name"]), data["dtypes"]["matmul"]),
             memory_bars({name: memory[name] for name in memory if name not in ("total", "capacity", "fits", "host")},
                     memory["capacity"]),
-            _alternatives(data),
+            *_alternatives(data),
         ),
         notes=tuple(reason["text"] for reason in data["reasons"]),
         sources=(f"Written by rooftop {data['rooftop_version']}.",),
     )  # fmt: skip
 
 
-def _alternatives(data: Mapping[str, Any]) -> Table:
-    return Table(
-        title="Alternatives",
-        columns=("mesh", "remat", "microbatches", "step", "MFU", "memory"),
-        rows=tuple(
-            (
-                " x ".join(f"{name} {size}" for name, size in each["mesh"].items()),
-                each["remat"],
-                str(each["microbatches"]),
-                format_seconds(each["expected_s"]),
-                f"{each['mfu']:.1%}",
-                format_bytes(each["memory_bytes"]),
-            )
-            for each in data.get("alternatives", ())
-        ),
+def _alternatives(data: Mapping[str, Any]) -> tuple[Table, ...]:
+    """The runners-up of a search; () of a plan that was given."""
+    rows = tuple(
+        (
+            " x ".join(f"{name} {size}" for name, size in each["mesh"].items()),
+            each["remat"],
+            str(each["microbatches"]),
+            format_seconds(each["expected_s"]),
+            f"{each['mfu']:.1%}",
+            format_bytes(each["memory_bytes"]),
+        )
+        for each in data.get("alternatives", ())
     )
+    columns = ("mesh", "remat", "microbatches", "step", "MFU", "memory")
+    return (Table(title="Alternatives", columns=columns, rows=rows),) if rows else ()
 
 
 def serve(data: Mapping[str, Any]) -> Answer:

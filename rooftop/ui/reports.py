@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from rooftop.hardware import Slice
@@ -71,7 +72,7 @@ def explained(data: Mapping[str, Any]) -> Answer:
     parts = {"computing": "compute_s", "waiting for collectives": "exposed_s", "held": "held_s", "idle": "idle_s"}
     rows = [row for row in data["rows"] if row["measured"] is not None]
     return Answer(
-        verdict=f"{data['trace']}: {data['verdict']}.",
+        verdict=f"{PurePath(data['trace']).name}: {data['verdict']}.",
         figures=(
             Figure(name="step_s", label="Step", value=data["step_s"], unit="s", level="measured"),
             Figure(name="compute_s", label="Computing", value=data["compute_s"], unit="s", level="measured"),
@@ -113,11 +114,22 @@ def explained(data: Mapping[str, Any]) -> Answer:
                 ),
             ),
             _columns(data["rows"]),
+            *_advice(data["advice"]),
             *_over_time(data["memory"]),
         ),
-        notes=(*data["notes"], *(f"{each['what']} ({each['evidence']})" for each in data["advice"])),
+        notes=tuple(f"{note[0].upper()}{note[1:]}." for note in data["notes"]),
         sources=(f"Written by rooftop {data['rooftop_version']}.",),
     )
+
+
+def _advice(found: list[Mapping[str, Any]]) -> tuple[Table, ...]:
+    """What to try; what helps against several things is said once."""
+    whats = list(dict.fromkeys(each["what"] for each in found))
+    rows: list[tuple[str, ...]] = []
+    for each in sorted(found, key=lambda each: whats.index(each["what"])):
+        again = bool(rows) and each["what"] in (row[0] for row in rows)
+        rows.append(("" if again else each["what"], each["evidence"], each["source"].rpartition("/")[2]))
+    return (Table(title="What to try", columns=("what", "since", "from"), rows=tuple(rows)),) if rows else ()
 
 
 def _columns(rows: list[Mapping[str, Any]]) -> Table:
@@ -173,7 +185,7 @@ def simulation(data: Mapping[str, Any]) -> Answer:
         charts=(
             Table(
                 title="Latencies",
-                columns=("", *points),
+                columns=("latency", *points),
                 rows=tuple(
                     (label, *(format_seconds(data[name][point]) for point in points)) for name, label in names.items()
                 ),

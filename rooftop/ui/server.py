@@ -8,6 +8,7 @@ were named when it was started.
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import json
 import socket
@@ -29,7 +30,8 @@ from rooftop.errors import Infeasible, RooftopError
 from rooftop.ui.answers import Answer
 from rooftop.ui.controls import read_state
 from rooftop.ui.explorers import EXPLORERS, explorer
-from rooftop.ui.opened import Opened, opened, opened_text
+from rooftop.ui.opened import opened_text
+from rooftop.ui.reading import Shelf
 
 _STATIC = Path(__file__).with_name("static")
 #: The largest file that can be dropped on the page, in bytes.
@@ -46,7 +48,7 @@ _HEADERS = {
 
 
 def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starlette:
-    """The page as an ASGI application. ``files`` are shown; they are read when they are asked for.
+    """The page as an ASGI application. ``files`` are shown; they are read when they are asked for, traces by ``serve``.
 
     Raises RooftopError for a file that is not there.
     """
@@ -56,6 +58,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
 
     for name in EXPLORERS:
         explorer(name)  # Imported now, lest the first answer of each wait for it.
+    shelf = Shelf(files)
 
     async def page(request: Request) -> Response:
         if (name := request.path_params.get("name", "")) and name not in (*EXPLORERS, "open"):
@@ -73,7 +76,8 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
 
     def show(request: Request) -> Response:
         # A trace takes seconds: not on the thread that answers all others.
-        return _answered(lambda: _shown(files, request.path_params["index"]).to_json())
+        read = shelf.now if "now" in request.query_params else shelf.whole
+        return _answered(lambda: read(_named(files, request.path_params["index"])).to_json())
 
     async def drop(request: Request) -> Response:
         body = bytearray()
@@ -85,7 +89,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
         name = request.query_params.get("name", "the file")
         return _answered(lambda: opened_text(name, bytes(body)).to_json())
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", page),
             Route("/api", catalogue),
@@ -98,6 +102,8 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
         ],
         middleware=[Middleware(_Guard, names=accepted_names(host))],
     )
+    app.state.shelf = shelf
+    return app
 
 
 def _asked(request: Request) -> dict[str, Any]:
@@ -110,10 +116,10 @@ def _asked(request: Request) -> dict[str, Any]:
     return answer.to_json()
 
 
-def _shown(files: Sequence[Path], index: int) -> Opened:
+def _named(files: Sequence[Path], index: int) -> Path:
     if index >= len(files):
         raise RooftopError("file", index, f"one of the {len(files)} that were named on the command line")
-    return opened(files[index])
+    return files[index]
 
 
 def _answered(make: Callable[[], dict[str, Any]]) -> Response:
@@ -206,6 +212,11 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     """Serve until interrupted."""
     import uvicorn
 
+    app.state.shelf.begin()
+    # What is imported stays, and an answer of thousands of boxes leaves little garbage: looking for it in the middle of
+    # one holds it up.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])

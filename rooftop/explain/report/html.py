@@ -55,7 +55,8 @@ def table(
     head = tag(
         "tr",
         [
-            tag("th", name.removesuffix("..."), scope="col", class_=sort)
+            # A column without a name is named by what is in it: it has no header.
+            tag("th", name.removesuffix("..."), scope="col", class_=sort) if name else tag("td")
             for name, sort in zip(columns, sorts, strict=True)
         ],
     )

@@ -96,7 +96,7 @@ def figure(
         "figure",
         tag("h3", title, id=f"{identifier}-heading"),
         controls,
-        tag("div", drawn, class_="scroll", tabindex="0", role="region", aria_label=title),
+        tag("div", drawn, class_="scroll", tabindex="0", role="region", aria_label=f"Plot: {title}"),
         tag("ul", keys, class_="legend") if keys else None,
         tag("figcaption", about),
         under,

@@ -102,7 +102,7 @@ def answer(state: State) -> Answer:
                 unit="",
                 bars=tuple(
                     Bar(name=f"stage {stage}", parts=(("microbatches", kept),))
-                    for stage, kept in enumerate(timeline.in_flight[:8].tolist())
+                    for stage, kept in enumerate(timeline.in_flight.tolist())
                 ),
             ),
         ),

@@ -29,17 +29,16 @@ _ANSWER = 512
 def answer(state: State) -> Answer:
     """One step at the chosen batch and context, and the fronts of batches at several contexts."""
     batch, context = state.count("batch"), state.count("context")
-    kind = (state[name].strip() for name in ("model", "on", "weights", "kv", "bounds", "mesh"))
+    kind = tuple(state[name].strip() for name in ("model", "on", "weights", "kv", "bounds", "mesh"))
     problem, placements = _server(*kind)
-    sized = at_context(replace(problem, workload=replace(problem.workload, batch_seqs=batch)), context)
-    placement = sweep_generate(sized, placements, np.array([float(batch)])).best(0)
-    sized = _fixed(sized, placement)
-    # The same server for every context: fronts over all placements would differ by their layouts too.
-    fixed = replace(problem, axes=sized.axes, kv_split=sized.kv_split)
-    prefill_on, _ = best_prefill(sized, sized.prefill_placements())
+    asked = at_context(replace(problem, workload=replace(problem.workload, batch_seqs=batch)), context)
+    placement = sweep_generate(asked, placements, np.array([float(batch)])).best(0)
+    at = placements.index(placement)
+    pinned, prefills = _pinned(kind, at)
+    sized = replace(pinned, workload=asked.workload)
+    prefill_on, _ = best_prefill(sized, prefills)
     plan = ServingPlan(problem=sized, generate_on=placement, prefill_on=prefill_on, batch=batch)
-    contexts = sorted({*_CONTEXTS, context})
-    fronts = {each: pareto(fixed, [placement], [each]) for each in contexts}
+    fronts = {each: _points(kind, at, each) for each in sorted({*_CONTEXTS, context})}
     memory = plan.memory_json()["per_device"]
     work = sized.workload
     rate = plan.tokens_per_s / sized.slice.chips
@@ -80,18 +79,32 @@ def _server(
     return problem, placements
 
 
-def _fixed(problem: ServingProblem, best: Placement) -> ServingProblem:
-    """The problem with generation where it is best, and prefills on tensor alone where that can be."""
+@lru_cache(maxsize=64)
+def _pinned(kind: tuple[str, ...], at: int) -> tuple[ServingProblem, tuple[Placement, ...]]:
+    """The server with generation where it is best, the placement ``at`` of all, and where a prefill may run then.
+
+    Prefills are on tensor alone where that can be.
+    """
+    problem, placements = _server(*kind)
     if problem.book:
-        return problem
+        return problem, tuple(problem.prefill_placements())
+    best = placements[at]
     axes = {name: size for name, size in best.sizes.items() if size > 1}
     fixed = replace(problem, axes=axes or {"tensor": 1}, kv_split=best.kv_split)
     try:
         alone = replace(fixed, prefill_axes={"tensor": best.slice.devices})
-        alone.prefill_placements()
+        return alone, tuple(alone.prefill_placements())
     except RooftopError:  # more devices than heads: the search finds another way
-        return fixed
-    return alone
+        return fixed, tuple(fixed.prefill_placements())
+
+
+@lru_cache(maxsize=256)
+def _points(kind: tuple[str, ...], at: int, context: int) -> list[dict[str, Any]]:
+    """The front over batches at one context.
+
+    The same server for every context: fronts over all placements would differ by their layouts too.
+    """
+    return pareto(_pinned(kind, at)[0], [_server(*kind)[1][at]], [context])
 
 
 def _meshes(problem: ServingProblem) -> list[str]:

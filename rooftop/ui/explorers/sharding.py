@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 from rooftop.algebra.einsums import Strategy
 from rooftop.algebra.expression import parse
@@ -43,14 +45,9 @@ _SOURCE = (
 
 def answer(state: State) -> Answer:
     """Blocks of each array on the mesh; the best strategy step by step, and the ones after it."""
-    asked = parse(state["expression"], state["dtype"])
-    dims, shape = parse_sizes(state["dims"]), parse_axes(state["mesh"], None)
-    if len(shape) > _AXES:
-        raise RooftopError(
-            "mesh", state["mesh"], f"{_AXES} axes at most: the ways of more take minutes (rooftop matmul)"
-        )
-    where = Slice.parse(state["on"])
-    prices = Prices(mesh=Mesh.lay(where, shape), dims=dims, kind=state["price"])
+    named = ("expression", "dtype", "dims", "mesh", "on", "price")
+    asked, prices, facts, found = _priced(*(state[name] for name in named))
+    dims, shape, where = prices.dims, prices.mesh.shape, prices.mesh.slice
     arrays = _arrays(asked)
     command: tuple[str, ...] = (
         "rooftop", "matmul", state["expression"], "--dims", state["dims"], "--mesh", state["mesh"], "--on", where.name,
@@ -65,7 +62,6 @@ def answer(state: State) -> Answer:
             command=command,
             sources=(_SOURCE,),
         )
-    facts, found = price_expression(asked, prices, overlapped=False, backward=False)
     way = state.count("way")
     if way > len(found):
         raise RooftopError("way", way, f"1 to {len(found)}: there are no more")
@@ -81,6 +77,19 @@ def answer(state: State) -> Answer:
         command=command,
         sources=(_SOURCE,),
     )
+
+
+@lru_cache(maxsize=16)
+def _priced(
+    expression: str, dtype: str, dims: str, mesh: str, on: str, price: str
+) -> tuple[Any, Prices, Mapping[str, Any], tuple[Strategy, ...]]:
+    """The expression, its prices, what is said of it, every way to do it. Kept while one looks from way to way."""
+    asked = parse(expression, dtype)
+    sizes, shape = parse_sizes(dims), parse_axes(mesh, None)
+    if len(shape) > _AXES:
+        raise RooftopError("mesh", mesh, f"{_AXES} axes at most: the ways of more take minutes (rooftop matmul)")
+    prices = Prices(mesh=Mesh.lay(Slice.parse(on), shape), dims=sizes, kind=price)
+    return asked, prices, *price_expression(asked, prices, overlapped=False, backward=False)
 
 
 def _arrays(asked: object) -> tuple[ShardedArray, ...]:
@@ -213,7 +222,7 @@ def _programs(found: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
         return ()
     table = Table(
         title="Ways to do it",
-        columns=("", "time", "binds", "memory", "steps"),
+        columns=("way", "time", "binds", "memory", "steps"),
         rows=tuple(
             (
                 str(rank),
@@ -260,7 +269,7 @@ _CONTROLS: tuple[Control, ...] = (
     text("dims", "Sizes of dims", "I=8192,J=8192,K=32768", fields=("dim I", "dim J", "dim K"),
          help="NAME=SIZE, with commas."),
     text("mesh", "Mesh", "X=4,Y=4", suggestions=("X=4,Y=4", "X=16", "X=8,Y=2", "X=4,Y=4,Z=4"),
-         help="Two axes answer at once; an einsum on three takes longer."),
+         help="NAME=SIZE, with commas; three axes at most."),
     text("on", "Slice", "v5e:4x4", suggestions=("v5e:4x4", "v6e:4x4", "v5p:4x4x1", "v5p:4x4x4", "h100:8x2"),
          fields=("slice", "chip")),
     slider("way", "Way to look at", "1", 1, 24, linear=True, help="Of an einsum: 1 is the best."),

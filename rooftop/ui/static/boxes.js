@@ -1,6 +1,7 @@
 // Charts of boxes: bars of parts, timelines of spans, arrays cut over a mesh.
 
 import { h, quantity, s } from "./dom.js";
+import { linearTicks } from "./lines.js";
 
 const swatches = (names, used = null) => h("ul", { class: "legend" }, names.map((name, index) => used && !used.has(index) ? null : h("li", {},
   s("svg", { viewBox: "0 0 12 10", "aria-hidden": "true" }, s("rect", { class: `f${index % 8}`, x: 0, y: 0, width: 10, height: 10, rx: 2 })), name)));
@@ -61,8 +62,10 @@ export function drawSpans(chart, width) {
       }
     }
   });
-  for (const part of width > 480 ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.5, 1]) {
-    svg.append(s("text", { x: x(end * part), y: height - 5, "text-anchor": part === 0 ? "start" : part === 1 ? "end" : "middle" }, quantity(end * part, chart.unit)));
+  for (const tick of linearTicks(0, end, Math.max(2, (width - left) / 110))) {
+    const anchor = tick === 0 ? "start" : x(tick) > width - 30 ? "end" : "middle";
+    svg.append(s("line", { class: "base", x1: x(tick), x2: x(tick), y1: height - 22, y2: height - 18 }),
+      s("text", { x: x(tick), y: height - 5, "text-anchor": anchor }, quantity(tick, chart.unit)));
   }
   return [swatches(chart.colours, new Set(chart.lanes.flatMap(([, spans]) => spans.map((span) => span[2])))), svg];
 }

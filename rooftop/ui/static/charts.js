@@ -44,6 +44,9 @@ export function drawChart(kind) {
       title.textContent = found.title;
       about.textContent = found.about;
       about.hidden = !found.about;
+      body.setAttribute("aria-label", kind === "table" ? found.title : `Data of ${found.title}`);
+      // One bar alone leaves half a row empty.
+      if (kind === "bars") element.classList.toggle("half", found.bars.length > 1);
       width = width || Math.floor(picture.clientWidth);
       if (kind === "table") width = width || 1;
       draw();
@@ -63,7 +66,7 @@ function tableOf(chart) {
   }
   if (chart.kind === "bars") {
     return {
-      columns: ["", "part", "value"],
+      columns: ["bar", "part", "value"],
       rows: chart.bars.flatMap((bar) => bar.parts.map(([part, value]) => [bar.name, part, quantity(value, chart.unit)])),
     };
   }
@@ -71,7 +74,7 @@ function tableOf(chart) {
     return {
       columns: ["lane", "what", "from", "to"],
       rows: chart.lanes.flatMap(([lane, spans]) => spans.map(([start, end, colour, label]) =>
-        [lane, `${chart.colours[colour] ?? ""} ${label}`.trim(), quantity(start, chart.unit), quantity(end, chart.unit)])),
+        [lane, label === chart.colours[colour] ? label : `${chart.colours[colour] ?? ""} ${label}`.trim(), quantity(start, chart.unit), quantity(end, chart.unit)])),
     };
   }
   if (chart.kind === "blocks") {

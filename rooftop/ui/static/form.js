@@ -1,6 +1,6 @@
 // The form of an explorer, built from its declaration. Every value is text, as in the address.
 
-import { h } from "./dom.js";
+import { h, quantity } from "./dom.js";
 
 /** Builds the controls; calls `changed()` on every change. Returns what reads and marks them. */
 export function buildForm(declared, values, changed) {
@@ -47,7 +47,12 @@ function slider(control, value, changed) {
     "aria-describedby": described(control) });
   const typed = h("input", { type: "text", class: "typed", value, "aria-label": `${control.label}, typed`,
     autocomplete: "off", spellcheck: "false" });
-  const say = () => input.setAttribute("aria-valuetext", `${typed.value} ${control.unit}`.trim());
+  const reads = h("span", { class: "reads", "aria-hidden": "true" });
+  const say = () => {
+    input.setAttribute("aria-valuetext", `${typed.value} ${control.unit}`.trim());
+    // Long rows of digits are hard to read: beside them stands what they come to.
+    reads.textContent = /^\d{6,}$/.test(typed.value.trim()) ? quantity(Number(typed.value)) : "";
+  };
   const place = (wanted) => {
     const number = parse(wanted);
     let best = 0;
@@ -61,7 +66,7 @@ function slider(control, value, changed) {
   input.addEventListener("input", () => { typed.value = stops[Number(input.value)]; say(); changed(); });
   typed.addEventListener("input", () => { if (parse(typed.value) > 0) place(typed.value); changed(); });
   return {
-    parts: [h("div", { class: "head" }, h("label", { for: `c-${control.name}` }, control.label), typed), input],
+    parts: [h("div", { class: "head" }, h("label", { for: `c-${control.name}` }, control.label), reads, typed), input],
     input,
     get: () => typed.value.trim(),
     set: (wanted) => { typed.value = wanted; place(wanted); },

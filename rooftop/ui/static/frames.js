@@ -16,6 +16,11 @@ export function framesPlayer(place) {
   function draw() {
     const frame = chart.frames[Number(range.value)];
     picture.replaceChildren(gridOf(chart, frame, width));
+    // What is wider than its place is scrolled by keyboard too.
+    const wider = picture.scrollWidth > picture.clientWidth;
+    for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", chart.title]]) {
+      if (wider) picture.setAttribute(name, value); else picture.removeAttribute(name);
+    }
     says.textContent = frame.says;
     output.textContent = `${range.value} of ${chart.frames.length - 1}`;
     range.setAttribute("aria-valuetext", `${range.value}: ${frame.says}`);

@@ -22,8 +22,8 @@ export function drawLines(chart, width, element) {
       s("text", { x: x(tick), y: inner.bottom + 16, "text-anchor": "middle" }, quantity(tick, short(chart.x.unit))));
   }
   svg.append(s("line", { class: "base", x1: inner.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }),
-    s("text", { x: (inner.left + inner.right) / 2, y: height - 5, "text-anchor": "middle" }, chart.x.label),
-    s("text", { x: 3, y: 8, "text-anchor": "start" }, chart.y.label === chart.y.unit ? "" : chart.y.label));
+    s("text", { x: (inner.left + inner.right) / 2, y: height - 5, "text-anchor": "middle" }, labelled(chart.x)),
+    s("text", { x: 3, y: 8, "text-anchor": "start" }, labelled(chart.y)));
   for (const [at, what] of chart.marks) {
     if (at < x.low || at > x.high) continue;
     const left = x(at) > width * 0.72;
@@ -49,6 +49,8 @@ export function drawLines(chart, width, element) {
   return [legend(chart.series), svg, tip];
 }
 
+/** What an axis counts, with its unit where ticks have no room for it. */
+const labelled = ({ label, unit }) => (!unit || short(unit) || label.includes(unit) ? label : `${label}, ${unit}`);
 const short = (unit) => (unit === "s" || unit === "%" ? unit : unit === "B" ? "B" : "");
 
 function legend(series) {
@@ -114,17 +116,19 @@ function scale(values, axis, from, to) {
     const place = (value) => from + ((to - from) * Math.log(Math.max(value, low) / low)) / Math.log(high / low);
     return Object.assign(place, { low, high, ticks: (count) => logTicks(low, high, count) });
   }
-  low = Math.min(0, low);
+  if (axis.zero) low = Math.min(0, low);
   if (low === high) high = low + 1;
+  if (!axis.zero) low -= (high - low) * 0.06;
   high += (high - low) * 0.06;
   const place = (value) => from + ((to - from) * (value - low)) / (high - low);
-  return Object.assign(place, { low, high, ticks: (count) => linearTicks(low, high, count) });
+  const whole = !axis.unit && values.every(Number.isInteger);
+  return Object.assign(place, { low, high, ticks: (count) => linearTicks(low, high, count, whole) });
 }
 
 function logTicks(low, high, count) {
   const first = Math.floor(Math.log10(low));
   const last = Math.ceil(Math.log10(high));
-  for (const digits of [[1, 2, 5], [1, 3], [1]]) {
+  for (const digits of [[1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9], [1, 1.5, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]]) {
     const found = [];
     for (let power = first; power <= last; power += 1) for (const digit of digits) found.push(digit * 10 ** power);
     const inside = found.filter((tick) => tick >= low * 0.999 && tick <= high);
@@ -136,10 +140,11 @@ function logTicks(low, high, count) {
   return found.filter((tick) => tick >= low * 0.999 && tick <= high);
 }
 
-function linearTicks(low, high, count) {
-  const rough = (high - low) / count;
+/** Round numbers between two: at most about so many, whole ones if asked for. */
+export function linearTicks(low, high, count, whole = false) {
+  const rough = Math.max((high - low) / count, whole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((digit) => digit * power).find((each) => each >= rough);
+  const step = (whole && power === 1 ? [1, 2, 5, 10] : [1, 2, 2.5, 5, 10]).map((digit) => digit * power).find((each) => each >= rough);
   const found = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) found.push(Math.abs(tick) < step / 1e6 ? 0 : tick);
   return found;

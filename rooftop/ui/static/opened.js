@@ -6,21 +6,41 @@ export function openedPage(main, catalogue, answerView, json) {
   const answer = h("section", { class: "answer", "aria-label": "What the file says", hidden: true });
   const title = h("h2", { tabindex: -1 });
   const wrong = h("p", { class: "wrong control", role: "alert", hidden: true });
+  const seconds = h("span", { "aria-hidden": "true" });
+  const doing = h("span", { role: "status" });
+  const pending = h("p", { class: "pending", hidden: true }, h("progress", { "aria-label": "Reading" }), doing, seconds);
   const pick = h("input", { type: "file", "aria-label": "Choose a file", accept: ".json,application/json" });
   const drop = h("div", { class: "drop" }, h("p", {}, "Drop a plan, or what rooftop compile, explain or simulate "
     + "wrote with --json. It is read on this machine, and not kept."), pick);
   answer.append(title);
   const view = answerView(answer);
 
-  async function show(asked, byHand) {
+  let ticking = 0;
+  function tell(words) {
+    clearInterval(ticking);
+    pending.hidden = !words;
+    doing.textContent = words;
+    const since = Date.now();
+    const tick = () => { seconds.textContent = `, ${Math.round((Date.now() - since) / 1000)} s`; };
+    tick();
+    if (words) ticking = setInterval(tick, 1000);
+  }
+
+  let shown = 0;
+  /** Shows what is asked for; what comes after something newer was asked for is left. `rest` has what is pending. */
+  async function show(asked, byHand, rest = null) {
+    const own = shown += 1;
     let found;
     try { found = await asked; } catch { found = { error: { message: "rooftop ui has ended, or the file is too large" } }; }
+    if (own !== shown) return;
+    tell(found.pending && rest ? found.pending : "");
     wrong.hidden = !found.error;
     answer.hidden = Boolean(found.error);
     if (found.error) { wrong.textContent = found.error.message; return; }
     title.textContent = `${found.name}: ${found.what}`;
     view.show(found, null);
     if (byHand) title.focus();
+    if (found.pending && rest) await show(json(rest), false);
   }
   const send = (file) => { if (file) show(json(`/api/open?name=${encodeURIComponent(file.name)}`, { method: "POST", body: file }), true); };
   pick.addEventListener("change", () => send(pick.files[0]));
@@ -33,12 +53,12 @@ export function openedPage(main, catalogue, answerView, json) {
   function choose(index, byHand) {
     history.replaceState(null, "", `/open?file=${index}`);
     buttons.forEach((button, at) => button.setAttribute("aria-pressed", at === index));
-    show(json(`/api/files/${index}`), byHand);
+    show(json(`/api/files/${index}?now`), byHand, `/api/files/${index}`);
   }
   main.append(h("h1", {}, "Open a file"),
     h("p", { class: "lede" }, "Plans, compilations and explained runs: what they say, their ledger and timeline."),
     buttons.length ? h("div", { class: "named" }, buttons) : null,
-    drop, wrong, h("div", { class: "spaced" }, answer));
+    drop, wrong, pending, h("div", { class: "spaced" }, answer));
   const index = new URLSearchParams(location.search).get("file");
   if (index !== null || catalogue.files.length === 1) choose(Number(index ?? 0), false);
 }

@@ -1,0 +1,92 @@
+"""Files that take long to read, read once: in a thread beside the page, and kept until they change.
+
+Reading a trace takes seconds, most of them for JAX to be imported. Who asks meanwhile gets what is there already.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from rooftop.quantities import format_bytes
+from rooftop.ui.answers import Answer, Chart
+from rooftop.ui.opened import Opened, opened
+from rooftop.ui.runs import first_look
+
+#: What a file was when it was read: path, time of its last change and size of each part.
+_Stamp = tuple[tuple[str, int, int], ...]
+_PARTS = ("**/*.xplane.pb", "run.json", "plan.json", "profile/step.hlo.txt")
+
+
+class Shelf:
+    """The files that the page shows, those that take long kept as they were last read."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = tuple(files)
+        self._kept: dict[Path, tuple[_Stamp, Future[Opened]]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Begin to read what takes long, before anybody asks for it."""
+        for path in self._files:
+            if takes_long(path):
+                self._reading(path)
+
+    def whole(self, path: Path) -> Opened:
+        """All that a file says, however long that takes. Raises RooftopError."""
+        if not takes_long(path):
+            return opened(path)
+        first = first_look(path)
+        if first is not None and not any(map(_is_trace, _parts(path))):
+            return _with(first, notes=("It has no trace: rooftop train ... --profile steps=A..B makes one.",))
+        found = self._reading(path).result()
+        return found if first is None else _with(replace(found, what="a run"), charts=first.answer.charts)
+
+    def now(self, path: Path) -> Opened:
+        """What is known of a file at once; ``pending`` if there is more to come. Raises RooftopError."""
+        traces = [each for each in _parts(path) if _is_trace(each)]
+        if not traces or self._reading(path).done():
+            return self.whole(path)
+        pending = f"Reading {format_bytes(sum(each.stat().st_size for each in traces))} of trace"
+        first = first_look(path) or Opened(name=path.name, what="a trace", answer=Answer(verdict=""))
+        return replace(first, pending=pending)
+
+    def _reading(self, path: Path) -> Future[Opened]:
+        stamp = tuple((str(each), each.stat().st_mtime_ns, each.stat().st_size) for each in _parts(path))
+        with self._lock:
+            if path not in self._kept or self._kept[path][0] != stamp:
+                found: Future[Opened] = Future()
+                self._kept[path] = stamp, found
+                # A daemon: Ctrl-C does not wait for it.
+                threading.Thread(target=_read, args=(path, found), name=f"reads {path.name}", daemon=True).start()
+            return self._kept[path][1]
+
+
+def takes_long(path: Path) -> bool:
+    """Whether a file is a trace, or a folder that may have one."""
+    return path.is_dir() or _is_trace(path)
+
+
+def _is_trace(path: Path) -> bool:
+    return path.name.endswith(".xplane.pb")
+
+
+def _with(found: Opened, *, charts: tuple[Chart, ...] = (), notes: tuple[str, ...] = ()) -> Opened:
+    """What a file says, and more."""
+    answer = found.answer
+    return replace(found, answer=replace(answer, charts=(*answer.charts, *charts), notes=(*answer.notes, *notes)))
+
+
+def _parts(path: Path) -> list[Path]:
+    found = [each for pattern in _PARTS for each in path.glob(pattern)] if path.is_dir() else [path]
+    return sorted(each for each in found if each.is_file())
+
+
+def _read(path: Path, found: Future[Opened]) -> None:
+    try:
+        found.set_result(opened(path))
+    except BaseException as error:
+        found.set_exception(error)  # whoever asks for it gets it
