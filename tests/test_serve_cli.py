@@ -271,12 +271,16 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "hidden_size": 64}))
     asked = ["plan", "serve", str(tmp_path / "config.json"), "--on", "v5e:2x2", "--prompt", "32", "--generate", "32"]
     plan = tmp_path / "plan.json"
-    for more, axes in ((["--mesh", "context=2,tensor=2"], {"context": 2, "tensor": 2}), ([], None)):
+    mesh = ["--mesh", "context=2,tensor=2", "--kv-split"]
+    for more, axes in (
+        ([*mesh, "seq"], {"context": 2, "tensor": 2}), ([*mesh, "batch"], {"context": 2, "tensor": 2}), ([], None)
+    ):  # fmt: skip
         made = json.loads(rooftop(*asked, *more, "--json").out)
         assert made["workload"]["batch_seqs"] is None
         found = configuration_of(made)
         assert found.policy.max_batch == made["generate"]["batch"] > 1
         assert axes is None or dict(found.mesh) == axes
+        assert found.kv_split == made["kv_split"]
         plan.write_text(json.dumps(made))
         assert source_of(plan, tmp_path).plan == made
     kinds = {("int8", "int8", None): ("int8", "int8"), ("int4", "bf16", 64): ("int4-64", "plain"),
@@ -285,7 +289,9 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
         made["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
         assert (configuration_of(made).weights, configuration_of(made).cache) == engines
     made["mesh"]["axes"]["fsdp"] = 2
-    with pytest.raises(RooftopError, match=r"plan mesh axis fsdp: got 2; accepted: 1: an engine's axes are"):
+    with pytest.raises(
+        RooftopError, match=r"plan mesh axis fsdp: got 2; accepted: 1: an engine's axes are .*with --mesh .*context="
+    ):
         configuration_of(made)
 
 
@@ -316,6 +322,7 @@ def test_options_become_a_configuration(rooftop: Callable[..., Any]) -> None:
             "pages",
             "max_model_len",
             "prefill_devices",
+            "kv_split",
         )
     )
     given |= {
@@ -331,6 +338,7 @@ def test_options_become_a_configuration(rooftop: Callable[..., Any]) -> None:
     assert found.policy == Policy(max_batch=64, chunk_tokens=288)
     assert (found.cache, found.prefix_cache, found.max_queue, found.guesses) == ("int8", False, 7, 3)
     assert dict(on_local(found, 4).mesh) == {"tensor": 2, "expert": 2}
+    assert (found.kv_split, configuration(given | {"kv_split": "batch"}, None).kv_split) == ("seq", "batch")
     assert configuration(given | {"chunk_tokens": "0"}, None).policy.chunk_tokens is None
 
 

@@ -49,23 +49,29 @@ def test_outputs_equal_those_of_transformers_in_every_mode(name: str, tmp_path: 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "kv_split"),
     [
-        ("llama", {"tensor": 2, "context": 2}),
-        pytest.param("llama", {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("llama", {"tensor": 4}, marks=pytest.mark.slow),
-        pytest.param("llama", {"context": 4}, marks=pytest.mark.slow),
-        pytest.param("llama", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"context": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", {"tensor": 2, "context": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", {"expert": 2, "context": 2}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        ("llama", {"tensor": 2, "context": 2}, "seq"),
+        ("llama", {"tensor": 2, "context": 2}, "batch"),
+        pytest.param("llama", {"tensor": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("llama", {"tensor": 4}, "seq", marks=pytest.mark.slow),
+        pytest.param("llama", {"context": 4}, "seq", marks=pytest.mark.slow),
+        pytest.param("llama", {"context": 4}, "batch", marks=pytest.mark.slow),
+        pytest.param("llama", {"data": 2, "tensor": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("gemma2", {"context": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("gemma2", {"context": 2}, "batch", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"tensor": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"tensor": 2, "context": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"tensor": 2, "context": 2}, "batch", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"expert": 2, "context": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"expert": 2, "context": 2}, "batch", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"expert": 2, "tensor": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"context": 2}, "batch", marks=pytest.mark.slow),
     ],
 )
-def test_sharded_outputs_are_the_same(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+def test_sharded_outputs_are_the_same(name: str, mesh: dict[str, int], kv_split: str, tmp_path: Path) -> None:
     """Also with fewer key/value heads than devices; and each device has its share of the cache, and no more."""
-    made = engine(checkpoint(name, tmp_path), replace(CONFIGURATION, mesh=tuple(mesh.items())))
+    made = engine(checkpoint(name, tmp_path), replace(CONFIGURATION, mesh=tuple(mesh.items()), kv_split=kv_split))
     found, wanted = greedy(name, made)
     assert found == wanted
     model = made.model

@@ -49,9 +49,9 @@ def generate_pid(served: Served) -> int:
 
 
 @contextmanager
-def generating(folder: Path) -> Iterator[str]:
+def generating(folder: Path, *arguments: str) -> Iterator[str]:
     """A process that generates; where it listens."""
-    command = [ROOFTOP, "serve", str(folder), *ENGINE, "--role", "generate", "--port", "0", "--json"]
+    command = [ROOFTOP, "serve", str(folder), *ENGINE, *arguments, "--role", "generate", "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
     try:
         assert process.stdout is not None
@@ -89,13 +89,17 @@ def test_a_killed_process_costs_no_answer(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_elsewhere_gives_the_same_answers(tiny: Path) -> None:
+@pytest.mark.parametrize("split", [[], ["--mesh", "context=2", "--devices", "2", "--kv-split"]])
+def test_a_process_elsewhere_gives_the_same_answers(tiny: Path, split: list[str]) -> None:
+    """Also where each has split its cache its own way: pages travel whole."""
     base = [ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"]
     with started(base, tiny.parent, env=ENVIRONMENT) as served:
         wanted = texts(served)
     with (
-        generating(tiny) as address,
-        started([*base, "--generate-at", address], tiny.parent, env=ENVIRONMENT) as served,
+        generating(tiny, *split, *(["batch"] if split else [])) as address,
+        started(
+            [*base, *split, *(["seq"] if split else []), "--generate-at", address], tiny.parent, env=ENVIRONMENT
+        ) as served,
     ):
         assert texts(served) == wanted
         assert served.stop()[0] == 0

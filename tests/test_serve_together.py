@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,22 @@ from serving_process import Served, started
 from test_serve_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
 from test_train import free_port
 
-from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.configuration import Configuration
-from rooftop.serve.together import own_host, require_together
+from rooftop.serve.together import own_host
 
 #: The model of those tests, and a tokenizer.
 tiny = test_serve_cli.folder
 
+#: Pages for two sequences, of four: the others wait in the hosts' memory.
+SHORT = ["--page-tokens", "4", "--pages", "32", "--host-pages", "80"]
+
 
 @contextmanager
-def together(folder: Path, *arguments: str) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
+def together(
+    folder: Path, *arguments: str, mesh: str = "tensor=2,context=2"
+) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
     """The server of two processes with two emulated devices each, and the process that does not answer."""
     command = [
-        ROOFTOP, "serve", str(folder), *ENGINE, *arguments, "--mesh", "tensor=2,context=2", "--devices", "2",
+        ROOFTOP, "serve", str(folder), *ENGINE, *arguments, "--mesh", mesh, "--devices", "2",
         "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--json",
     ]  # fmt: skip
     other = subprocess.Popen(
@@ -88,6 +89,27 @@ def test_two_processes_answer_as_one(tiny: Path, wanted: tuple[list[str], list[s
         assert json.loads(out) | {"pid": 0} == {
             "kind": "serve", "role": "follow", "process": 1, "processes": 2, "model": "tiny", "pid": 0,
         }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "arguments", "preempts"),
+    [
+        ("data=2,tensor=2", [], False),
+        ("tensor=2", ["--batching", "disaggregated", "--prefill-devices", "2"], False),
+        ("tensor=2,context=2", ["--kv-split", "batch", "--preemption", "swap", *SHORT], True),
+    ],
+)
+def test_two_processes_are_copies_or_apart_or_swap_to_their_hosts(
+    tiny: Path, wanted: tuple[list[str], list[str]], mesh: str, arguments: list[str], preempts: bool
+) -> None:
+    with together(tiny, *arguments, mesh=mesh) as (served, other):
+        assert (texts(served), adjusted(served)) == wanted
+        assert served.metric("rooftop_compilations_total") == 0
+        assert (served.metric("rooftop_preemptions_total") > 0) == preempts
+        served.wait_until_idle()
+        assert served.stop()[0] == 0
+        assert other.wait(60) == 0
 
 
 @pytest.mark.slow
@@ -156,18 +178,3 @@ def test_wrong_options_are_one_line(tiny: Path, arguments: list[str], message: s
 def test_where_the_first_process_is_reached() -> None:
     assert [own_host(each) for each in ("10.0.0.1:80", "[::1]:80", "there:1")] == ["10.0.0.1", "::1", "there"]
     assert ipaddress.ip_address(own_host("auto"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"policy": Policy(max_batch=4, batching="disaggregated")}, "batching"),
-        ({"host_pages": 4}, "host_pages"),
-        ({"mesh": (("data", 2),)}, "mesh axis data"),
-    ],
-)
-def test_what_several_processes_do_not_do_is_said(changes: dict[str, Any], field: str) -> None:
-    configuration = Configuration()
-    require_together(configuration)
-    with pytest.raises(RooftopError, match=f"{field}: got"):
-        require_together(replace(configuration, **changes))

@@ -14,13 +14,22 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from rooftop.errors import RooftopError
+from rooftop.serve.chat import ChatTemplate
 from rooftop.serve.choices import Choice
 from rooftop.serve.constraint import Grammars
 from rooftop.serve.detokenise import Vocabulary
 from rooftop.serve.requests import Token
+from rooftop.serve.texts import for_template
 from rooftop.serve.tools import Calling, CallReader, calling
 
 F = ("f", '{"a": 1}')
+#: DeepSeek's special tokens, with the wide bars and the marks for blanks that its tokenizers have.
+BEGIN, CALL, SEP, END_CALL, END = (
+    f"<\uff5ctool\u2581{word}\uff5c>"
+    for word in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+)
+FENCED = f'{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END_CALL}'
+BARE = f'{CALL}g{SEP}{{"b": "```"}}{END_CALL}'
 #: Of each form: what is written, the content that is left, and the calls.
 WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [F]),
@@ -36,6 +45,12 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "x"}, {"name": "g"}]', "", [F, ("g", "{}")]),
     ("mistral", 'So [1]. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "So [1].", [F, ("g", "{}")]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', "", [F]),
+    ("deepseek", f"So.\n{BEGIN}{FENCED}\n{FENCED}{END}", "So.", [F, F]),
+    ("deepseek", f"{BEGIN}{BARE}{BARE}{END} Done.", " Done.", [("g", '{"b": "```"}')] * 2),
+    ("deepseek", f"{BEGIN}{CALL}function{SEP}{{}}{END_CALL}{END}", "", [("function", "{}")]),
+    ("deepseek", f"{BEGIN}{CALL}function{SEP}f\n```js", f"{BEGIN}{CALL}function{SEP}f\n```js", []),
+    ("deepseek", f"{BEGIN}nothing{END} a < b", f"{BEGIN}nothing{END} a < b", []),
+    ("deepseek", f"{BEGIN}{CALL}two words{SEP}{{}}", f"{BEGIN}{CALL}two words{SEP}{{}}", []),
     ("llama", '{"name": "f", "parameters": {"a": 1}}', "", [F]),
     ("llama", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}; {"name": "f"}', "",
      [F, ("f", "{}")]),
@@ -73,7 +88,7 @@ def test_calls_do_not_depend_on_where_an_answer_is_cut(
 
 @given(
     text=st.text('<tool_cal>{}"name:rgu[]TOLCAS;f1 \n', max_size=40),
-    form=st.sampled_from(["hermes", "mistral", "llama"]),
+    form=st.sampled_from(["hermes", "mistral", "llama", "deepseek"]),
 )
 def test_what_is_no_call_is_content(text: str, form: str) -> None:
     """Nothing fails; and where nothing calls, no word is lost (blanks and separators before a broken call may be)."""
@@ -165,6 +180,7 @@ def test_templates_tell_the_form() -> None:
         ("<tool_call></tool_call>", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
         ("<|python_tag|>", "llama"),
+        ("{{ '" + BEGIN + "' }}", "deepseek"),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama"),
         ("x", None),
     ):
@@ -172,3 +188,29 @@ def test_templates_tell_the_form() -> None:
         assert (None if how is None else how.form) == form
     with pytest.raises(RooftopError, match="did you mean"):
         calling({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "ff"}}}, None)
+
+
+#: What two generations of DeepSeek write for the calls of a message: the strings of a template, and of its fields.
+TEMPLATES = {
+    "fenced": CALL + "' + tool['type'] + '" + SEP + "' + tool['function']['name'] + '\\n```json\\n' + "
+    "tool['function']['arguments'] + '\\n```" + END_CALL,
+    "bare": CALL + "' + tool['function']['name'] + '" + SEP + "' + tool['function']['arguments'] + '" + END_CALL,
+}
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_what_a_template_writes_of_a_call_is_read_as_it(form: str) -> None:
+    """The same way there and back: what a client is given, it sends with the next message."""
+    text = (
+        "{% for message in messages %}{{ message.content or '' }}{% if message.tool_calls %}{{ '" + BEGIN + "' }}"
+        "{% for tool in message.tool_calls %}{{ '" + TEMPLATES[form] + "' }}{% endfor %}{{ '" + END + "' }}"
+        "{% endif %}{% endfor %}"
+    )
+    calls = [("f", '{"a": [1, "\u00e9"]}'), ("g", "{}")]
+    made = [{"id": "1", "type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    template = ChatTemplate(templates={"default": text}, tokens={})
+    shown = for_template({"role": "assistant", "content": None, "tool_calls": made})
+    written = template.render([shown], tools=TOOLS)
+    how = calling({"tools": TOOLS}, template.text(with_tools=True))
+    assert how is not None
+    assert read(how.form, list(written)) == ("", calls)

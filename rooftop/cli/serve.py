@@ -29,6 +29,7 @@ _PACKAGES = (
 #: Fields of an engine's configuration by the options that set them.
 _OPTIONS = {
     "longest": "max-model-len", "cache": "kv-dtype", "weights": "weights-dtype", "prefill_devices": "prefill-devices",
+    "kv_split": "kv-split",
 }  # fmt: skip
 
 
@@ -67,6 +68,9 @@ _OPTIONS = {
 )
 @click.option("--kv-dtype", metavar="DTYPE", help="plain (--dtype) or int8. [default: plain, or the plan's]")
 @click.option("--mesh", metavar="AXES", help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
+@click.option(
+    "--kv-split", metavar="KIND", help="What context splits: batch or seq (tokens). [default: seq, or the plan's]"
+)
 @click.option("--on", metavar="local", help="'local': shrink the plan's mesh to the devices that are here.")
 @click.option("--devices", metavar="N", help="Emulate N devices on the CPU.")
 @click.option("--coordinator", metavar="HOST:PORT", help="Be one of several processes; 'auto' on TPU pods and Slurm.")

@@ -16,7 +16,7 @@ from rooftop.plan.serving import ServingPlan
 from rooftop.quantities import parse_count, parse_quantity
 from rooftop.scheduling.serving import Policy
 from rooftop.serve.api import Settings
-from rooftop.serve.configuration import CACHES, DTYPES, WEIGHTS, Configuration
+from rooftop.serve.configuration import CACHES, DTYPES, KV_SPLITS, WEIGHTS, Configuration
 from rooftop.serve.loading import configuration_of
 
 _CHECKPOINT = "the folder of a checkpoint (config.json, safetensors, tokenizer.json), a plan.json, or llama:2M to try"
@@ -60,7 +60,9 @@ def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) ->
     if chunk is None and batching == "interleaved":
         # Room for a piece of a prompt beside those who generate.
         chunk = max(found.policy.chunk_tokens or 0, batch + 224)
-    for name, known in (("weights_dtype", WEIGHTS), ("kv_dtype", CACHES), ("dtype", DTYPES)):
+    for name, known in (
+        ("weights_dtype", WEIGHTS), ("kv_dtype", CACHES), ("dtype", DTYPES), ("kv_split", KV_SPLITS),
+    ):  # fmt: skip
         if options[name] is not None and options[name] not in known:
             raise unknown(name.replace("_", "-"), options[name], known)
     mesh = found.mesh if options["mesh"] is None else tuple(parse_axes(options["mesh"]).items())
@@ -78,6 +80,7 @@ def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) ->
         longest=_count(options, "max_model_len"),
         max_queue=_count(options, "max_queue") or 1,
         mesh=mesh,
+        kv_split=options["kv_split"] or found.kv_split,
         prefill_devices=_count(options, "prefill_devices", zero=True) or 0,
         dtype=options["dtype"],
         weights=options["weights_dtype"] or found.weights,

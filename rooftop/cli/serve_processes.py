@@ -141,7 +141,7 @@ def generate(
             "model": checkpoint.resolve().name,
             "pid": os.getpid(),
             "max_model_len": generator.longest,
-            "pages": generator.replica.pages,
+            "pages": generator.pages,
             "page_tokens": configuration.page_tokens,
         }
         click.echo(json.dumps(about) if as_json else f"{about['model']} generates at {about['address']}")

@@ -62,9 +62,8 @@ class Lead:
         self, checkpoint: Path, configuration: Configuration, on_progress: Callable[[int, int], None]
     ) -> PagedEngine:
         """Not yet started. Raises RooftopError and Infeasible as ``rooftop.serve.together.load_together`` does."""
-        from rooftop.serve.together import gather, load_together, own_host, require_together
+        from rooftop.serve.together import gather, load_together, own_host
 
-        require_together(configuration)
         self._followers = gather(
             checkpoint,
             configuration,
@@ -109,9 +108,8 @@ def follow(checkpoint: Path, configuration: Configuration, draft: Path | None, *
     """Be one of the others, until the first one ends. Raises RooftopError and Infeasible."""
     import jax
 
-    from rooftop.serve.together import Follower, require_together
+    from rooftop.serve.together import Follower
 
-    require_together(configuration)
     follower = Follower(checkpoint, configuration, draft=draft, on_lost=lambda message: _end(message, 1))
 
     def stop(number: int, frame: object) -> None:

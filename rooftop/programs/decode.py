@@ -27,6 +27,7 @@ from rooftop.models import ModelConfig
 from rooftop.programs import loss as losses
 from rooftop.programs.describe import Kind, describe, segments
 from rooftop.programs.layer import Computation, attention, feed_forward
+from rooftop.programs.page_groups import Groups
 from rooftop.programs.page_parts import Parts
 from rooftop.programs.paged import Pages, Rows
 from rooftop.programs.paged_heads import PagedHeads
@@ -58,14 +59,16 @@ HEAD = 12
 class Decoder:
     """How a model serves on a mesh whose axes of more than one device are ``sizes``.
 
-    Weights are split over tensor and context (and experts over expert); the KV cache over tensor by heads, and over
-    context and expert by the tokens of each page. Where there are fewer key/value heads than devices along tensor, each
-    device keeps the one that its query heads use; latents are alike along tensor.
+    Weights are split over tensor and context (and experts over expert); the KV cache over tensor by heads, over expert
+    by sequences, and over context by ``kv_split``: 'batch', by sequences too, or 'seq', by the tokens of each page.
+    Where there are fewer key/value heads than devices along tensor, each device keeps the one that its query heads use;
+    latents are alike along tensor.
     ``reader`` is of ``rooftop.programs.paged``, ``alternatives`` the most of ``log_probabilities``.
     """
 
     model: ModelConfig
     sizes: tuple[tuple[str, int], ...] = ()
+    kv_split: str = "seq"
     page_tokens: int = 16
     dtype: str = "float32"
     quantised_cache: bool = False
@@ -89,8 +92,9 @@ class Decoder:
             table |= dict.fromkeys(("heads", "mlp"), columns) | {"vocab": self._dividing(columns, self.model.vocab)}
         if self.model.kv_heads % self.tensor:
             parameters["kv_heads"] = activations["kv_heads"] = ()
-        activations["batch"] = activations["seq"] = ()
-        activations["residual_seq"] = activations["expert"] + activations["heads"] if self.model.moe is not None else ()
+        # Outside the experts, too, devices along expert have sequences of their own.
+        activations["batch"], activations["seq"] = (), activations["expert"] if self.model.moe is not None else ()
+        activations["residual_seq"] = activations["seq"] + activations["heads"] if self.model.moe is not None else ()
         return Specs(Rules(parameters=parameters, activations=activations))
 
     def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
@@ -101,11 +105,17 @@ class Decoder:
         return axes
 
     @cached_property
+    def groups(self) -> Groups:
+        """How sequences are spread over devices."""
+        return Groups(tokens=self._along("expert"), heads=self._along("context") if self.kv_split == "batch" else ())
+
+    @cached_property
     def parts(self) -> Parts:
-        """How the tokens of a page are split. JAX's kernel reads whole pages: with it, experts' devices have copies."""
-        sizes = [(axis, size) for axis, size in self.sizes if axis != "tensor" and self.reader != "ragged"]
-        context = tuple(each for each in sizes if each[0] == "context")
-        return Parts(heads=context, copies=tuple(each for each in sizes if each not in context))
+        """How the tokens of a page are split."""
+        return Parts(heads=self._along("context") if self.kv_split == "seq" else ())
+
+    def _along(self, axis: str) -> tuple[tuple[str, int], ...]:
+        return tuple(each for each in self.sizes if each[0] == axis)
 
     @cached_property
     def computation(self) -> Computation:
@@ -137,18 +147,19 @@ class Decoder:
         *rows, size = self.page_shape
         scale = 4 if self.quantised_cache else 0
         copies = self.tensor if self.model.mla is not None else 1
-        if self.reader == "ragged":
-            copies *= math.prod(size for axis, size in self.sizes if axis != "tensor")
         return self.model.layers * math.prod(rows) * (size * item + scale) * copies
 
     @property
     def cache_spec(self) -> P:
         """How a layer's pool [pages + 1, *page_shape] is split."""
         heads = "tensor" if self.tensor > 1 and self.model.mla is None else None
-        return P(None, None, heads, self.parts.axes or None, *(None for _ in self.page_shape[3:]))
+        return P(self.groups.axes or None, None, heads, self.parts.axes or None, *(None for _ in self.page_shape[3:]))
 
     def abstract_pools(self, pages: int, mesh: Mesh | AbstractMesh) -> tuple[Pages, ...]:
-        """Shapes and shardings of the pools of all layers, ``pages`` pages and the one for padding."""
+        """Shapes and shardings of the pools of all layers, ``pages`` pages and the last one for padding.
+
+        Each of several ``groups`` has an equal part of them, and its own last one for padding.
+        """
         spec, shape = self.cache_spec, (pages + 1, *self.page_shape)
         dtype = jnp.int8 if self.quantised_cache else jnp.dtype(self.dtype)
         values = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -280,7 +291,8 @@ def _stream(
             local = kind.window is not None and model.rope_local_theta is not None
             heads = PagedHeads(
                 layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, width=width, reader=how.reader,
-                computation=computation, cache_spec=how.cache_spec, parts=how.parts, tensor=how.tensor,
+                computation=computation, cache_spec=how.cache_spec, groups=how.groups,
+                parts=how.parts, tensor=how.tensor,
             )  # fmt: skip
             with named_scope("attn"):
                 x = attention(x, layer.attn, computation, partial(heads, pool=pool, written=written))
@@ -293,7 +305,10 @@ def _logits(x: jax.Array, weights: Transformer[Any], which: jax.Array, how: Deco
     picked = reshard(x, P(None, None, None))[:, which]
     tied = weights.unembed is None
     matrix = weights.embed if weights.unembed is None else in_full(weights.unembed, x.dtype)
-    picked, matrix = losses.head(picked, matrix, how.specs, tied=tied)
+    # Few tokens, which need not divide as those of the layers do.
+    rules = how.specs.rules
+    specs = Specs(replace(rules, activations={**rules.activations, "seq": ()}))
+    picked, matrix = losses.head(picked, matrix, specs, tied=tied)
     return reshard(losses.logits(picked, matrix, how.model.final_softcap), P(None, None, None))[0]
 
 

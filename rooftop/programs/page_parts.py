@@ -1,8 +1,8 @@
 """Pages of a KV cache whose tokens are split over devices: where each one's are, and attention from all parts.
 
 Of every page each device has some tokens, so that whatever a step reads, they read equal parts of it, and of a long
-sequence too (chapter 7 of the book splits the cache over heads, and what is left over the batch; over tokens, one
-sequence is enough). Queries are gathered, and outputs scattered: the split that plans call ``kv_split`` seq.
+sequence too: one sequence is enough to use all of the cache, where ``rooftop.programs.page_groups`` needs one for each
+group. Queries are gathered, and outputs scattered: the split that plans call ``kv_split`` seq.
 
 Dims as in ``rooftop.programs.paged``.
 """
@@ -24,42 +24,38 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 class Parts:
     """The mesh axes over which the tokens of every page are split, so that each device has and reads a part of them.
 
-    Over ``heads`` query heads are split too: every device attends with all of theirs, and gets back the outputs of its
-    own. What is alike over ``copies`` stays so. Kinds of mesh axes with their sizes, [(name, devices)].
+    Query heads are split over them too: every device attends with all of theirs, and gets back the outputs of its own.
+    With their sizes, [(name, devices)].
     """
 
     heads: tuple[tuple[str, int], ...] = ()
-    copies: tuple[tuple[str, int], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All of them, in the order in which they split a page."""
-        return tuple(axis for axis, _ in (*self.copies, *self.heads))
+        """In the order in which they split a page."""
+        return tuple(axis for axis, _ in self.heads)
 
     @property
     def ways(self) -> int:
         """In how many parts a page is."""
-        return prod(size for _, size in (*self.copies, *self.heads))
+        return prod(size for _, size in self.heads)
 
     def gathered(self, q: jax.Array) -> jax.Array:
-        """q [R, C, n, H] with the heads of all devices that ``heads`` has."""
-        axes = tuple(axis for axis, _ in self.heads)
-        return lax.all_gather(q, axes, axis=2, tiled=True) if axes else q
+        """q [R, C, n, H] with the heads of all devices along the axes."""
+        return lax.all_gather(q, self.axes, axis=2, tiled=True) if self.axes else q
 
     def summed(self, sums: Sums) -> Sums:
         """Sums over parts of the tokens as those over all: [R, n, C, ...] of all heads here to those of own heads."""
         top, total, weighted = sums
         raised = lax.pmax(top, self.axes)
         kept = jnp.exp(top - raised)
+        own = top.shape[1] // self.ways
+        raised = lax.dynamic_slice_in_dim(raised, lax.axis_index(self.axes) * own, own, axis=1)
         total, weighted = kept * total, kept[..., None] * weighted
-        heads, copies = (tuple(axis for axis, _ in each) for each in (self.heads, self.copies))
-        if heads:
-            own = top.shape[1] // prod(size for _, size in self.heads)
-            raised = lax.dynamic_slice_in_dim(raised, lax.axis_index(heads) * own, own, axis=1)
-            total, weighted = (
-                lax.psum_scatter(each, heads, scatter_dimension=1, tiled=True) for each in (total, weighted)
-            )
-        return raised, *((lax.psum(each, copies) for each in (total, weighted)) if copies else (total, weighted))
+        total, weighted = (
+            lax.psum_scatter(each, self.axes, scatter_dimension=1, tiled=True) for each in (total, weighted)
+        )
+        return raised, total, weighted
 
 
 @dataclass(frozen=True, kw_only=True)

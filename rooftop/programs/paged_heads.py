@@ -15,6 +15,7 @@ from jax.sharding import reshard
 from rooftop.programs.attention_scores import Scores
 from rooftop.programs.layer import Computation, qkv
 from rooftop.programs.mla import latents
+from rooftop.programs.page_groups import Groups
 from rooftop.programs.page_parts import Parts
 from rooftop.programs.paged import Pages, Rows, attend_heads, attend_latents
 from rooftop.programs.parameters import Attention, LatentAttention
@@ -23,7 +24,7 @@ from rooftop.programs.sharding import on_shards
 
 @dataclass(frozen=True, kw_only=True)
 class PagedHeads:
-    """The heads of one layer over its pool, which is split as ``cache_spec`` and ``parts`` say and read by ``reader``.
+    """The heads of one layer over its pool, read by ``reader``, split as ``cache_spec``, ``groups`` and ``parts`` say.
 
     ``turns`` are its rotary angles, ``tensor`` the devices along that axis. A step has C = ``width`` new tokens of each
     of its ``rows``.
@@ -37,6 +38,7 @@ class PagedHeads:
     reader: str
     computation: Computation
     cache_spec: P
+    groups: Groups
     parts: Parts
     tensor: int
 
@@ -76,9 +78,14 @@ class PagedHeads:
             if one_each:
                 mine = lax.axis_index("tensor") * k.shape[2] // self.tensor
                 k, v = (lax.dynamic_slice_in_dim(each, mine, 1, axis=2) for each in (k, v))
-            q, k, v = (each.reshape(-1, self.width, *each.shape[2:]) for each in (q, k, v))
-            o, pool = attend_heads(self.reader, self._scores, q, k, v, sinks, pool, rows, self.parts)
-            return o.reshape(1, -1, *o.shape[2:]), pool
+            if sinks is not None:
+                sinks = self.groups.of_heads(sinks)
+
+            def attend(q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows) -> tuple[jax.Array, Pages]:
+                return attend_heads(self.reader, self._scores, q, new[0], new[1], sinks, pool, rows, self.parts)
+
+            o, pool = self.groups.attend(attend, q[0], (k[0], v[0]), pool, rows, self.width)
+            return o[None], pool
 
         sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
         specs_in = (by_heads, by_kv_heads, by_kv_heads, sink_spec, of_pool, of_rows)
@@ -104,12 +111,12 @@ class PagedHeads:
             of_keys, of_values = jnp.split(up, [mla.d_nope], axis=-1)
             plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
             absorbed = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", plain, of_keys), turned], axis=-1)
-            absorbed, latent, shared = (
-                each.reshape(-1, self.width, *each.shape[2:]) for each in (absorbed, latent, shared)
-            )
-            o, pool = attend_latents(self.reader, self._scores, absorbed, latent, shared, pool, rows, self.parts)
-            o = jnp.einsum("btnr,rnv->btnv", o.reshape(1, -1, *o.shape[2:]), of_values)
-            return o, pool
+
+            def attend(q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows) -> tuple[jax.Array, Pages]:
+                return attend_latents(self.reader, self._scores, q, new[0], new[1], pool, rows, self.parts)
+
+            o, pool = self.groups.attend(attend, absorbed[0], (latent[0], shared[0]), pool, rows, self.width)
+            return jnp.einsum("btnr,rnv->btnv", o[None], of_values), pool
 
         specs_in = (by_heads, whole, whole, up_spec, of_pool, of_rows)
         over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool))

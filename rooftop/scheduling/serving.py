@@ -62,6 +62,11 @@ class Scheduler(Queue):
         self._preempted = _Preempted()
 
     @property
+    def groups(self) -> tuple[Scheduler, ...]:
+        """One scheduler for each group of devices that has a cache: this one."""
+        return (self,)
+
+    @property
     def outstanding(self) -> int:
         """Sequences that are here and not finished: what a router balances."""
         return len(self.waiting) + len(self.swapped) + self._held
@@ -86,8 +91,20 @@ class Scheduler(Queue):
         """
         return len(self.waiting) == 1 and not self.swapped and self._held < self.policy.max_batch
 
-    def next_step(self) -> Step | None:
-        """The next step, or None while there is nothing to do."""
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether ``sequence``, which waits elsewhere, could be admitted: there is a slot and room behind who waits."""
+        ahead = len(self.waiting)
+        if self.swapped or self._held + ahead >= self.policy.max_batch:
+            return False
+        need = sum(self.cache.pages_for(each.target) for each in (*self.waiting, sequence))
+        spare = self._spare + ahead if self._held or ahead else 0
+        return self.cache.device.available - spare >= need
+
+    def next_step(self, others: int = 0, *, generate: bool = True) -> Step | None:
+        """The next step, or None while there is nothing to do; ``others`` tokens of it are those of other groups.
+
+        Unless it may ``generate``, a step without chunks is none.
+        """
         for sequence in self._arrived:
             self._begin(sequence)
         self._arrived.clear()
@@ -95,7 +112,7 @@ class Scheduler(Queue):
         chunks: list[Chunk] = []
         if self.policy.chunk_tokens is None and self.role != "generate":
             chunks = self._whole_prompt()
-        generates = not chunks and self.role != "prefill"
+        generates = generate and not chunks and self.role != "prefill"
         if generates:
             self._make_room()
             if not self._preempted.lost:
@@ -103,7 +120,7 @@ class Scheduler(Queue):
             self._grow()
         batch, context = (len(self.generating), self._context) if generates else (0, 0)
         if self.policy.chunk_tokens is not None:
-            chunks = self._chunks(self.policy.chunk_tokens - batch)
+            chunks = self._chunks(self.policy.chunk_tokens - batch - others)
         if not chunks and not batch and not self._preempted.lost:
             return None
         return Step(
@@ -161,6 +178,11 @@ class Scheduler(Queue):
         else:
             self._withdraw(sequence)
         self.cache.release(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """``sequence`` no longer waits here, if it did."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
 
     def receive(self) -> list[Sequence]:
         """Sequences, of those submitted to this generate server, that have got pages: their KV may be sent now."""

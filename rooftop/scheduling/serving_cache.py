@@ -33,6 +33,8 @@ class Sequence:
     host_pages: list[int] = field(default_factory=list)
     #: The step of its server at which it began to generate.
     since: int = 0
+    #: Of several groups of devices that have a cache each, the one that has its pages.
+    group: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "max_tokens"):
@@ -49,16 +51,27 @@ class KvCache:
     """Pages of ``page_tokens`` tokens: ``pages`` in HBM, ``host_pages`` in the host's memory.
 
     With ``prefixes`` the pages of finished prompts stay until the room is needed, and prompts that begin alike share
-    pages. The host's memory holds prefixes that HBM has no room for, and sequences that were swapped out.
+    pages. The host's memory holds prefixes that HBM has no room for, and sequences that were swapped out. Pages are
+    numbered from ``first`` and ``host_first``: where several groups of devices have a cache each, others have numbers
+    before them.
     """
 
-    def __init__(self, *, page_tokens: int, pages: int, host_pages: int = 0, prefixes: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        page_tokens: int,
+        pages: int,
+        host_pages: int = 0,
+        prefixes: bool = False,
+        first: int = 0,
+        host_first: int = 0,
+    ) -> None:
         for name, value, least in (("page_tokens", page_tokens, 1), ("pages", pages, 1), ("host_pages", host_pages, 0)):
             if value < least:
                 raise RooftopError(name, value, f"a whole number of {least} or more")
         self.page_tokens = page_tokens
-        self.device = PagePool(pages)
-        self.host = PagePool(host_pages)
+        self.device = PagePool(pages, first)
+        self.host = PagePool(host_pages, host_first)
         self.prefixes = PrefixCache(self.device, self.host) if prefixes else None
         self._copies: list[Copy] = []
 

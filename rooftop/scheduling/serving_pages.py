@@ -9,33 +9,35 @@ from collections.abc import Iterable, Sequence
 
 
 class PagePool:
-    """``size`` pages, numbered from 0. Each is free, in use (by one sequence or several), or idle.
+    """``size`` pages, numbered from ``first``. Each is free, in use (by one sequence or several), or idle.
 
     An idle page is kept by a prefix cache and used by no sequence: it can be had by evicting it.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, first: int = 0) -> None:
+        self.size, self.first = size, first
         self.idle = 0
+        self._end = first + size
         #: Pages given back. Pages that were never taken are in no list: a large slice has hundreds of millions.
         self._free: list[int] = []
-        self._users: list[int] = []
-        self._kept = bytearray()
+        # Those before the first one are others', and never taken here.
+        self._users = [0] * first
+        self._kept = bytearray(first)
 
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
-        return len(self._free) + self.size - len(self._users)
+        return len(self._free) + self._end - len(self._users)
 
     @property
     def available(self) -> int:
         """Pages that can be had: free ones and those that a prefix cache would give up."""
-        return len(self._free) + self.size - len(self._users) + self.idle
+        return len(self._free) + self._end - len(self._users) + self.idle
 
     @property
     def used(self) -> int:
         """Pages that sequences hold; a shared page counts once."""
-        return len(self._users) - len(self._free) - self.idle
+        return len(self._users) - self.first - len(self._free) - self.idle
 
     def users(self, page: int) -> int:
         """How many sequences hold ``page``."""
@@ -51,8 +53,8 @@ class PagePool:
         more = count - len(taken)
         if more:
             first = len(self._users)
-            if first + more > self.size:
-                raise IndexError(f"{count} pages, and {len(taken) + self.size - first} are free")
+            if first + more > self._end:
+                raise IndexError(f"{count} pages, and {len(taken) + self._end - first} are free")
             self._users += [1] * more
             self._kept += bytes(more)
             taken += range(first, first + more)

@@ -19,6 +19,8 @@ CACHES: tuple[str, ...] = ("plain", "int8")
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
 AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
+#: What context splits of the cache: its sequences, or the tokens of its pages.
+KV_SPLITS: tuple[str, ...] = ("batch", "seq")
 #: Tokens of a sequence up to which its block table is too short to matter.
 _TABLE_TOKENS = 8192
 
@@ -92,9 +94,9 @@ class Configuration:
     devices prefill and the others generate, or, in two processes, those of one and of the other ``role``. A sequence
     has at most ``longest`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
     ``page_tokens`` (None: what memory allows) and ``host_pages`` in the host's memory. With ``prefix_cache`` prompts
-    that begin alike share pages. ``max_queue`` requests may wait. ``mesh`` has sizes of ``AXES``;
-    of ``max_batch`` each of the ``copies`` that data makes has its share. At
-    most ``guesses`` tokens of a sequence are guessed in a step and checked together: looked up in the text (see
+    that begin alike share pages. ``max_queue`` requests may wait. ``mesh`` has sizes of ``AXES``, and ``kv_split`` is
+    what context splits; of ``max_batch`` each of the ``copies`` that data makes has its share. At most ``guesses``
+    tokens of a sequence are guessed in a step and checked together: looked up in the text (see
     ``rooftop.serve.guessing``), or by a draft model.
     """
 
@@ -106,6 +108,7 @@ class Configuration:
     longest: int | None = None
     max_queue: int = 1024
     mesh: tuple[tuple[str, int], ...] = ()
+    kv_split: str = "seq"
     prefill_devices: int = 0
     role: str = "both"
     dtype: str | None = None
@@ -129,7 +132,7 @@ class Configuration:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise RooftopError(name, getattr(self, name), f"a whole number of {least} or more")
-        for name, known in (("weights", WEIGHTS), ("cache", CACHES), ("role", ROLES)):
+        for name, known in (("weights", WEIGHTS), ("cache", CACHES), ("role", ROLES), ("kv_split", KV_SPLITS)):
             if getattr(self, name) not in known:
                 raise unknown(name, getattr(self, name), known)
         if self.dtype is not None and self.dtype not in DTYPES:

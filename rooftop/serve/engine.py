@@ -17,15 +17,15 @@ from contextlib import suppress
 import numpy as np
 
 from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy, Scheduler
-from rooftop.scheduling.serving_cache import KvCache
+from rooftop.scheduling.serving import Policy
 from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.scheduling.serving_routing import Routing
 from rooftop.serve.configuration import Configuration
 from rooftop.serve.counters import Counters
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
-from rooftop.serve.running import Running, check_pages
+from rooftop.serve.running import Running
+from rooftop.serve.schedulers import check_scheduler, matched, scheduler_of
 from rooftop.serve.steps import Server
 
 #: How copies get requests.
@@ -135,10 +135,11 @@ class PagedEngine:
 
     def stats(self) -> EngineStats:
         """See ``rooftop.serve.requests.Engine``."""
-        counters, caches = self._counters, [server.scheduler.cache for server in self._servers]
+        counters, groups = self._counters, [each for server in self._servers for each in server.scheduler.groups]
+        caches = [each.cache for each in groups]
         with self._wake:
             open_ = len(self._open)
-        running = sum(len(server.scheduler.generating) + len(server.scheduler.prefilling) for server in self._servers)
+        running = sum(len(each.generating) + len(each.prefilling) for each in groups)
         return EngineStats(
             waiting=max(0, open_ - running),
             running=running,
@@ -187,12 +188,8 @@ class PagedEngine:
 
     def _check(self) -> None:
         for server in self._servers:
-            scheduler = server.scheduler
-            # A sequence that is being sent has pages at both servers; its own are those where it goes.
-            away = {} if scheduler.role == "generate" else scheduler.to_send
             running = [each for each in list(self._running.values()) if self._home(each) is server]
-            here = [each.sequence for each in running if each.sequence not in away]
-            check_pages(scheduler.cache, here, away.values())
+            check_scheduler(server.scheduler, [each.sequence for each in running])
 
     def _home(self, running: Running) -> Server:
         """The server whose pool the pages of ``running`` are of."""
@@ -207,16 +204,10 @@ class PagedEngine:
         configuration = self.configuration
         self._apart = configuration.policy.batching == "disaggregated" and len(self.replicas) > 1
         roles = ("prefill", "generate") if self._apart else (configuration.role,) * len(self.replicas)
-        self._servers = list[Server]()
-        for role, replica in zip(roles, self.replicas, strict=True):
-            cache = KvCache(
-                page_tokens=configuration.page_tokens,
-                pages=min(configuration.pages or replica.pages, replica.pages),
-                host_pages=configuration.host_pages,
-                prefixes=configuration.prefix_cache and role != "generate",
-            )
-            scheduler = Scheduler(configuration.own_policy, cache, role)
-            self._servers.append(Server(scheduler, replica, self._running, self._counters, self.draft))
+        self._servers = [
+            Server(scheduler_of(configuration, replica, role), replica, self._running, self._counters, self.draft)
+            for role, replica in zip(roles, self.replicas, strict=True)
+        ]
         self._running.clear()
 
     def _taken(self, request: Request, deliver: Deliver) -> Running:
@@ -310,8 +301,7 @@ class PagedEngine:
     def _copy_for(self, running: Running) -> int:
         """Which replica gets it: one that has the beginning of its prompt, unless others have much less to do."""
         schedulers = [server.scheduler for server in self._servers]
-        trees = [each.cache.prefixes for each in schedulers]
-        matches = [0 if tree is None else tree.match(running.sequence.keys) for tree in trees]
+        matches = [matched(each, running.sequence) for each in schedulers]
         return _ROUTING.choose(self._requests, [each.outstanding for each in schedulers], matches)
 
     def _advance(self) -> bool:
@@ -363,8 +353,8 @@ class PagedEngine:
             return
         sequence = running.sequence
         server = self._home(running)
-        if self._apart and server is self._servers[0] and sequence in self._servers[1].scheduler.waiting:
-            self._servers[1].scheduler.waiting.remove(sequence)
+        if self._apart and server is self._servers[0]:
+            self._servers[1].scheduler.forget(sequence)
         server.scheduler.finish(sequence)
         server.leave(running)
         self._deliver(running, token)

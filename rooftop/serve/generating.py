@@ -15,15 +15,14 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.scheduling.serving import Scheduler
-from rooftop.scheduling.serving_cache import KvCache
 from rooftop.serve.configuration import Configuration
 from rooftop.serve.counters import Counters
 from rooftop.serve.handover import Report, page_arrays, pieces, taken, token_fields
 from rooftop.serve.link import Link, LinkLost, Message, accept
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import EngineStats
-from rooftop.serve.running import Running, check_pages
+from rooftop.serve.running import Running
+from rooftop.serve.schedulers import check_scheduler, scheduler_of
 from rooftop.serve.steps import Server
 
 #: Damaged pieces after which a link is given up.
@@ -243,6 +242,11 @@ class Generator:
         self._server.scheduler.finish(running.sequence)
         self._server.leave(running)
 
+    @property
+    def pages(self) -> int:
+        """Of its cache, as many as sequences can have: each group has one more, for padding."""
+        return self.replica.pages + 1 - self.replica.decoder.groups.ways
+
     def _reset(self) -> None:
         """A scheduler that knows of no request, and a cache that holds nothing."""
         configuration = self.configuration
@@ -250,10 +254,7 @@ class Generator:
             self._constraints.pop(ticket, None)
         self._running.clear()
         self._missing.clear()
-        cache = KvCache(
-            page_tokens=configuration.page_tokens, pages=self.replica.pages, host_pages=configuration.host_pages
-        )
-        scheduler = Scheduler(configuration.policy, cache, "generate")
+        scheduler = scheduler_of(configuration, self.replica, "generate")
         self._server = Server(scheduler, self.replica, self._running, self._counters)
 
     def _report(self, *, checked: bool = False) -> Report:
@@ -261,17 +262,17 @@ class Generator:
         scheduler, counters, problem = self._server.scheduler, self._counters, None
         if checked:
             try:
-                check_pages(scheduler.cache, [running.sequence for running in self._running.values()])
+                check_scheduler(scheduler, [running.sequence for running in self._running.values()])
             except AssertionError as error:
                 problem = f"where it generates, {error}"
-        generating = len(scheduler.generating)
+        generating, caches = len(scheduler.generating), [each.cache for each in scheduler.groups]
         stats = EngineStats(
             waiting=len(self._running) - generating,
             running=generating,
-            pages_used=scheduler.cache.device.used,
-            pages=scheduler.cache.device.size,
-            host_pages_used=scheduler.cache.host.used + scheduler.cache.host.idle,
-            host_pages=scheduler.cache.host.size,
+            pages_used=sum(cache.device.used for cache in caches),
+            pages=sum(cache.device.size for cache in caches),
+            host_pages_used=sum(cache.host.used + cache.host.idle for cache in caches),
+            host_pages=sum(cache.host.size for cache in caches),
             page_tokens=self.configuration.page_tokens,
             # Requests and their tokens are counted where they are delivered.
             requests=0,

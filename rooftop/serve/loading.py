@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,25 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rooftop.checkpoints.huggingface import load_weights
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.programs.decode import Decoder, by_layer
 from rooftop.programs.describe import describe
 from rooftop.programs.paged import best_reader
 from rooftop.programs.parameters import Parameter, Transformer, initialise
-from rooftop.programs.quantised import FORMATS, quantise, require_format, summed_dim
-from rooftop.quantities import format_bytes
+from rooftop.programs.quantised import quantise, summed_dim
 from rooftop.scheduling.serving import Policy
 from rooftop.serve.configuration import AXES, CACHES, WEIGHTS, Configuration, Shapes
 from rooftop.serve.engine import PagedEngine
 from rooftop.serve.replica import Replica
+from rooftop.serve.room import cache_pages, require_room
 
-#: Of the memory that weights leave, the part that the cache gets by itself: the rest is for steps and the host.
-_CACHE_SHARE = {"cpu": 0.25, "gpu": 0.85, "tpu": 0.85}
 #: Tokens of a step that prefills: enough to be bound by compute, and not so many that those who generate wait long.
 _PREFILL_TOKENS = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 
@@ -131,23 +127,25 @@ def parts(
         drafter = _decoder(guesser.model, configuration, platform)
         decoders.append(drafter)
     for mesh in meshes:
-        _require_room(decoders, mesh, configuration)
+        require_room(decoders, mesh, configuration)
     placed = [_placed(decoder, mesh, configuration, source.weights) for mesh in meshes]
     small = None if drafter is None or guesser is None else _placed(drafter, meshes[-1], configuration, guesser.weights)
-    pages, longest = _pages(decoders, meshes[-1], configuration)
+    pages, longest = cache_pages(decoders, meshes[-1], configuration)
     shapes = configuration.shapes or Shapes.of(
         max_batch=configuration.own_policy.max_batch,
         longest=longest,
         page_tokens=configuration.page_tokens,
         prefill_tokens=_PREFILL_TOKENS[platform],
         reader=decoder.reader,
-        least=math.prod(size for _, size in decoder.sizes) if source.model.moe is not None else 1,
+        least=decoder.groups.ways if source.model.moe is None else math.prod(size for _, size in decoder.sizes),
     )
+    if any(rows % decoder.groups.ways for rows in shapes.batches):
+        raise RooftopError("batches", shapes.batches, f"multiples of the {decoder.groups.ways} groups")
     made = partial(
         replica,
         pages=pages,
         host_pages=configuration.host_pages,
-        slots=configuration.own_policy.max_batch,
+        slots=-(-configuration.own_policy.max_batch // decoder.groups.ways) * decoder.groups.ways,
         shapes=shapes,
         guesses=configuration.guesses,
         options=None if options is None else dict(options),
@@ -163,15 +161,20 @@ def parts(
 def configuration_of(plan: Mapping[str, Any]) -> Configuration:
     """How a serving plan (plan.json of kind 'serve') is served: its batch, where it generates, weights and cache.
 
-    These are plain where the plan has a format that no engine has; and whatever its ``kv_split``, context splits the
-    tokens of pages. Raises RooftopError for another kind of plan, and where its axes split what an engine does not.
+    These are plain where the plan has a format that no engine has. Raises RooftopError for another kind of plan, and
+    where its axes split what an engine does not.
     """
     if plan.get("kind") != "serve":
         raise RooftopError("plan kind", plan.get("kind"), "serve")
     axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
     for axis in axes:
         if axis not in AXES:
-            raise RooftopError(f"plan mesh axis {axis}", axes[axis], f"1: an engine's axes are {', '.join(AXES)}")
+            # With hidden columns split in place of D, each device reads as little, and sends a little more.
+            other = {name: size for name, size in axes.items() if name != axis}
+            other["context"] = other.get("context", 1) * axes[axis]
+            again = ",".join(f"{name}={size}" for name, size in other.items())
+            accepted = f"1: an engine's axes are {', '.join(AXES)}; plan again, perhaps with --mesh {again}"
+            raise RooftopError(f"plan mesh axis {axis}", axes[axis], accepted)
     # The workload's own batch is null where the plan has searched for one.
     batch = int(plan["generate"]["batch"])
     planned = plan["dtypes"]
@@ -179,6 +182,7 @@ def configuration_of(plan: Mapping[str, Any]) -> Configuration:
     return Configuration(
         policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
         mesh=tuple(axes.items()),
+        kv_split=plan["kv_split"],
         weights=weights if weights in WEIGHTS else "plain",
         cache=planned["kv"] if planned["kv"] in CACHES else "plain",
     )
@@ -203,15 +207,18 @@ def _decoder(model: ModelConfig, configuration: Configuration, platform: str) ->
     decoder = Decoder(
         model=model,
         sizes=tuple((axis, sizes[axis]) for axis in AXES[1:] if sizes.get(axis, 1) > 1),
+        kv_split=configuration.kv_split,
         page_tokens=configuration.page_tokens,
         dtype=configuration.dtype or ("float32" if platform == "cpu" else "bfloat16"),
         quantised_cache=quantised,
         # JAX's kernel reads whole pages.
         reader="gather"
-        if platform == "tpu" and sizes.get("context", 1) > 1
+        if platform == "tpu" and sizes.get("context", 1) > 1 and configuration.kv_split == "seq"
         else best_reader(model, platform, quantised=quantised),
         expert_matmul="grouped" if platform == "tpu" else "batched",
     )
+    if model.moe is None and sizes.get("expert", 1) > 1:
+        raise RooftopError("mesh axis expert", sizes["expert"], f"1: {model.name} has no experts")
     columns = decoder.tensor * sizes.get("context", 1)
     if model.heads % columns:
         raise RooftopError("mesh axes tensor and context", columns, f"a divisor of the {model.heads} query heads")
@@ -253,8 +260,28 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Me
         raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, accepted)
     axes = AXES[1:]
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
-    groups = [here[at * each : (at + 1) * each] for at in range(count)]
+    groups = _apart(here, count, each)
     return [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
+
+
+def _apart(here: Sequence[jax.Device], count: int, each: int) -> list[Sequence[jax.Device]]:
+    """``count`` meshes' devices: of several processes, as many of each process in all of them, in the same places.
+
+    All processes then run all programs, and what goes from mesh to mesh stays in its process. Raises RooftopError where
+    that cannot be.
+    """
+    of_process = dict[int, list[jax.Device]]()
+    for device in here:
+        of_process.setdefault(device.process_index, []).append(device)
+    if count == 1 or len(of_process) == 1:
+        return [here[at * each : (at + 1) * each] for at in range(count)]
+    share, rest = divmod(each, len(of_process))
+    if rest or any(len(own) != count * share for own in of_process.values()):
+        accepted = f"as many devices of each of the {len(of_process)} processes in each of {count} meshes"
+        raise RooftopError("mesh", f"{each} devices", accepted)
+    return [
+        [device for own in of_process.values() for device in own[at * share : (at + 1) * share]] for at in range(count)
+    ]
 
 
 def _placed(
@@ -282,70 +309,3 @@ def _placed(
             unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(found.embed)
             found = replace(found, unembed=jax.device_put(unembed, place))
     return found
-
-
-def weight_bytes(decoder: Decoder, mesh: Mesh, configuration: Configuration) -> int:
-    """Bytes of the weights on one device.
-
-    Raises RooftopError where they cannot be quantised so.
-    """
-    total = 0
-    parameters, leaves = jax.tree.leaves(describe(decoder.model)), jax.tree.leaves(decoder.abstract_weights(mesh))
-    for parameter, leaf in zip(parameters, leaves, strict=True):
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        count, dim = math.prod(shard), summed_dim(parameter)
-        if dim is None or configuration.weights == "plain":
-            total += count * leaf.dtype.itemsize
-            continue
-        require_format(configuration.weights, parameter, shard)
-        total += FORMATS[configuration.weights].weight_bytes(count, shard[dim])
-    return total
-
-
-def _memory(device: jax.Device) -> int:
-    """Bytes that a device has for us."""
-    if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return int((device.memory_stats() or {}).get("bytes_limit", 0))
-
-
-def _sharing(mesh: Mesh) -> int:
-    """How many devices of the mesh share the memory of one."""
-    local = mesh.local_devices
-    return len(local) if local[0].platform == "cpu" else 1
-
-
-def _require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> None:
-    """Raises Infeasible where the weights, or they and the pages that are asked for, do not fit."""
-    device = mesh.local_devices[0]
-    room = _memory(device) // _sharing(mesh)
-    weights = sum(weight_bytes(decoder, mesh, configuration) for decoder in decoders)
-    pages = 1 if configuration.pages is None else configuration.pages
-    need = weights + (pages + 1) * sum(decoder.page_bytes for decoder in decoders) // mesh.size
-    if need > room:
-        names = " and ".join(decoder.model.name for decoder in decoders)
-        what = f"{names}: {format_bytes(weights)} of weights and {pages} pages of cache on a device"
-        raise Infeasible(what, f"{format_bytes(need - room)} more than the {format_bytes(room)} that it has")
-
-
-def _pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> tuple[int, int]:
-    """Pages of the cache, and the most tokens of a sequence."""
-    page_tokens, most = configuration.page_tokens, min(decoder.model.max_seq_len for decoder in decoders)
-    longest = configuration.longest or most
-    if longest > most:
-        raise RooftopError("longest", longest, f"at most the model's {most} tokens")
-    pages = configuration.pages
-    if pages is None:
-        device = mesh.local_devices[0]
-        stats = device.memory_stats() or {}
-        free = _memory(device) // _sharing(mesh) - int(stats.get("bytes_in_use", 0))
-        if jax.process_count() > 1:
-            # The same in all processes: what the one with the least has.
-            free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
-        fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(each.page_bytes for each in decoders)
-        useful = configuration.own_policy.max_batch * -(-longest // page_tokens)
-        pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
-    if configuration.longest is not None and configuration.longest > pages * page_tokens:
-        accepted = f"at most the {pages * page_tokens} tokens of the cache's {pages} pages"
-        raise RooftopError("longest", configuration.longest, accepted)
-    return pages, min(longest, pages * page_tokens)

@@ -21,6 +21,7 @@ from rooftop.programs.parameters import Transformer
 from rooftop.programs.sampling import Adjustments
 from rooftop.scheduling.serving_prefixes import Copy
 from rooftop.serve.configuration import Shapes
+from rooftop.serve.host_pages import Content, HostPages, placed
 
 Ints = npt.NDArray[np.int32]
 #: Pages that are copied at a time.
@@ -66,13 +67,21 @@ class Replica:
         self._weights, self._weight_tree = jax.tree.flatten(weights)
         abstract = decoder.abstract_pools(pages, mesh)
         self._abstract_pools, self._pool_tree = jax.tree.flatten(abstract)
+        # Pages on their way are alike in all groups of devices.
+        self._abstract_contents = [
+            jax.ShapeDtypeStruct(
+                (COPIED, *leaf.shape[1:]), leaf.dtype,
+                sharding=NamedSharding(mesh, P(None, *leaf.sharding.spec.partitions[1:])),
+            )
+            for leaf in self._abstract_pools
+        ]  # fmt: skip
         self._no_adjustments = partial(Adjustments.none, slots + 1, decoder.model.vocab)
         leaves, self._adjustment_tree = jax.tree.flatten(jax.eval_shape(self._no_adjustments))
         self._abstract_adjustments = [
             jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=self._whole) for each in leaves
         ]
         self._pools = list[jax.Array]()
-        self._host = [np.zeros((host_pages, *leaf.shape[1:]), leaf.dtype) for leaf in self._abstract_pools]
+        self._host = HostPages(self._abstract_contents, host_pages)
         self._adjustments = list[jax.Array]()
         self._programs = dict[tuple[Any, ...], Callable[..., Any]]()
         #: Emulated devices share threads: one program at a time (see JAX's notes on CPU collectives).
@@ -131,20 +140,24 @@ class Replica:
             for first in range(0, len(source), COPIED):
                 out, into = source[first : first + COPIED], target[first : first + COPIED]
                 if each.to_host:
-                    for host, pages in zip(self._host, self.take(out), strict=True):
-                        host[into] = np.asarray(pages)[: len(into)]
+                    self._host.keep(into, self._taken(out))
                 else:
-                    self.put(into, [host[self._padded(out, 0)] for host in self._host])
+                    self._fill(into, self._host.contents(self._padded(out, 0)))
 
     def take(self, pages: Ints) -> Sequence[jax.Array]:
         """The contents of at most ``COPIED`` pages, of each pool array [COPIED, ...]."""
+        return self._taken(pages)
+
+    def put(self, pages: Ints, contents: Sequence[Content]) -> None:
+        """The reverse, from arrays of the host or of another replica with such pools."""
+        self._fill(pages, contents)
+
+    def _taken(self, pages: Ints) -> Sequence[jax.Array]:
         found: Sequence[jax.Array] = self._programs["take",](self._pools, self._put(self._padded(pages, self.pages)))
         return jax.block_until_ready(found) if self._one_at_a_time else found
 
-    def put(self, pages: Ints, contents: Sequence[Any]) -> None:
-        """The reverse, from arrays of the host or of another replica with such pools."""
-        places = [leaf.sharding for leaf in self._abstract_pools]
-        moved = jax.device_put(list(contents), places)
+    def _fill(self, pages: Ints, contents: Sequence[Content]) -> None:
+        moved = placed(contents, self._abstract_contents)
         self._pools = self._programs["put",](self._pools, self._put(self._padded(pages, self.pages)), moved)
         if self._one_at_a_time:
             jax.block_until_ready(self._pools)
@@ -230,20 +243,23 @@ class Replica:
         return empty, (), ()
 
     def _take_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        groups = self.decoder.groups
+
         def take(pools: list[jax.Array], pages: jax.Array) -> list[jax.Array]:
-            return [pool[pages] for pool in pools]
+            return [groups.take(pool, pages, jax.typeof(pool).sharding.spec) for pool in pools]
 
         return take, (), (self._abstract_pools, self._ints(COPIED))
 
     def _put_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        def put(pools: list[jax.Array], pages: jax.Array, contents: list[jax.Array]) -> list[jax.Array]:
-            return [pool.at[pages].set(each) for pool, each in zip(pools, contents, strict=True)]
+        groups = self.decoder.groups
 
-        contents = [
-            jax.ShapeDtypeStruct((COPIED, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
-            for leaf in self._abstract_pools
-        ]
-        return put, (0,), (self._abstract_pools, self._ints(COPIED), contents)
+        def put(pools: list[jax.Array], pages: jax.Array, contents: list[jax.Array]) -> list[jax.Array]:
+            return [
+                groups.put(pool, pages, each, jax.typeof(pool).sharding.spec)
+                for pool, each in zip(pools, contents, strict=True)
+            ]
+
+        return put, (0,), (self._abstract_pools, self._ints(COPIED), self._abstract_contents)
 
     def _adjust_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
         def adjust(adjustments: list[jax.Array], slot: jax.Array, *rows: jax.Array) -> list[jax.Array]:

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.programs.decode import ADJUSTED, COUNT, DRAWN, HEAD, LOGPROBS, SLOT, START, Chosen
-from rooftop.scheduling.serving import Chunk, Scheduler, Step
+from rooftop.scheduling.serving import Chunk, Step
 from rooftop.scheduling.serving_cache import Sequence
 from rooftop.serve.configuration import covering
 from rooftop.serve.counters import Counters
 from rooftop.serve.replica import Ints, Replica
 from rooftop.serve.requests import Token
 from rooftop.serve.running import Running
+from rooftop.serve.schedulers import AnyScheduler, rows_of
 
 #: The columns of a slot's row behind the head: its last token, then its pages.
 _TOKEN, _TABLE = HEAD, HEAD + 1
@@ -31,14 +32,15 @@ _Order = npt.NDArray[np.int64]
 class Sent:
     """A step that the device works on, and what it will yield.
 
-    ``generating``: the requests, their slots, a row for each, and the guesses that are checked. ``prefills``: of each
-    program the requests whose prompt it completes, with their rows.
+    ``generating``: the requests, their slots, what is chosen, and the guesses that are checked; ``rows`` are theirs.
+    ``prefills``: of each program the requests whose prompt it completes, with their rows.
     """
 
     step: Step
     begun_s: float
     programs: list[tuple[int, int, int]]
     generating: tuple[list[Running], _Order, Chosen, list[list[int]] | None] | None = None
+    rows: list[int] = field(default_factory=list)
     prefills: list[tuple[list[tuple[int, Running]], Chosen]] = field(default_factory=list)
 
 
@@ -61,7 +63,7 @@ class Server:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         replica: Replica,
         running: Mapping[int, Running],
         counters: Counters,
@@ -69,7 +71,7 @@ class Server:
     ) -> None:
         self.scheduler, self.replica, self.running, self.counters = scheduler, replica, running, counters
         self._draft = draft
-        self._page_tokens = scheduler.cache.page_tokens
+        self._page_tokens, self._groups = replica.decoder.page_tokens, replica.decoder.groups.ways
         self._contexts = replica.shapes.contexts
         width = _TABLE + self._contexts[-1] // self._page_tokens
         #: One row for each slot, and one for padding. What stands for no page is the one that takes padding.
@@ -79,6 +81,8 @@ class Server:
         self._free = list(range(replica.slots - 1, -1, -1))
         self._generating = list[Running]()
         self._order: _Order = np.zeros(0, np.int64)
+        #: The rows of those who generate, in a step of ``_size``.
+        self._at, self._size = list[int](), 0
         self._changed = False
         self._ran = list[tuple[int, int, int]]()
 
@@ -101,7 +105,9 @@ class Server:
             self._changed = True
         generating = self._send_generating() if step.batch else None
         prefills = list(self._send_prefills(step.chunks))
-        return Sent(step=step, begun_s=begun_s, programs=self._ran, generating=generating, prefills=prefills)
+        return Sent(
+            step=step, begun_s=begun_s, programs=self._ran, generating=generating, rows=self._at, prefills=prefills
+        )
 
     def collect(self, sent: Sent) -> list[tuple[Running, Token]]:
         """Wait for a step; the tokens that it gave, each appended to its request."""
@@ -118,10 +124,10 @@ class Server:
             if guesses is None:
                 self._rows[order, START] += 1
                 self._rows[order, DRAWN] += 1
-                self._rows[order, _TOKEN] = generated[: len(order)]
-                found += self._tokens(list(enumerate(generating)), generated.tolist(), chosen)
+                self._rows[order, _TOKEN] = generated[sent.rows]
+                found += self._tokens(list(zip(sent.rows, generating, strict=True)), generated.tolist(), chosen)
             else:
-                found += self._checked(generating, guesses, generated.tolist(), chosen)
+                found += self._checked(sent.rows, generating, guesses, generated.tolist(), chosen)
             held = self._rows[order, START]
             for at in np.flatnonzero(held // self._page_tokens > before):
                 generating[at].extend_keys(int(held[at]))
@@ -172,11 +178,11 @@ class Server:
         self._rows[running.slot, _TABLE : _TABLE + len(pages)] = pages
 
     def _checked(
-        self, generating: list[Running], guesses: list[list[int]], values: list[int], chosen: Chosen
+        self, rows: list[int], generating: list[Running], guesses: list[list[int]], values: list[int], chosen: Chosen
     ) -> Iterator[tuple[Running, Token]]:
         """The tokens of each request: the guesses that were right, and the one behind them."""
         width = 1 + self.replica.guesses
-        for at, (running, guessed) in enumerate(zip(generating, guesses, strict=True)):
+        for at, running, guessed in zip(rows, generating, guesses, strict=True):
             row = self._rows[running.slot]
             right = 0
             while right < len(guessed) and values[at * width + right] == guessed[right]:
@@ -213,10 +219,10 @@ class Server:
             ]
         else:
             asked = packed.copy()
-            asked[: len(most), COUNT] += np.array(most, np.int32)
+            asked[self._at, COUNT] += np.array(most, np.int32)
             with self.counters.on_device():
                 guesses = self._draft.propose(asked).tolist()
-            found = [guesses[at][:each] for at, each in enumerate(most)]
+            found = [guesses[at][:each] for at, each in zip(self._at, most, strict=True)]
         return found if any(found) else None
 
     def _send_generating(self) -> tuple[list[Running], _Order, Chosen, list[list[int]] | None]:
@@ -228,6 +234,10 @@ class Server:
                 if running.slot < 0:
                     self._place(running)
             self._order = np.array([running.slot for running in self._generating], np.int64)
+            groups = [running.sequence.group for running in self._generating]
+            most = max(groups.count(group) for group in set(groups))
+            self._size = covering(self.replica.shapes.batches, most * self._groups)
+            self._at = rows_of(groups, self._size, self._groups)
             self._changed = False
         order, page_tokens = self._order, self._page_tokens
         start = self._rows[order, START]
@@ -236,14 +246,14 @@ class Server:
         for running in self._generating:
             self._constrain(running)
         pages = covering(self._contexts, int(start.max()) + 1 + self.replica.guesses) // page_tokens
-        index = np.full(covering(self.replica.shapes.batches, len(order)), self.replica.slots, np.int64)
-        index[: len(order)] = order
+        index = np.full(self._size, self.replica.slots, np.int64)
+        index[self._at] = order
         packed = self._rows[index, : _TABLE + pages]
         guesses = self._guesses(start, packed)
         if guesses is None:
             return self._generating, order, self._run(packed, 1), None
         room = np.zeros((len(packed), self.replica.guesses), np.int32)
-        for row, guessed in enumerate(guesses):
+        for row, guessed in zip(self._at, guesses, strict=True):
             room[row, : len(guessed)] = guessed
             packed[row, COUNT] += len(guessed)
         packed = np.concatenate([packed[:, :_TABLE], room, packed[:, _TABLE:]], axis=1)
@@ -268,16 +278,21 @@ class Server:
         for (_, width), pieces in sorted(waves.items(), key=lambda wave: wave[0]):
             while pieces:
                 rows = shapes.rows(len(pieces), width)
-                taken, pieces = pieces[:rows], pieces[rows:]
-                yield self._send_prefill(taken, width, rows)
+                at = rows_of([piece.running.sequence.group for piece in pieces], rows, self._groups)
+                placed = list(zip(at, pieces, strict=True))
+                yield self._send_prefill([each for each in placed if each[0] >= 0], width, rows)
+                pieces = [piece for row, piece in placed if row < 0]
 
-    def _send_prefill(self, pieces: list[_Piece], width: int, rows: int) -> tuple[list[tuple[int, Running]], Chosen]:
-        pages = covering(self._contexts, max(piece.stop for piece in pieces)) // self._page_tokens
+    def _send_prefill(
+        self, pieces: list[tuple[int, _Piece]], width: int, rows: int
+    ) -> tuple[list[tuple[int, Running]], Chosen]:
+        """A step with each piece in its row."""
+        pages = covering(self._contexts, max(piece.stop for _, piece in pieces)) // self._page_tokens
         packed = np.zeros((rows, HEAD + width + pages), np.int32)
         packed[:, HEAD + width :] = self.replica.pages
         packed[:, SLOT] = self.replica.slots
         complete = list[tuple[int, Running]]()
-        for at, piece in enumerate(pieces):
+        for at, piece in pieces:
             row, size = self._rows[piece.running.slot], piece.stop - piece.start
             packed[at, :HEAD] = row[:HEAD]
             packed[at, START], packed[at, COUNT] = piece.start, size

@@ -57,7 +57,7 @@ class Texts:
         """The ids of a conversation that the assistant goes on with. Raises RooftopError."""
         if self.template is None:
             raise RooftopError("messages", "a chat", "a model with a chat template; without one, /v1/completions")
-        text = self.template.render([_for_template(message) for message in messages], tools=tools, more=more)
+        text = self.template.render([for_template(message) for message in messages], tools=tools, more=more)
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def template_text(self, *, with_tools: bool) -> str | None:
@@ -102,7 +102,7 @@ class Texts:
         return backend
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: content as one text, arguments of tool calls as objects."""
     found = dict(message)
     if isinstance(found.get("content"), list):
@@ -115,8 +115,23 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments of a call: an object, and their JSON where a template adds them to a string, as DeepSeek's do."""
+
+    def __init__(self, text: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
 def _arguments(text: str) -> Any:
     try:
-        return json.loads(text)
+        values = json.loads(text)
     except ValueError:
         return text
+    return _Arguments(text, values) if isinstance(values, dict) else values

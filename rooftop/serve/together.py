@@ -14,9 +14,10 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -27,9 +28,11 @@ from jax.experimental import multihost_utils
 
 import rooftop
 from rooftop.errors import RooftopError
+from rooftop.scheduling.serving_prefixes import Copy
 from rooftop.serve.configuration import Configuration
 from rooftop.serve.engine import PagedEngine
 from rooftop.serve.handover import fingerprint
+from rooftop.serve.host_pages import Content
 from rooftop.serve.link import Buffer, Link, LinkLost, Message, accept, connect
 from rooftop.serve.loading import parts
 from rooftop.serve.replica import Adjusted, Ints, Replica
@@ -47,7 +50,7 @@ class Followers:
 
     def __init__(self, links: Sequence[Link], on_lost: Callable[[str], None], on_stop: Callable[[], None]) -> None:
         self.on_lost, self.on_stop = on_lost, on_stop
-        self._links = list(links)
+        self._links, self._numbers = list(links), count()
         self._ready = threading.Semaphore(0)
         self._ended = False
         for process, link in enumerate(self._links, 1):
@@ -59,6 +62,10 @@ class Followers:
         sent: list[Buffer] = [each.tobytes() for each in arrays]
         for link in self._links:
             link.send(kind, payload=(lambda: sent) if sent else None, arrays=shapes, **fields)
+
+    def number(self) -> int:
+        """Of the next replica: all processes make theirs in the same order."""
+        return next(self._numbers)
 
     def wait(self) -> None:
         """Until all have compiled their programs."""
@@ -90,15 +97,15 @@ class Leading(Replica):
 
     def __init__(self, followers: Followers, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._followers, self._compiled = followers, False
+        self._followers, self._number, self._compiled = followers, followers.number(), False
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
         """See ``Replica``; all processes compile at the same time."""
         self._tell("compile", role=role)
         self._compiled = False
-        count = super().compile(on_progress, role=role)
+        programs = super().compile(on_progress, role=role)
         self._compiled = True
-        return count
+        return programs
 
     def allocate(self) -> None:
         """See ``Replica``."""
@@ -127,8 +134,24 @@ class Leading(Replica):
         self._tell("set_mask", mask, slot=slot)
         super().set_mask(slot, mask)
 
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """See ``Replica``; each process has its own shards in its own host's memory."""
+        every = list(copies)
+        self._tell("copy", copies=[[each.to_host, each.source, each.target] for each in every])
+        super().copy(every)
+
+    def take(self, pages: Ints) -> Sequence[jax.Array]:
+        """See ``Replica``; what the others take so, the next ``put`` puts."""
+        self._tell("take", pages)
+        return super().take(pages)
+
+    def put(self, pages: Ints, contents: Sequence[Content]) -> None:
+        """See ``Replica``; ``contents`` are what was taken last."""
+        self._tell("put", pages)
+        super().put(pages, contents)
+
     def _tell(self, kind: str, *arrays: np.ndarray[Any, Any], **fields: Any) -> None:
-        self._followers.tell(kind, arrays, drafts=self.drafts, **fields)
+        self._followers.tell(kind, arrays, replica=self._number, **fields)
 
 
 def load_together(
@@ -216,10 +239,9 @@ class Follower:
     def run(self, on_ready: Callable[[], None]) -> None:
         """Until the first process has ended; ``on_ready`` is called once all programs are compiled."""
         replicas = [*self._made.replicas, *([] if self._made.draft is None else [self._made.draft])]
-        waiting = len(replicas)
+        waiting, taken = len(replicas), list[jax.Array]()
         while (message := self._messages.get()).kind != "stop":
-            replica = replicas[message.fields["drafts"]]
-            _do(replica, message)
+            _do(replicas[message.fields["replica"]], message, taken)
             if message.kind == "compile":
                 waiting -= 1
                 if not waiting:
@@ -241,15 +263,16 @@ class Follower:
             self._on_lost(f"the first process of the engine is lost ({lost})")
 
 
-def _do(replica: Replica, message: Message) -> None:
+def _do(replica: Replica, message: Message, taken: list[jax.Array]) -> None:
+    """What the first process has said; ``taken`` is what pages held that go from replica to replica."""
     fields, at = message.fields, 0
     arrays = list[np.ndarray[Any, Any]]()
     for shape, name in fields["arrays"]:
         dtype = np.dtype(name)
-        count = int(np.prod(shape, dtype=np.int64))
+        elements = int(np.prod(shape, dtype=np.int64))
         assert message.payload is not None, "checked where it came"
-        arrays.append(np.frombuffer(message.payload, dtype, count, at).reshape(shape))
-        at += count * dtype.itemsize
+        arrays.append(np.frombuffer(message.payload, dtype, elements, at).reshape(shape))
+        at += elements * dtype.itemsize
     match message.kind:
         case "compile":
             replica.compile(role=fields["role"])
@@ -264,17 +287,15 @@ def _do(replica: Replica, message: Message) -> None:
             replica.adjust(fields["slot"], Adjusted(bias=bias, seen=seen, mask=mask, penalties=penalties))
         case "set_mask":
             replica.set_mask(fields["slot"], arrays[0])
-
-
-def require_together(configuration: Configuration) -> None:
-    """Raises RooftopError for what several processes do not do together."""
-    for name, given, accepted in (
-        ("batching", configuration.policy.batching, "interleaved"),
-        ("host_pages", configuration.host_pages, 0),
-        ("mesh axis data", configuration.copies, 1),
-    ):
-        if given != accepted:
-            raise RooftopError(name, given, f"{accepted} where several processes are one engine")
+        case "copy":
+            replica.copy(
+                Copy(to_host=to_host, source=tuple(source), target=tuple(target))
+                for to_host, source, target in fields["copies"]
+            )
+        case "take":
+            taken[:] = replica.take(arrays[0])
+        case "put":
+            replica.put(arrays[0], list(taken))
 
 
 def _facts(checkpoint: Path, configuration: Configuration, draft: Path | None) -> dict[str, Any]:

@@ -4,6 +4,8 @@ Forms, by what a chat template spells out:
 
 - ``hermes`` (Hermes, Qwen): ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, text around it;
 - ``mistral``: ``[TOOL_CALLS]`` and a list of such objects, or ``name[ARGS]{...}``;
+- ``deepseek`` (V3, R1, V3.1): special tokens around all calls and around each: ``function``, a separator, the name and
+  a fence of Markdown with arguments in it; or the name, the separator and the arguments;
 - ``llama`` (Llama 3): an answer that is such an object, with ``parameters``, perhaps behind ``<|python_tag|>``;
 - ``json``: the answer is one such object, or a list: what an answer is held to that must call a tool.
 """
@@ -21,16 +23,31 @@ from typing import Any
 from rooftop.errors import RooftopError, unknown
 
 #: What begins calls.
-_OPENS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>", "json": ""}
+_OPENS = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "deepseek": "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "llama": "<|python_tag|>",
+    "json": "",
+}
 #: What stands in a template of each form: the same, or how Llama 3.2 is told to write one.
 _SIGNS: dict[str, tuple[str, ...]] = {form: (opens,) for form, opens in _OPENS.items() if opens}
 _SIGNS["llama"] += ('"parameters": dictionary',)
-_CLOSES = "</tool_call>"
+#: What ends them.
+_CLOSES = {"hermes": "</tool_call>", "deepseek": "<\uff5ctool\u2581calls\u2581end\uff5c>"}
+#: DeepSeek's tokens of one call: before it, between its kind and name or its name and arguments, and behind it.
+_CALL, _SEP, _ENDS = (f"<\uff5ctool\u2581{word}\uff5c>" for word in ("call\u2581begin", "sep", "call\u2581end"))
+#: What may stand between calls, beside blanks.
+_BETWEEN = {"deepseek": ("```", _ENDS)}
 #: Special tokens that calls are made of: they are read, and never shown.
-MARKERS: frozenset[str] = frozenset((*filter(None, _OPENS.values()), _CLOSES, "[ARGS]", "[CALL_ID]"))
+MARKERS: frozenset[str] = frozenset(
+    (*filter(None, _OPENS.values()), *_CLOSES.values(), "[ARGS]", "[CALL_ID]", _CALL, _SEP, _ENDS)
+)
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 _BEGINS_NAMED = re.compile(r"[\w.-]+(?:\[[A-Z_]*\]?\w*)*\s*")
+#: One of DeepSeek's calls as far as its arguments.
+_FENCED = re.compile(rf"{_CALL}\s*(?:function\s*{_SEP}\s*([\w.-]+)\s*```(?:json)?|([\w.-]+)\s*{_SEP})\s*(?=\{{)")
 _BLANKS = " \t\r\n,;"
 _SEPARATORS = _BLANKS + "[]"
 _LETTERS = string.ascii_letters + string.digits
@@ -126,6 +143,7 @@ class CallReader:
     def __init__(self, how: Calling) -> None:
         self.calls = 0
         self._how, self._opens = how, _OPENS[how.form]
+        self._markers = [self._opens, _CLOSES.get(how.form, ""), *_BETWEEN.get(how.form, ())]
         self._text = ""
         self._read = self._answer if how.form in ("llama", "json") else self._outside
         #: What made us look for a call, and is content if there is none.
@@ -175,10 +193,10 @@ class CallReader:
 
     def _between(self) -> bool:
         text = self._text.lstrip(_BLANKS)
-        for marker in filter(None, (self._opens, _CLOSES)):
+        for marker in filter(None, self._markers):
             if text.startswith(marker):
                 self._text = text.removeprefix(marker)
-                self._read = self._outside if marker == _CLOSES else self._between
+                self._read = self._outside if marker == _CLOSES.get(self._how.form) else self._between
                 return True
             if marker.startswith(text):
                 return False
@@ -187,6 +205,14 @@ class CallReader:
             return False
         if text[0] == "{":
             self._text, self._read, self._scan, self._scanned = text, self._object, _Scan(), 0
+            return True
+        if self._how.form == "deepseek":
+            if (named := _FENCED.match(text)) is None:
+                # The brace of its arguments may be yet to come.
+                begun = text.startswith(_CALL) or _CALL.startswith(text)
+                return False if begun and "{" not in text else self._no_call()
+            self._begin(named[1] or named[2])
+            self._text, self._read, self._scan = text[named.end() :], self._arguments_alone, _Scan()
             return True
         if self._how.form == "mistral" and (named := _NAMED.match(text)):
             self._begin(named[1])

@@ -1,0 +1,186 @@
+"""One server whose KV cache is spread over groups of devices: each sequence has all its pages on one of them.
+
+Each group has a ``Scheduler`` and a cache of its own; all take their steps together. A sequence gets its group when one
+has room for it, and stays there: where the beginning of its prompt is cached, unless that group has much more to read
+than others, else where the fewest pages are in use, since a step lasts as long as its busiest group. No clock, no JAX.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
+
+from rooftop.scheduling.serving import Policy, Scheduler, Step
+from rooftop.scheduling.serving_cache import KvCache, Sequence
+from rooftop.scheduling.serving_routing import Routing
+
+_ROUTING = Routing(kind="affinity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedStep(Step):
+    """The steps of all groups together; ``parts`` has that of each, None where there is nothing to do."""
+
+    parts: tuple[Step | None, ...]
+
+
+class GroupedScheduler:
+    """As ``Scheduler``, over ``caches``, one for each group of devices (see ``KvCache``).
+
+    A group holds its share of ``policy.max_batch`` sequences at most. All groups together fill a step of
+    ``policy.chunk_tokens``; without them, each prefills a prompt at a time, for which those who generate wait in all.
+    """
+
+    def __init__(self, policy: Policy, caches: Several[KvCache], role: str = "both") -> None:
+        self.policy, self.role = policy, role
+        own = replace(policy, max_batch=-(-policy.max_batch // len(caches)))
+        self._groups = tuple(Scheduler(own, cache, role) for cache in caches)
+        self._unplaced: deque[Sequence] = deque()
+        self._placed = 0
+
+    @property
+    def groups(self) -> tuple[Scheduler, ...]:
+        """The scheduler of each group."""
+        return self._groups
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences that are here and not finished."""
+        return len(self._unplaced) + sum(each.outstanding for each in self._groups)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences that have no pages: those of groups, then those that have no group."""
+        return tuple(chain(*(each.waiting for each in self._groups), self._unplaced))
+
+    @property
+    def swapped(self) -> tuple[Sequence, ...]:
+        """Sequences in the host's memory."""
+        return tuple(chain(*(each.swapped for each in self._groups)))
+
+    @property
+    def prefilling(self) -> Mapping[Sequence, None]:
+        """See ``Scheduler``."""
+        return ChainMap(*(each.prefilling for each in self._groups))
+
+    @property
+    def generating(self) -> Mapping[Sequence, None]:
+        """See ``Scheduler``."""
+        return ChainMap(*(each.generating for each in self._groups))
+
+    @property
+    def to_send(self) -> Mapping[Sequence, list[int]]:
+        """See ``Scheduler``."""
+        return ChainMap(*(each.to_send for each in self._groups))
+
+    def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
+        """Why such a request could never be served here, or None."""
+        return self._groups[0].refusal(prompt_tokens, max_tokens)
+
+    def submit(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Queue a sequence; ``first``, before all others that have no group."""
+        if first:
+            self._unplaced.appendleft(sequence)
+        else:
+            self._unplaced.append(sequence)
+
+    def next_step(self) -> GroupedStep | None:
+        """The next step, or None while there is nothing to do."""
+        self._place()
+        found = self._prompts() if self.policy.chunk_tokens is None else {}
+        if not any(found.values()):
+            found = self._shared()
+        parts = tuple(found[each] for each in self._groups)
+        steps = [part for part in parts if part is not None]
+        if not steps:
+            return None
+        return GroupedStep(
+            copies=tuple(chain(*(step.copies for step in steps))),
+            chunks=tuple(chain(*(step.chunks for step in steps))),
+            prefill=tuple(chain(*(step.prefill for step in steps))),
+            batch=sum(step.batch for step in steps),
+            generating=sum(step.generating for step in steps),
+            context_tokens=sum(step.context_tokens for step in steps),
+            preempted=tuple(chain(*(step.preempted for step in steps))),
+            resumed=tuple(chain(*(step.resumed for step in steps))),
+            parts=parts,
+        )
+
+    def _prompts(self) -> dict[Scheduler, Step | None]:
+        """A whole prompt in each group that has one: all who generate wait for them."""
+        return {each: each.next_step(generate=False) for each in self._groups}
+
+    def _shared(self) -> dict[Scheduler, Step | None]:
+        """A token for all who generate, and pieces of prompts in what that leaves of a step."""
+        expected = {each: each.outstanding - len(each.waiting) - len(each.prefilling) for each in self._groups}
+        found = dict[Scheduler, Step | None]()
+        # Tokens for prompts are those of who came first: ids grow.
+        for each in sorted(self._groups, key=lambda group: next((s.id for s in group.prefilling), inf)):
+            del expected[each]
+            found[each] = step = each.next_step(sum(expected.values()))
+            if step is not None:
+                expected[each] = step.batch + sum(chunk.tokens for chunk in step.chunks)
+        return found
+
+    def complete(self, step: Step) -> None:
+        """``step`` has been executed."""
+        assert isinstance(step, GroupedStep)
+        for each, part in zip(self._groups, step.parts, strict=True):
+            if part is not None:
+                each.complete(part)
+
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """See ``Scheduler``."""
+        self._groups[sequence.group].advance(sequence, tokens)
+
+    def finish(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        if sequence in self._unplaced:
+            self._unplaced.remove(sequence)
+        else:
+            self._home(sequence).finish(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        if sequence in self._unplaced:
+            self._unplaced.remove(sequence)
+        for each in self._groups:
+            each.forget(sequence)
+
+    def receive(self) -> list[Sequence]:
+        """See ``Scheduler``."""
+        self._place()
+        return list(chain(*(each.receive() for each in self._groups)))
+
+    def sent(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        self._home(sequence).sent(sequence)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        self._groups[sequence.group].arrived(sequence)
+
+    def _home(self, sequence: Sequence) -> Scheduler:
+        """The group that has it. What is to be sent may have its group at the server where it goes by now."""
+        return next((each for each in self._groups if sequence in each.to_send), self._groups[sequence.group])
+
+    def _place(self) -> None:
+        """Give those who wait a group, first come, first served, as long as one has room."""
+        while self._unplaced:
+            sequence = self._unplaced[0]
+            takers = [number for number, each in enumerate(self._groups) if each.takes(sequence)]
+            if not takers or self.outstanding - len(self._unplaced) >= self.policy.max_batch:
+                return
+            caches = [self._groups[number].cache for number in takers]
+            loads = [
+                cache.device.used + sum(cache.pages_for(each.target) for each in self._groups[number].waiting)
+                for number, cache in zip(takers, caches, strict=True)
+            ]
+            matches = [0 if cache.prefixes is None else cache.prefixes.match(sequence.keys) for cache in caches]
+            sequence.group = takers[_ROUTING.choose(self._placed, loads, matches)]
+            self._placed += 1
+            self._groups[sequence.group].submit(self._unplaced.popleft())

@@ -1,0 +1,68 @@
+"""The scheduler of a replica, of its groups of devices together where there are several, and their rows in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rooftop.scheduling.serving import Scheduler
+from rooftop.scheduling.serving_cache import KvCache
+from rooftop.scheduling.serving_cache import Sequence as Held
+from rooftop.scheduling.serving_groups import GroupedScheduler
+from rooftop.serve.configuration import Configuration
+from rooftop.serve.replica import Replica
+from rooftop.serve.running import check_pages
+
+AnyScheduler = Scheduler | GroupedScheduler
+
+
+def scheduler_of(configuration: Configuration, replica: Replica, role: str) -> AnyScheduler:
+    """One that knows of no request, over a cache that holds nothing."""
+    groups = replica.decoder.groups.ways
+    # The last page of each group takes what is written for padding. A pool may be there for more than is asked for.
+    held = (replica.pages + 1) // groups
+    pages = held - 1 if configuration.pages is None else min(held - 1, max(1, configuration.pages // groups))
+    host_pages = configuration.host_pages // groups
+    caches = [
+        KvCache(
+            page_tokens=configuration.page_tokens,
+            pages=pages,
+            host_pages=host_pages,
+            prefixes=configuration.prefix_cache and role != "generate",
+            first=group * held,
+            host_first=group * host_pages,
+        )
+        for group in range(groups)
+    ]
+    policy = configuration.own_policy
+    return Scheduler(policy, caches[0], role) if groups == 1 else GroupedScheduler(policy, caches, role)
+
+
+def check_scheduler(scheduler: AnyScheduler, sequences: Iterable[Held]) -> None:
+    """Raises AssertionError if a page is lost: see ``check_pages``. ``sequences`` are all that are here."""
+    sending = {} if scheduler.role == "generate" else scheduler.to_send
+    # A sequence that is being sent has pages at both servers; its own are those where it goes.
+    here = [each for each in sequences if each not in sending]
+    for number, group in enumerate(scheduler.groups):
+        away = {} if scheduler.role == "generate" else group.to_send
+        check_pages(group.cache, [each for each in here if each.group == number], away.values())
+
+
+def matched(scheduler: AnyScheduler, sequence: Held) -> int:
+    """The most pages that a group has of what ``sequence`` begins with."""
+    trees = [each.cache.prefixes for each in scheduler.groups]
+    return max(0 if tree is None else tree.match(sequence.keys) for tree in trees)
+
+
+def rows_of(groups: Sequence[int], rows: int, ways: int) -> list[int]:
+    """In which of the ``rows`` of a program each sequence is, by its group; -1 for those of whom there are too many.
+
+    Of ``ways`` groups each has an equal block of rows, if they divide; else any row will do.
+    """
+    blocks = ways if rows % ways == 0 else 1
+    size, taken = rows // blocks, [0] * blocks
+    found = list[int]()
+    for group in groups:
+        block = group % blocks
+        found.append(block * size + taken[block] if taken[block] < size else -1)
+        taken[block] += 1
+    return found
