@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from rooftop.embed import kernels, preprocess, stack_sort
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.keys import flags, set_up_to
+from rooftop.embed.lookups import TableBatch
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.embed.threads import Threads
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
@@ -52,12 +54,18 @@ def stacks(draw: st.DrawFn) -> tuple[Stacking, int, dict[str, Ragged]]:
     return stacking, batch, inputs
 
 
-def made(model: tuple[Stacking, int, dict[str, Ragged]], *, minibatching: bool, threads: int = 1) -> Preprocessed:
+def made(
+    model: tuple[Stacking, int, dict[str, Ragged]],
+    *,
+    minibatching: bool,
+    threads: int = 1,
+    accelerate: bool = False,
+) -> Preprocessed:
     stacking, batch, inputs = model
     one = StackLimits(max_ids=512, max_unique_ids=512, buffer=full_buffer(512, stacking.cores))
     limits = {stack.name: one for stack in stacking.stacks}
     return Preprocessor(
-        stacking, batch=batch, limits=limits, minibatching=minibatching, threads=threads, accelerate=False
+        stacking, batch=batch, limits=limits, minibatching=minibatching, threads=threads, accelerate=accelerate
     ).preprocess(inputs)
 
 
@@ -69,6 +77,35 @@ def assert_same(ours: Preprocessed, other: Preprocessed) -> None:
         for field in ("max_ids", "max_unique_ids", "buffer"):
             np.testing.assert_array_equal(getattr(mine, field), getattr(seen, field))
         assert (mine.table_ids, mine.table_unique_ids, mine.ids) == (seen.table_ids, seen.table_unique_ids, seen.ids)
+
+
+@settings(max_examples=100)
+@given(stacks(), st.booleans(), st.integers(1, 3), st.sampled_from([1, 30, 16_000]), st.booleans())
+def test_numbas_loops_make_what_numpy_makes(
+    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, threads: int, at_once: int, strided: bool
+) -> None:
+    """However many sources are sorted at once, and wherever the ids lie."""
+    accelerated = pytest.importorskip("rooftop.embed.accelerated")
+    if strided:
+        stacking, batch, inputs = model
+        apart = {name: replace(ids, values=np.repeat(ids.values, 2)[::2]) for name, ids in inputs.items()}
+        model = stacking, batch, apart
+    wanted = made(model, minibatching=minibatching)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerated, "_SORTED_AT_ONCE", at_once)
+        assert_same(made(model, minibatching=minibatching, threads=threads, accelerate=True), wanted)
+
+
+def test_numba_leaves_keys_beyond_its_own_to_numpy() -> None:
+    accelerated = pytest.importorskip("rooftop.embed.accelerated")
+    tables = tuple(Table(name=name, vocabulary=2**29, width=8) for name in "ab")
+    features = tuple(Feature(name=name, table=name) for name in "ab")
+    stacking = stack_tables(Tables(tables=tables, features=features), cores=1, cores_per_device=1, batch=2**30)
+    found = preprocess.layouts(stacking, stacking.stacks[0], 2**30)
+    batches = [TableBatch(table=table, features=(), gains=None) for table in found]
+    assert accelerated._Fields.of(batches, 1, 8) is not None
+    wide = [replace(one, table=replace(one.table, layout=replace(one.table.layout, samples=2**40))) for one in batches]
+    assert accelerated._Fields.of(wide, 1, 8) is None
 
 
 @settings(max_examples=150)

@@ -12,6 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 from conftest import Answer
+from embedding_programs import TOML
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,21 +27,6 @@ from rooftop.plan.embed_problem import EmbedProblem
 from rooftop.schemas import schema
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "embed_memory.csv"
-TOML = """
-[tables.user]
-vocabulary = 5_000_000
-width = 64
-optimizer = {kind = "adagrad", learning_rate = 0.05}
-[tables.tag]
-vocabulary = 1000
-width = 12
-[features.user_id]
-table = "user"
-ids_per_sample = 20
-[features.tags]
-table = "tag"
-ids_per_sample = 5
-"""
 
 
 def problem(
@@ -181,6 +167,20 @@ def test_tables_too_large_for_the_slice_say_so() -> None:
     plan = EmbedPlan(problem=problem(on="v6e:2x2", vocabulary=2**30))
     with pytest.raises(Infeasible, match="more chips, or smaller tables"):
         plan.require_fit()
+
+
+def test_a_stack_beyond_what_sparsecores_address_is_refused() -> None:
+    # Compiled for v6e:2x2 with 33 GB: "SparseCore only supports 16 GiB of HBM per tensor".
+    for vocabulary, fits in ((2**28 - 1024, True), (2**28 + 1024, False)):
+        tables = Tables(
+            tables=(Table(name="user", vocabulary=vocabulary, width=64, optimizer=TableOptimizer(kind="sgd")),),
+            features=(Feature(name="f", table="user"),),
+        )
+        plan = EmbedPlan(problem=dataclasses.replace(problem(on="v6e:2x2"), tables=tables))
+        assert (plan.obstacles == []) is fits
+        if not fits:
+            with pytest.raises(Infeasible, match=r"stack user has 17\.2 GB of rows on a device"):
+                plan.require_fit()
 
 
 def test_memory_counts_padding_slots_and_steps_under_way() -> None:

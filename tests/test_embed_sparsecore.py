@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from embedding_programs import HLO
 
 from rooftop.arrays import Mesh
 from rooftop.errors import Infeasible, RooftopError
@@ -116,28 +117,6 @@ def test_marks_are_the_largest_of_the_log_in_bytes() -> None:
 
     assert read_marks("\n".join(lines())) == (5904 * 32, 130955 * 4)
     assert read_marks("nothing") is None
-
-
-HLO = """HloModule jit_step, is_scheduled=true
-
-%sparse (a: f32[8]) -> f32[8] {
-  ROOT %a = f32[8]{0} parameter(0)
-}, execution_thread="sparsecore"
-
-%fused (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %n = f32[8]{0} negate(%p)
-}
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %before = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
-  %start = ((f32[8]), f32[8]) call-start(%x), async_execution_thread="sparsecore", to_apply=%sparse
-  %beside = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
-  %done = f32[8]{0} call-done(%start)
-  ROOT %after = f32[8]{0} fusion(%done), kind=kLoop, calls=%fused
-}
-"""
 
 
 def test_what_stands_between_start_and_done_is_beside() -> None:

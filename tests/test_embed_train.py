@@ -132,15 +132,15 @@ def test_auc_counts_pairs() -> None:
 def test_a_number_that_is_none_is_named_with_its_table_and_batch(clicks: Path, tmp_path: Path) -> None:
     trainer = Trainer(options(clicks, tmp_path / "run", devices=1))
     stack, place = trainer.stacking.place("t2")
-    check_finite(trainer.state.embedding.tables, trainer.stacking, 7)
+    check_finite(trainer.state.embedding, trainer.stacking, 7)
     core = (5 + place.rotation) % trainer.stacking.cores
     at = (core, place.offset + 5 // trainer.stacking.cores, 3)
-    tables: dict[str, Any] = {**trainer.state.embedding.tables}
-    broken = np.array(tables[stack.name])
+    state = trainer.state.embedding
+    broken: Any = np.array(state.tables[stack.name])
     broken[at] = np.nan
-    tables[stack.name] = broken
+    state = dataclasses.replace(state, tables={**state.tables, stack.name: broken})
     with pytest.raises(Infeasible, match=r"table t2 after batch 7: 1 rows .* first row 5"):
-        check_finite(tables, trainer.stacking, 7)
+        check_finite(state, trainer.stacking, 7)
 
 
 def test_the_check_names_the_batch_that_broke_a_table(clicks: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--batch", default="1024", show_default=True, metavar="N", help="Samples of a step, on all devices.")
 @click.option("--steps", metavar="N", help="At most so many batches in all. All of the data if not given.")
 @click.option("--devices", metavar="N", help="Emulate N devices on the CPU. [default: the devices that are here]")
-@click.option("--cores-per-device", default=2, show_default=True, help="SparseCores that each device stands for.")
+@click.option("--cores-per-device", metavar="N", help="SparseCores that a device without any stands for. [default: 2]")
 @click.option("--pipelined", is_flag=True, help="Overlap tables and dense part: gradients are stale by a step.")
 @click.option("--checkpoint-every", default=100, show_default=True, metavar="N", help="Batches between checkpoints.")
 @click.option("--check", metavar="NAMES", help="Look for faults: nan; on TPUs also bounds and buffers.")
@@ -35,7 +35,7 @@ def train(
     batch: str,
     steps: str | None,
     devices: str | None,
-    cores_per_device: int,
+    cores_per_device: str | None,
     pipelined: bool,
     checkpoint_every: int,
     check: str | None,
@@ -67,7 +67,7 @@ def train(
             batch=parse_count(batch, "batch"),
             steps=None if steps is None else parse_count(steps, "steps"),
             devices=len(jax.devices()) if devices is None else parse_count(devices, "devices"),
-            cores_per_device=cores_per_device,
+            cores_per_device=None if cores_per_device is None else parse_count(cores_per_device, "cores_per_device"),
             pipelined=pipelined,
             checkpoint_every=checkpoint_every,
             seed=seed,
@@ -79,6 +79,7 @@ def train(
     losses = trainer.train()
     said: dict[str, Any] = {
         "run": str(run),
+        "kernel": trainer.target.kernel,
         "batches": trainer.done,
         "begun_at": begun,
         "loss": losses[-1] if losses else None,
@@ -89,6 +90,8 @@ def train(
         return 0
     out = console()
     out.print(f"{trainer.done:,} batches of {batch} samples, {begun:,} of them before")
+    if trainer.target.kernel == "sparsecore":
+        out.print("  lookups and updates are XLA's SparseCore operations")
     if losses:
         out.print(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last (nats a sample)")
     if evaluate is not None:

@@ -1,4 +1,10 @@
-"""The kernels in numba: keys, merging and writing in one pass each; NumPy sorts, which it does with wide vectors."""
+"""The kernels in numba: all tables of a stack are sorted in one call and written in another (``loops``).
+
+A key says, from the highest bits on, source, destination, table, local row and row of activations: sorted keys have
+the buffer's order. Ids come in the order of their samples, so that only what is above the row of activations is
+sorted, digit by digit from the lowest (each a stable counting sort). A part of the work is in the interpreter only
+before and after two calls: other threads wait for its lock.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +14,57 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from rooftop.embed.emit import NO_GAIN, NO_ID, Buffers, Space
+from rooftop.embed.emit import Buffers, Space
 from rooftop.embed.kernels import Found, NumpyKernels
 from rooftop.embed.keys import bits
 from rooftop.embed.lookups import TableBatch
-from rooftop.models.tables_stacking import ALIGNMENT
+from rooftop.embed.loops import DIGIT, sort_ids, write_ids
+
+#: Ids that are sorted at once, as far as there is a choice: they stay in a core's cache.
+_SORTED_AT_ONCE = 16_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    """Where the fields of a key begin, the bits of a key, and how many sources are sorted at once."""
+
+    row: int
+    table: int
+    core: int
+    source: int
+    used: int
+    sources: int
+
+    @classmethod
+    def of(cls, tables: Sequence[TableBatch], sources: int, ids: int) -> _Fields | None:
+        """For ``ids`` ids of so many sources; None if 62 bits cannot tell those of one source apart."""
+        layouts = [one.table.layout for one in tables]
+        row = max(layout.sample_bits for layout in layouts)
+        table = row + max(layout.row_bits for layout in layouts)
+        core = table + bits(len(tables))
+        source = core + bits(layouts[0].cores)
+        if source > 62:
+            return None
+        most = min(max(_SORTED_AT_ONCE * sources // max(ids, 1), 1), 1 << max(32 - source, 0), sources)
+        # As few sorts, each of as many sources.
+        at_once = -(-sources // -(-sources // most))
+        return cls(row=row, table=table, core=core, source=source, used=source + bits(at_once), sources=at_once)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Joined:
-    """Sorted ids of a stack, one table behind another in ``keys`` and ``gains``; see ``kernels.Found``.
+    """Sorted and merged ids of a stack, as the buffers have them; see ``kernels.Found``.
 
-    Dims: parameters [T, 7] of the tables (``_parameters``); begins [T], where the ids of a table begin.
+    Dims: N at least the merged ids; keys, gains [N]; in_stack [T, 2], each table's first local row and first row of
+    activations.
     """
 
+    fields: _Fields
     keys: NDArray[Any]
     gains: NDArray[np.float32]
-    parameters: NDArray[np.int64]
-    begins: NDArray[np.int64]
+    in_stack: NDArray[np.int64]
     sizes: NDArray[np.int64]
     uniques: NDArray[np.int64]
     table_uniques: NDArray[np.int64]
@@ -45,11 +81,11 @@ class NumbaKernels:
 
     def sort(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> Found:
         """See ``kernels.Kernels``. What is found is to be written before the thread sorts again."""
-        if any(feature.ids.weights is not None for one in tables for feature in one.features):
-            return self._numpy.sort(tables, first, last, masked)
         if not hasattr(self._spaces, "own"):
             self._spaces.own = Space()
-        return _sort(tables, first, last, masked, self._spaces.own)
+        weighted = any(feature.ids.weights is not None for one in tables for feature in one.features)
+        found = None if weighted else _sort(tables, first, last, masked, self._spaces.own)
+        return self._numpy.sort(tables, first, last, masked) if found is None else found
 
     def emit(self, found: Found, buffers: Buffers, first: int, per_row: int) -> None:
         """See ``kernels.Kernels``."""
@@ -59,227 +95,81 @@ class NumbaKernels:
             self._numpy.emit(found, buffers, first, per_row)
 
 
-def _parameters(one: TableBatch) -> list[int]:
-    """What the loops know of a table."""
-    layout = one.table.layout
-    return [
-        layout.sample_bits,
-        (1 << layout.row_bits) - 1,
-        layout.place.offset,
-        one.table.first_sample,
-        layout.core_shift,
-        layout.source_shift,
-        layout.samples,
-    ]
-
-
-def _sort(tables: Sequence[TableBatch], first: int, last: int, masked: bool, space: Space) -> _Joined:
+def _sort(tables: Sequence[TableBatch], first: int, last: int, masked: bool, space: Space) -> _Joined | None:
     sources, cores = last - first, tables[0].table.layout.cores
-    power = cores & (cores - 1) == 0
-    spans = [
-        (
-            one,
-            feature,
-            int(feature.ids.row_splits[first * feature.rows]),
-            int(feature.ids.row_splits[last * feature.rows]),
-        )
-        for one in tables
-        for feature in one.features
-    ]
-    total = sum(end - begin for _, _, begin, end in spans)
-    narrow = all(one.table.layout.dtype(sources) is np.uint32 for one in tables)
-    keys = space.take("keys32", total, np.uint32) if narrow else space.take("keys64", total, np.uint64)
-    bounds, at = [0], 0
-    for index, (one, feature, begin, end) in enumerate(spans):
+    described, all_splits, held, at, total = list[tuple[int, ...]](), [], [], 0, 0
+    for index, one in enumerate(tables):
         layout = one.table.layout
-        _fill(
-            keys[at : at + end - begin],
-            feature.ids.values[begin:end],
-            feature.ids.row_splits[first * feature.rows : last * feature.rows + 1],
-            feature.rows,
-            feature.offset,
-            cores,
-            bits(cores) if power else -1,
-            layout.place.rotation,
-            layout.row_bits,
-            layout.sample_bits,
-            layout.source_shift,
-            (1 << (layout.row_bits if masked else 32)) - 1,
-        )
-        at += end - begin
-        if index + 1 == len(spans) or spans[index + 1][0] is not one:
-            keys[bounds[-1] : at].sort()
-            bounds.append(at)
-    gains = space.take("gains", total, np.float32)
-    parameters = np.array([_parameters(one) for one in tables])
-    sizes = np.zeros((2, len(tables), sources, cores), np.int64)
-    begins = np.array(bounds)
-    # A table's gains of samples, flat, where it has any.
-    scales = [one.gains[first:last].reshape(-1) for one in tables if one.gains is not None]
-    scale = np.concatenate(scales) if scales else np.ones(0, np.float32)
-    _join(keys, gains, scale, space.take("ends", total, np.int32), begins, parameters, sizes[0], sizes[1])
+        for feature in one.features:
+            splits = feature.ids.row_splits[first * feature.rows : last * feature.rows + 1]
+            values = _words(feature.ids.values)
+            row_mask = (1 << (layout.row_bits if masked else 32)) - 1
+            address, words = values.__array_interface__["data"][0], values.itemsize // 4
+            described.append((address, words, at, feature.rows, feature.offset, index, layout.place.rotation, row_mask))
+            all_splits.append(splits)
+            # An address keeps nothing alive.
+            held.append(values)
+            at += len(splits)
+            total += int(splits[-1]) - int(splits[0])
+    fields = _Fields.of(tables, sources, total)
+    if fields is None:
+        return None
+    dtype, name = (np.uint32, "32") if fields.used <= 32 else (np.uint64, "64")
+    keys, gains = space.take("keys" + name, total, dtype), space.take("gains", total, np.float32)
+    scale, in_scale = np.empty(0, np.float32), np.zeros(len(tables) + 1, np.int64)
+    if any(one.gains is not None for one in tables):
+        scales = [scale if one.gains is None else one.gains[first:last].reshape(-1) for one in tables]
+        scale, in_scale = np.concatenate(scales), np.cumsum([0, *(len(own) for own in scales)])
+    counts = np.zeros((2, len(tables), sources, cores), np.int64)
+    splits = all_splits[0] if len(all_splits) == 1 else np.concatenate(all_splits)
+    sort_ids(
+        np.array(described),
+        splits.astype(np.int64, copy=False),
+        np.array([fields.row, fields.table, fields.core, fields.source, fields.used, fields.sources]),
+        bits(cores) if cores & (cores - 1) == 0 else -1,
+        # What is sorted at once may be all.
+        space.take("sorted" + name, 2 * total, dtype),
+        space.take("digits", 1 << DIGIT, np.uint32),
+        space.take("ends", total, np.int32),
+        scale,
+        in_scale,
+        keys,
+        gains,
+        counts,
+    )
+    del held
     return _Joined(
+        fields=fields,
         keys=keys,
         gains=gains,
-        parameters=parameters,
-        begins=begins[:-1],
-        sizes=sizes[0],
-        uniques=sizes[1].sum(axis=0),
-        table_uniques=sizes[1].sum(axis=2),
+        in_stack=np.array([(one.table.layout.place.offset, one.table.first_sample) for one in tables]),
+        sizes=counts[0],
+        uniques=counts[1, 0] if len(tables) == 1 else counts[1].sum(axis=0),
+        table_uniques=counts[1].sum(axis=2),
     )
 
 
+def _words(values: NDArray[Any]) -> NDArray[Any]:
+    """Ids of one or two words of 32 bits each, the lower first, one behind the other."""
+    if values.itemsize >= 4 and values.dtype.isnative and values.flags.c_contiguous:
+        return values
+    return np.ascontiguousarray(values, np.int64)
+
+
 def _emit(found: _Joined, buffers: Buffers, first: int, per_row: int) -> None:
-    _write(
+    tables, sources, cores = found.sizes.shape
+    capacity = buffers.embedding_ids.size // len(buffers.filled)
+    write_ids(
         found.keys,
         found.gains,
-        found.parameters,
-        found.begins.copy(),
-        found.sizes.reshape(len(found.sizes), -1),
-        per_row * found.sizes.shape[2],
-        buffers.filled[first // per_row : (first + found.sizes.shape[1]) // per_row],
-        (first // per_row) * (buffers.embedding_ids.size // len(buffers.filled)),
-        buffers.embedding_ids.size // len(buffers.filled),
+        np.array([found.fields.row, found.fields.table]),
+        found.in_stack,
+        found.sizes.reshape(tables, -1),
+        per_row * cores,
+        buffers.filled[first // per_row : (first + sources) // per_row],
+        (first // per_row) * capacity,
+        capacity,
         buffers.embedding_ids.reshape(-1),
         buffers.sample_ids.reshape(-1),
         buffers.gains.reshape(-1),
     )
-
-
-@njit(nogil=True, cache=True)
-def _fill(
-    keys: Any,
-    values: Any,
-    splits: Any,
-    rows: int,
-    offset: int,
-    cores: int,
-    core_bits: int,
-    rotation: int,
-    row_bits: int,
-    sample_bits: int,
-    source_shift: int,
-    row_mask: int,
-) -> None:
-    """Keys of one feature; ``core_bits`` is -1 where the SparseCores are no power of two."""
-    begin = splits[0]
-    low = np.uint64(cores - 1)
-    shift = np.uint64(max(core_bits, 0))
-    row = 0
-    for source in range((len(splits) - 1) // rows):
-        for sample in range(offset, offset + rows):
-            head = (np.uint64(source) << np.uint64(source_shift)) | np.uint64(sample)
-            at = np.uint64(splits[row] - begin)
-            for step in range(splits[row + 1] - splits[row]):
-                # A place that cannot be negative is not looked at for that: only then are loops vectors.
-                index = at + np.uint64(step)
-                value = np.uint64(np.uint32(values[index]))
-                if core_bits >= 0:
-                    local = value >> shift
-                    core = (value + np.uint64(rotation)) & low
-                else:
-                    local = np.uint64(np.uint32(value) // np.uint32(cores))
-                    core = value - local * np.uint64(cores) + np.uint64(rotation)
-                    if core >= np.uint64(cores):
-                        core -= np.uint64(cores)
-                local &= np.uint64(row_mask)
-                keys[index] = (((core << np.uint64(row_bits)) | local) << np.uint64(sample_bits)) | head
-            row += 1
-
-
-@njit(nogil=True, cache=True)
-def _join(keys: Any, gains: Any, scale: Any, ends: Any, begins: Any, parameters: Any, sizes: Any, uniques: Any) -> None:
-    """Merge each table's equal keys in place, with their gains, and count by table, source and destination."""
-    sources = sizes.shape[1]
-    scale_at = 0
-    for table in range(len(begins) - 1):
-        begin, behind_all = begins[table], begins[table + 1]
-        core_shift, source_shift = parameters[table, 4], parameters[table, 5]
-        samples = parameters[table, 6]
-        if begin == behind_all:
-            scale_at += samples * sources
-            continue
-        sample_mask = np.uint64((1 << parameters[table, 0]) - 1)
-        bits_of_core = source_shift - core_shift
-        # Of each partition the last merged id, and the rows so far: written with every id, and so without a branch.
-        # Whether an id repeats its predecessor is no branch that a core can foresee.
-        partitions = sources << bits_of_core
-        last_of, rows_of = np.full(partitions, -1, np.int64), np.zeros(partitions, np.int64)
-        end, last = np.uint64(begin), keys[begin]
-        rows: Any = 1
-        for index in range(begin, behind_all):
-            key = keys[np.uint64(index)]
-            end += np.uint64(key != last)
-            rows += np.uint64(key ^ last) > sample_mask
-            keys[end] = key
-            ends[end] = index
-            partition = np.uint64(key) >> np.uint64(core_shift)
-            last_of[partition] = end
-            rows_of[partition] = rows
-            last = key
-        count = np.int64(end) + 1
-        gains[begin] = ends[begin] - begin + 1
-        counts, ends_of = gains[begin + 1 : count], ends[begin:count]
-        for index in range(len(counts)):
-            counts[index] = ends_of[index + 1] - ends_of[index]
-        if len(scale) > 0:
-            for index in range(begin, count):
-                key64 = np.uint64(keys[index])
-                source = np.int64(key64 >> np.uint64(source_shift))
-                gains[index] *= scale[scale_at + source * samples + np.int64(key64 & sample_mask)]
-        scale_at += samples * sources
-        at: Any = begin - 1
-        rows_before: Any = 0
-        for place in range(partitions):
-            if last_of[place] >= 0:
-                source, core = place >> bits_of_core, place & ((1 << bits_of_core) - 1)
-                sizes[table, source, core] = last_of[place] - at
-                uniques[table, source, core] = rows_of[place] - rows_before
-                at, rows_before = last_of[place], rows_of[place]
-
-
-@njit(nogil=True, cache=True)
-def _write(
-    keys: Any,
-    gains: Any,
-    parameters: Any,
-    at: Any,
-    sizes: Any,
-    per_row: int,
-    filled: Any,
-    origin: int,
-    capacity: int,
-    ids_out: Any,
-    samples_out: Any,
-    gains_out: Any,
-) -> None:
-    """Write rows of ``per_row`` partitions one after the other, padding, and padding over what was there before."""
-    for row in range(len(filled)):
-        begin = origin + row * capacity
-        to = begin
-        for partition in range(row * per_row, (row + 1) * per_row):
-            for table in range(len(at)):
-                count, source = sizes[table, partition], at[table]
-                shift, row_mask = np.uint32(parameters[table, 0]), np.uint32(parameters[table, 1])
-                low = np.uint32((1 << parameters[table, 0]) - 1)
-                row_offset, first_sample = np.uint32(parameters[table, 2]), np.uint32(parameters[table, 3])
-                from_, into = np.uint64(source), np.uint64(to)
-                for step in range(count):
-                    index = np.uint64(step)
-                    key = keys[from_ + index]
-                    ids_out[into + index] = (np.uint32(key >> shift) & row_mask) + row_offset
-                    samples_out[into + index] = (np.uint32(key) & low) + first_sample
-                    gains_out[into + index] = gains[from_ + index]
-                to += count
-                at[table] = source + count
-            end = to + -(to - begin) % ALIGNMENT
-            for pad in range(to, end):
-                ids_out[pad] = NO_ID
-                samples_out[pad] = NO_ID
-                gains_out[pad] = NO_GAIN
-            to = end
-        for pad in range(to, begin + filled[row]):
-            ids_out[pad] = NO_ID
-            samples_out[pad] = NO_ID
-            gains_out[pad] = NO_GAIN
-        filled[row] = to - begin

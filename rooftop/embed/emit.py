@@ -60,7 +60,8 @@ class Buffers:
         for array, given, pad in zip(arrays, (ids, samples, gains), pads, strict=True):
             rows = array.reshape(len(self.filled), -1)[first:last]
             rows[:, :width] = given
-            rows[:, width:stale] = pad
+            if stale > width:
+                rows[:, width:stale] = pad
         self.filled[first:last] = width
 
 

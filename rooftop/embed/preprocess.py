@@ -43,7 +43,7 @@ from rooftop.models.tables_limits import BUCKETS, Limits, StackLimits, check_lim
 from rooftop.models.tables_stacking import Stack, Stacking
 
 #: Ids that are sorted and written at once, as far as each call is worth its while (``Kernels.worth_a_call``).
-_SORTED_AT_ONCE = 300_000
+_SORTED_AT_ONCE = 400_000
 #: Rows of input of a batch below which another thread's help in looking at them costs more than it saves.
 _LOOKED_ALONE = 100_000
 
@@ -201,9 +201,11 @@ class Preprocessor:
         for index, tables in enumerate(batches):
             ids = sum(len(one.ids.values) for table in tables for one in table.features)
             wanted = max(_SORTED_AT_ONCE, self._kernels.worth_a_call * len(tables)) * self.sources // max(ids, 1)
-            # A part for each thread, if the stacks do not already give as many.
-            most = -(-self.sources * len(batches) // self._count)
-            step = max(unit, min(self._together[index], max(wanted, 1), max(most, 1), self.sources) // unit * unit)
+            parts = -(-self.sources // min(self._together[index], max(wanted, 1), self.sources))
+            # As many for each thread, if the stacks are not as many already.
+            shared = -(-self._count // len(batches))
+            parts = -(-parts // shared) * shared
+            step = max(unit, -(-self.sources // parts) // unit * unit)
             for first in range(0, self.sources, step):
                 jobs.append(Job(stack=index, first=first, last=min(first + step, self.sources), tables=tables))
             total += ids

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,30 +132,35 @@ def _keys(tables: Sequence[TableBatch], fields: _Fields, first: int, last: int, 
     step, sorts = fields.at_once, (last - first) // fields.at_once
     features = [(index, one.table.layout.place, own) for index, one in enumerate(tables) for own in one.features]
     sources = np.arange(0, step << fields.source, 1 << fields.source, dtype=np.uint32)[:, None]
-    spans, heads, lengths = [], [], []
+    parts, heads, lengths = [], [], []
+    total = sum(
+        int(own.ids.row_splits[last * own.rows] - own.ids.row_splits[first * own.rows]) for _, _, own in features
+    )
+    turned, at = space.take("turned", 2 * total, np.uint32).reshape(2, -1), 0
     for index, place, own in features:
         splits = own.ids.row_splits[first * own.rows : last * own.rows + 1]
-        values = own.ids.values if own.ids.values.dtype.itemsize >= 4 else own.ids.values.astype(np.uint32)
+        values = own.ids.values[splits[0] : splits[-1]]
+        values = values if values.dtype.itemsize >= 4 else values.astype(np.uint32)
         # Ids of 64 bits are turned as they are, and cut off then.
         values = values.view(np.uint32) if values.dtype.itemsize == 4 else values
-        spans.append((values, place.rotation, splits[:: step * own.rows].tolist()))
+        ids = turned[0, at : at + len(values)]
+        np.add(values, place.rotation, out=ids, casting="unsafe")
+        bounds = (splits[:: step * own.rows] - splits[0]).tolist()
+        parts.append([ids[begin:end] for begin, end in pairwise(bounds)])
         head = np.arange(own.offset, own.offset + own.rows, dtype=np.uint32) + np.uint32(index << fields.table)
         heads.append((sources | head).reshape(-1))
         lengths.append((splits[1:] - splits[:-1]).reshape(sorts, -1))
+        at += len(values)
     head, length = np.concatenate(heads), np.concatenate(lengths, axis=1)
     corners = (sources + (np.arange(fields.cores, dtype=np.uint32) << np.uint32(fields.core))).reshape(-1, 1)
     pads = (corners + np.uint32(fields.tables << fields.table) + np.arange(_PADS, dtype=np.uint32)).reshape(-1)
-    total = sum(bounds[-1] - bounds[0] for _, _, bounds in spans)
     keys = space.take("sorted", total + len(pads) * sorts, np.uint32)
-    turned = space.take("turned", total, np.uint32)
     begin = 0
     for sort in range(sorts):
-        count = 0
-        for values, rotation, bounds in spans:
-            at, count = count, count + bounds[sort + 1] - bounds[sort]
-            np.add(values[bounds[sort] : bounds[sort + 1]], rotation, out=turned[at:count], casting="unsafe")
-        own_keys = keys[begin : begin + count + len(pads)]
-        _divide(turned[:count], fields, own_keys[:count])
+        count = int(length[sort].sum())
+        own_keys, ids = keys[begin : begin + count + len(pads)], turned[1, :count]
+        np.concatenate([part[sort] for part in parts], out=ids)
+        _divide(ids, fields, own_keys[:count])
         own_keys[:count] += head.repeat(length[sort])
         own_keys[count:] = pads
         own_keys.sort()
@@ -206,10 +212,14 @@ def emit_stack(found: SortedStack, buffers: Buffers, first: int, per_row: int) -
         )
     )
     wrapped = partition % fields.cores < rotations[found.in_table]
+    # What every run adds to its rows and samples, side by side: repeating keeps other threads from the interpreter.
+    added = np.empty((len(partition), 2), np.uint32)
+    added[:, 0], added[:, 1] = (offsets[found.in_table] - wrapped), samples_before[found.in_table]
+    every = added.view(np.uint64).reshape(-1).repeat(runs).view(np.uint32).reshape(-1, 2)
     ids = (keys >> np.uint32(fields.row)) & np.uint32((1 << (fields.table - fields.row)) - 1)
-    ids += (offsets[found.in_table] - wrapped).astype(np.uint32).repeat(runs)
+    ids += every[:, 0]
     keys &= np.uint32((1 << fields.row) - 1)
-    keys += samples_before[found.in_table].astype(np.uint32).repeat(runs)
+    keys += every[:, 1]
     rows_ids, rows_samples = ids.view(np.int32), keys.view(np.int32)
     of_sources = np.cumsum((sizes + pads).reshape(-1, fields.cores).sum(axis=1)).tolist()
     scale = _scale(found.tables, found.first, found.last)

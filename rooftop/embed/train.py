@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -21,19 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from rooftop.embed.checkpoint import Saved, restore, save, stacked, unstacked
-from rooftop.embed.criteo import COUNTS, CriteoBatch, auc, check_features, count_batches, read_batches
+from rooftop.embed.criteo import CriteoBatch, auc, check_features, count_batches, read_batches
 from rooftop.embed.limits import estimate, observe, read_limits, write_limits
 from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.train_step import Target, TrainStep, compiler_options
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.models.tables import Tables
 from rooftop.models.tables_stacking import Stacking, stack_tables, unpack
-from rooftop.programs.dlrm import Dlrm, DlrmBatch, DlrmConfig
-from rooftop.programs.embedding import EmbeddingProgram, lookup
+from rooftop.programs.dlrm import DlrmBatch
 from rooftop.programs.embedding_optimizers import initial_slots
-from rooftop.programs.embedding_pipeline import ModelState, StepProgram, pipelined_step, sequential_step
-from rooftop.programs.embedding_state import device_inputs, initialise, place_state
-from rooftop.xla.local import chip_of_kind
-from rooftop.xla.sparsecore_checks import check_options, require_checks, smallest_slice
+from rooftop.programs.embedding_pipeline import ModelState
+from rooftop.programs.embedding_state import EmbeddingState, device_inputs, host_state, initialise, place_state
 
 #: Batches from which a new run estimates its limits.
 _OBSERVED = 16
@@ -41,8 +39,9 @@ _OBSERVED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What a run is asked. ``batch`` is B on all ``devices``, each with ``cores_per_device`` emulated SparseCores.
+    """What a run is asked. ``batch`` is B on all ``devices``.
 
+    ``cores_per_device`` SparseCores are emulated by each device without any (None: ``train_step.EMULATED_CORES``).
     ``pipelined`` uses stale gradients, see ``rooftop.programs.embedding_pipeline``. A checkpoint is made every
     ``checkpoint_every`` batches and at the end; tables are looked over for NaNs then, with the check ``nan`` after
     every batch. ``checks`` are names of ``rooftop.xla.sparsecore_checks.CHECKS``; others than ``nan`` need SparseCores.
@@ -54,7 +53,7 @@ class TrainOptions:
     run: Path
     batch: int
     devices: int = 1
-    cores_per_device: int = 2
+    cores_per_device: int | None = None
     steps: int | None = None
     pipelined: bool = False
     checkpoint_every: int = 100
@@ -66,7 +65,8 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch", "devices", "cores_per_device", "checkpoint_every", "threads"):
-            if getattr(self, name) < 1:
+            given = getattr(self, name)
+            if given is not None and given < 1:
                 raise RooftopError(name, getattr(self, name), "a positive whole number")
         if self.devices > len(jax.devices()):
             raise RooftopError("devices", self.devices, f"at most the {len(jax.devices())} that are here")
@@ -76,11 +76,11 @@ class TrainOptions:
             raise RooftopError("tables", f"widths {sorted(widths)}", "one width: a DLRM multiplies embeddings pairwise")
 
 
-def check_finite(tables: Mapping[str, Any], stacking: Stacking, batch: int) -> None:
+def check_finite(state: EmbeddingState[jax.Array], stacking: Stacking, batch: int) -> None:
     """Raises Infeasible, naming the table, its first bad row and the batch, where a table holds NaN or infinity."""
     for stack in stacking.stacks:
-        if not bool(jnp.isfinite(tables[stack.name]).all()):
-            whole = unpack(stacking, {name: np.asarray(table) for name, table in tables.items()})
+        if not bool(jnp.isfinite(state.tables[stack.name]).all()):
+            whole = unpack(stacking, host_state(stacking, state)[0])
             for place in stack.places:
                 bad = np.flatnonzero(~np.isfinite(whole[place.table.name]).all(axis=1))
                 if len(bad):
@@ -88,32 +88,16 @@ def check_finite(tables: Mapping[str, Any], stacking: Stacking, batch: int) -> N
                     raise Infeasible(what, f"{len(bad)} rows that are no finite numbers, first row {bad[0]}")
 
 
-def _compiler_options(checks: tuple[str, ...]) -> dict[str, bool | int | str]:
-    """What the compiler of the devices here is told of ``checks``, tried in another process before.
-
-    Raises RooftopError for checks that only a compiler can make where there are no SparseCores, or that it refuses.
-    """
-    first = jax.devices()[0]
-    chip = chip_of_kind(first.device_kind)
-    if first.platform != "tpu" or chip is None or not chip.sparse_cores:
-        for name in checks:
-            if name != "nan":
-                raise RooftopError(
-                    "check", name, f"nan: the others are built in for SparseCores, not for {first.platform}"
-                )
-        return {}
-    require_checks(checks, smallest_slice(chip))
-    return check_options(checks)
-
-
 class Trainer:
     """A run, begun or gone on with."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
-        cores = options.devices * options.cores_per_device
+        first = jax.devices()[0]
+        self.target = Target.of(first, options.tables, options.cores_per_device)
+        own = self.target.cores_per_device
         self.stacking: Stacking = stack_tables(
-            options.tables, cores=cores, cores_per_device=options.cores_per_device, batch=options.batch
+            options.tables, cores=options.devices * own, cores_per_device=own, batch=options.batch
         )
         self.mesh = jax.make_mesh((options.devices,), ("data",), devices=jax.devices()[: options.devices])
         options.run.mkdir(parents=True, exist_ok=True)
@@ -121,21 +105,16 @@ class Trainer:
         self.preprocessor = Preprocessor(
             self.stacking, batch=options.batch, limits=limits, minibatching=True, threads=options.threads
         )
-        self.model = Dlrm(
-            config=DlrmConfig(
-                dense_features=COUNTS,
-                features=check_features(options.tables),
-                width=options.tables.tables[0].width,
-                learning_rate=options.dense_learning_rate,
-            )
+        self._step = TrainStep(
+            stacking=self.stacking,
+            limits=limits,
+            batch=options.batch,
+            mesh=self.mesh,
+            kernel=self.target.kernel,
+            pipelined=options.pipelined,
+            dense_learning_rate=options.dense_learning_rate,
+            options=compiler_options(self.target, first, options.checks, pipelined=options.pipelined),
         )
-        self.program = StepProgram(
-            embedding=EmbeddingProgram(stacking=self.stacking, batch=options.batch, limits=limits, minibatching=True),
-            dense=self.model,
-        )
-        step = pipelined_step if options.pipelined else sequential_step
-        self._step = jax.jit(step, static_argnums=0, compiler_options=_compiler_options(options.checks) or None)
-        self._logits = jax.jit(self._score)
         self.state, self.done = self._begin()
         self._tracing = False
 
@@ -161,11 +140,11 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             for batch in batches:
                 with self._traced(self.done + 1, last):
-                    self.state, told = self._step(self.program, self.state, *self._placed(batch))
+                    self.state, told = self._step(self.state, *self._placed(batch))
                 losses.append(told)
                 self.done += 1
                 if "nan" in options.checks:
-                    check_finite(self.state.embedding.tables, self.stacking, self.done)
+                    check_finite(self.state.embedding, self.stacking, self.done)
                 if self.done % options.checkpoint_every == 0 or self.done == last:
                     losses += self._drain()
                     found += self._record(losses)
@@ -204,19 +183,11 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             for batch in read_batches(data, self.options.tables, self.options.batch):
                 inputs, placed = self._placed(batch)
-                scores.append(np.asarray(self._logits(self.state, inputs, placed.dense)))
+                scores.append(np.asarray(self._step.scores(self.state, inputs, placed.dense)))
                 labels.append(batch.label)
         if not labels:
             raise RooftopError("data", str(data), f"at least one batch of {self.options.batch} lines")
         return auc(np.concatenate(labels), np.concatenate(scores))
-
-    def _score(self, state: ModelState[jax.Array], inputs: Any, dense: jax.Array) -> jax.Array:
-        activations = lookup(self.program.embedding, state.embedding.tables, inputs)
-        split = jax.P(self.mesh.axis_names)
-        scored: jax.Array = jax.shard_map(
-            self.model.logits, in_specs=(jax.P(), split, split), out_specs=split, check_vma=False
-        )(state.dense.weights, activations, dense)
-        return scored
 
     def _placed(self, batch: CriteoBatch) -> tuple[Any, DlrmBatch[jax.Array]]:
         """One batch on the devices: what is looked up, and the rest."""
@@ -231,7 +202,7 @@ class Trainer:
         """Finish what is under way in a pipeline."""
         told = []
         while self.state.looked_up is not None or self.state.differentiated is not None:
-            self.state, one = self._step(self.program, self.state, None, None)
+            self.state, one = self._step(self.state, None, None)
             told.append(one)
         return told
 
@@ -251,12 +222,13 @@ class Trainer:
     def _begin(self) -> tuple[ModelState[jax.Array], int]:
         """The state of the newest checkpoint, or a new one, and the batches that it has seen."""
         saved = restore(self.checkpoints)
-        dense = self.model.initialise(self.mesh, self.options.seed)
+        dense = self._step.model.initialise(self.mesh, self.options.seed)
+        kernel = self.target.kernel
         if saved is None:
-            return ModelState(embedding=initialise(self.stacking, self.mesh, self.options.seed), dense=dense), 0
+            return ModelState(embedding=initialise(self.stacking, self.mesh, self.options.seed, kernel), dense=dense), 0
         beginnings = {stack.name: initial_slots(stack.optimizer) for stack in self.stacking.stacks}
         tables, slots = stacked(self.stacking, saved, beginnings)
-        embedding = place_state(self.stacking, self.mesh, tables, slots, saved.step)
+        embedding = place_state(self.stacking, self.mesh, tables, slots, saved.step, kernel)
         paths, structure = jax.tree_util.tree_flatten_with_path(dense)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         for name in names:
@@ -269,12 +241,8 @@ class Trainer:
 
     def _save(self) -> None:
         state = self.state
-        check_finite(state.embedding.tables, self.stacking, self.done)
-        tables, slots = unstacked(
-            self.stacking,
-            {name: np.asarray(table) for name, table in state.embedding.tables.items()},
-            {name: tuple(np.asarray(slot) for slot in own) for name, own in state.embedding.slots.items()},
-        )
+        check_finite(state.embedding, self.stacking, self.done)
+        tables, slots = unstacked(self.stacking, *host_state(self.stacking, state.embedding))
         dense = {
             jax.tree_util.keystr(path): np.asarray(leaf)
             for path, leaf in jax.tree_util.tree_flatten_with_path(state.dense)[0]

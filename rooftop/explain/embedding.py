@@ -15,9 +15,9 @@ from rooftop import __version__
 from rooftop.arrays import Mesh
 from rooftop.errors import Infeasible
 from rooftop.explain.compiled import largest
-from rooftop.models.tables_limits import StackLimits
+from rooftop.models.tables_limits import Limits, StackLimits
 from rooftop.models.tables_stacking import Stack
-from rooftop.plan.embed import EmbedPlan, limits_text
+from rooftop.plan.embed import EmbedPlan, limits_of_stacks_text, limits_text
 from rooftop.plan.embed_problem import per_device
 from rooftop.quantities import format_bytes
 from rooftop.xla.compiling import Progress, Request
@@ -66,7 +66,7 @@ class EmbedReport:
 
     def needed_bytes(self, step: str) -> int:
         """HBM of a device: what XLA's heap holds at the peak, and the stacks of its SparseCores."""
-        return heap_bytes(self.steps[step]) + self.steps[step].hbm_bytes * per_device(self.plan.problem.slice)
+        return needed_bytes(self.steps[step], self.plan)
 
     @property
     def capacity_bytes(self) -> float:
@@ -156,7 +156,8 @@ class EmbedReport:
 class EmbedRefusal:
     """A plan that the compiler finds no room for: ``part`` of ``stack`` (None: a whole step), and why.
 
-    ``largest`` are limits of the stack that did compile, the largest that were tried; None if none were found.
+    ``largest`` are limits that did compile, of the stack or of all stacks, the largest that were tried; None if none
+    were found.
     """
 
     plan: EmbedPlan
@@ -164,7 +165,7 @@ class EmbedRefusal:
     part: str
     stack: str | None
     why: str
-    largest: StackLimits | None
+    largest: Limits | None
 
     @property
     def infeasible(self) -> Infeasible:
@@ -172,7 +173,8 @@ class EmbedRefusal:
         where = f"stack {self.stack}" if self.stack is not None else "all stacks"
         by = self.why
         if self.largest is not None:
-            by += f"; at most {limits_text(self.largest)}, which compiles"
+            most = limits_of_stacks_text(self.largest) if self.stack is None else limits_text(self.largest[self.stack])
+            by += f"; at most {most}, which compiles"
         elif self.plan.obstacles:
             by += f"; by the plan: {self.plan.obstacles[0]}"
         return Infeasible(f"the {self.part} of {where} on {self.plan.problem.slice.name} does not fit", by)
@@ -186,7 +188,8 @@ class EmbedRefusal:
             "part": self.part,
             "stack": self.stack,
             "why": self.why,
-            "largest": None if self.largest is None else vars(self.largest),
+            "largest": None if self.largest is None or self.stack is None else vars(self.largest[self.stack]),
+            "largest_limits": None if self.largest is None else {name: vars(one) for name, one in self.largest.items()},
             "obstacles": self.plan.obstacles,
             "verdict": str(self.infeasible),
         }
@@ -196,6 +199,11 @@ def heap_bytes(marks: Marks) -> int:
     """What XLA's heap holds of a device's HBM at the peak, by its buffers: its own figure may have some stack in it."""
     at_peak = marks.compiled.at_peak
     return marks.compiled.peak_bytes if at_peak is None else at_peak.allocated_bytes
+
+
+def needed_bytes(marks: Marks, plan: EmbedPlan) -> int:
+    """HBM of a device that a program takes: what XLA's heap holds at the peak, and the stacks of its SparseCores."""
+    return heap_bytes(marks) + marks.hbm_bytes * per_device(plan.problem.slice)
 
 
 def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | EmbedRefusal:
@@ -230,7 +238,7 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
         try:
             steps[step] = how.run(step_request(plan, step, how.checks))
         except Infeasible as no:
-            return _no_room(plan, step, _why(no), how)
+            return _no_room(plan, step, _why(no), _over(no), how)
     report = EmbedReport(plan=plan, checks=how.checks, parts=parts, steps=steps)
     needed, capacity = report.needed_bytes("sequential"), report.capacity_bytes
     if needed > capacity:
@@ -239,7 +247,7 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
             f"{format_bytes(heap)} in XLA's heap and {format_bytes(needed - heap)} in the SparseCores' stacks, of "
             f"{format_bytes(capacity)} of HBM"
         )
-        return _no_room(plan, "sequential", why, how)
+        return _no_room(plan, "sequential", why, needed - capacity, how)
     return report
 
 
@@ -253,9 +261,14 @@ def part_request(
     return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=check_options(checks))
 
 
-def step_request(plan: EmbedPlan, step: str, checks: tuple[str, ...] = ()) -> Request:
-    """A whole step over all stacks; a tower of layers with the plan's FLOPs stands for the dense part."""
+def step_request(plan: EmbedPlan, step: str, checks: tuple[str, ...] = (), limits: Limits | None = None) -> Request:
+    """A whole step over all stacks, with other ``limits`` than the plan's if given.
+
+    A tower of layers with the plan's FLOPs stands for the dense part.
+    """
     arguments = {**_arguments(plan), "part": step, "dense_flops": plan.problem.dense_flops}
+    if limits is not None:
+        arguments["limits"] = {name: vars(one) for name, one in limits.items()}
     return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=step_options(step, checks))
 
 
@@ -300,7 +313,7 @@ def _why(no: Infeasible) -> str:
     return f"no room in {no.what} ({no.by})" if no.what == TILE_MEMORY else str(no)
 
 
-def _largest(plan: EmbedPlan, part: str, stack: Stack, how: Compilation) -> StackLimits | None:
+def _largest(plan: EmbedPlan, part: str, stack: Stack, how: Compilation) -> Limits | None:
     """Limits that compile, in the proportion of the plan's: those of the plan's arithmetic first, then smaller."""
     own = plan.problem.limits[stack.name]
     limits = plan.largest_in_tile(stack)
@@ -313,9 +326,34 @@ def _largest(plan: EmbedPlan, part: str, stack: Stack, how: Compilation) -> Stac
         except Infeasible:
             limits = limits.scaled(_SMALLER)
         else:
-            return limits
+            return {stack.name: limits}
     return None
 
 
-def _no_room(plan: EmbedPlan, step: str, why: str, how: Compilation) -> EmbedRefusal:
-    return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=None)
+def _no_room(plan: EmbedPlan, step: str, why: str, over: float | None, how: Compilation) -> EmbedRefusal:
+    """The refusal of a step that needs ``over`` bytes of HBM too many (None: not HBM is too small).
+
+    Limits that do are looked for by the plan's arithmetic: what the compiler finds too much is taken off its room.
+    """
+    largest, room = None, plan.memory["total"][step]
+    for _ in range(_TRIES):
+        # A little more than that, so that few programs are compiled in vain.
+        room -= (over or 0) / _SMALLER
+        limits = None if over is None else plan.largest_in_hbm(room, step)
+        if limits is None:
+            break
+        try:
+            marks = how.run(step_request(plan, step, how.checks, limits))
+            over = needed_bytes(marks, plan) - plan.problem.slice.chip.hbm_usable_bytes
+        except OutOfMemory as no:
+            over = _over(no)
+            continue
+        if over <= 0:
+            largest = limits
+            break
+    return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=largest)
+
+
+def _over(no: Infeasible) -> float | None:
+    """Bytes of HBM that a program needs too many, if that is why it was refused; told in hundredths of a GiB."""
+    return max(no.needed_bytes - no.available_bytes, 2**30 / 100) if isinstance(no, OutOfMemory) else None

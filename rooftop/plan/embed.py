@@ -17,7 +17,7 @@ from rooftop.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.ledger import Ledger
 from rooftop.models.tables_files import tables_from_json
-from rooftop.models.tables_limits import StackLimits, pointers_of_device
+from rooftop.models.tables_limits import Limits, StackLimits, pointers_of_device
 from rooftop.models.tables_stacking import Stack, report
 from rooftop.plan.embed_memory import (
     document_stack_bytes,
@@ -170,25 +170,37 @@ class EmbedPlan:
 
     def require_fit(self) -> None:
         """Raises Infeasible, with the largest limits that would do, where a tile or HBM is too small."""
-        room = tile_room(self.problem.slice.chip)
+        room, most_rows = tile_room(self.problem.slice.chip), figure("compiler", "tensor_bytes")
         for stack in self.problem.stacking.stacks:
-            needed = self.stack_memory(stack)["tile"]
+            memory = self.stack_memory(stack)
+            if memory["tables"] > most_rows:
+                what = f"stack {stack.name} has {format_bytes(memory['tables'])} of rows on a device"
+                raise Infeasible(what, f"SparseCores take {format_bytes(most_rows)}: more chips, or smaller tables")
+            needed = memory["tile"]
             if needed > room:
                 what = f"{needed:,.0f} bytes of a tile's {room:,.0f}"
                 most = limits_text(self.largest_in_tile(stack))
                 raise Infeasible(f"limits of stack {stack.name}", f"{what}; at most {most}")
-        memory = self.memory
-        if memory["fits"]["sequential"]:
+        if self.memory["fits"]["sequential"]:
             return
-        total, capacity = memory["total"]["sequential"], memory["capacity"]
+        total, capacity = self.memory["total"]["sequential"], self.memory["capacity"]
         what = f"{format_bytes(total)} of HBM on a device, which has {format_bytes(capacity)}"
-        stacks = self.problem.stacking.stacks
-        if not self._scaled(stacks, 0.0).memory["fits"]["sequential"]:
+        largest = self.largest_in_hbm(capacity)
+        if largest is None:
             raise Infeasible(what, "too much even with the smallest buffers: more chips, or smaller tables")
-        share = self._share(lambda share: bool(self._scaled(stacks, share).memory["fits"]["sequential"]))
-        limits = self.problem.limits
-        most = "; ".join(f"{stack.name} {limits_text(limits[stack.name].scaled(share))}" for stack in stacks)
-        raise Infeasible(what, f"limits at most {most}")
+        raise Infeasible(what, f"limits at most {limits_of_stacks_text(largest)}")
+
+    def largest_in_hbm(self, room: float, step: str = "sequential") -> Limits | None:
+        """The largest limits in the proportion of the plan's with which a ``step`` takes at most ``room`` bytes.
+
+        None if the smallest are too large.
+        """
+        stacks = self.problem.stacking.stacks
+
+        def fits(share: float) -> bool:
+            return bool(self._scaled(stacks, share).memory["total"][step] <= room)
+
+        return self._scaled(stacks, self._share(fits)).problem.limits if fits(0.0) else None
 
     def largest_in_tile(self, stack: Stack) -> StackLimits:
         """The largest limits in the proportion of the stack's own that fit in a tile; its own if they do."""
@@ -289,6 +301,11 @@ class EmbedPlan:
             "obstacles": self.obstacles,
             "sources": _sources(figures()),
         }
+
+
+def limits_of_stacks_text(limits: Limits) -> str:
+    """Limits of several stacks as text."""
+    return "; ".join(f"{name} {limits_text(own)}" for name, own in limits.items())
 
 
 def limits_text(limits: StackLimits) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import P
-from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
 from rooftop.errors import unknown
 from rooftop.models.tables_files import tables_from_json
 from rooftop.models.tables_limits import StackLimits, pointers_of_device
-from rooftop.models.tables_stacking import ALIGNMENT, Stacking, stack_tables
+from rooftop.models.tables_stacking import Stacking, stack_tables
 from rooftop.programs.dlrm import Dlrm, DlrmBatch, DlrmConfig
 from rooftop.programs.embedding import EmbeddingProgram, lookup, update
 from rooftop.programs.embedding_buffers import LookupInputs, StackInputs
@@ -26,10 +25,9 @@ from rooftop.programs.embedding_pipeline import (
     LookedUp,
     ModelState,
     StepProgram,
-    pipelined_step,
-    sequential_step,
 )
 from rooftop.programs.embedding_state import EmbeddingState, abstract_state
+from rooftop.programs.embedding_step import compiled_step, place_of
 from rooftop.programs.tower import Tower
 
 #: What may be lowered: one part of a step, or a step of a DLRM.
@@ -63,14 +61,18 @@ def lower_part(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
         minibatching=True,
         kernel=arguments["kernel"],
     )
-    state, inputs = as_stored(abstract_state(stacking, mesh)), abstract_inputs(program, mesh)
+    state, inputs = abstract_state(stacking, mesh, program.kernel), abstract_inputs(program, mesh)
     activations = abstract_activations(program, mesh)
     with jax.set_mesh(mesh):
         if part == "lookup":
             return jax.jit(lookup, static_argnums=0).lower(program, state.tables, inputs)
         if part == "update":
-            return _lower_as_stored(update, program, state, inputs, activations)
-        dense = _dlrm(program, mesh, arguments["dense"]) if "dense" in arguments else _tower(program, mesh, arguments)
+            return jax.jit(
+                update, static_argnums=0, donate_argnums=1, out_shardings=jax.tree.map(place_of, state)
+            ).lower(program, state, inputs, activations)
+        dense = _tower(program, mesh, arguments)
+        if "dense" in arguments:
+            dense = abstract_dlrm(Dlrm(config=dlrm_config(stacking, arguments["dense"])), program.batch, mesh)
         return _lower_step(program, state, inputs, activations, dense, part)
 
 
@@ -112,7 +114,7 @@ def abstract_activations(program: EmbeddingProgram, mesh: jax.sharding.Mesh) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Dense:
+class Dense:
     """The dense part of a step, and the shapes of its state and of a batch."""
 
     model: DenseStep
@@ -120,27 +122,27 @@ class _Dense:
     batch: Any
 
 
-def _dlrm(program: EmbeddingProgram, mesh: jax.sharding.Mesh, features: int) -> _Dense:
-    model = Dlrm(config=dlrm_config(program.stacking, features))
+def abstract_dlrm(model: Dlrm, samples: int, mesh: jax.sharding.Mesh) -> Dense:
+    """A DLRM on ``mesh``, and a batch of ``samples``."""
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
     state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
         jax.eval_shape(lambda: model.begin(0)),
     )
     batch = DlrmBatch(
-        dense=jax.ShapeDtypeStruct((program.batch, features), jnp.float32, sharding=split),
-        label=jax.ShapeDtypeStruct((program.batch,), jnp.float32, sharding=split),
+        dense=jax.ShapeDtypeStruct((samples, model.config.dense_features), jnp.float32, sharding=split),
+        label=jax.ShapeDtypeStruct((samples,), jnp.float32, sharding=split),
     )
-    return _Dense(model=model, state=state, batch=batch)
+    return Dense(model=model, state=state, batch=batch)
 
 
-def _tower(program: EmbeddingProgram, mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> _Dense:
+def _tower(program: EmbeddingProgram, mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Dense:
     tables = program.stacking.tables
     features = tuple((feature.name, tables.table(feature.table).width) for feature in tables.features)
     model = Tower(features=features, flops=arguments["dense_flops"])
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
     state = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole) for shape in model.shapes()]
-    return _Dense(model=model, state=state, batch=jax.ShapeDtypeStruct((program.batch,), jnp.float32, sharding=split))
+    return Dense(model=model, state=state, batch=jax.ShapeDtypeStruct((program.batch,), jnp.float32, sharding=split))
 
 
 def _lower_step(
@@ -148,44 +150,19 @@ def _lower_step(
     state: EmbeddingState[jax.ShapeDtypeStruct],
     inputs: LookupInputs,
     activations: dict[str, jax.ShapeDtypeStruct],
-    dense: _Dense,
+    dense: Dense,
     part: str,
 ) -> Any:
     held: ModelState[Any] = ModelState(embedding=state, dense=dense.state)
     if part == "pipelined":
-        held = ModelState(
-            embedding=state,
-            dense=dense.state,
+        held = dataclasses.replace(
+            held,
             looked_up=LookedUp(inputs=inputs, activations=activations, batch=dense.batch),
             differentiated=Differentiated(inputs=inputs, gradients=activations),
         )
-    step = pipelined_step if part == "pipelined" else sequential_step
     both = StepProgram(embedding=program, dense=dense.model)
-    return _lower_as_stored(step, both, held, inputs, dense.batch)
-
-
-def as_stored(state: EmbeddingState[jax.ShapeDtypeStruct]) -> EmbeddingState[jax.ShapeDtypeStruct]:
-    """The state's shapes as SparseCores read tables: [C rows, W], row after row, without a float of padding.
-
-    In the TensorCores' layout a row of 64 floats fills 128, and every step would copy all tables to it and back.
-    """
-    rows = Layout(major_to_minor=(0, 1), tiling=((ALIGNMENT,),))
-
-    def stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not leaf.ndim:
-            return leaf
-        shape = (leaf.shape[0] * leaf.shape[1], leaf.shape[2])
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=Format(rows, leaf.sharding))
-
-    return jax.tree.map(stored, state)
-
-
-def _lower_as_stored(step: Callable[..., Any], program: Any, state: Any, *arguments: Any) -> Any:
-    """``step`` lowered so that what it makes of ``state``, which is donated, is laid out as it was."""
-    held = {(leaf.shape, leaf.dtype): leaf.format for leaf in jax.tree.leaves(state) if leaf.format.layout is not None}
-    made = jax.eval_shape(lambda *given: step(program, *given), state, *arguments)
-    out = jax.tree.map(lambda leaf: held.get((leaf.shape, leaf.dtype)), made)
-    return jax.jit(step, static_argnums=0, donate_argnums=1, out_shardings=out).lower(program, state, *arguments)
+    step = compiled_step(both, held, inputs, dense.batch, pipelined=part == "pipelined")
+    return step.lower(both, held, inputs, dense.batch)
 
 
 def dlrm_config(stacking: Stacking, dense_features: int) -> DlrmConfig:

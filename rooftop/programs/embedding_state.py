@@ -1,6 +1,9 @@
 """The state of embedding tables on a mesh: stacks and optimizer slots, begun, placed, described; and a step's inputs.
 
-Dims as in ``rooftop.programs.embedding``. Every array is split over all axes of the mesh by its first dim.
+Dims as in ``rooftop.programs.embedding``. Every array is split over all axes of the mesh by its first dim. Tables lie
+as the ``kernel`` that reads them (``embedding.KERNELS``) wants them: [C, rows, W] for the reference, and for
+SparseCores [C rows, W], on TPUs row after row without a float of padding. In the TensorCores' layout a row of 64 floats
+fills 128, and every step would copy all tables to SparseCores and back.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
 from rooftop.models.tables import Initializer
-from rooftop.models.tables_stacking import Place, Stack, Stacking, pack
+from rooftop.models.tables_stacking import ALIGNMENT, Place, Stack, Stacking, pack
 from rooftop.programs.embedding_buffers import LookupInputs, StackInputs
 from rooftop.programs.embedding_optimizers import initial_slots
 from rooftop.programs.parameters import Leaf
@@ -26,21 +30,25 @@ from rooftop.programs.parameters import Leaf
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingState(Generic[Leaf]):
-    """Tables, by stack [C, rows, W], the optimizer's slots likewise, and the updates so far (int32 scalar)."""
+    """Tables by stack, [C, rows, W] or [C rows, W], optimizer slots likewise, and the updates so far (int32 scalar)."""
 
     step: Leaf
     tables: dict[str, Leaf]
     slots: dict[str, tuple[Leaf, ...]]
 
 
-def initialise(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int) -> EmbeddingState[jax.Array]:
-    """Tables as their initialisers say, and slots, split over all axes of ``mesh``.
+def initialise(
+    stacking: Stacking, mesh: jax.sharding.Mesh, seed: int, kernel: str = "reference"
+) -> EmbeddingState[jax.Array]:
+    """Tables as their initialisers say, and slots, split over all axes of ``mesh``, for ``kernel``.
 
     Made on the host and sent, or on the devices, as the config says: of the same distributions, with other values. A
     table's values depend on ``seed`` and its name: not on stacking, nor on how many SparseCores there are.
     """
     if not stacking.tables.config.initialized_on_host:
-        return _initialise_on_devices(stacking, mesh, seed)
+        with jax.set_mesh(mesh):
+            made, slots = begin_on_devices(stacking, mesh, seed, kernel)()
+        return EmbeddingState(step=_count(mesh, 0), tables=made, slots=slots)
     tables = {
         table.name: _begin(
             table.initializer,
@@ -49,7 +57,7 @@ def initialise(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int) -> Embedd
         )
         for table in stacking.tables.tables
     }
-    return place_state(stacking, mesh, pack(stacking, tables), _first_slots(stacking), 0)
+    return place_state(stacking, mesh, pack(stacking, tables), _first_slots(stacking), 0, kernel)
 
 
 def place_state(
@@ -58,24 +66,44 @@ def place_state(
     tables: Mapping[str, np.ndarray[Any, Any]],
     slots: Mapping[str, tuple[np.ndarray[Any, Any], ...]],
     step: int,
+    kernel: str = "reference",
 ) -> EmbeddingState[jax.Array]:
-    """Stacks and slots of the host, [C, rows, W] each, on the devices of ``mesh``."""
-    split = NamedSharding(mesh, P(mesh.axis_names))
+    """Stacks and slots of the host, [C, rows, W] each, on the devices of ``mesh`` for ``kernel``."""
+    where = table_format(mesh, kernel)
+
+    def place(array: np.ndarray[Any, Any]) -> jax.Array:
+        return jax.device_put(array.reshape(stored_shape(array.shape, kernel)), where)
+
     return EmbeddingState(
-        step=jax.device_put(np.int32(step), NamedSharding(mesh, P())),
-        tables={stack.name: jax.device_put(tables[stack.name], split) for stack in stacking.stacks},
-        slots={
-            stack.name: tuple(jax.device_put(slot, split) for slot in slots[stack.name]) for stack in stacking.stacks
-        },
+        step=_count(mesh, step),
+        tables={stack.name: place(tables[stack.name]) for stack in stacking.stacks},
+        slots={stack.name: tuple(place(slot) for slot in slots[stack.name]) for stack in stacking.stacks},
     )
 
 
-def abstract_state(stacking: Stacking, mesh: jax.sharding.Mesh) -> EmbeddingState[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the state."""
-    split = NamedSharding(mesh, P(mesh.axis_names))
+def host_state(
+    stacking: Stacking, state: EmbeddingState[jax.Array]
+) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, tuple[np.ndarray[Any, Any], ...]]]:
+    """Stacks and slots on the host, [C, rows, W] each, for whichever kernel they lie on the devices."""
+
+    def fetch(array: jax.Array) -> np.ndarray[Any, Any]:
+        return np.asarray(array).reshape(stacking.cores, -1, array.shape[-1])
+
+    return (
+        {name: fetch(table) for name, table in state.tables.items()},
+        {name: tuple(fetch(slot) for slot in own) for name, own in state.slots.items()},
+    )
+
+
+def abstract_state(
+    stacking: Stacking, mesh: jax.sharding.Mesh, kernel: str = "reference"
+) -> EmbeddingState[jax.ShapeDtypeStruct]:
+    """Shapes, shardings and layouts of the state for ``kernel``."""
+    where = table_format(mesh, kernel)
 
     def array(stack: Stack, width: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((stacking.cores, stack.rows, width), jnp.float32, sharding=split)
+        shape = stored_shape((stacking.cores, stack.rows, width), kernel)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
 
     return EmbeddingState(
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P())),
@@ -85,6 +113,19 @@ def abstract_state(stacking: Stacking, mesh: jax.sharding.Mesh) -> EmbeddingStat
             for stack in stacking.stacks
         },
     )
+
+
+def table_format(mesh: jax.sharding.Mesh, kernel: str) -> NamedSharding | Format:
+    """How tables and slots lie on the devices of ``mesh`` for ``kernel``; other devices than TPUs choose themselves."""
+    split = NamedSharding(mesh, P(mesh.axis_names))
+    if kernel != "sparsecore" or mesh.devices.flat[0].platform != "tpu":
+        return split
+    return Format(Layout(major_to_minor=(0, 1), tiling=((ALIGNMENT,),)), split)
+
+
+def stored_shape(shape: tuple[int, ...], kernel: str) -> tuple[int, ...]:
+    """The shape in which an array [C, rows, W] lies on the devices for ``kernel``."""
+    return (shape[0] * shape[1], shape[2]) if kernel == "sparsecore" else shape
 
 
 def device_inputs(buffers: Mapping[str, Any], passes: int, mesh: jax.sharding.Mesh) -> LookupInputs:
@@ -103,28 +144,32 @@ def device_inputs(buffers: Mapping[str, Any], passes: int, mesh: jax.sharding.Me
     )
 
 
-def _initialise_on_devices(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int) -> EmbeddingState[jax.Array]:
-    """Each device makes its own rows, from keys of seed, table and row: nothing is sent, nor held twice."""
-    axes = mesh.axis_names
-    own = stacking.cores_per_device
+def begin_on_devices(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int, kernel: str) -> jax.stages.Wrapped:
+    """What makes tables and slots: each device its own rows, from keys of seed, table and row. Nothing is sent.
+
+    It runs under ``jax.set_mesh``.
+    """
+    axes, own = mesh.axis_names, stacking.cores_per_device
 
     def local() -> tuple[dict[str, jax.Array], dict[str, tuple[jax.Array, ...]]]:
         cores = jax.lax.axis_index(axes) * own + jnp.arange(own)
         tables, slots = {}, {}
         for stack in stacking.stacks:
             parts = [_rows_of(stacking, place, cores, stack.width, seed) for place in stack.places]
-            tables[stack.name] = jnp.concatenate(parts, axis=1)
+            made = jnp.concatenate(parts, axis=1)
+            tables[stack.name] = made.reshape(stored_shape(made.shape, kernel))
             slots[stack.name] = tuple(
-                jnp.full((own, stack.rows, width), value, jnp.float32)
+                jnp.full(stored_shape((own, stack.rows, width), kernel), value, jnp.float32)
                 for width, value in zip(stack.optimizer.slots(stack.width), initial_slots(stack.optimizer), strict=True)
             )
         return tables, slots
 
-    with jax.set_mesh(mesh):
-        tables, slots = jax.jit(jax.shard_map(local, in_specs=(), out_specs=P(axes), check_vma=False))()
-    return EmbeddingState(
-        step=jax.device_put(np.int32(0), NamedSharding(mesh, P())), tables=dict(tables), slots=dict(slots)
-    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(axes), check_vma=False)
+    return jax.jit(mapped, out_shardings=table_format(mesh, kernel))
+
+
+def _count(mesh: jax.sharding.Mesh, step: int) -> jax.Array:
+    return jax.device_put(np.int32(step), NamedSharding(mesh, P()))
 
 
 def _rows_of(stacking: Stacking, place: Place, cores: jax.Array, width: int, seed: int) -> jax.Array:

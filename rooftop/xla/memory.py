@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -73,6 +74,22 @@ class PeakMemory:
     def from_json(cls, data: Mapping[str, Any]) -> PeakMemory:
         """The inverse of ``to_json``."""
         return cls(allocated_bytes=data["allocated_bytes"], buffers=tuple(Buffer(**each) for each in data["buffers"]))
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_EXCEEDED = re.compile(
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+    r"|Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"
+)
+
+
+def read_exceeded(said: str) -> tuple[float, float] | None:
+    """HBM needed and available, in bytes, where XLA:TPU says that a program needs more than there is; else None."""
+    found = _EXCEEDED.search(said)
+    if found is None:
+        return None
+    needed, needed_unit, available, available_unit = (each for each in found.groups() if each is not None)
+    return float(needed) * _UNITS[needed_unit], float(available) * _UNITS[available_unit]
 
 
 class OutOfMemory(Infeasible):

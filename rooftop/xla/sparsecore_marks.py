@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.xla.cache import Cache
 from rooftop.xla.compiling import Compiled, Progress, Request, ask_worker, read_result, require_compiler
+from rooftop.xla.memory import OutOfMemory, read_exceeded
 
 #: What makes libtpu write the marks.
 LOGGING: Mapping[str, str] = {
@@ -50,6 +51,15 @@ def read_marks(log: str) -> tuple[int, int] | None:
     return (found["HBM"] * _HBM_UNIT, found["TileSpmem"] * _TILE_UNIT) if len(found) == 2 else None
 
 
+def refusal(said: str) -> Infeasible | None:
+    """The compiler's refusal as an answer, where it found no room in a tile's memory or in HBM; None otherwise."""
+    if refused := _NO_ROOM.search(said):
+        return Infeasible(TILE_MEMORY, refused.group().strip())
+    if exceeded := read_exceeded(said):
+        return OutOfMemory("a program", needed_bytes=exceeded[0], available_bytes=exceeded[1], at_peak=None)
+    return None
+
+
 def compile_with_marks(
     request: Request, *, timeout_s: float | None = 600.0, cache: bool = True, on_progress: Progress | None = None
 ) -> Marks:
@@ -67,8 +77,8 @@ def compile_with_marks(
     said = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress, environment=LOGGING)
     if said.answer is None or "error" in said.answer:
         error = {} if said.answer is None else said.answer["error"]
-        if refused := _NO_ROOM.search(said.log) or _NO_ROOM.search(str(error)):
-            raise Infeasible(TILE_MEMORY, refused.group().strip())
+        if no := refusal(said.log) or refusal(str(error)):
+            raise no
         raise RooftopError(**error) if error else said.failure
     compiled = read_result(request, said.answer["result"], cached=False)
     marks = read_marks(said.log)

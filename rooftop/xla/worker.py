@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import json
 import os
-import re
 import sys
 import sysconfig
 import tempfile
@@ -30,11 +29,8 @@ from rooftop.xla.assignment import read_memory
 from rooftop.xla.cache import digest
 from rooftop.xla.compiling import Request
 from rooftop.xla.executable import pack
-from rooftop.xla.memory import OutOfMemory, PeakMemory
+from rooftop.xla.memory import OutOfMemory, PeakMemory, read_exceeded
 from rooftop.xla.topology import topology_mesh
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_EXCEEDED = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 
 
 def main(question: Path, answer: Path) -> None:
@@ -131,14 +127,13 @@ def _peak_memory(folder: Path) -> PeakMemory | None:
 
 def _refusal(request: Request, error: Exception, folder: Path) -> OutOfMemory | RooftopError:
     """Why XLA did not compile: out of memory is an answer, anything else a wrong request."""
-    exceeded = _EXCEEDED.search(str(error))
+    exceeded = read_exceeded(str(error))
     if exceeded is None:
         return RooftopError("program", request.program, f"one that XLA compiles ({_line(error)})")
-    needed, needed_unit, available, available_unit = exceeded.groups()
     return OutOfMemory(
         f"{request.program} on {request.mesh.slice.name}",
-        needed_bytes=float(needed) * _UNITS[needed_unit],
-        available_bytes=float(available) * _UNITS[available_unit],
+        needed_bytes=exceeded[0],
+        available_bytes=exceeded[1],
         at_peak=_peak_memory(folder),
     )
 

@@ -6,7 +6,9 @@ and click:
     python tests/oracles/compare_embed_host_tf.py [CASES]
 
 Compared are the sorted ids of every SparseCore, partition by partition, with rows, samples and gains, and what the
-limits need, in one pass and with room for all. It prints how many partitions and ids were compared.
+limits need, in one pass and with room for all. Where a batch needs several passes (minibatches), the buffers are
+compared that the kernels lay out for them. What decides on the passes, and the hash that puts ids into buckets, is not:
+that kernel ends its process where there is no TPU; ours are given to the other. It prints how much was compared.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from rooftop.embed.inputs import Ragged  # noqa: E402
+from rooftop.embed.minibatching import bucket_of  # noqa: E402
 from rooftop.embed.preprocess import Preprocessed  # noqa: E402
+from rooftop.errors import RooftopError  # noqa: E402
+from rooftop.models.tables_limits import BUCKETS  # noqa: E402
 from rooftop.models.tables_stacking import Stack, Stacking  # noqa: E402
 
 #: More than any case needs.
 ROOM = 1 << 12
+#: What pads ids, here and there.
+PADDING = 2**31 - 1
 
 
 def roomy(seed: int) -> Case:
@@ -124,6 +131,75 @@ def compare(case: Case) -> collections.Counter[str]:
     return found
 
 
+def in_passes(seed: int) -> Case:
+    """A case whose partitions may overflow, looked up in as many passes as it takes."""
+    return dataclasses.replace(draw(seed), buffer=1.0, dropping=False, minibatching=True)
+
+
+def root_first(mask: int) -> int:
+    """The mask of open joints as the kernels read it: from the root to the leaves, ours is from the leaves on."""
+    found, bit, count = 0, 0, BUCKETS // 2
+    while count:
+        for index in range(count):
+            found |= (mask >> bit & 1) << (count - 1 + index)
+            bit += 1
+        count //= 2
+    return found
+
+
+def compare_passes(case: Case) -> collections.Counter[str]:
+    """Raises AssertionError where buffers for several passes differ; counts what was compared."""
+    masks = [0]
+    ours = case.run(accelerate=False, combine=lambda mask: masks.append(mask) or mask)
+    if isinstance(ours, RooftopError):
+        return collections.Counter(refused=1)
+    if ours.minibatches == 1:
+        return collections.Counter()
+    stacking, found = case.stacking(), collections.Counter[str]()
+    inputs = case.inputs(stacking.tables)
+    one = dataclasses.replace(case, max_ids=ROOM, max_unique_ids=ROOM, minibatching=False)
+    for stack in stacking.stacks:
+        mine = ours.buffers[stack.name]
+        for device in range(case.devices):
+            lists: list[list[Any]] = [[], [], [], []]
+            for theirs in sorted_by_core(one, stacking, stack, inputs, device):
+                samples, rows, gains, ends = (each.numpy() for each in theirs)
+                destinations = np.repeat(np.arange(case.cores), np.diff(ends[: case.cores + 1]))
+                partitions = destinations * BUCKETS + bucket_of(rows.astype(np.int64) * case.cores + destinations)
+                order = np.lexsort((samples, rows, partitions))
+                counts = np.bincount(partitions, minlength=case.cores * BUCKETS)
+                for into, values in zip(lists, (samples, rows, gains), strict=False):
+                    into.append(values[order])
+                lists[3].append(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+            pointers, samples, rows, gains, pointers_used, used, passes = (
+                each.numpy()
+                for each in tf.raw_ops.ConvertToSparseCoreCsrWrappedCooTensor(
+                    sorted_row_ids_list=lists[0],
+                    sorted_col_ids_list=lists[1],
+                    sorted_gains_list=lists[2],
+                    id_counts_list=lists[3],
+                    splits=np.array(root_first(masks[-1]), np.int64),
+                    sample_count_per_sc=case.samples * len(stack.features),
+                    num_replica=case.devices,
+                    max_minibatches_per_sc=BUCKETS,
+                    max_ids_per_chip_per_sample=ROOM,
+                    table_vocab_size=stack.rows * case.cores,
+                    feature_width=stack.width,
+                    table_name=stack.name,
+                    allow_id_dropping=False,
+                )
+            )
+            assert passes == ours.minibatches
+            np.testing.assert_array_equal(mine.row_pointers[device, :pointers_used], pointers[:pointers_used])
+            np.testing.assert_array_equal(mine.sample_ids[device, :used], samples[:used])
+            np.testing.assert_array_equal(mine.embedding_ids[device, :used], rows[:used])
+            there = mine.sample_ids[device, :used] != PADDING
+            np.testing.assert_allclose(mine.gains[device, :used][there], gains[:used][there], rtol=3e-6)
+            found += collections.Counter({"ids in passes": int(there.sum())})
+    found["cases in passes"] += 1
+    return found
+
+
 def main() -> None:
     """Compare as many cases as asked for."""
     cases = int(sys.argv[1]) if len(sys.argv) > 1 else 300
@@ -134,7 +210,13 @@ def main() -> None:
     def every(case: Case) -> None:
         found.update(compare(case))
 
+    @settings(max_examples=cases, deadline=None, derandomize=True, database=None)
+    @given(st.integers(0, 2**40).map(in_passes))
+    def every_in_passes(case: Case) -> None:
+        found.update(compare_passes(case))
+
     every()
+    every_in_passes()
     print(f"tensorflow-tpu {tf.__version__}; " + "; ".join(f"{name}: {count:,}" for name, count in found.items()))
 
 
