@@ -5,11 +5,13 @@
 The same requests for both, in float32, greedy: prompts of one length, so that no batch of transformers has padding,
 and outputs of ``--outputs`` lengths drawn evenly; a static batch goes on until its longest output is complete, and only
 the tokens that were asked for count. So many requests are in progress as the row says: the engine takes another one as
-soon as one ends, transformers a batch at a time. Every side is a process of its own, pinned to the same cores with as
-many threads; they take turns, a round each, and a ratio is of one turn, by the clock and by the CPU time of all
+soon as one ends, transformers a batch at a time. The last ones of a round are in progress with fewer others, which is
+why a round has several times as many (``--batches``). Every side is a process of its own, pinned to the same cores with
+as many threads; they take turns, a round each, and a ratio is of one turn, by the clock and by the CPU time of all
 threads, which a busy machine changes less; ``load_average`` is that of the last five minutes, of which the side whose
-turn it is makes as much as it has threads. Nearly all texts must be the same on both sides, or there is no result.
-transformers is no dependency of rooftop: ``--torch-python`` is a Python that has it, with torch and safetensors.
+turn it is makes as much as it has threads. With ``--copies`` rooftop serves copies of the model (the mesh axis data) on
+as many emulated devices, which use the same cores. Nearly all texts must be the same on both sides, or there is no
+result. transformers is no dependency of rooftop: ``--torch-python`` is a Python that has it, torch and safetensors.
 """
 
 from __future__ import annotations
@@ -48,15 +50,17 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
     from rooftop.serve.requests import Request, Sampling, Token
 
     concurrent, prompt, longest = asked["concurrent"], asked["prompt"], asked["prompt"] + asked["outputs"][1]
-    contexts = -(-longest // 64) * 64
+    contexts, copies = -(-longest // 64) * 64, asked["copies"]
+    each = -(-concurrent // copies)
     engine = load(
         folder,
         Configuration(
             policy=Policy(max_batch=concurrent, chunk_tokens=256 + concurrent),
             longest=longest,
+            mesh=(("data", copies),) if copies > 1 else (),
             prefix_cache=False,
             shapes=Shapes(
-                batches=(*(size for size in (1, 2, 4, 8, 16, 24) if size < concurrent), concurrent),
+                batches=(*(size for size in (1, 2, 4, 8, 16, 24) if size < each), each),
                 widths=(prompt,),
                 contexts=(contexts,),
                 prefill_tokens=256,
@@ -181,7 +185,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--outputs", type=int, nargs=2, default=[16, 128])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=2, help="requests of a round, in multiples of the concurrent")
+    parser.add_argument("--batches", type=int, default=8, help="requests of a round, in multiples of the concurrent")
+    parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -193,6 +198,8 @@ def main() -> None:
     cores = set(sorted(os.sched_getaffinity(0))[: options.threads])
     os.sched_setaffinity(0, cores)
     os.environ |= {"OMP_NUM_THREADS": str(len(cores)), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    if options.copies > 1:
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.copies}"
     # Threads that spin while others of the machine work would cost PyTorch most of its time.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     rows = []
@@ -212,7 +219,10 @@ def compare(folder: Path, options: argparse.Namespace, concurrent: int, threads:
     """Rounds of both sides in turns; a row for each side."""
     import random
 
-    asked = {"concurrent": concurrent, "prompt": options.prompt, "outputs": options.outputs, "threads": threads}
+    asked = {
+        "concurrent": concurrent, "copies": options.copies, "prompt": options.prompt, "outputs": options.outputs,
+        "threads": threads,
+    }  # fmt: skip
     (folder / "asked.json").write_text(json.dumps(asked))
     pythons = {"rooftop": sys.executable, "transformers": options.torch_python}
     workers, versions = {}, {}
@@ -260,7 +270,8 @@ def compare(folder: Path, options: argparse.Namespace, concurrent: int, threads:
     )
     return [
         {
-            "model": options.model, "concurrent": concurrent, "threads": threads, "prompt": options.prompt,
+            "model": options.model, "concurrent": concurrent, "requests": concurrent * options.batches,
+            "copies": options.copies if name == "rooftop" else 1, "threads": threads, "prompt": options.prompt,
             "outputs": "{}-{}".format(*options.outputs), "side": name,
             "tokens_per_s": round(statistics.median(each), 2),
             "ratio_to_transformers": round(ratio, 3) if name == "rooftop" else 1.0,

@@ -17,9 +17,11 @@ from rooftop.errors import RooftopError
 from rooftop.models import load_model
 from rooftop.programs import paged
 from rooftop.programs.attention_scores import Scores
+from rooftop.programs.decode import ADJUSTED, DRAWN, HEAD, SLOT, TEMPERATURE, heads_of_each, only_likeliest
 from rooftop.programs.paged import Pages, Rows, attend_heads, best_reader, require_reader
 from rooftop.programs.parameters import Parameter
-from rooftop.programs.quantised import FORMATS, in_full, quantise, require_format
+from rooftop.programs.projection import project_left
+from rooftop.programs.quantised import FORMATS, Turned, in_full, quantise, require_format
 
 PAGES, KV_HEADS, HEADS = 24, 2, 4
 #: Tokens before the new ones, and new ones, of each row; the last row is padding.
@@ -102,8 +104,9 @@ def test_pages_are_read_as_the_sequence_they_hold(
     np.testing.assert_allclose(found[there], wanted[there], atol=1e-5)
 
 
-def test_an_int8_cache_is_near() -> None:
-    found, wanted, there = run(Scores(scale=0.3), int8=True)
+@pytest.mark.parametrize("reader", ["gather", "blocked"])
+def test_an_int8_cache_is_near(reader: str) -> None:
+    found, wanted, there = run(Scores(scale=0.3), int8=True, reader=reader)
     error = np.abs(found[there] - wanted[there]).max()
     assert 1e-5 < error < 0.05
 
@@ -151,6 +154,30 @@ def test_quantised_weights_are_within_half_a_step(name: str, dim: int) -> None:
     # Of three bits behind the point; below the normal numbers, 2**-9 of what the largest is scaled to.
     step = np.maximum(np.abs(apart) / 8, largest / 448 / 512) if name == "fp8" else largest / format_.largest
     assert (error <= step / 2 * 1.001).all() and error.max() > 0
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (24, 6, 4)])
+def test_weights_on_the_left_are_those_on_the_right(shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(0)
+    x, weight = random.normal(size=(1, 5, 24)), random.normal(size=shape)
+    turned = Turned.of(jnp.asarray(weight, jnp.float32))
+    assert turned.values.shape == (*shape[1:], 24)
+    back = in_full(turned, jnp.dtype("float32"))
+    np.testing.assert_array_equal(back, weight.astype(np.float32))
+    found = project_left(jnp.asarray(x, jnp.float32), back)
+    np.testing.assert_allclose(found, np.tensordot(x, weight, axes=1), atol=1e-5)
+
+
+def test_each_guess_is_checked_as_the_token_that_it_is() -> None:
+    packed = np.zeros((2, HEAD + 3 + 1), np.int32)
+    packed[:, DRAWN], packed[:, SLOT], packed[0, ADJUSTED] = (7, 20), (1, 0), 1
+    heads = heads_of_each(packed, 3)
+    assert heads[:, DRAWN].tolist() == [7, 8, 9, 20, 21, 22]
+    assert heads[:, SLOT].tolist() == [1, 1, 1, 0, 0, 0]
+    assert heads[:, ADJUSTED].tolist() == [1, 0, 0, 0, 0, 0]
+    assert not only_likeliest(heads) and only_likeliest(heads[1:])
+    heads.view(np.float32)[4, TEMPERATURE] = 0.5
+    assert not only_likeliest(heads[1:])
 
 
 def test_what_cannot_be_quantised_is_named() -> None:

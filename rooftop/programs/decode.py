@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from jax import P, lax, named_scope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
@@ -63,7 +65,8 @@ class Decoder:
     by sequences, and over context by ``kv_split``: 'batch', by sequences too, or 'seq', by the tokens of each page.
     Where there are fewer key/value heads than devices along tensor, each device keeps the one that its query heads use;
     latents are alike along tensor.
-    ``reader`` is of ``rooftop.programs.paged``, ``alternatives`` the most of ``log_probabilities``.
+    ``reader`` is of ``rooftop.programs.paged``, ``alternatives`` the most of ``log_probabilities``. With
+    ``weights_left``, on one device, weights of attention and MLPs are left operands of their matmuls: all ``Turned``.
     """
 
     model: ModelConfig
@@ -75,6 +78,7 @@ class Decoder:
     reader: str = "gather"
     expert_matmul: str = "batched"
     alternatives: int = 20
+    weights_left: bool = False
 
     @cached_property
     def tensor(self) -> int:
@@ -120,7 +124,9 @@ class Decoder:
     @cached_property
     def computation(self) -> Computation:
         """What the layers are computed by."""
-        return Computation(model=self.model, specs=self.specs, expert_matmul=self.expert_matmul)
+        return Computation(
+            model=self.model, specs=self.specs, expert_matmul=self.expert_matmul, weights_left=self.weights_left
+        )
 
     @property
     def kinds(self) -> Iterator[Kind]:
@@ -200,47 +206,44 @@ def by_layer(model: ModelConfig, stacks: Transformer[Any]) -> Transformer[Any]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Of each row: the token [R] int32, its log-probability [R], the likeliest ones' [R, A] and their ids."""
+    """Of each row: the token [R] int32, its log-probability [R], the likeliest ones' [R, A] and their ids.
+
+    Where no row asks for more than the likeliest token, there are no log-probabilities.
+    """
 
     tokens: jax.Array
-    logprobs: jax.Array
-    top: jax.Array
-    top_ids: jax.Array
+    logprobs: jax.Array | None = None
+    top: jax.Array | None = None
+    top_ids: jax.Array | None = None
 
 
 def step(
     weights: Transformer[Any],
     pools: tuple[Pages, ...],
-    adjustments: Adjustments,
     packed: jax.Array,
     how: Decoder,
     *,
     width: int,
     every: bool = False,
-) -> tuple[Chosen, tuple[Pages, ...], Adjustments]:
-    """The next token of each row, after the KV of its C = ``width`` new tokens (``COUNT`` of them) is in the pools.
+) -> tuple[jax.Array, jax.Array, tuple[Pages, ...]]:
+    """The likeliest next token of each row [R] and its logits [R, V], and the pools with its new tokens' KV.
 
-    With ``every``, the next one behind each of these, [R C]: of guesses at what comes next, those are right that are
-    what was chosen before them. A guess is then accepted with the probability that the model gives it, and what comes
-    in place of one that is not has the model's distribution without it: the rejection rule (Leviathan et al. 2023) for
-    guesses that are made with certainty.
+    These are C = ``width`` tokens, of which ``COUNT`` are there. With ``every``, the next one behind each of them,
+    [R C]: of guesses at what comes next, those are right that are what was chosen before them. A guess is then accepted
+    with the probability that the model gives it, and what comes in place of one that is not has the model's
+    distribution without it: the rejection rule (Leviathan et al. 2023) for guesses that are made with certainty.
 
     ``packed`` [R, HEAD + C + P] int32: the columns named above, tokens, block table. Only tokens of rows whose prompt
-    is complete mean something. Requests with ``ADJUSTED`` have their chosen token counted as seen.
+    is complete mean something. ``choose_tokens`` is for rows that want another token than the likeliest one.
     Runs under ``jax.set_mesh``.
     """
     rows = Rows(tables=packed[:, HEAD + width :], start=packed[:, START], count=packed[:, COUNT])
     tokens = packed[:, HEAD : HEAD + width].reshape(1, -1)
     x, pools = _stream(weights, pools, tokens, rows, how, width)
-    if every:
-        packed = _repeated(packed, width)
-        logits = _logits(x, weights, jnp.arange(len(packed)), how)
-    else:
-        last = jnp.arange(len(packed)) * width + jnp.maximum(rows.count, 1) - 1
-        logits = _logits(x, weights, last, how)
+    last = jnp.arange(len(packed)) * width + jnp.maximum(rows.count, 1) - 1
+    logits = _logits(x, weights, jnp.arange(tokens.size) if every else last, how)
     with named_scope("sample"):
-        chosen, adjustments = _choose(logits, packed, adjustments, how)
-    return chosen, pools, adjustments
+        return largest(logits), logits, pools
 
 
 def propose(
@@ -266,12 +269,21 @@ def propose(
     return guesses[:most].T, pools
 
 
-def _repeated(packed: jax.Array, width: int) -> jax.Array:
-    """A row for each of its tokens, which draws as the token behind it; only the first of a row can be adjusted."""
-    place = jnp.arange(width, dtype=jnp.int32)
-    rows = jnp.repeat(packed[:, :HEAD], width, axis=0)
-    rows = rows.at[:, DRAWN].add(jnp.tile(place, len(packed)))
-    return rows.at[:, ADJUSTED].multiply(jnp.tile(place == 0, len(packed)))
+def heads_of_each(packed: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.int32]:
+    """The heads of a step that chooses behind ``every`` token, [R C, HEAD]: each draws as the token that it chooses.
+
+    Only the first of a row can be adjusted.
+    """
+    place = np.tile(np.arange(width, dtype=np.int32), len(packed))
+    rows = np.repeat(packed[:, :HEAD], width, axis=0)
+    rows[:, DRAWN] += place
+    rows[:, ADJUSTED] *= place == 0
+    return rows
+
+
+def only_likeliest(heads: npt.NDArray[np.int32]) -> bool:
+    """Whether all of these rows [R, HEAD] take the likeliest token, and nothing else is to be known of it."""
+    return not heads[:, (TEMPERATURE, ADJUSTED, LOGPROBS)].any()
 
 
 def _stream(
@@ -309,23 +321,29 @@ def _logits(x: jax.Array, weights: Transformer[Any], which: jax.Array, how: Deco
     rules = how.specs.rules
     specs = Specs(replace(rules, activations={**rules.activations, "seq": ()}))
     picked, matrix = losses.head(picked, matrix, specs, tied=tied)
-    return reshard(losses.logits(picked, matrix, how.model.final_softcap), P(None, None, None))[0]
+    found = losses.logits(picked, matrix, how.model.final_softcap, left=how.weights_left)
+    return reshard(found, P(None, None, None))[0]
 
 
-def _choose(logits: jax.Array, packed: jax.Array, adjustments: Adjustments, how: Decoder) -> tuple[Chosen, Adjustments]:
-    """Tokens by logits [R, V], and what their requests have seen since."""
+def choose_tokens(
+    logits: jax.Array, adjustments: Adjustments, heads: jax.Array, how: Decoder
+) -> tuple[Chosen, Adjustments]:
+    """Tokens by logits [R, V] as each row's head [R, HEAD] says, and what their requests have seen since.
+
+    Requests with ``ADJUSTED`` have their chosen token counted as seen.
+    """
 
     def real(column: int) -> jax.Array:
-        return lax.bitcast_convert_type(packed[:, column], jnp.float32)
+        return lax.bitcast_convert_type(heads[:, column], jnp.float32)
 
-    slots, adjusted = packed[:, SLOT], packed[:, ADJUSTED]
+    slots, adjusted = heads[:, SLOT], heads[:, ADJUSTED]
     choice = Choice(
         temperature=real(TEMPERATURE),
-        top_k=packed[:, TOP_K],
+        top_k=heads[:, TOP_K],
         top_p=real(TOP_P),
         min_p=real(MIN_P),
-        seed=lax.bitcast_convert_type(packed[:, SEED : SEED + 2], jnp.uint32),
-        drawn=packed[:, DRAWN],
+        seed=lax.bitcast_convert_type(heads[:, SEED : SEED + 2], jnp.uint32),
+        drawn=heads[:, DRAWN],
     )
     wanted = jnp.any(adjusted > 0)
     changed = lax.cond(
@@ -341,8 +359,8 @@ def _choose(logits: jax.Array, packed: jax.Array, adjustments: Adjustments, how:
         return log_probabilities(logits, tokens, count)
 
     def unasked() -> tuple[jax.Array, jax.Array, jax.Array]:
-        some = jnp.zeros((len(packed), count), jnp.float32)
+        some = jnp.zeros((len(heads), count), jnp.float32)
         return some[:, 0], some, some.astype(jnp.int32)
 
-    logprobs, top, top_ids = lax.cond(jnp.any(packed[:, LOGPROBS] > 0), asked, unasked)
+    logprobs, top, top_ids = lax.cond(jnp.any(heads[:, LOGPROBS] > 0), asked, unasked)
     return Chosen(tokens=tokens, logprobs=logprobs, top=top, top_ids=top_ids), adjustments

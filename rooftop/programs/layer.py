@@ -22,7 +22,7 @@ from rooftop.programs.mla import latent_qkv
 from rooftop.programs.moe import activate, moe_mlp
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoE
 from rooftop.programs.positions import rotate, within_segments
-from rooftop.programs.projection import project
+from rooftop.programs.projection import project, project_left
 from rooftop.programs.ring_attention import ring_attend, sequence_order
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
@@ -39,6 +39,7 @@ class Computation:
     come by ``context_attention``: round a ring, or gathered (``rooftop.programs.gathered_attention``). Experts do
     ``expert_matmul``, and ``expert_capacity`` is the ``capacity_factor`` of ``rooftop.programs.moe``: None drops no
     token. ``z_loss`` and ``balance_loss`` are coefficients of what is added to the cross-entropy (see ``objective``).
+    ``weights_left`` multiplies by weights of attention and MLPs on one device as ``project_left`` does.
     """
 
     model: ModelConfig
@@ -52,6 +53,7 @@ class Computation:
     expert_capacity: float | None = None
     z_loss: float = 0.0
     balance_loss: float = 0.0
+    weights_left: bool = False
 
     def positions(self, batch: Batch[jax.Array]) -> jax.Array:
         """The positions of the tokens: [T] alike in all sequences, or [B, T] where sequences are packed or it is given.
@@ -89,7 +91,7 @@ def attention(
     with named_scope("out"):
         # XLA names a matmul after a reshape that it absorbs, so this one stands in the scope of its matmul.
         o = o.reshape(*o.shape[:2], -1, out_sharding=specs.activation("batch", "seq", "heads"))
-        y = add_bias(_scattered(o, layer.out, "heads", specs), out_bias, specs.residual)
+        y = add_bias(_scattered(o, layer.out, "heads", how), out_bias, specs.residual)
         y = checkpoint_name(y, "attn_out")
     if layer.post_norm is not None:
         with named_scope("norm"):
@@ -128,9 +130,10 @@ def qkv(
     with named_scope("qkv"):
         h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
         # Not by ``project``: with one head on a device XLA:TPU would make an AllReduce of the gradient's ReduceScatter.
-        q = jnp.einsum("btd,dnh->btnh", h, gather(layer.q, specs, "embed", "heads", None))
-        k = jnp.einsum("btd,dkh->btkh", h, gather(layer.k, specs, "embed", "kv_heads", None))
-        v = jnp.einsum("btd,dkh->btkh", h, gather(layer.v, specs, "embed", "kv_heads", None))
+        into = project_left if how.weights_left else partial(jnp.einsum, "btd,dnh->btnh")
+        q = into(h, gather(layer.q, specs, "embed", "heads", None))
+        k = into(h, gather(layer.k, specs, "embed", "kv_heads", None))
+        v = into(h, gather(layer.v, specs, "embed", "kv_heads", None))
         q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
         k = checkpoint_name(add_bias(k, layer.k_bias, kv_heads), "qkv")
         v = checkpoint_name(add_bias(v, layer.v_bias, kv_heads), "qkv")
@@ -215,7 +218,7 @@ def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
     hidden = specs.activation("batch", "seq", "mlp")
 
     def into(h: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = project(h, gather(weight, specs, "embed", "mlp"))
+        y = (project_left if how.weights_left else project)(h, gather(weight, specs, "embed", "mlp"))
         return checkpoint_name(add_bias(y, bias, hidden), "mlp_up")
 
     with named_scope("up"):
@@ -225,12 +228,15 @@ def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
     with named_scope("act"):
         act = checkpoint_name(activate(gate, up, how.model), "mlp_act")
     with named_scope("down"):
-        y = add_bias(_scattered(act, layer.down, "mlp", specs), layer.down_bias, specs.residual)
+        y = add_bias(_scattered(act, layer.down, "mlp", how), layer.down_bias, specs.residual)
         return checkpoint_name(y, "mlp_down")
 
 
-def _scattered(x: jax.Array, weight: jax.Array, dim: str, specs: Specs) -> jax.Array:
+def _scattered(x: jax.Array, weight: jax.Array, dim: str, how: Computation) -> jax.Array:
     """x [B, T, dim] times weight [dim, D], its partial sums scattered into the residual stream's sharding."""
+    specs = how.specs
+    if how.weights_left:
+        return project_left(x, gather(weight, specs, (dim, "embed"), None))
     partial_sums = specs.activation("batch", "seq", None, unreduced=dim)
     y = project(x, gather(weight, specs, (dim, "embed"), None), partial_sums)
     return split_sequence(y, specs.residual)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import P, named_scope
 from jax.sharding import reshard
 
-from rooftop.programs.projection import project
+from rooftop.programs.projection import project, project_left
 from rooftop.programs.sharding import Specs, in_parts, named_reshard, split_sequence, varying_as, whole
 
 
@@ -22,10 +22,13 @@ def carrying(targets: jax.Array) -> jax.Array:
         return jnp.maximum(jnp.sum(targets >= 0, dtype=jnp.int32), 1).astype(jnp.float32)
 
 
-def logits(x: jax.Array, matrix: jax.Array, softcap: float | None) -> jax.Array:
-    """x [B, T, D] @ matrix [D, V] in float32, [B, T, V], bent by ``softcap`` c to c tanh(y/c)."""
+def logits(x: jax.Array, matrix: jax.Array, softcap: float | None, *, left: bool = False) -> jax.Array:
+    """x [B, T, D] @ matrix [D, V] in float32, [B, T, V], bent by ``softcap`` c to c tanh(y/c).
+
+    The matrix is the ``left`` operand as in ``project_left``.
+    """
     with named_scope("unembed"):
-        y = project(x, matrix, dtype=jnp.float32)
+        y = (project_left if left else project)(x, matrix, dtype=jnp.float32)
         return y if softcap is None else softcap * jnp.tanh(y / softcap)
 
 

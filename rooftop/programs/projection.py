@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import P, lax
 from jax.typing import DTypeLike
 
@@ -20,6 +21,15 @@ def project(x: jax.Array, weight: jax.Array, out: P | None = None, dtype: DTypeL
     unreduced over the axes over which it is ``reduced``.
     """
     return _project(x, weight, out, dtype)
+
+
+def project_left(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """x [B, T, D] times weight [D, ...]: [B, T, ...], computed as weight^T x^T; not for gradients.
+
+    With a weight that lies as [..., D] a CPU multiplies it as it is, where it would copy the right operand first.
+    """
+    y = lax.dot_general(weight, x, (((0,), (2,)), ((), ())), preferred_element_type=dtype)
+    return jnp.moveaxis(y, (-2, -1), (0, 1))
 
 
 def _product(x: jax.Array, weight: jax.Array, out: P | None, dtype: DTypeLike | None) -> jax.Array:

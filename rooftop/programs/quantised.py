@@ -60,6 +60,19 @@ class Quantised:
     scales: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Turned:
+    """A weight [D, ...] as it is, that lies as ``values`` [..., D]: see ``rooftop.programs.projection``."""
+
+    values: jax.Array
+
+    @classmethod
+    def of(cls, weight: jax.Array) -> Turned:
+        """The ``weight`` [D, ...], copied."""
+        return cls(values=jnp.moveaxis(weight, 0, -1))
+
+
 def summed_dim(parameter: Parameter) -> int | None:
     """The dim of a stacked weight [n, ...] that its matmul sums over; None for what stays as it is.
 
@@ -103,9 +116,11 @@ def quantise(weight: jax.Array, dim: int, name: str) -> Quantised:
 
 
 def in_full(weights: Any, dtype: jnp.dtype) -> Any:
-    """A tree of weights with each ``Quantised`` one as an array of ``dtype``."""
+    """A tree of weights with each ``Quantised`` one as an array of ``dtype``, and each ``Turned`` one as it was."""
 
     def array(leaf: Any) -> Any:
+        if isinstance(leaf, Turned):
+            return jnp.moveaxis(leaf.values, -1, 0)
         if not isinstance(leaf, Quantised):
             return leaf
         values, scales = leaf.values, leaf.scales
@@ -116,7 +131,7 @@ def in_full(weights: Any, dtype: jnp.dtype) -> Any:
         signed = jnp.concatenate([(pairs << 4).astype(jnp.int8) >> 4, pairs.astype(jnp.int8) >> 4], axis=dim + 1)
         return _together(signed.astype(jnp.float32) * scales, dim).astype(dtype)
 
-    return jax.tree.map(array, weights, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return jax.tree.map(array, weights, is_leaf=lambda leaf: isinstance(leaf, Quantised | Turned))
 
 
 def _apart(x: jax.Array, dim: int, groups: int) -> jax.Array:

@@ -23,7 +23,7 @@ from rooftop.programs.decode import Decoder, by_layer
 from rooftop.programs.describe import describe
 from rooftop.programs.paged import best_reader
 from rooftop.programs.parameters import Parameter, Transformer, initialise
-from rooftop.programs.quantised import quantise, summed_dim
+from rooftop.programs.quantised import Turned, quantise, summed_dim
 from rooftop.scheduling.serving import Policy
 from rooftop.serve.configuration import AXES, CACHES, WEIGHTS, Configuration, Shapes
 from rooftop.serve.engine import PagedEngine
@@ -204,18 +204,22 @@ def stop_tokens(checkpoint: Path) -> frozenset[int]:
 
 def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:
     sizes, quantised = dict(configuration.mesh), configuration.cache == "int8"
+    split = tuple((axis, sizes[axis]) for axis in AXES[1:] if sizes.get(axis, 1) > 1)
+    dtype = configuration.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    plain = configuration.weights == "plain" and model.moe is None and model.mla is None and not split
     decoder = Decoder(
         model=model,
-        sizes=tuple((axis, sizes[axis]) for axis in AXES[1:] if sizes.get(axis, 1) > 1),
+        sizes=split,
         kv_split=configuration.kv_split,
         page_tokens=configuration.page_tokens,
-        dtype=configuration.dtype or ("float32" if platform == "cpu" else "bfloat16"),
+        dtype=dtype,
         quantised_cache=quantised,
         # JAX's kernel reads whole pages.
         reader="gather"
         if platform == "tpu" and sizes.get("context", 1) > 1 and configuration.kv_split == "seq"
         else best_reader(model, platform, quantised=quantised),
         expert_matmul="grouped" if platform == "tpu" else "batched",
+        weights_left=platform == "cpu" and dtype == "float32" and plain,
     )
     if model.moe is None and sizes.get("expert", 1) > 1:
         raise RooftopError("mesh axis expert", sizes["expert"], f"1: {model.name} has no experts")
@@ -290,16 +294,18 @@ def _placed(
     configuration: Configuration,
     weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]],
 ) -> Transformer[Any]:
-    """The weights layer by layer, each array quantised and taken apart as soon as it is there."""
+    """The weights layer by layer, each array quantised or turned, and taken apart, as soon as it is there."""
 
     def placed(parameter: Parameter, array: jax.Array) -> Any:
         with jax.set_mesh(mesh):
             dim, kept = summed_dim(parameter), array
             if dim is not None and configuration.weights != "plain":
                 kept = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights)
+            turns = decoder.weights_left and (dim == 1 or parameter.dims == ("embed", "vocab"))
+            whole = Turned.of if turns else lambda leaf: leaf
             if parameter.dims[:1] != ("layers",):
-                return kept
-            return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], kept) for at in range(parameter.shape[0]))
+                return whole(kept)
+            return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], kept)) for at in range(parameter.shape[0]))
 
     found = by_layer(decoder.model, weights(decoder, mesh, placed))
     if found.unembed is None and decoder.specs.rules.parameters["vocab"]:

@@ -16,11 +16,21 @@ import numpy.typing as npt
 from jax import P
 from jax.sharding import Mesh, NamedSharding
 
-from rooftop.programs.decode import HEAD, Chosen, Decoder, propose, step
+from rooftop.programs.decode import (
+    HEAD,
+    SLOT,
+    Chosen,
+    Decoder,
+    choose_tokens,
+    heads_of_each,
+    only_likeliest,
+    propose,
+    step,
+)
 from rooftop.programs.parameters import Transformer
 from rooftop.programs.sampling import Adjustments
 from rooftop.scheduling.serving_prefixes import Copy
-from rooftop.serve.configuration import Shapes
+from rooftop.serve.configuration import Shapes, covering
 from rooftop.serve.host_pages import Content, HostPages, placed
 
 Ints = npt.NDArray[np.int32]
@@ -28,6 +38,8 @@ Ints = npt.NDArray[np.int32]
 COPIED = 8
 #: Programs that are compiled at a time: tracing takes turns, XLA does not.
 _COMPILERS = 4
+#: How far the numbers of rows lie apart for which there is a program that chooses tokens: it takes long to compile.
+_CHOICES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +75,10 @@ class Replica:
     ) -> None:
         self.decoder, self.mesh, self.shapes, self.pages, self.slots = decoder, mesh, shapes, pages, slots
         self._options, self.guesses, self.drafts = options, guesses, drafts
+        self._choices = _apart(
+            {*shapes.batches, *(rows for rows, _ in shapes.prefills)}
+            | {rows * (1 + guesses) for rows in shapes.batches}
+        )
         self._whole = NamedSharding(mesh, P())
         self._weights, self._weight_tree = jax.tree.flatten(weights)
         abstract = decoder.abstract_pools(pages, mesh)
@@ -107,6 +123,8 @@ class Replica:
         if self.guesses and role != "prefill":
             kind = ("propose", 1) if self.drafts else ("check", 1 + self.guesses)
             wanted += [(kind[0], rows, kind[1], width) for rows in self.shapes.batches for width in pages]
+        if not self.drafts:
+            wanted += [("choose", rows) for rows in self._choices]
         missing = [key for key in wanted if key not in self._programs]
         with ThreadPoolExecutor(_COMPILERS) as compilers:
             for done, (key, program) in enumerate(zip(missing, compilers.map(self._program, missing), strict=True)):
@@ -117,10 +135,22 @@ class Replica:
         return len(wanted)
 
     def step(self, packed: Ints, width: int, *, every: bool = False) -> Chosen:
-        """Run ``rooftop.programs.decode.step`` for ``packed`` [R, HEAD + C + P] with C = ``width``."""
+        """Run ``rooftop.programs.decode.step`` for ``packed`` [R, HEAD + C + P] with C = ``width``.
+
+        And ``choose_tokens``, if a row wants that; what a draft chooses after a prompt is never used.
+        """
         program = self._programs["check" if every else "step", len(packed), width, packed.shape[1] - HEAD - width]
-        arguments = self._put(packed)
-        chosen, self._pools, self._adjustments = program(self._weights, self._pools, self._adjustments, arguments)
+        tokens, logits, self._pools = program(self._weights, self._pools, self._put(packed))
+        if self._one_at_a_time:
+            jax.block_until_ready(logits)
+        asked = heads_of_each(packed, width) if every else packed[:, :HEAD]
+        if self.drafts or only_likeliest(asked):
+            return Chosen(tokens=tokens)
+        heads = np.zeros((len(logits), HEAD), np.int32)
+        heads[:, SLOT] = self.slots
+        heads[: len(asked)] = asked
+        program = self._programs["choose", len(heads)]
+        chosen, self._adjustments = program(logits, self._adjustments, self._put(heads))
         if self._one_at_a_time:
             jax.block_until_ready(chosen)
         return Chosen(tokens=chosen[0], logprobs=chosen[1], top=chosen[2], top_ids=chosen[3])
@@ -205,22 +235,28 @@ class Replica:
     def _step_program(
         self, rows: int, width: int, pages: int, *, every: bool = False
     ) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        def run(weights: Any, pools: Any, adjustments: Any, packed: jax.Array) -> Any:
-            chosen, pools, adjustments = step(
+        def run(weights: Any, pools: Any, packed: jax.Array) -> Any:
+            tokens, logits, pools = step(
                 jax.tree.unflatten(self._weight_tree, weights),
                 jax.tree.unflatten(self._pool_tree, pools),
-                jax.tree.unflatten(self._adjustment_tree, adjustments),
                 packed,
                 self.decoder,
                 width=width,
                 every=every,
             )
-            found = chosen.tokens, chosen.logprobs, chosen.top, chosen.top_ids
-            return found, jax.tree.leaves(pools), jax.tree.leaves(adjustments)
+            more = 0 if self.drafts else covering(self._choices, len(logits)) - len(logits)
+            return tokens, jnp.pad(logits, ((0, more), (0, 0))), jax.tree.leaves(pools)
 
-        packed = self._ints(rows, HEAD + width + pages)
-        given = self._alike(self._weights), self._abstract_pools, self._abstract_adjustments, packed
-        return run, (1, 2), given
+        return run, (1,), (self._alike(self._weights), self._abstract_pools, self._ints(rows, HEAD + width + pages))
+
+    def _choose_program(self, rows: int) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        def run(logits: jax.Array, adjustments: Any, heads: jax.Array) -> Any:
+            adjusted = jax.tree.unflatten(self._adjustment_tree, adjustments)
+            chosen, adjusted = choose_tokens(logits, adjusted, heads, self.decoder)
+            return (chosen.tokens, chosen.logprobs, chosen.top, chosen.top_ids), jax.tree.leaves(adjusted)
+
+        logits = jax.ShapeDtypeStruct((rows, self.decoder.model.vocab), jnp.float32, sharding=self._whole)
+        return run, (1,), (logits, self._abstract_adjustments, self._ints(rows, HEAD))
 
     def _propose_program(self, rows: int, width: int, pages: int) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
         def run(weights: Any, pools: Any, packed: jax.Array) -> Any:
@@ -279,6 +315,15 @@ class Replica:
         masks = self._abstract_adjustments[2]
         mask = jax.ShapeDtypeStruct(masks.shape[1:], masks.dtype, sharding=self._whole)
         return put, (0,), (self._abstract_adjustments, self._ints(), mask)
+
+
+def _apart(sizes: set[int]) -> list[int]:
+    """The largest of ``sizes``, and of the others each that is ``_CHOICES`` times smaller than the one above it."""
+    found = list[int]()
+    for size in sorted(sizes, reverse=True):
+        if not found or size * _CHOICES <= found[0]:
+            found.insert(0, size)
+    return found
 
 
 class Compilations:

@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.programs.decode import ADJUSTED, COUNT, DRAWN, HEAD, LOGPROBS, SLOT, START, Chosen
+from rooftop.programs.decode import ADJUSTED, COUNT, DRAWN, HEAD, LOGPROBS, SLOT, START, TEMPERATURE, Chosen
 from rooftop.scheduling.serving import Chunk, Step
 from rooftop.scheduling.serving_cache import Sequence
 from rooftop.serve.configuration import covering
@@ -302,7 +302,7 @@ class Server:
                 complete.append((at, piece.running))
                 self._constrain(piece.running)
             else:
-                packed[at, ADJUSTED] = packed[at, LOGPROBS] = 0
+                packed[at, [TEMPERATURE, ADJUSTED, LOGPROBS]] = 0
         if self._draft is not None:
             with self.counters.on_device():
                 self._draft.step(packed, width)
