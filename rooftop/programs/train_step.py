@@ -190,7 +190,10 @@ class TrainProgram:
 
     def computation(self, specs: Specs) -> Computation:
         """How the forward pass is computed."""
-        shared = {field.name for field in dataclasses.fields(Computation)} - {"specs"}
+        # What Computation has beside these is for serving.
+        shared = {field.name for field in dataclasses.fields(Computation)} & {
+            field.name for field in dataclasses.fields(self)
+        }
         return Computation(specs=specs, **{name: getattr(self, name) for name in shared})
 
 
