@@ -23,9 +23,9 @@ from rooftop.programs.parameters import Parameter
 from rooftop.programs.projection import project_left
 from rooftop.programs.quantised import FORMATS, Turned, in_full, quantise, require_format
 
-PAGES, KV_HEADS, HEADS = 24, 2, 4
-#: Tokens before the new ones, and new ones, of each row; the last row is padding.
-START, COUNT, WIDTH = [13, 0, 26], [3, 2, 0], 4
+PAGES, KV_HEADS, HEADS = 32, 2, 4
+#: Tokens before the new ones, and new ones, of each row; the third row is padding, and the last one generates.
+START, COUNT, WIDTH = [13, 0, 26, 9], [3, 2, 0, 1], 4
 
 
 def dense(
@@ -54,10 +54,10 @@ def run(
     """What is found and what should be, of all rows [R, C, n, H]; and which tokens there are."""
     random = np.random.default_rng(0)
     longest = max(START) + WIDTH
-    k, v = (random.normal(size=(3, longest, KV_HEADS, size)) for _ in range(2))
-    q = random.normal(size=(3, WIDTH, HEADS, size))
+    k, v = (random.normal(size=(4, longest, KV_HEADS, size)) for _ in range(2))
+    q = random.normal(size=(4, WIDTH, HEADS, size))
     logits = random.normal(size=HEADS) if sinks else None
-    tables = random.permutation(PAGES).reshape(3, -1).astype(np.int32)
+    tables = random.permutation(PAGES).reshape(4, -1).astype(np.int32)
     ragged = reader == "ragged"
     shape = (PAGES + 1, page, 2 * KV_HEADS, size) if ragged else (PAGES + 1, 2, KV_HEADS, page, size)
     pool = Pages(
@@ -72,10 +72,15 @@ def run(
         elif held:
             pool = pool.write(*places, both)
     new = [np.stack([x[row, held : held + WIDTH] for row, held in enumerate(START)]) for x in (k, v)]
-    rows = Rows(tables=jnp.asarray(tables), start=jnp.array(START), count=jnp.array(COUNT))
-    given = [jnp.asarray(x, jnp.float32) for x in (q, *new)]
+    # The last row is of another width: no room for more than its one token.
+    rows = [
+        Rows(tables=jnp.asarray(tables[some]), start=jnp.array(START[some]), count=jnp.array(COUNT[some]), width=width)
+        for some, width in ((slice(3), WIDTH), (slice(3, 4), 1))
+    ]
+    given = [jnp.concatenate([x[:3].reshape(-1, *x.shape[2:]), x[3, :1]]).astype(jnp.float32) for x in (q, *new)]
     sink = None if logits is None else jnp.asarray(logits, jnp.float32)
     o, pool = jax.jit(attend_heads, static_argnums=(0, 1))(reader, scores, *given, sink, pool, rows)
+    o = jnp.concatenate([o, jnp.zeros((WIDTH - 1, *o.shape[1:]))]).reshape(4, WIDTH, *o.shape[1:])
     assert bool(jnp.isfinite(o).all())
     wanted = np.stack([dense(scores, q[row], k[row], v[row], held, logits) for row, held in enumerate(START)])
     there = np.arange(WIDTH) < np.array(COUNT)[:, None]

@@ -9,8 +9,8 @@ from rooftop.serve.configuration import Shapes
 from rooftop.serve.prediction import Told, measured_times, outside_s
 from rooftop.simulate.serving_measured import MeasuredTimes, Program, prefill_rows
 
-GENERATE = (("context_tokens", "512"), ("sequences", "4"), ("tokens", "0"))
-PREFILL = (("context_tokens", "512"), ("sequences", "1"), ("tokens", "64"))
+GENERATE = (("context_tokens", "512"), ("generating", "0"), ("sequences", "4"), ("tokens", "0"))
+PREFILL = (("context_tokens", "512"), ("generating", "0"), ("sequences", "1"), ("tokens", "64"))
 
 
 def told(scale: float) -> Told:
@@ -64,3 +64,21 @@ def test_pieces_are_priced_by_the_programs_that_the_engine_takes() -> None:
     assert [seconds((alone, full, step), pieces) for pieces in range(1, 8)] == [1, 2, 3, 3, 4, 5, 6]
     # What has not run is priced as what has.
     assert seconds((full, step), 1) == 3
+
+
+def test_a_piece_is_prefilled_beside_what_generates_where_a_program_did_both() -> None:
+    def program(sequences: int, tokens: int, seconds: float, generating: int = 0) -> Program:
+        return Program(
+            sequences=sequences, tokens=tokens, context_tokens=64, generating=generating, seconds=seconds
+        )  # fmt: skip
+
+    programs = (program(1, 16, 1.0), program(4, 64, 3.0), program(2, 0, 0.1), program(4, 0, 0.2))
+    apart = MeasuredTimes(page_tokens=16, kv_tokens=640, programs=programs)
+    mixing = MeasuredTimes(page_tokens=16, kv_tokens=640, programs=(*programs, program(1, 16, 1.1, 4)))
+    piece = (16, 0)
+    assert [apart.mixed_s([piece], 3, 30), mixing.mixed_s([piece], 3, 30)] == pytest.approx([1.2, 1.1])
+    # Only what a single row holds, beside the largest batch; the pieces behind the first go alone.
+    assert mixing.mixed_s([piece] * 2, 3, 30) == pytest.approx(2.1)
+    assert mixing.mixed_s([piece], 2, 30) == pytest.approx(1.1) == 0.1 + mixing.prefill_s([piece])
+    assert mixing.mixed_s([piece] * 4, 3, 30) == pytest.approx(3.2)
+    assert mixing.prefill_s([piece]) == 1.0 and mixing.generate_s(3, 30) == 0.2

@@ -4,15 +4,15 @@ The layers are those of ``rooftop.programs.transformer``; only what is between t
 outputs is other than in training. Layers are not scanned: a scan would copy each layer's weights out of their stack on
 CPUs and GPUs, and its cache with them.
 
-Dims: R rows (sequences), C new tokens of each, P pages of its block table, D model, V vocabulary. All R C tokens are
-one sequence [1, R C] to the layers; only attention tells rows apart. With C = 1 it is a step that generates, else one
-that prefills chunks of prompts.
+Dims: R rows (sequences), C new tokens of each, P pages of its block table, D model, V vocabulary. All T = R C tokens
+are one sequence [1, T] to the layers; only attention tells rows apart. Rows of C = 1 generate, others prefill chunks of
+prompts; a step may have both, and then reads its weights once for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -220,28 +220,34 @@ class Chosen:
 def step(
     weights: Transformer[Any],
     pools: tuple[Pages, ...],
-    packed: jax.Array,
+    packed: Sequence[jax.Array],
     how: Decoder,
     *,
-    width: int,
+    widths: Sequence[int],
     every: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[Pages, ...]]:
     """The likeliest next token of each row [R] and its logits [R, V], and the pools with its new tokens' KV.
 
-    These are C = ``width`` tokens, of which ``COUNT`` are there. With ``every``, the next one behind each of them,
-    [R C]: of guesses at what comes next, those are right that are what was chosen before them. A guess is then accepted
-    with the probability that the model gives it, and what comes in place of one that is not has the model's
-    distribution without it: the rejection rule (Leviathan et al. 2023) for guesses that are made with certainty.
+    Each of ``packed`` [R, HEAD + C + P] int32 has the columns named above, C = ``widths`` tokens, of which ``COUNT``
+    are there, and block tables; the rows of one come behind those of another. Only tokens of rows whose prompt is
+    complete mean something. ``choose_tokens`` is for rows that want another token than the likeliest one.
 
-    ``packed`` [R, HEAD + C + P] int32: the columns named above, tokens, block table. Only tokens of rows whose prompt
-    is complete mean something. ``choose_tokens`` is for rows that want another token than the likeliest one.
-    Runs under ``jax.set_mesh``.
+    With ``every``, the next one behind each of the tokens, [T]: of guesses at what comes next, those are right that are
+    what was chosen before them. A guess is then accepted with the probability that the model gives it, and what comes
+    in place of one that is not has the model's distribution without it: the rejection rule (Leviathan et al. 2023) for
+    guesses that are made with certainty. Runs under ``jax.set_mesh``.
     """
-    rows = Rows(tables=packed[:, HEAD + width :], start=packed[:, START], count=packed[:, COUNT])
-    tokens = packed[:, HEAD : HEAD + width].reshape(1, -1)
-    x, pools = _stream(weights, pools, tokens, rows, how, width)
-    last = jnp.arange(len(packed)) * width + jnp.maximum(rows.count, 1) - 1
-    logits = _logits(x, weights, jnp.arange(tokens.size) if every else last, how)
+    rows = tuple(
+        Rows(tables=each[:, HEAD + width :], start=each[:, START], count=each[:, COUNT], width=width)
+        for each, width in zip(packed, widths, strict=True)
+    )
+    tokens = [each[:, HEAD : HEAD + width].reshape(-1) for each, width in zip(packed, widths, strict=True)]
+    x, pools = _stream(weights, pools, jnp.concatenate(tokens)[None], rows, how)
+    last, first = list[jax.Array](), 0
+    for some in rows:
+        last.append(first + jnp.arange(len(some.count)) * some.width + jnp.maximum(some.count, 1) - 1)
+        first += some.tokens
+    logits = _logits(x, weights, jnp.arange(first) if every else jnp.concatenate(last), how)
     with named_scope("sample"):
         return largest(logits), logits, pools
 
@@ -260,8 +266,9 @@ def propose(
         carry: tuple[jax.Array, tuple[Pages, ...]], place: jax.Array
     ) -> tuple[tuple[jax.Array, tuple[Pages, ...]], jax.Array]:
         tokens, pools = carry
-        rows = Rows(tables=tables, start=start + place, count=(place < packed[:, COUNT]).astype(jnp.int32))
-        x, pools = _stream(weights, pools, tokens[None], rows, how, 1)
+        count = (place < packed[:, COUNT]).astype(jnp.int32)
+        rows = Rows(tables=tables, start=start + place, count=count, width=1)
+        x, pools = _stream(weights, pools, tokens[None], (rows,), how)
         tokens = largest(_logits(x, weights, jnp.arange(len(packed)), how))
         return (tokens, pools), tokens
 
@@ -287,11 +294,15 @@ def only_likeliest(heads: npt.NDArray[np.int32]) -> bool:
 
 
 def _stream(
-    weights: Transformer[Any], pools: tuple[Pages, ...], tokens: jax.Array, rows: Rows, how: Decoder, width: int
+    weights: Transformer[Any], pools: tuple[Pages, ...], tokens: jax.Array, rows: tuple[Rows, ...], how: Decoder
 ) -> tuple[jax.Array, tuple[Pages, ...]]:
-    """The residual stream [1, R C, D] behind the last layer, normalised, and the pools with its keys and values."""
+    """The residual stream [1, T, D] of ``tokens`` [1, T] behind the last layer, normalised.
+
+    And the pools with its keys and values.
+    """
     model, computation = how.model, how.computation
-    positions = jnp.minimum(rows.positions(width), model.max_seq_len - 1).reshape(1, -1)
+    positions = jnp.concatenate([each.positions().reshape(-1) for each in rows])[None]
+    positions = jnp.minimum(positions, model.max_seq_len - 1)
     with named_scope("embed"):
         x = embed(weights, Batch(tokens=tokens, targets=tokens, positions=positions), computation)
     with named_scope("layers"):
@@ -302,9 +313,9 @@ def _stream(
             layer = in_full(layer, jnp.dtype(how.dtype))
             local = kind.window is not None and model.rope_local_theta is not None
             heads = PagedHeads(
-                layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, width=width, reader=how.reader,
-                computation=computation, cache_spec=how.cache_spec, groups=how.groups,
-                parts=how.parts, tensor=how.tensor,
+                layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, reader=how.reader,
+                computation=computation, cache_spec=how.cache_spec, groups=how.groups, parts=how.parts,
+                tensor=how.tensor,
             )  # fmt: skip
             with named_scope("attn"):
                 x = attention(x, layer.attn, computation, partial(heads, pool=pool, written=written))
@@ -313,7 +324,7 @@ def _stream(
 
 
 def _logits(x: jax.Array, weights: Transformer[Any], which: jax.Array, how: Decoder) -> jax.Array:
-    """Logits [n, V] float32 of the tokens ``which`` [n] of x [1, R C, D], alike on all devices."""
+    """Logits [n, V] float32 of the tokens ``which`` [n] of x [1, T, D], alike on all devices."""
     picked = reshard(x, P(None, None, None))[:, which]
     tied = weights.unembed is None
     matrix = weights.embed if weights.unembed is None else in_full(weights.unembed, x.dtype)

@@ -9,7 +9,7 @@ and by sequences as the cache needs them:
 - else (few rows, as in the prefill of one prompt) every group gets all queries and attends for those of its own rows.
   Others read nothing for them, and add zeros.
 
-Dims as in ``rooftop.programs.paged``; T are the tokens of a step, R C of them over all devices.
+Dims as in ``rooftop.programs.paged``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jax import P, lax
 from rooftop.programs.paged import Pages, Rows
 from rooftop.programs.sharding import on_shards
 
-#: Of queries [r, C, n, H], what is cached of the new tokens [r, C, ...] each, pool, rows: outputs [r, C, n, ...], pool.
-Attend = Callable[[jax.Array, tuple[jax.Array, ...], Pages, Rows], tuple[jax.Array, Pages]]
+#: Of queries [T, n, H], what is cached of the new tokens [T, ...] each, pool, rows: outputs [T, n, ...], pool.
+Attend = Callable[[jax.Array, tuple[jax.Array, ...], Pages, tuple[Rows, ...]], tuple[jax.Array, Pages]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,42 +51,41 @@ class Groups:
         return prod(size for _, size in (*self.tokens, *self.heads))
 
     def attend(
-        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows, width: int
+        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: tuple[Rows, ...]
     ) -> tuple[jax.Array, Pages]:
-        """Outputs [T, n, ...] of queries [T, n, H] of this device, of ``width`` C tokens of each of the ``rows`` [R].
+        """Outputs [T, n, ...] of queries [T, n, H] of this device, the tokens of the ``rows``: one of them if split.
 
         ``new`` [T, ...] has all heads of the group: it is alike over the ``heads`` axes. On one device of many, in a
         ``shard_map``.
         """
         if not self.axes:
-            by_row = [each.reshape(-1, width, *each.shape[1:]) for each in (q, *new)]
-            o, pool = attend(by_row[0], tuple(by_row[1:]), pool, rows)
-            return o.reshape(-1, *o.shape[2:]), pool
-        blocks = rows.start.shape[0] % self.ways == 0
-        return (self._in_blocks if blocks else self._everywhere)(attend, q, new, pool, rows, width)
+            return attend(q, new, pool, rows)
+        (one,) = rows
+        blocks = one.start.shape[0] % self.ways == 0
+        return (self._in_blocks if blocks else self._everywhere)(attend, q, new, pool, one)
 
     def _in_blocks(
-        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows, width: int
+        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows
     ) -> tuple[jax.Array, Pages]:
         size = rows.start.shape[0] // self.ways
         own = jax.tree.map(lambda each: _block(each, self.axes, size), rows)
         own = replace(own, tables=own.tables % pool.values.shape[0])
-        by_row = [each.reshape(-1, width, *each.shape[1:]) for each in (q, *new)]
         heads = tuple(axis for axis, _ in self.heads)
         if heads:
-            by_row[0] = lax.all_to_all(by_row[0], heads, split_axis=0, concat_axis=2, tiled=True)
-            by_row[1:] = [_block(each, heads, size) for each in by_row[1:]]
-        o, pool = attend(by_row[0], tuple(by_row[1:]), pool, own)
+            q = lax.all_to_all(q, heads, split_axis=0, concat_axis=1, tiled=True)
+            new = tuple(_block(each, heads, size * rows.width) for each in new)
+        o, pool = attend(q, new, pool, (own,))
         if heads:
-            o = lax.all_to_all(o, heads, split_axis=2, concat_axis=0, tiled=True)
-        return o.reshape(-1, *o.shape[2:]), pool
+            o = lax.all_to_all(o, heads, split_axis=1, concat_axis=0, tiled=True)
+        return o, pool
 
     def _everywhere(
-        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows, width: int
+        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows
     ) -> tuple[jax.Array, Pages]:
         pages = pool.values.shape[0]
         here = rows.tables[:, 0] // pages == lax.axis_index(self.axes)
-        own = Rows(
+        own = replace(
+            rows,
             tables=jnp.where(here[:, None], rows.tables % pages, pages - 1),
             start=jnp.where(here, rows.start, 0),
             count=jnp.where(here, rows.count, 0),
@@ -97,9 +96,9 @@ class Groups:
             new = tuple(others)
         if heads:
             q = lax.all_gather(q, heads, axis=1, tiled=True)
-        by_row = [each.reshape(-1, width, *each.shape[1:]) for each in (q, *new)]
-        o, pool = attend(by_row[0], tuple(by_row[1:]), pool, own)
-        o = jnp.where(here.reshape(-1, *(1 for _ in o.shape[1:])), o, 0).reshape(-1, *o.shape[2:])
+        o, pool = attend(q, new, pool, (own,))
+        here = jnp.repeat(here, rows.width)
+        o = jnp.where(here.reshape(-1, *(1 for _ in o.shape[1:])), o, 0)
         if heads:
             o = lax.psum_scatter(o, heads, scatter_dimension=1, tiled=True)
         if tokens:

@@ -1,7 +1,8 @@
 """Attention over a KV cache of pages: writing the new tokens' keys and values, and reading those of a sequence.
 
-Dims: R rows (sequences of a step), C new tokens of a row, P pages of its block table, p tokens of a page; n and k the
-query and key/value heads of one device, g = n/k, H head size.
+Dims: R rows (sequences of a step), C new tokens of a row, T = R C of all rows (of several ``Rows``, one behind the
+other), P pages of a row's block table, p tokens of a page; n and k the query and key/value heads of one device,
+g = n/k, H head size.
 
 A layer's pool is [pages + 1, 2, k, p, H]: of each page the keys of all heads, then the values. Latent attention caches
 one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, ...]. The last page takes what is written for
@@ -18,8 +19,8 @@ padding. Three ways of reading:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ READERS: tuple[str, ...] = ("gather", "blocked", "ragged")
 #: Tokens of a sequence whose keys and values are gathered at a time.
 BLOCK = 1024
 #: The same of ``blocked`` for a row that generates; rows at a time, if they have not more queries together than this.
-SMALL_BLOCK, GROUP, QUERIES = 64, 8, 32
+SMALL_BLOCK, GROUP, QUERIES = 32, 8, 32
 #: Below all scores; unlike -inf, it can be subtracted from itself.
 _LEAST = -1e30
 #: Tokens of the cache and queries that the kernel takes at a time: what fits VMEM for 8 key/value heads of 128.
@@ -112,23 +113,30 @@ def _many(page: jax.Array, offset: jax.Array, tokens: jax.Array) -> tuple[jax.Ar
 class Rows:
     """Where a step's new tokens stand: block tables [R, P], ``start`` [R] tokens before them, ``count`` [R] of them.
 
-    A row has room for C tokens, of which the first ``count`` are there. The table reaches to the last of these.
+    A row has room for C = ``width`` tokens, of which the first ``count`` are there. The table reaches to the last of
+    these.
     """
 
     tables: jax.Array
     start: jax.Array
     count: jax.Array
+    width: int = field(metadata={"static": True})
 
-    def positions(self, width: int) -> jax.Array:
-        """Positions of the new tokens in their sequences, padding included: [R, C = ``width``]."""
-        return self.start[:, None] + jnp.arange(width, dtype=jnp.int32)
+    @property
+    def tokens(self) -> int:
+        """R C."""
+        return self.start.shape[0] * self.width
 
-    def places(self, width: int, part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
+    def positions(self) -> jax.Array:
+        """Positions of the new tokens in their sequences, padding included: [R, C]."""
+        return self.start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
+
+    def places(self, part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
         """Page and offset in it of each new token, [R, C]; ``scratch`` for padding and for other devices' tokens."""
-        positions = self.positions(width)
+        positions = self.positions()
         index = jnp.minimum(positions // part.page_tokens, self.tables.shape[1] - 1)
         page = jnp.take_along_axis(self.tables, index, axis=1)
-        there = jnp.arange(width) < self.count[:, None]
+        there = jnp.arange(self.width) < self.count[:, None]
         offset = positions % part.page_tokens - part.first
         if part.parts.ways > 1:
             there &= (offset >= 0) & (offset < part.own_tokens)
@@ -174,28 +182,29 @@ def attend_heads(
     v: jax.Array,
     sinks: jax.Array | None,
     pool: Pages,
-    rows: Rows,
+    rows: Sequence[Rows],
     parts: Parts = _WHOLE,
 ) -> tuple[jax.Array, Pages]:
-    """Attention of new tokens, on one device: q [R, C, n, H], k and v [R, C, k, H] of them -> o [R, C, n, H], the pool.
+    """Attention of new tokens, on one device: q [T, n, H], k and v [T, k, H] of them -> o [T, n, H], the pool.
 
-    Keys and values are written first, and then read with all before them. Of pages in ``parts`` each device reads its
-    own (not with ``ragged``).
+    All keys and values are written first, and then read with all before them. Of pages in ``parts`` each device reads
+    its own (not with ``ragged``).
     """
+    pages = pool.values.shape[0]
     if reader == "ragged":
-        pages, page_tokens = pool.values.shape[:2]
-        both = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3])
-        page, offset, both = _many(*rows.places(q.shape[1], Part.of(parts, page_tokens), pages - 1), both)
+        part = Part.of(parts, pool.values.shape[1])
+        both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
+        page, offset, both = _many(*_places(rows, part, pages - 1), both)
         pool = Pages(values=pool.values.at[page, offset].set(both.astype(pool.values.dtype)))
-        return _ragged(scores, q, pool, rows), pool
-    pages, part = pool.values.shape[0], Part.of(parts, pool.values.shape[3])
-    pool = pool.write(*rows.places(q.shape[1], part, pages - 1), jnp.stack([k, v], axis=2))
+        return _by_rows(lambda q, rows: _ragged(scores, q, pool, rows), q, rows), pool
+    part = Part.of(parts, pool.values.shape[3])
+    pool = pool.write(*_places(rows, part, pages - 1), jnp.stack([k, v], axis=1))
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, v = (pool.read(each, table, q.dtype, by_rows=reader == "blocked") for each in (0, 1))
         return k, v
 
-    return _attended(reader, scores, q, sinks, rows, read, part), pool
+    return _by_rows(lambda q, rows: _attended(reader, scores, q, sinks, rows, read, part), q, rows), pool
 
 
 def attend_latents(
@@ -205,24 +214,41 @@ def attend_latents(
     latent: jax.Array,
     shared: jax.Array,
     pool: Pages,
-    rows: Rows,
+    rows: Sequence[Rows],
     parts: Parts = _WHOLE,
 ) -> tuple[jax.Array, Pages]:
     """Attention in the space of latents, on one device (DeepSeek-V2 paper, section 2.1.2): no key is ever expanded.
 
-    q [R, C, n, kv_rank + d_rope], its first part multiplied by the keys' up-projection; latent [R, C, kv_rank] and
-    shared [R, C, d_rope] of the new tokens. Outputs o [R, C, n, kv_rank] are sums of latents.
+    q [T, n, kv_rank + d_rope], its first part multiplied by the keys' up-projection; latent [T, kv_rank] and shared
+    [T, d_rope] of the new tokens. Outputs o [T, n, kv_rank] are sums of latents.
     """
     pages, part = pool.values.shape[0], Part.of(parts, pool.values.shape[3])
     rank = latent.shape[-1]
-    both = jnp.concatenate([latent, shared], axis=-1)[:, :, None, None]
-    pool = pool.write(*rows.places(q.shape[1], part, pages - 1), both)
+    both = jnp.concatenate([latent, shared], axis=-1)[:, None, None]
+    pool = pool.write(*_places(rows, part, pages - 1), both)
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         both = pool.read(0, table, q.dtype, by_rows=reader == "blocked")
         return both, both[..., :rank]
 
-    return _attended(reader, scores, q, None, rows, read, part), pool
+    return _by_rows(lambda q, rows: _attended(reader, scores, q, None, rows, read, part), q, rows), pool
+
+
+def _places(rows: Sequence[Rows], part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
+    """``Rows.places`` of all of them, [T] each."""
+    found = [[each.reshape(-1) for each in some.places(part, scratch)] for some in rows]
+    page, offset = (jnp.concatenate(each) for each in zip(*found, strict=True))
+    return page, offset
+
+
+def _by_rows(attend: Callable[[jax.Array, Rows], jax.Array], q: jax.Array, rows: Sequence[Rows]) -> jax.Array:
+    """Outputs [T, n, ...] of queries [T, n, H], those of each of the ``rows`` as [R, C, n, H]."""
+    found, first = list[jax.Array](), 0
+    for some in rows:
+        o = attend(q[first : first + some.tokens].reshape(-1, some.width, *q.shape[1:]), some)
+        found.append(o.reshape(-1, *o.shape[2:]))
+        first += some.tokens
+    return jnp.concatenate(found)
 
 
 #: Keys [R, k, P p, H] and values [R, k, P p, d_v] of the pages of a table.
@@ -256,7 +282,7 @@ def _gathered(
     kv_heads, page_tokens = k.shape[1], k.shape[2] // pages
     group = heads // kv_heads
     q = jnp.moveaxis(q.reshape(count, width, kv_heads, group, size), 1, 3).reshape(count, kv_heads, -1, size)
-    positions = jnp.tile(rows.positions(width), (1, group))
+    positions = jnp.tile(rows.positions(), (1, group))
     step = min(pages, max(1, block // page_tokens))
     blocks = -(-pages // step)
 

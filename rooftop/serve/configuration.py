@@ -69,6 +69,14 @@ class Shapes:
         """Rows and width of each prefill."""
         return sorted({(rows, width) for width in self.widths for rows in (1, max(1, self.prefill_tokens // width))})
 
+    @property
+    def mixed(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Rows and width of what generates and of what is prefilled with it: one piece, beside the largest batch.
+
+        Smaller batches would each need programs of their own, and gain less: weights are read once for both.
+        """
+        return [((self.batches[-1], 1), (1, width)) for width in self.widths]
+
     def rows(self, pieces: int, width: int) -> int:
         """How many rows the next prefill of so many pieces of one width has."""
         return prefill_rows(pieces, max(1, self.prefill_tokens // width))

@@ -7,6 +7,9 @@ from time import perf_counter
 
 from rooftop.serve.requests import ProgramTimes
 
+#: Of a program: rows, new tokens of each, tokens of context, and rows that generate beside those that are prefilled.
+Shape = tuple[int, int, int, int]
+
 
 @dataclass(kw_only=True)
 class Counters:
@@ -21,12 +24,12 @@ class Counters:
     accepted: int = 0
     step_s: float = 0.0
     device_s: float = 0.0
-    #: Runs and seconds of each program, by its rows, width and tokens of context.
-    programs: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+    #: Runs and seconds of each program.
+    programs: dict[Shape, list[float]] = field(default_factory=dict)
     #: The same of steps that ran nothing else.
-    alone: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+    alone: dict[Shape, list[float]] = field(default_factory=dict)
 
-    def ran(self, programs: list[tuple[int, int, int]], seconds: float) -> None:
+    def ran(self, programs: list[Shape], seconds: float) -> None:
         """A step of these programs took so long: each as long as it takes alone, and what is left is the others'."""
         known = [self.alone.get(program) for program in programs]
         means = [None if each is None else each[1] / each[0] for each in known]
@@ -45,9 +48,9 @@ class Counters:
         return tuple(
             ProgramTimes(
                 sequences=rows, tokens=rows * width if width > 1 else 0, context_tokens=context,
-                runs=int(runs), seconds=seconds,
+                generating=beside, runs=int(runs), seconds=seconds,
             )
-            for (rows, width, context), (runs, seconds) in sorted(self.programs.copy().items())
+            for (rows, width, context, beside), (runs, seconds) in sorted(self.programs.copy().items())
         )  # fmt: skip
 
     def on_device(self) -> _OnDevice:

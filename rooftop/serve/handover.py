@@ -164,13 +164,12 @@ def summed(stats: Iterable[EngineStats]) -> EngineStats:
     for other in others:
         for name in found.keys() - {"page_tokens", "program_times"}:
             found[name] += getattr(other, name)
-        times = {(each.sequences, each.tokens, each.context_tokens): each for each in found["program_times"]}
+        times = {each.shape: each for each in found["program_times"]}
         for each in other.program_times:
-            shape = (each.sequences, each.tokens, each.context_tokens)
-            known = times.get(shape)
+            known = times.get(each.shape)
             if known is not None:
                 each = replace(each, runs=each.runs + known.runs, seconds=each.seconds + known.seconds)
-            times[shape] = each
+            times[each.shape] = each
         found["program_times"] = tuple(times[shape] for shape in sorted(times))
     return EngineStats(**found)
 

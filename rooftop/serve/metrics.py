@@ -39,7 +39,7 @@ _COUNTERS: _Figures = (
     ("compilations", "Programs compiled after the warm-up; anything but 0 is a defect.", lambda s: s.compilations),
     ("warmup_programs", "Programs compiled, or read from the cache, in the warm-up.", lambda s: s.programs),
 )
-_SHAPE = ("sequences", "tokens", "context_tokens")
+_SHAPE = ("sequences", "tokens", "context_tokens", "generating")
 
 
 class Metrics:
@@ -102,12 +102,12 @@ class _EngineMetrics(Collector):
         runs = CounterMetricFamily(
             "rooftop_program_runs",
             "Steps that ran a compiled program, by its shape: sequences, new tokens of prompts in all (0: it "
-            "generates), tokens of KV that each sequence can read.",
+            "generates), tokens of KV that each sequence can read, sequences that generate beside a prefill.",
             labels=_SHAPE,
         )
         seconds = CounterMetricFamily("rooftop_program_seconds", "Time of those steps, by shape.", labels=_SHAPE)
         for each in stats.program_times:
-            shape = [str(each.sequences), str(each.tokens), str(each.context_tokens)]
+            shape = [str(size) for size in each.shape]
             runs.add_metric(shape, each.runs)
             seconds.add_metric(shape, each.seconds)
         yield runs

@@ -34,12 +34,18 @@ from rooftop.serve.configuration import Shapes, covering
 from rooftop.serve.host_pages import Content, HostPages, placed
 
 Ints = npt.NDArray[np.int32]
+#: Rows of a program, new tokens of each, pages of their tables.
+_Shape = tuple[int, int, int]
+#: A function, which arguments it donates, and what they are.
+_Traced = tuple[Any, tuple[int, ...], tuple[Any, ...]]
 #: Pages that are copied at a time.
 COPIED = 8
 #: Programs that are compiled at a time: tracing takes turns, XLA does not.
 _COMPILERS = 4
 #: How far the numbers of rows lie apart for which there is a program that chooses tokens: it takes long to compile.
 _CHOICES = 4
+#: What fills a CPU's cores: much of a step has no need of all of them, and by default XLA saves memory first.
+_CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +80,11 @@ class Replica:
         options: dict[str, Any] | None = None,
     ) -> None:
         self.decoder, self.mesh, self.shapes, self.pages, self.slots = decoder, mesh, shapes, pages, slots
-        self._options, self.guesses, self.drafts = options, guesses, drafts
+        self.guesses, self.drafts = guesses, drafts
+        cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+        self._options = {**(_CPU_OPTIONS if cpu else {}), **(options or {})} or None
+        #: Rows that are split over devices stand in blocks of theirs, and guesses are checked by other programs.
+        self._mixes = decoder.groups.ways == 1 and not guesses
         self._choices = _apart(
             {*shapes.batches, *(rows for rows, _ in shapes.prefills)}
             | {rows * (1 + guesses) for rows in shapes.batches}
@@ -117,12 +127,14 @@ class Replica:
         wanted: list[tuple[Any, ...]] = [("allocate",), ("take",), ("put",), ("adjust",), ("mask",)]
         pages = [context // self.decoder.page_tokens for context in self.shapes.contexts]
         if not self.drafts and role != "prefill":
-            wanted += [("step", rows, 1, width) for rows in self.shapes.batches for width in pages]
+            wanted += [("step", (rows, 1, width)) for rows in self.shapes.batches for width in pages]
         if role != "generate":
-            wanted += [("step", *shape, width) for shape in self.shapes.prefills for width in pages]
+            wanted += [("step", (*shape, width)) for shape in self.shapes.prefills for width in pages]
+        if self._mixes and role == "both":
+            wanted += [("step", *((*shape, width) for shape in mix)) for mix in self.shapes.mixed for width in pages]
         if self.guesses and role != "prefill":
             kind = ("propose", 1) if self.drafts else ("check", 1 + self.guesses)
-            wanted += [(kind[0], rows, kind[1], width) for rows in self.shapes.batches for width in pages]
+            wanted += [(kind[0], (rows, kind[1], width)) for rows in self.shapes.batches for width in pages]
         if not self.drafts:
             wanted += [("choose", rows) for rows in self._choices]
         missing = [key for key in wanted if key not in self._programs]
@@ -134,30 +146,38 @@ class Replica:
         self.allocate()
         return len(wanted)
 
-    def step(self, packed: Ints, width: int, *, every: bool = False) -> Chosen:
-        """Run ``rooftop.programs.decode.step`` for ``packed`` [R, HEAD + C + P] with C = ``width``.
+    def step(self, *parts: tuple[Ints, int], every: bool = False) -> list[Chosen]:
+        """Run ``rooftop.programs.decode.step``, each part a packed [R, HEAD + C + P] and its C; see ``can_mix``.
 
-        And ``choose_tokens``, if a row wants that; what a draft chooses after a prompt is never used.
+        And ``choose_tokens`` for parts with a row that wants that; what a draft chooses after a prompt is never used.
         """
-        program = self._programs["check" if every else "step", len(packed), width, packed.shape[1] - HEAD - width]
-        tokens, logits, self._pools = program(self._weights, self._pools, self._put(packed))
+        program = self._programs["check" if every else "step", *(_shape(*each) for each in parts)]
+        tokens, logits, self._pools = program(self._weights, self._pools, [self._given(each) for each, _ in parts])
         if self._one_at_a_time:
             jax.block_until_ready(logits)
-        asked = heads_of_each(packed, width) if every else packed[:, :HEAD]
-        if self.drafts or only_likeliest(asked):
-            return Chosen(tokens=tokens)
+        heads = [heads_of_each(*each) if every else each[0][:, :HEAD] for each in parts]
+        return [
+            Chosen(tokens=likeliest) if self.drafts or only_likeliest(asked) else self._chosen(each, asked)
+            for likeliest, each, asked in zip(tokens, logits, heads, strict=True)
+        ]
+
+    def _chosen(self, logits: jax.Array, asked: Ints) -> Chosen:
         heads = np.zeros((len(logits), HEAD), np.int32)
         heads[:, SLOT] = self.slots
         heads[: len(asked)] = asked
         program = self._programs["choose", len(heads)]
-        chosen, self._adjustments = program(logits, self._adjustments, self._put(heads))
+        chosen, self._adjustments = program(logits, self._adjustments, self._given(heads))
         if self._one_at_a_time:
             jax.block_until_ready(chosen)
         return Chosen(tokens=chosen[0], logprobs=chosen[1], top=chosen[2], top_ids=chosen[3])
 
+    def can_mix(self, *parts: tuple[Ints, int]) -> bool:
+        """Whether one program takes these parts together."""
+        return ("step", *(_shape(*each) for each in parts)) in self._programs
+
     def propose(self, packed: Ints) -> Ints:
         """Run ``rooftop.programs.decode.propose`` for ``packed`` [R, HEAD + 1 + P]: guesses [R, ``guesses``]."""
-        program = self._programs["propose", len(packed), 1, packed.shape[1] - HEAD - 1]
+        program = self._programs["propose", _shape(packed, 1)]
         found, self._pools = program(self._weights, self._pools, self._put(packed))
         if self._one_at_a_time:
             jax.block_until_ready(self._pools)
@@ -201,6 +221,10 @@ class Replica:
         """The tokens that the request in ``slot`` may choose from next."""
         self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
 
+    def _given(self, array: Ints) -> Any:
+        """An argument that nobody else has: programs of one process take it as it is, which is faster."""
+        return array if self._whole.is_fully_addressable else self._put(array)
+
     def _put(self, array: Any) -> jax.Array:
         if self._whole.is_fully_addressable:
             placed: jax.Array = jax.device_put(array, self._whole)
@@ -229,27 +253,35 @@ class Replica:
     def _alike(arrays: Iterable[jax.Array]) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in arrays]
 
-    def _check_program(self, rows: int, width: int, pages: int) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        return self._step_program(rows, width, pages, every=True)
+    def _check_program(self, shape: _Shape) -> _Traced:
+        return self._step_program(shape, every=True)
 
-    def _step_program(
-        self, rows: int, width: int, pages: int, *, every: bool = False
-    ) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        def run(weights: Any, pools: Any, packed: jax.Array) -> Any:
+    def _step_program(self, *shapes: _Shape, every: bool = False) -> _Traced:
+        def run(weights: Any, pools: Any, packed: list[jax.Array]) -> Any:
             tokens, logits, pools = step(
                 jax.tree.unflatten(self._weight_tree, weights),
                 jax.tree.unflatten(self._pool_tree, pools),
                 packed,
                 self.decoder,
-                width=width,
+                widths=[width for _, width, _ in shapes],
                 every=every,
             )
-            more = 0 if self.drafts else covering(self._choices, len(logits)) - len(logits)
-            return tokens, jnp.pad(logits, ((0, more), (0, 0))), jax.tree.leaves(pools)
+            apart = np.cumsum([len(each) for each in packed])[:-1]
+            return (
+                jnp.split(tokens, apart),
+                [self._with_room(each) for each in jnp.split(logits, apart)],
+                jax.tree.leaves(pools),
+            )
 
-        return run, (1,), (self._alike(self._weights), self._abstract_pools, self._ints(rows, HEAD + width + pages))
+        packed = [self._ints(rows, HEAD + width + pages) for rows, width, pages in shapes]
+        return run, (1,), (self._alike(self._weights), self._abstract_pools, packed)
 
-    def _choose_program(self, rows: int) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+    def _with_room(self, logits: jax.Array) -> jax.Array:
+        """As the program that chooses from them takes them."""
+        more = 0 if self.drafts else covering(self._choices, len(logits)) - len(logits)
+        return jnp.pad(logits, ((0, more), (0, 0)))
+
+    def _choose_program(self, rows: int) -> _Traced:
         def run(logits: jax.Array, adjustments: Any, heads: jax.Array) -> Any:
             adjusted = jax.tree.unflatten(self._adjustment_tree, adjustments)
             chosen, adjusted = choose_tokens(logits, adjusted, heads, self.decoder)
@@ -258,7 +290,9 @@ class Replica:
         logits = jax.ShapeDtypeStruct((rows, self.decoder.model.vocab), jnp.float32, sharding=self._whole)
         return run, (1,), (logits, self._abstract_adjustments, self._ints(rows, HEAD))
 
-    def _propose_program(self, rows: int, width: int, pages: int) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+    def _propose_program(self, shape: _Shape) -> _Traced:
+        rows, width, pages = shape
+
         def run(weights: Any, pools: Any, packed: jax.Array) -> Any:
             guesses, pools = propose(
                 jax.tree.unflatten(self._weight_tree, weights),
@@ -271,14 +305,14 @@ class Replica:
 
         return run, (1,), (self._alike(self._weights), self._abstract_pools, self._ints(rows, HEAD + width + pages))
 
-    def _allocate_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+    def _allocate_program(self) -> _Traced:
         def empty() -> tuple[list[jax.Array], list[jax.Array]]:
             pools = [jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in self._abstract_pools]
             return pools, [jax.sharding.reshard(x, P()) for x in jax.tree.leaves(self._no_adjustments())]
 
         return empty, (), ()
 
-    def _take_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+    def _take_program(self) -> _Traced:
         groups = self.decoder.groups
 
         def take(pools: list[jax.Array], pages: jax.Array) -> list[jax.Array]:
@@ -286,7 +320,7 @@ class Replica:
 
         return take, (), (self._abstract_pools, self._ints(COPIED))
 
-    def _put_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+    def _put_program(self) -> _Traced:
         groups = self.decoder.groups
 
         def put(pools: list[jax.Array], pages: jax.Array, contents: list[jax.Array]) -> list[jax.Array]:
@@ -297,7 +331,7 @@ class Replica:
 
         return put, (0,), (self._abstract_pools, self._ints(COPIED), self._abstract_contents)
 
-    def _adjust_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+    def _adjust_program(self) -> _Traced:
         def adjust(adjustments: list[jax.Array], slot: jax.Array, *rows: jax.Array) -> list[jax.Array]:
             return [each.at[slot].set(row) for each, row in zip(adjustments, rows, strict=True)]
 
@@ -307,7 +341,7 @@ class Replica:
         ]
         return adjust, (0,), (self._abstract_adjustments, self._ints(), *rows)
 
-    def _mask_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+    def _mask_program(self) -> _Traced:
         def put(adjustments: list[jax.Array], slot: jax.Array, mask: jax.Array) -> list[jax.Array]:
             bias, seen, masks, penalties = adjustments
             return [bias, seen, masks.at[slot].set(mask), penalties]
@@ -324,6 +358,11 @@ def _apart(sizes: set[int]) -> list[int]:
         if not found or size * _CHOICES <= found[0]:
             found.insert(0, size)
     return found
+
+
+def _shape(packed: Ints, width: int) -> _Shape:
+    rows, columns = packed.shape
+    return rows, width, columns - HEAD - width
 
 
 class Compilations:

@@ -139,15 +139,22 @@ class ProgramTimes:
     """How long one compiled program took, all its ``runs`` together: what a simulation of this engine is fed with.
 
     It has room for ``sequences`` sequences and ``tokens`` new tokens of prompts in all (0: it generates one token for
-    each sequence), each of which can read ``context_tokens`` tokens of KV. ``seconds`` are from when the step that ran
+    each sequence), each of which can read ``context_tokens`` tokens of KV; beside those that it prefills, it generates
+    a token for ``generating`` others. ``seconds`` are from when the step that ran
     it began until its tokens were known to the host; programs of one step share the step's time.
     """
 
     sequences: int
     tokens: int
     context_tokens: int
+    generating: int = 0
     runs: int
     seconds: float
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Which program it is."""
+        return self.sequences, self.tokens, self.context_tokens, self.generating
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,10 +114,10 @@ class Leading(Replica):
             self._tell("allocate")
         super().allocate()
 
-    def step(self, packed: Ints, width: int, *, every: bool = False) -> Any:
+    def step(self, *parts: tuple[Ints, int], every: bool = False) -> Any:
         """See ``Replica``."""
-        self._tell("step", packed, width=width, every=every)
-        return super().step(packed, width, every=every)
+        self._tell("step", *(packed for packed, _ in parts), widths=[width for _, width in parts], every=every)
+        return super().step(*parts, every=every)
 
     def propose(self, packed: Ints) -> Ints:
         """See ``Replica``."""
@@ -279,7 +279,7 @@ def _do(replica: Replica, message: Message, taken: list[jax.Array]) -> None:
         case "allocate":
             replica.allocate()
         case "step":
-            replica.step(arrays[0], fields["width"], every=fields["every"])
+            replica.step(*zip(arrays, fields["widths"], strict=True), every=fields["every"])
         case "propose":
             replica.propose(arrays[0])
         case "adjust":

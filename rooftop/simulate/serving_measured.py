@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,12 +16,14 @@ _FEW = 4
 class Program:
     """A compiled program with room for ``sequences`` sequences, that read up to ``context_tokens`` tokens of KV each.
 
-    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence. A run takes ``seconds``.
+    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence; beside those that it
+    prefills, it may have room for ``generating`` others. A run takes ``seconds``.
     """
 
     sequences: int
     tokens: int
     context_tokens: int
+    generating: int = 0
     seconds: float
 
     @property
@@ -55,16 +57,23 @@ class MeasuredTimes:
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Pieces by the narrowest program that holds them, as many at a time as one has rows."""
-        return self.overhead_s + self._prefill_s(chunks)
+        return self.overhead_s + sum(self._run_s(run) for run in self._runs(chunks))
 
     def generate_s(self, batch: int, context_tokens: int) -> float:
         """The smallest program for the batch, and for the mean context in it."""
         return self.overhead_s + self._generate_s(batch, context_tokens)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """One program after another."""
-        generate = self._generate_s(batch, context_tokens) if batch else 0.0
-        return self.overhead_s + self._prefill_s(chunks) + generate
+        """One program after another, the first prefill in one with what generates where there is such a program."""
+        if not batch:
+            return self.prefill_s(chunks)
+        runs = list(self._runs(chunks))
+        first = self._mixed(batch, runs[0]) if runs else []
+        if first:
+            seconds, runs = _nearest(first, max(runs[0].context_tokens, context_tokens // batch + 1)), runs[1:]
+        else:
+            seconds = self._generate_s(batch, context_tokens)
+        return self.overhead_s + seconds + sum(self._run_s(run) for run in runs)
 
     def transfer_s(self, tokens: int) -> float:
         """Raises RooftopError: a server that does both phases sends nothing."""
@@ -83,35 +92,57 @@ class MeasuredTimes:
     def _prefills(self) -> dict[int, list[Program]]:
         """Programs by width, in ascending order."""
         found: dict[int, list[Program]] = {}
-        prefills = [each for each in self.programs if each.tokens]
+        prefills = [each for each in self.programs if each.tokens and not each.generating]
         for each in sorted(prefills, key=lambda each: (each.width, each.context_tokens)):
             found.setdefault(each.width, []).append(each)
         return found
 
-    def _generate_s(self, batch: int, context_tokens: int) -> float:
-        mean = context_tokens // batch + 1
+    def _size(self, batch: int) -> int:
+        """Rows of the program that generates for so many sequences."""
         sizes = [each.sequences for each in self._generates]
-        size = min((each for each in sizes if each >= batch), default=sizes[-1])
-        return _nearest([each for each in self._generates if each.sequences == size], mean)
+        return min((each for each in sizes if each >= batch), default=sizes[-1])
 
-    def _prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+    def _generate_s(self, batch: int, context_tokens: int) -> float:
+        size = self._size(batch)
+        return _nearest([each for each in self._generates if each.sequences == size], context_tokens // batch + 1)
+
+    def _mixed(self, batch: int, run: _Run) -> list[Program]:
+        """The programs that do a run while they generate."""
+        size = self._size(batch)
+        shape = (run.rows, run.rows * run.width)
+        return sorted(
+            (each for each in self.programs if each.generating == size and (each.sequences, each.tokens) == shape),
+            key=lambda each: each.context_tokens,
+        )
+
+    def _runs(self, chunks: Sequence[tuple[int, int]]) -> Iterator[_Run]:
+        """The programs that prefill (tokens, tokens before them), in the engine's order."""
         widths = [*self._prefills]
-        pieces: dict[int, list[int]] = {}
+        waves: dict[tuple[int, int], list[int]] = {}
         for tokens, before in chunks:
-            for start in range(0, tokens, widths[-1]):
+            for wave, start in enumerate(range(0, tokens, widths[-1])):
                 size = min(widths[-1], tokens - start)
                 width = next(each for each in widths if each >= size)
-                pieces.setdefault(width, []).append(before + start + size)
-        seconds = 0.0
-        for width, ends in pieces.items():
-            programs = self._prefills[width]
-            rows = {each.sequences for each in programs}
+                waves.setdefault((wave, width), []).append(before + start + size)
+        for (_, width), ends in sorted(waves.items(), key=lambda wave: wave[0]):
+            rows = {each.sequences for each in self._prefills[width]}
             while ends:
                 count = prefill_rows(len(ends), max(rows))
                 count = count if count in rows else max(rows)
                 taken, ends = ends[:count], ends[count:]
-                seconds += _nearest([each for each in programs if each.sequences == count], max(taken))
-        return seconds
+                yield _Run(rows=count, width=width, context_tokens=max(taken))
+
+    def _run_s(self, run: _Run) -> float:
+        return _nearest([each for each in self._prefills[run.width] if each.sequences == run.rows], run.context_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Pieces of prompts that a program with ``rows`` of ``width`` prefills; the longest then has so many tokens."""
+
+    rows: int
+    width: int
+    context_tokens: int
 
 
 def prefill_rows(pieces: int, full: int) -> int:
