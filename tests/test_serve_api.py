@@ -179,10 +179,44 @@ def test_errors_have_openai_s_form(client: openai.OpenAI) -> None:
     assert wrong.value.param == "temperature" and "got 3; accepted: number from 0 to 2" in wrong.value.message
     with pytest.raises(openai.BadRequestError, match="no tools"):
         client.chat.completions.create(model="echo", messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}])
-    with pytest.raises(openai.BadRequestError, match=r"prompt: got '\d+ tokens'"):
+    # By the code clients know that less may do.
+    with pytest.raises(openai.BadRequestError, match=r"prompt: got '\d+ tokens'") as long:
         client.completions.create(model="echo", prompt=TEXT * 100)
-    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(
+        openai.BadRequestError, match=r"max_tokens: got 4000; accepted: at most \d+: prompt of 9"
+    ) as long:
         client.completions.create(model="echo", prompt=TEXT, max_tokens=4000)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_tokens")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(model="echo", messages=messages, max_completion_tokens=4000)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_completion_tokens")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            b'{"model": ',
+            "body: got '{\"model\": '; accepted: JSON in UTF-8 (Expecting value: line 1 column 11 (char 10))",
+        ),
+        (b"", "body: got ''; accepted: JSON"),
+        (b'{"model": "echo", "prompt": "a", "suffix": "x"}', "suffix: got 'x'; accepted: one of model, prompt"),
+        (b'{"model": "echo", "prompt": "a", "best_of": 2}', "best_of: got 2; accepted: one of"),
+        (b'{"model": "echo"}', "prompt: got None; accepted: a string that is not empty"),
+    ],
+)
+def test_what_is_wrong_is_said_as_it_was_given(served: Served, body: bytes, message: str) -> None:
+    answer = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(message)
+
+
+def test_a_part_that_is_no_text_is_named(client: openai.OpenAI) -> None:
+    picture: Any = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="echo", messages=[{"role": "user", "content": [picture]}])
+    assert wrong.value.param == "messages[0].content[0].type"
+    assert "got 'image_url'; accepted: one of \"text\"" in wrong.value.message
 
 
 def test_what_the_engine_breaks_off_is_an_error(served: Served, client: openai.OpenAI) -> None:

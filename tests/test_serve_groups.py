@@ -154,8 +154,8 @@ def test_every_sequence_is_served_on_one_group_and_no_page_is_lost(
             if not coming:
                 break
             continue
-        assert chunk is None or step.batch + sum(each.tokens for each in step.chunks) <= chunk
-        assert step.batch == (0 if step.chunks and chunk is None else len(scheduler.generating))
+        assert chunk is None or step.generating + sum(each.tokens for each in step.chunks) <= chunk
+        assert step.generating == (0 if step.chunks and chunk is None else len(scheduler.generating))
         for group, each in enumerate(scheduler.groups):
             first = group * (pages + 1)
             assert len(each.generating) + len(each.prefilling) <= -(-max_batch // groups)

@@ -1,4 +1,4 @@
-"""Engines over two hosts: one mesh, and two parts of which one is lost with the cable between them."""
+"""Engines over two hosts: one mesh, two parts of which one is lost with the cable between them, and both at once."""
 
 from __future__ import annotations
 
@@ -68,6 +68,32 @@ def test_one_engine_over_two_hosts(
         served.wait_until_idle()
         assert served.stop()[0] == 0
         assert follower.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_two_parts_over_two_hosts_each(tiny: Path, hosts: tuple[Host, Host], wanted: list[str]) -> None:
+    """Each part has its first process on another host; KV goes from the one to the other."""
+    first, second = hosts
+    base = [
+        ROOFTOP, "serve", str(tiny), *ENGINE, "--mesh", "tensor=2,context=2", "--devices", "2", "--processes", "2",
+        "--json", "--coordinator",
+    ]  # fmt: skip
+    prefills = [*base, f"{FIRST}:{PORT}", "--generate-at", f"{SECOND}:9002", "--process"]
+    generates = [*base, f"{SECOND}:9001", "--role", "generate", "--host", SECOND, "--port", "9002", "--process"]
+    with other(first, [*generates, "1"]) as third, other(second, [*generates, "0"]) as generator:
+        assert generator.stdout is not None
+        assert json.loads(generator.stdout.readline())["address"] == f"{SECOND}:9002"
+        with (
+            other(second, [*prefills, "1"]) as follower,
+            started(first.command([*prefills, "0", *ANSWERS]), tiny.parent, env=ENVIRONMENT) as served,
+        ):
+            assert texts(served) == wanted
+            assert served.metric("rooftop_compilations_total") == 0
+            served.wait_until_idle()
+            assert served.stop()[0] == 0
+            assert follower.wait(60) == 0
+        generator.terminate()
+        assert [each.wait(60) for each in (generator, third)] == [0, 0]
 
 
 @pytest.mark.slow

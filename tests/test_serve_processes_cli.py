@@ -116,7 +116,7 @@ def test_a_process_elsewhere_gives_the_same_answers(tiny: Path, split: list[str]
         (["--generate-at", "local", "--draft", "small"], "draft: got 'small'"),
         (["--generate-at", "local", "--prefill-devices", "1"], "prefill-devices: got '1'"),
         (["--generate-at", "local", "--batching", "interleaved"], "batching: got 'interleaved'"),
-        (["--generate-at", "local", "--chunk-tokens", "64"], "chunk_tokens: got 64"),
+        (["--generate-at", "local", "--chunk-tokens", "64"], "chunk-tokens: got 64"),
     ],
 )
 def test_wrong_options_are_one_line(

@@ -30,6 +30,21 @@ BEGIN, CALL, SEP, END_CALL, END = (
 )
 FENCED = f'{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END_CALL}'
 BARE = f'{CALL}g{SEP}{{"b": "```"}}{END_CALL}'
+#: DeepSeek V3.2's tags.
+D = "\uff5cDSML\uff5c"
+CALLS, CALLS_END = f"<{D}function_calls>\n", f"</{D}function_calls>"
+
+
+def tagged(name: str, **arguments: tuple[str, str]) -> str:
+    """A call in those tags; of each argument, whether it is a text, and its value."""
+    inside = "".join(
+        f'<{D}parameter name="{key}" string="{text}">{value}</{D}parameter>\n'
+        for key, (text, value) in arguments.items()
+    )
+    return f'<{D}invoke name="{name}">\n{inside}</{D}invoke>\n'
+
+
+QUOTED = tagged("g", b=("true", 'say "<hi>" \n'), c=("false", "[{}, 2]"), d=("true", "5"))
 #: Of each form: what is written, the content that is left, and the calls.
 WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [F]),
@@ -51,6 +66,14 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("deepseek", f"{BEGIN}{CALL}function{SEP}f\n```js", f"{BEGIN}{CALL}function{SEP}f\n```js", []),
     ("deepseek", f"{BEGIN}nothing{END} a < b", f"{BEGIN}nothing{END} a < b", []),
     ("deepseek", f"{BEGIN}{CALL}two words{SEP}{{}}", f"{BEGIN}{CALL}two words{SEP}{{}}", []),
+    ("dsml", f'So.\n\n{CALLS}{tagged("f", a=("false", "1"))}{tagged("g")}{CALLS_END}', "So.", [F, ("g", "{}")]),
+    ("dsml", f"{CALLS}{QUOTED}{CALLS_END}", "", [("g", '{"b": "say \\"<hi>\\" \\n", "c": [{}, 2], "d": "5"}')]),
+    # What is said to be JSON and is none is a text.
+    ("dsml", f'{CALLS}{tagged("g", b=("false", "north"))}{CALLS_END} Done.', " Done.", [("g", '{"b": "north"}')]),
+    ("dsml", f'{CALLS}<{D}invoke name="f">nothing</{D}invoke>{CALLS_END}', "", [("f", "{}")]),
+    ("dsml", f"{CALLS}nothing{CALLS_END}", f"{CALLS}nothing{CALLS_END}", []),
+    ("dsml", f'{CALLS}<{D}invoke name="f', f'{CALLS}<{D}invoke name="f', []),
+    ("dsml", f"a < b, <{D}function", f"a < b, <{D}function", []),
     ("llama", '{"name": "f", "parameters": {"a": 1}}', "", [F]),
     ("llama", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": 1}}; {"name": "f"}', "",
      [F, ("f", "{}")]),
@@ -88,7 +111,7 @@ def test_calls_do_not_depend_on_where_an_answer_is_cut(
 
 @given(
     text=st.text('<tool_cal>{}"name:rgu[]TOLCAS;f1 \n', max_size=40),
-    form=st.sampled_from(["hermes", "mistral", "llama", "deepseek"]),
+    form=st.sampled_from(["hermes", "mistral", "llama", "deepseek", "dsml"]),
 )
 def test_what_is_no_call_is_content(text: str, form: str) -> None:
     """Nothing fails; and where nothing calls, no word is lost (blanks and separators before a broken call may be)."""
@@ -181,6 +204,7 @@ def test_templates_tell_the_form() -> None:
         ("[TOOL_CALLS]", "mistral"),
         ("<|python_tag|>", "llama"),
         ("{{ '" + BEGIN + "' }}", "deepseek"),
+        ("{%- set dsml_token = '" + D + "' -%}", "dsml"),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama"),
         ("x", None),
     ):

@@ -35,6 +35,8 @@ class AffineTimes:
     page_tokens: int = 16
     kv_tokens: int = 160_000
     prefill_kv_tokens: int = 160_000
+    kv_groups: int = 1
+    prefill_kv_groups: int = 1
     prefill_base_s: float = 2.1e-3
     prefill_token_s: float = 3.3e-5
     generate_base_s: float = 7.7e-3
@@ -223,10 +225,13 @@ def traffic(draw: st.DrawFn) -> tuple[Trace, AffineTimes, dict[str, Any]]:
         hash_tokens=16,
     )
     most = int((trace.prompt_tokens + trace.output_tokens).max()) - 1 + page_tokens
+    groups, prefill_groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     times = AffineTimes(
         page_tokens=page_tokens,
-        kv_tokens=most + draw(st.integers(0, 200)),
-        prefill_kv_tokens=most + draw(st.integers(0, 200)),
+        kv_tokens=groups * (most + draw(st.integers(0, 200))),
+        prefill_kv_tokens=prefill_groups * (most + draw(st.integers(0, 200))),
+        kv_groups=groups,
+        prefill_kv_groups=prefill_groups,
         window=draw(st.sampled_from([None, 40])),
     )
     mode = dict(draw(st.sampled_from(MODES)))
@@ -271,10 +276,10 @@ def served(found: Metrics) -> None:
     assert counts.sum() == (trace.output_tokens - 1).sum()
     assert (seconds * counts).sum() == pytest.approx((found.e2e_s - found.ttft_s).sum(), rel=1e-9)
     for server in simulation.servers:
-        cache = server.scheduler.cache
-        assert cache.device.used == cache.host.used == 0
-        assert cache.device.free + cache.device.idle == cache.device.size
-        assert all(run.end_s >= run.start_s and run.kv_pages <= cache.device.size for run in server.runs)
+        for cache in server.scheduler.caches:
+            assert cache.device.used == cache.host.used == 0
+            assert cache.device.free + cache.device.idle == cache.device.size
+        assert all(run.end_s >= run.start_s and run.kv_pages <= server.pages for run in server.runs)
         assert all(before.end_s <= after.start_s for before, after in pairwise(server.runs))
     for server in figures["servers"]:
         assert 0 <= server["kv"]["mean_occupancy"] <= server["kv"]["max_occupancy"] + 1e-9 <= 1 + 1e-9
@@ -354,6 +359,23 @@ def test_two_requests_by_hand() -> None:
         {"prefill": 2 / 2.4, "generate": 0.4 / 2.4, "mixed": 0.0, "busy": 1.0}
     )
     assert figures["servers"][0]["mean_batch"] == pytest.approx(5 / 4)
+
+
+def test_a_step_lasts_as_long_as_that_of_the_busiest_group() -> None:
+    """Two groups with a sequence each: the devices of the smaller one wait for those of the larger."""
+    times = AffineTimes(kv_tokens=2 * 160, kv_groups=2)
+    trace = Trace(
+        arrival_s=np.zeros(2), prompt_tokens=np.array([100, 20]), output_tokens=np.array([11, 11]), hashes=None
+    )
+    found = metrics(trace, times)
+    steps_s = sum(times.generate_s(2, 2 * (100 + step)) for step in range(10))
+    assert found.ttft_s == pytest.approx(times.prefill_s([(120, 0)]), rel=1e-9)
+    assert found.e2e_s - found.ttft_s == pytest.approx(steps_s, rel=1e-9)
+    # One has pages for both; each of two groups has pages for one, and for half of what all hold together.
+    assert metrics(trace, times).simulation.servers[0].pages == 20
+    refused = metrics(fixed([0.0, 0.0], 155, 10), times).to_json()["requests"]
+    assert refused["refused_why"] == "164 tokens of KV take 11 pages of 10"
+    assert not metrics(fixed([0.0], 155, 10), AffineTimes(kv_tokens=2 * 160)).to_json()["requests"]["refused"]
 
 
 def test_prefix_cache_and_affinity() -> None:

@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,11 @@ def command(checkpoint: Path, as_json: bool, **options: Any) -> int:
     """
     prepare_environment(options, packages=_PACKAGES, extra="serve")
     if options["coordinator"] is None:
+        from rooftop.errors import RooftopError
+
+        for name in ("processes", "process"):
+            if options[name] is not None:
+                raise RooftopError(name, options[name], "this with --coordinator, where the processes find each other")
         return _serve(checkpoint, options, as_json)
     from rooftop.cli.serve_together import as_one_of_several
 
@@ -121,10 +127,8 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
         raise RooftopError("on", options["on"], "local; another slice is what rooftop plan is asked for")
     split = apart(options)
     source = source_of(made(given) if is_example(given) else given, options["weights_of"])
-    wanted = split.configured(configuration(split.options(options), source.plan))
-    if split.role == "generate":
-        keep_compilations()
-        return generate(source.folder, wanted, split, options, as_json)
+    with _named_as_options(options):
+        wanted = split.configured(configuration(split.options(options), source.plan))
     if options["coordinator"] is not None and not is_first():
         keep_compilations()
         import jax
@@ -132,6 +136,9 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
         if options["on"] == "local":
             wanted = on_local(wanted, len(jax.devices()))
         return follow(source.folder, wanted, options["draft"], as_json=as_json)
+    if split.role == "generate":
+        keep_compilations()
+        return generate(source.folder, wanted, split, options, as_json)
     answers = settings(options, source.model.name)
     drain_s = parse_seconds(options["drain"], "drain")
     log = start_logging(options["log_level"], sys.stderr)
@@ -160,14 +167,10 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
                     if progress is not None:
                         progress(done, total, "compiling")
 
-                try:
-                    engine = (
-                        split.engine(source.folder, wanted, draft=options["draft"], on_progress=compiling, log=log)
-                        if lead is None
-                        else lead.engine(source.folder, wanted, compiling)
+                with _named_as_options(options):
+                    engine = split.engine(
+                        source.folder, wanted, draft=options["draft"], lead=lead, on_progress=compiling, log=log
                     )
-                except RooftopError as error:
-                    raise RooftopError(_OPTIONS.get(error.field, error.field), error.given, error.accepted) from None
                 engine.start()
                 if lead is not None:
                     lead.started(engine)
@@ -184,11 +187,23 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
             bound=bound, settings=answers, texts=texts, log=log, load=start, on_ready=ready, drain_s=drain_s
         )
         if lead is not None:
-            lead.serving = serving
+            lead.serving, lead.stop = serving, serving.stop
         serving.run()
         if lead is not None:
             lead.end()
     return 0
+
+
+@contextmanager
+def _named_as_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """What is wrong with a configuration is said of the option."""
+    from rooftop.errors import RooftopError
+
+    try:
+        yield
+    except RooftopError as error:
+        name = error.field.replace("_", "-") if error.field in options else error.field
+        raise RooftopError(_OPTIONS.get(error.field, name), error.given, error.accepted) from None
 
 
 def _about(engine: Engine, bound: socket.socket, model: str) -> dict[str, Any]:

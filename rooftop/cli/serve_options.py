@@ -14,7 +14,7 @@ from rooftop.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.plan.serving import ServingPlan
 from rooftop.quantities import parse_count, parse_quantity
-from rooftop.scheduling.serving import Policy
+from rooftop.scheduling.serving import BATCHING, Policy
 from rooftop.serve.api import Settings
 from rooftop.serve.configuration import CACHES, DTYPES, KV_SPLITS, WEIGHTS, Configuration
 from rooftop.serve.loading import configuration_of
@@ -56,6 +56,11 @@ def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) ->
     found = Configuration() if plan is None else configuration_of(plan)
     batch = _count(options, "max_batch") or found.policy.max_batch
     batching = options["batching"] or found.policy.batching
+    if batching not in BATCHING:
+        raise unknown("batching", batching, [each for each in BATCHING if each != "static"])
+    draft = options.get("draft")
+    if draft is not None and not (draft / "config.json").is_file():
+        raise RooftopError("draft", str(draft), "the folder of a checkpoint (config.json, safetensors)")
     chunk = _count(options, "chunk_tokens", zero=True)
     if chunk is None and batching == "interleaved":
         # Room for a piece of a prompt beside those who generate.

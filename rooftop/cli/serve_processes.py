@@ -1,4 +1,4 @@
-"""``rooftop serve`` in two processes: the one that prefills and answers, and the one that generates."""
+"""``rooftop serve`` in two parts, each a process or the first of several: one prefills and answers, one generates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from rooftop.serve.configuration import Configuration
 from rooftop.serve.link import address
 
 if TYPE_CHECKING:
+    from rooftop.cli.serve_together import Lead
     from rooftop.serve.engine import PagedEngine
+    from rooftop.serve.replica import Replica
 
 _LOCAL = "local"
 
@@ -51,16 +53,24 @@ class Apart:
         configuration: Configuration,
         *,
         draft: Path | None,
+        lead: Lead | None,
         on_progress: Callable[[int, int], None],
         log: logging.Logger,
     ) -> PagedEngine:
-        """The engine, not yet started. Raises RooftopError and Infeasible as ``rooftop.serve.loading.load`` does."""
+        """The engine, not yet started, of this process or with a ``lead`` of several.
+
+        Raises RooftopError and Infeasible as ``rooftop.serve.loading.load`` does.
+        """
         from rooftop.serve.loading import load
         from rooftop.serve.loading_processes import load_prefill
         from rooftop.serve.processes import Child, Other, Remote
+        from rooftop.serve.together import load_together
 
         if self.role == "both":
-            return load(checkpoint, configuration, draft=draft, on_progress=on_progress)
+            if lead is None:
+                return load(checkpoint, configuration, draft=draft, on_progress=on_progress)
+            followers = lead.followers(checkpoint, configuration)
+            return load_together(checkpoint, configuration, followers, draft=draft, on_progress=on_progress)
         child: Child | None = None
         other: Other
         if self.at is None:
@@ -74,7 +84,8 @@ class Apart:
             fields = {} if child is None else {"generate_pid": child.pid}
             log.log(logging.INFO if event == "linked" else logging.WARNING, f"link {event}", extra={"fields": fields})
 
-        return load_prefill(checkpoint, configuration, other, on_progress=on_progress, on_link=on_link)
+        replica = _replica(lead, checkpoint, configuration)
+        return load_prefill(checkpoint, configuration, other, replica=replica, on_progress=on_progress, on_link=on_link)
 
 
 def apart(options: Mapping[str, Any]) -> Apart:
@@ -112,15 +123,25 @@ def generate(
     import jax
 
     from rooftop.cli.serve_options import on_local, port
+    from rooftop.cli.serve_together import Lead
+    from rooftop.serve.generating import Generator
     from rooftop.serve.loading_processes import load_generator
     from rooftop.serve.logs import start_logging
     from rooftop.serve.server import bind
 
     log = start_logging(options["log_level"], sys.stderr)
+    lead: Lead | None = None
+    if options["coordinator"] is not None:
+        lead = Lead(coordinator=options["coordinator"], draft=None, log=log)
+    generator: Generator | None = None
 
     def stop(number: int, frame: object) -> None:
         # Whoever is linked has everything that is needed to go on elsewhere.
         log.info("stopped", extra={"fields": {"signal": signal.Signals(number).name}})
+        if lead is not None and generator is not None:
+            # The others are in the middle of a step, which takes all of them.
+            generator.stop(bound)
+            return
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -130,8 +151,12 @@ def generate(
     with bind(options["host"], port(options)) as bound:
         if options["on"] == "local":
             configuration = on_local(configuration, len(jax.devices()))
-        generator = load_generator(checkpoint, configuration)
-        generator.start()
+        made = load_generator(checkpoint, configuration, replica=_replica(lead, checkpoint, configuration))
+        made.start()
+        if lead is not None:
+            lead.started(None)
+            lead.stop = lambda: made.stop(bound)
+        generator = made
         bound.listen()
         host, at = bound.getsockname()[:2]
         about = {
@@ -148,7 +173,17 @@ def generate(
         sys.stdout.flush()
         log.info("ready")
         generator.serve(bound, split.key, lambda event: log.info(f"link {event}"))
+        if lead is not None:
+            lead.end()
     return 0
+
+
+def _replica(lead: Lead | None, checkpoint: Path, configuration: Configuration) -> Callable[..., Replica]:
+    """What makes the replicas of this process, or with a ``lead`` of the first of several."""
+    from rooftop.serve.replica import Replica
+    from rooftop.serve.together import leading
+
+    return Replica if lead is None else leading(lead.followers(checkpoint, configuration))
 
 
 def _compilations() -> dict[str, str]:

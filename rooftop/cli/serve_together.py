@@ -30,9 +30,9 @@ _GRACE_S = 10.0
 
 def as_one_of_several(options: Mapping[str, Any], serve: Callable[[], int]) -> int:
     """Join the others and ``serve``. An error ends this process at once: the usual way out waits for the others."""
-    for name in ("generate_at", "role"):
-        if options[name] is not None:
-            raise RooftopError(name.replace("_", "-"), options[name], "nothing with --coordinator")
+    if options["generate_at"] == "local":
+        accepted = "HOST:PORT with --coordinator: the processes that generate are started as these are"
+        raise RooftopError("generate-at", "local", accepted)
     from rooftop.train.supervise import keep_stdout
 
     keep_stdout()
@@ -45,24 +45,23 @@ def as_one_of_several(options: Mapping[str, Any], serve: Callable[[], int]) -> i
 
 @dataclass(kw_only=True)
 class Lead:
-    """The first process: its engine over the devices of all, and what becomes of its ``serving`` with the others.
+    """The first process: its links to the others, and what becomes of its ``serving`` with them.
 
-    ``draft`` is the folder of a draft model.
+    ``draft`` is the folder of a draft model. ``stop`` is called when one of the others is told to end.
     """
 
     coordinator: str
     draft: Path | None
     log: logging.Logger
+    stop: Callable[[], None] = lambda: None
     serving: Serving | None = None
     _followers: Followers | None = field(default=None, init=False)
     _engine: PagedEngine | None = field(default=None, init=False)
     _lost: str | None = field(default=None, init=False)
 
-    def engine(
-        self, checkpoint: Path, configuration: Configuration, on_progress: Callable[[int, int], None]
-    ) -> PagedEngine:
-        """Not yet started. Raises RooftopError and Infeasible as ``rooftop.serve.together.load_together`` does."""
-        from rooftop.serve.together import gather, load_together, own_host
+    def followers(self, checkpoint: Path, configuration: Configuration) -> Followers:
+        """The others. Raises RooftopError as ``rooftop.serve.together.gather`` does."""
+        from rooftop.serve.together import gather, own_host
 
         self._followers = gather(
             checkpoint,
@@ -70,12 +69,12 @@ class Lead:
             own_host(self.coordinator),
             draft=self.draft,
             on_lost=self._on_lost,
-            on_stop=lambda: None if self.serving is None else self.serving.stop(),
+            on_stop=lambda: self.stop(),
         )
-        return load_together(checkpoint, configuration, self._followers, draft=self.draft, on_progress=on_progress)
+        return self._followers
 
-    def started(self, engine: PagedEngine) -> None:
-        """Wait until the others have started too."""
+    def started(self, engine: PagedEngine | None) -> None:
+        """Wait until the others have started too; without an ``engine`` of requests there is none to tell of a loss."""
         assert self._followers is not None
         self._followers.wait()
         self._engine = engine

@@ -138,7 +138,7 @@ def _deployment(plan: ServingPlan, fleet: Mapping[str, Any], options: Mapping[st
     times = plan.step_times()
     if options["preemption"] == "swap" and options["host_kv_tokens"] is None:
         raise RooftopError("preemption", "swap", "swap with --host-kv-tokens, the room that the hosts have for it")
-    if min(times.kv_tokens, times.prefill_kv_tokens) < times.page_tokens:
+    if min(times.kv_tokens // times.kv_groups, times.prefill_kv_tokens // times.prefill_kv_groups) < times.page_tokens:
         plan.require_fit()
         raise Infeasible(f"{plan.problem.model.name} on {plan.problem.slice.name}", "no HBM is left for a KV cache")
     return Deployment(

@@ -81,6 +81,18 @@ class PlannedTimes:
             return self.kv_tokens
         return self._room(self._prefill_times.placement, generating=False)
 
+    @property
+    def kv_groups(self) -> int:
+        """Groups of devices over which a generate server spreads whole sequences."""
+        return self._spread
+
+    @property
+    def prefill_kv_groups(self) -> int:
+        """The same of a prefill server, which splits the tokens of a sequence over all axes but data."""
+        if self._problem.mode == "interleaved":
+            return self._spread
+        return self._prefill_times.placement.mesh.size("data")
+
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Prefill of chunks (new tokens, tokens before them) as one step."""
         return self._prefill_times.seconds(chunks, 0)

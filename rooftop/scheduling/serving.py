@@ -130,6 +130,7 @@ class Scheduler(Queue):
             batch=batch,
             generating=batch,
             context_tokens=context,
+            growth=batch,
             repeats=1 if chunks or self._preempted.lost else self._steady(),
             preempted=tuple(self._preempted.lost),
             resumed=tuple(self._preempted.resumed),

@@ -85,6 +85,10 @@ class KvCache:
         self._copies.clear()
         return found
 
+    def match(self, sequence: Sequence) -> int:
+        """Pages that are here of what ``sequence`` begins with."""
+        return 0 if self.prefixes is None else self.prefixes.match(sequence.keys)
+
     def admit(self, sequence: Sequence, tokens: int, spare: int) -> bool:
         """Give ``sequence`` pages for ``tokens`` tokens, if ``spare`` pages can still be had after that.
 

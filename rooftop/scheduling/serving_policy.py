@@ -58,7 +58,8 @@ class Step:
 
     ``prefill`` is what the device computes for the chunks, padding included: (new tokens, tokens before them) of each;
     ``batch`` and ``context_tokens`` what it computes to generate: sequences, and tokens of KV that they read.
-    ``generating`` of them are sequences that go on (the others are slots that have ended, with static batching).
+    ``generating`` of them are sequences that go on (the others are slots that have ended, with static batching, or that
+    are empty in one group of devices and not in another). When it is repeated, the context grows by ``growth`` tokens.
     ``repeats`` is for how many steps the decision stands if nothing is submitted, arrives or finishes; it is 1 for a
     step that prefills or preempts. ``preempted`` are sequences that lost their place to others and wait again,
     ``resumed`` those that were swapped back in.
@@ -70,6 +71,7 @@ class Step:
     batch: int = 0
     generating: int = 0
     context_tokens: int = 0
+    growth: int = 0
     repeats: int = 1
     preempted: tuple[Sequence, ...] = ()
     resumed: tuple[Sequence, ...] = ()
@@ -81,6 +83,16 @@ class Queue:
     def __init__(self, policy: Policy, cache: KvCache) -> None:
         self.policy, self.cache = policy, cache
         self.waiting: deque[Sequence] = deque()
+
+    @property
+    def caches(self) -> tuple[KvCache, ...]:
+        """The cache of each group of devices: here all have one."""
+        return (self.cache,)
+
+    @property
+    def queued(self) -> int:
+        """Sequences that have no pages."""
+        return len(self.waiting)
 
     def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why such a request could never be served here, or None."""

@@ -43,6 +43,7 @@ class StaticScheduler(Queue):
                 batch=batch,
                 generating=len(self.generating),
                 context_tokens=context,
+                growth=batch,
                 repeats=max(sequence.max_tokens for sequence in self.generating) - 1 - self._steps,
             )
         self._gather()

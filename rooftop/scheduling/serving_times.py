@@ -31,6 +31,16 @@ class StepTimes(Protocol):
         """The same of a server that only prefills (disaggregated); ``kv_tokens`` where one slice does both."""
         ...
 
+    @property
+    def kv_groups(self) -> int:
+        """Groups of devices that this room is spread over in equal parts, each with pages for whole sequences."""
+        ...
+
+    @property
+    def prefill_kv_groups(self) -> int:
+        """The same of a server that only prefills."""
+        ...
+
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Prefill of ``chunks`` as one step: (new tokens, tokens before them whose KV is there) of each sequence."""
         ...

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from rooftop.errors import RooftopError
 from rooftop.serve.answers import Answer, BrokenOff
 from rooftop.serve.metrics import Metrics
-from rooftop.serve.openai import Form, Prepared, Wanted, error, prepare, read_request
+from rooftop.serve.openai import Form, Prepared, TooLong, Wanted, error, prepare, read_request
 from rooftop.serve.published import document
 from rooftop.serve.requests import Engine, Overloaded
 from rooftop.serve.streams import Inbox, Stream
@@ -201,7 +201,9 @@ class Api:
             answer = Answer(wanted, prepared, self.texts, form, self.metrics)
             answer.start(Stream(self._inbox, engine), arrival_s)
         except RooftopError as wrong:
-            raise Refused(400, str(wrong), param=wrong.field) from None
+            # The code by which clients know that less may do.
+            code = "context_length_exceeded" if isinstance(wrong, TooLong) else None
+            raise Refused(400, str(wrong), param=wrong.field, code=code) from None
         except Overloaded as full:
             self._require_ready()
             raise Refused(429, str(full), code="rate_limit_exceeded", retry_s=full.retry_after_s) from None

@@ -25,7 +25,7 @@ from rooftop.serve.counters import Counters
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
 from rooftop.serve.running import Running
-from rooftop.serve.schedulers import check_scheduler, matched, scheduler_of
+from rooftop.serve.schedulers import check_scheduler, scheduler_of
 from rooftop.serve.steps import Server
 
 #: How copies get requests.
@@ -160,6 +160,7 @@ class PagedEngine:
             compilations=self._compilations.count,
             guessed=counters.guessed,
             accepted=counters.accepted,
+            kv_groups=len(self._servers[0].scheduler.groups),
             program_times=counters.program_times(),
         )
 
@@ -301,7 +302,7 @@ class PagedEngine:
     def _copy_for(self, running: Running) -> int:
         """Which replica gets it: one that has the beginning of its prompt, unless others have much less to do."""
         schedulers = [server.scheduler for server in self._servers]
-        matches = [matched(each, running.sequence) for each in schedulers]
+        matches = [max(cache.match(running.sequence) for cache in each.caches) for each in schedulers]
         return _ROUTING.choose(self._requests, [each.outstanding for each in schedulers], matches)
 
     def _advance(self) -> bool:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
@@ -79,32 +80,46 @@ class Generator:
         self._facts, self._on_progress = facts, on_progress
         self._counters, self._compilations = Counters(), Compilations()
         self._programs = 0
+        #: The last link, for those who end it.
+        self._linked: Link | None = None
+        self._stopped = False
 
     def start(self) -> None:
         """Compile everything."""
         self._programs = self.replica.compile(self._on_progress, role="generate")
 
+    def stop(self, listening: socket.socket) -> None:
+        """Have ``serve`` return, behind the step under way. From any thread, or a signal's handler."""
+        self._stopped = True
+        # No one may have listened yet.
+        with suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+        if self._linked is not None:
+            self._linked.close("stopped")
+
     def serve(self, listening: socket.socket, key: str, on_link: Callable[[str], None]) -> None:
         """Serve those who connect and know ``key``, one after the other; ``on_link`` hears of each change.
 
-        Returns when ``listening`` is shut down.
+        Returns after ``stop``, or when ``listening`` is shut down.
         """
         self._compilations.watch()
-        while True:
+        while not self._stopped:
             try:
                 link = accept(listening, key)
             except LinkLost as error:
                 on_link(f"refused: {error}")
                 continue
             except OSError:
-                self._compilations.stop()
-                return
+                break
             on_link("linked")
             on_link(f"lost: {self._follow(link)}")
+        self._compilations.stop()
 
     def _follow(self, link: Link) -> str:
         """Until the link is lost; why it was."""
-        self._link = link
+        self._link = self._linked = link
+        if self._stopped:
+            link.close("stopped")
         self._running = dict[int, Running]()
         #: Of requests whose KV is on its way, the pieces that are not here.
         self._missing = dict[int, set[int]]()

@@ -162,7 +162,7 @@ def summed(stats: Iterable[EngineStats]) -> EngineStats:
     first, *others = stats
     found = {each.name: getattr(first, each.name) for each in fields(first)}
     for other in others:
-        for name in found.keys() - {"page_tokens", "program_times"}:
+        for name in found.keys() - {"page_tokens", "kv_groups", "program_times"}:
             found[name] += getattr(other, name)
         times = {each.shape: each for each in found["program_times"]}
         for each in other.program_times:

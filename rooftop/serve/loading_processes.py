@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine of two processes: ``rooftop.serve.loading`` makes one of one process."""
+"""From a checkpoint to an engine of two parts, each of one process or several: ``rooftop.serve.loading`` has others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def load_prefill(
     other: Other,
     *,
     options: Mapping[str, Any] | None = None,
+    replica: Callable[..., Replica] = Replica,
     on_progress: Callable[[int, int], None] | None = None,
     on_link: Callable[[str], None] = lambda event: None,
 ) -> PrefillEngine:
     """An engine, not yet started, that prefills here (role 'prefill'), and of which ``other`` generates.
 
-    Raises as ``load`` does.
+    With a kind of ``replica``, as the first of several processes (``rooftop.serve.together``). Raises as ``load`` does.
     """
-    made = parts(checkpoint, configuration, None, None, options)
+    made = parts(checkpoint, configuration, None, None, options, replica)
     return PrefillEngine(
         made.replicas[0],
         configuration,
@@ -47,10 +48,11 @@ def load_generator(
     configuration: Configuration,
     *,
     options: Mapping[str, Any] | None = None,
+    replica: Callable[..., Replica] = Replica,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Generator:
-    """The other part (role 'generate'), not yet started. Raises as ``load`` does."""
-    made = parts(checkpoint, configuration, None, None, options)
+    """The other part (role 'generate'), likewise. Raises as ``load`` does."""
+    made = parts(checkpoint, configuration, None, None, options, replica)
     facts = _facts(checkpoint, made.replicas[0], configuration)
     return Generator(made.replicas[0], configuration, longest=made.longest, facts=facts, on_progress=on_progress)
 

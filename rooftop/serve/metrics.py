@@ -22,6 +22,7 @@ _GAUGES: _Figures = (
     ("running_requests", "Sequences that have a place in the engine.", lambda s: s.running),
     ("kv_pages_used", "Pages of the KV cache that sequences or kept prefixes hold.", lambda s: s.pages_used),
     ("kv_pages", "Pages of the KV cache.", lambda s: s.pages),
+    ("kv_groups", "Groups of devices that have an equal part of those pages each.", lambda s: s.kv_groups),
     ("kv_page_tokens", "Tokens of a page.", lambda s: s.page_tokens),
     ("kv_host_pages_used", "Pages in the host's memory that are in use.", lambda s: s.host_pages_used),
     ("kv_host_pages", "Pages in the host's memory.", lambda s: s.host_pages),

@@ -23,6 +23,10 @@ _SAMPLING = (
 )  # fmt: skip
 
 
+class TooLong(RooftopError):
+    """A prompt, or it and its answer, for which the model has no room: clients shorten it and ask again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """A request that has been read: its fields, those of both kinds in the same place.
@@ -99,8 +103,10 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> Prepared:
     if len(prompts) * wanted.n > MOST_SEQUENCES:
         raise RooftopError("n", wanted.n, f"at most {MOST_SEQUENCES} sequences in all; here are {len(prompts)} prompts")
     for ids in prompts:
-        if not ids or len(ids) >= longest:
-            raise RooftopError(where, f"{len(ids)} tokens", f"1 to {longest - 1} tokens")
+        if not ids:
+            raise RooftopError(where, "no tokens", f"1 to {longest - 1} tokens")
+        if len(ids) >= longest:
+            raise TooLong(where, f"{len(ids)} tokens", f"1 to {longest - 1} tokens")
         if max(ids) >= texts.vocab:
             raise RooftopError(where, max(ids), f"token ids below {texts.vocab}")
     schema = None if how is None else how.schema
@@ -115,8 +121,9 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> Prepared:
     for ids in prompts:
         room = longest - len(ids)
         if wanted.max_tokens is not None and wanted.max_tokens > room:
-            accepted = f"at most {room}: the {where} has {len(ids)} tokens, and {longest} in all have room"
-            raise RooftopError("max_tokens", wanted.max_tokens, accepted)
+            name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+            accepted = f"at most {room}: {where} of {len(ids)} tokens leave so many of {longest}"
+            raise TooLong(name, wanted.max_tokens, accepted)
         for choice in range(wanted.n):
             samplings.append(
                 replace(

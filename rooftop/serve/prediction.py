@@ -79,6 +79,7 @@ def measured_times(before: Told, after: Told) -> MeasuredTimes:
         kv_tokens=int(after.one("kv_pages")) * page_tokens,
         programs=tuple(programs),
         overhead_s=max(0.0, beside / steps) if steps else 0.0,
+        kv_groups=int(after.one("kv_groups")) or 1,
     )
 
 

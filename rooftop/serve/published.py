@@ -48,7 +48,8 @@ def read_body(body: bytes, name: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise RooftopError("body", "half a surrogate pair", "JSON whose strings are Unicode") from None
     except ValueError as error:
-        raise RooftopError("body", _clip(repr(body[:_CLIPPED])), f"JSON in UTF-8 ({error})") from None
+        given = _clip(body.decode("utf-8", errors="replace"))
+        raise RooftopError("body", given, f"JSON in UTF-8 ({error})") from None
     except RecursionError:
         raise RooftopError("body", "JSON that is nested too deeply", "fewer levels") from None
     read: dict[str, Any] = _read(value, document()["components"]["schemas"][name], "")
@@ -111,9 +112,6 @@ def _read_ids(values: list[int], items: Mapping[str, Any], where: str) -> list[i
 def _read_object(value: dict[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     dot = f"{where}." if where else ""
-    for name in schema.get("required", ()):
-        if name not in value:
-            raise RooftopError(f"{dot}{name}", None, _accepted(known[name]))
     found = dict[str, Any]()
     for name, each in value.items():
         if "propertyNames" in schema and not re.search(schema["propertyNames"]["pattern"], name):
@@ -125,9 +123,13 @@ def _read_object(value: dict[str, Any], schema: Mapping[str, Any], where: str) -
         elif others is False:
             close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
             hint = f"did you mean {' or '.join(close)}? " if close else ""
-            raise RooftopError(f"{dot}{_clip(name)}", _clip(repr(each)), f"{hint}one of {', '.join(known)}")
+            raise RooftopError(f"{dot}{_clip(name)}", _clip(each), f"{hint}one of {', '.join(known)}")
         else:
             found[name] = each if others is True else _read(each, others, f"{dot}{_clip(name)}")
+    # After what is there and wrong: a part of another type lacks what this one has.
+    for name in schema.get("required", ()):
+        if name not in value:
+            raise RooftopError(f"{dot}{name}", None, _accepted(known[name]))
     return found
 
 

@@ -164,7 +164,8 @@ class EngineStats:
     ``waiting`` requests have no place yet, ``running`` ones do. ``host_s`` is the time of steps outside XLA, ``step_s``
     that of all steps. ``prefix_tokens`` are those of ``prompt_tokens`` that were found in the prefix cache.
     ``compilations`` are those after warm-up (0, or something is wrong), ``programs`` those of the warm-up. Of
-    ``guessed`` tokens (speculative decoding) ``accepted`` were right.
+    ``guessed`` tokens (speculative decoding) ``accepted`` were right. A replica has ``kv_groups`` groups of devices,
+    with a cache each.
     """
 
     waiting: int
@@ -186,6 +187,7 @@ class EngineStats:
     compilations: int
     guessed: int = 0
     accepted: int = 0
+    kv_groups: int = 1
     program_times: tuple[ProgramTimes, ...] = ()
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rooftop.scheduling.serving import Scheduler
-from rooftop.scheduling.serving_cache import KvCache
 from rooftop.scheduling.serving_cache import Sequence as Held
-from rooftop.scheduling.serving_groups import GroupedScheduler
+from rooftop.scheduling.serving_groups import AnyScheduler, make_scheduler
 from rooftop.serve.configuration import Configuration
 from rooftop.serve.replica import Replica
 from rooftop.serve.running import check_pages
 
-AnyScheduler = Scheduler | GroupedScheduler
+__all__ = ["AnyScheduler", "check_scheduler", "rows_of", "scheduler_of"]
 
 
 def scheduler_of(configuration: Configuration, replica: Replica, role: str) -> AnyScheduler:
@@ -21,20 +19,16 @@ def scheduler_of(configuration: Configuration, replica: Replica, role: str) -> A
     # The last page of each group takes what is written for padding. A pool may be there for more than is asked for.
     held = (replica.pages + 1) // groups
     pages = held - 1 if configuration.pages is None else min(held - 1, max(1, configuration.pages // groups))
-    host_pages = configuration.host_pages // groups
-    caches = [
-        KvCache(
-            page_tokens=configuration.page_tokens,
-            pages=pages,
-            host_pages=host_pages,
-            prefixes=configuration.prefix_cache and role != "generate",
-            first=group * held,
-            host_first=group * host_pages,
-        )
-        for group in range(groups)
-    ]
-    policy = configuration.own_policy
-    return Scheduler(policy, caches[0], role) if groups == 1 else GroupedScheduler(policy, caches, role)
+    return make_scheduler(
+        configuration.own_policy,
+        role,
+        groups=groups,
+        page_tokens=configuration.page_tokens,
+        pages=pages,
+        host_pages=configuration.host_pages // groups,
+        prefixes=configuration.prefix_cache,
+        padding=held - pages,
+    )
 
 
 def check_scheduler(scheduler: AnyScheduler, sequences: Iterable[Held]) -> None:
@@ -45,12 +39,6 @@ def check_scheduler(scheduler: AnyScheduler, sequences: Iterable[Held]) -> None:
     for number, group in enumerate(scheduler.groups):
         away = {} if scheduler.role == "generate" else group.to_send
         check_pages(group.cache, [each for each in here if each.group == number], away.values())
-
-
-def matched(scheduler: AnyScheduler, sequence: Held) -> int:
-    """The most pages that a group has of what ``sequence`` begins with."""
-    trees = [each.cache.prefixes for each in scheduler.groups]
-    return max(0 if tree is None else tree.match(sequence.keys) for tree in trees)
 
 
 def rows_of(groups: Sequence[int], rows: int, ways: int) -> list[int]:

@@ -33,9 +33,10 @@ from rooftop.serve.configuration import Configuration
 from rooftop.serve.engine import PagedEngine
 from rooftop.serve.handover import fingerprint
 from rooftop.serve.host_pages import Content
+from rooftop.serve.joined import Joined, page_parts
 from rooftop.serve.link import Buffer, Link, LinkLost, Message, accept, connect
 from rooftop.serve.loading import parts
-from rooftop.serve.replica import Adjusted, Ints, Replica
+from rooftop.serve.replica import Adjusted, Ints
 from rooftop.serve.server import bind
 
 #: Bytes in which the first process says where it listens.
@@ -92,7 +93,7 @@ class Followers:
                 self.on_lost(f"process {process} of the engine is lost ({lost})")
 
 
-class Leading(Replica):
+class Leading(Joined):
     """A replica whose ``followers`` do what it does."""
 
     def __init__(self, followers: Followers, *given: Any, **options: Any) -> None:
@@ -146,12 +147,21 @@ class Leading(Replica):
         return super().take(pages)
 
     def put(self, pages: Ints, contents: Sequence[Content]) -> None:
-        """See ``Replica``; ``contents`` are what was taken last."""
-        self._tell("put", pages)
+        """See ``Replica``; ``contents`` are what was taken last, or have come from elsewhere."""
+        came = [each for each in contents if isinstance(each, np.ndarray)]
+        if came:
+            self._tell("fill", pages, *page_parts(came))
+        else:
+            self._tell("put", pages)
         super().put(pages, contents)
 
     def _tell(self, kind: str, *arrays: np.ndarray[Any, Any], **fields: Any) -> None:
         self._followers.tell(kind, arrays, replica=self._number, **fields)
+
+
+def leading(followers: Followers) -> Callable[..., Leading]:
+    """What makes the replicas of the first process."""
+    return partial(Leading, followers)
 
 
 def load_together(
@@ -164,7 +174,7 @@ def load_together(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PagedEngine:
     """In the first process: an engine, not yet started, over the devices of all. Raises as ``loading.load`` does."""
-    made = parts(checkpoint, configuration, draft, None, options, replica=partial(Leading, followers))
+    made = parts(checkpoint, configuration, draft, None, options, replica=leading(followers))
     return PagedEngine(
         made.replicas, configuration, longest=made.longest, stops=made.stops, draft=made.draft, on_progress=on_progress
     )
@@ -230,7 +240,7 @@ class Follower:
         threading.Thread(target=self._hear, name="rooftop leader", daemon=True).start()
         # Where it is something else that we serve, the first process says so and is lost.
         self._messages.get()
-        self._made = parts(checkpoint, configuration, draft, None, options)
+        self._made = parts(checkpoint, configuration, draft, None, options, replica=Joined)
 
     def stop(self) -> None:
         """Have the first process finish what is running, and end them all."""
@@ -263,7 +273,7 @@ class Follower:
             self._on_lost(f"the first process of the engine is lost ({lost})")
 
 
-def _do(replica: Replica, message: Message, taken: list[jax.Array]) -> None:
+def _do(replica: Joined, message: Message, taken: list[jax.Array]) -> None:
     """What the first process has said; ``taken`` is what pages held that go from replica to replica."""
     fields, at = message.fields, 0
     arrays = list[np.ndarray[Any, Any]]()
@@ -296,6 +306,8 @@ def _do(replica: Replica, message: Message, taken: list[jax.Array]) -> None:
             taken[:] = replica.take(arrays[0])
         case "put":
             replica.put(arrays[0], list(taken))
+        case "fill":
+            replica.fill(arrays[0], arrays[1:])
 
 
 def _facts(checkpoint: Path, configuration: Configuration, draft: Path | None) -> dict[str, Any]:

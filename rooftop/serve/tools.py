@@ -6,6 +6,7 @@ Forms, by what a chat template spells out:
 - ``mistral``: ``[TOOL_CALLS]`` and a list of such objects, or ``name[ARGS]{...}``;
 - ``deepseek`` (V3, R1, V3.1): special tokens around all calls and around each: ``function``, a separator, the name and
   a fence of Markdown with arguments in it; or the name, the separator and the arguments;
+- ``dsml`` (DeepSeek V3.2): see ``rooftop.serve.dsml``;
 - ``llama`` (Llama 3): an answer that is such an object, with ``parameters``, perhaps behind ``<|python_tag|>``;
 - ``json``: the answer is one such object, or a list: what an answer is held to that must call a tool.
 """
@@ -21,11 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftop.errors import RooftopError, unknown
+from rooftop.serve import dsml
 
 #: What begins calls.
 _OPENS = {
     "hermes": "<tool_call>",
     "mistral": "[TOOL_CALLS]",
+    "dsml": dsml.OPENS,
     "deepseek": "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "llama": "<|python_tag|>",
     "json": "",
@@ -33,15 +36,16 @@ _OPENS = {
 #: What stands in a template of each form: the same, or how Llama 3.2 is told to write one.
 _SIGNS: dict[str, tuple[str, ...]] = {form: (opens,) for form, opens in _OPENS.items() if opens}
 _SIGNS["llama"] += ('"parameters": dictionary',)
+_SIGNS["dsml"] = (dsml.TOKEN,)
 #: What ends them.
-_CLOSES = {"hermes": "</tool_call>", "deepseek": "<\uff5ctool\u2581calls\u2581end\uff5c>"}
+_CLOSES = {"hermes": "</tool_call>", "dsml": dsml.CLOSES, "deepseek": "<\uff5ctool\u2581calls\u2581end\uff5c>"}
 #: DeepSeek's tokens of one call: before it, between its kind and name or its name and arguments, and behind it.
 _CALL, _SEP, _ENDS = (f"<\uff5ctool\u2581{word}\uff5c>" for word in ("call\u2581begin", "sep", "call\u2581end"))
 #: What may stand between calls, beside blanks.
 _BETWEEN = {"deepseek": ("```", _ENDS)}
 #: Special tokens that calls are made of: they are read, and never shown.
 MARKERS: frozenset[str] = frozenset(
-    (*filter(None, _OPENS.values()), *_CLOSES.values(), "[ARGS]", "[CALL_ID]", _CALL, _SEP, _ENDS)
+    (*filter(None, _OPENS.values()), *_CLOSES.values(), "[ARGS]", "[CALL_ID]", _CALL, _SEP, _ENDS, dsml.TOKEN)
 )
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -148,7 +152,7 @@ class CallReader:
         self._read = self._answer if how.form in ("llama", "json") else self._outside
         #: What made us look for a call, and is content if there is none.
         self._before = ""
-        self._scan, self._scanned = _Scan(), 0
+        self._scan, self._scanned, self._first = _Scan(), 0, True
         self._content, self._parts = "", list[CallPart]()
 
     def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
@@ -214,6 +218,13 @@ class CallReader:
             self._begin(named[1] or named[2])
             self._text, self._read, self._scan = text[named.end() :], self._arguments_alone, _Scan()
             return True
+        if self._how.form == "dsml":
+            if (named := dsml.CALL.match(text)) is None:
+                begun = text.startswith(dsml.BEGINS) or dsml.BEGINS.startswith(text)
+                return False if begun and ">" not in text else self._no_call()
+            self._begin(named[1])
+            self._text, self._read, self._first = text[named.end() :], self._tagged, True
+            return True
         if self._how.form == "mistral" and (named := _NAMED.match(text)):
             self._begin(named[1])
             self._text, self._read, self._scan = text[named.end() :], self._arguments_alone, _Scan()
@@ -263,6 +274,18 @@ class CallReader:
         if end is None:
             return False
         self._read = self._between
+        return True
+
+    def _tagged(self) -> bool:
+        """Arguments in tags of their own."""
+        found = dsml.argument(self._text, first=self._first)
+        if found is None:
+            return False
+        said, size, last = found
+        self._argue(said)
+        self._text, self._first = self._text[size:], False
+        if last:
+            self._read = self._between
         return True
 
     def _tail(self) -> bool:

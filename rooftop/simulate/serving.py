@@ -12,9 +12,9 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Scheduler
 from rooftop.scheduling.serving_cache import Sequence
 from rooftop.scheduling.serving_routing import Routing
+from rooftop.scheduling.serving_static import StaticScheduler
 from rooftop.simulate.serving_deployment import Deployment
 from rooftop.simulate.serving_records import Requests, Run, Server, Simulation, Stay
 from rooftop.simulate.serving_steps import joint_steps, run_seconds, steps_by
@@ -125,8 +125,7 @@ class _Events:
         routing = self.deployment.routing
         matches = list[int]()
         if routing.kind == "affinity":
-            prefixes = [server.scheduler.cache.prefixes for server in self.front]
-            matches = [0 if each is None else each.match(sequence.keys) for each in prefixes]
+            matches = [max(cache.match(sequence) for cache in server.scheduler.caches) for server in self.front]
         return self.front[routing.choose(number, [one.scheduler.outstanding for one in self.front], matches)]
 
     def nudge(self, server: Server, now: float, *, certain: bool) -> None:
@@ -149,7 +148,7 @@ class _Events:
         scheduler = server.scheduler
         if server.role == "generate":
             self.receive(server, now)
-        waiting = len(scheduler.waiting)
+        waiting = scheduler.queued
         step = scheduler.next_step()
         if step is None:
             server.busy, server.planned = False, 0
@@ -201,7 +200,7 @@ class _Events:
             server.steps += steps
         server.runs.append(
             Run(server.started_s, now, steps, server.first_s, server.growth_s, step.generating, prefilled, continued,
-                gap_s, scheduler.cache.device.used, server.waiting)
+                gap_s, server.pages_used, server.waiting)
         )  # fmt: skip
         while server.ends and server.ends[0][0] <= server.steps:
             entry = heappop(server.ends)
@@ -282,7 +281,7 @@ class _Events:
     def receive(self, server: Server, now: float) -> None:
         """Begin to send what ``server`` has room for; take in what has been sent."""
         scheduler = server.scheduler
-        assert isinstance(scheduler, Scheduler)
+        assert not isinstance(scheduler, StaticScheduler)
         for sequence in server.landed:
             self.join(server, sequence.id)
         server.landed.clear()
@@ -294,8 +293,8 @@ class _Events:
 
     def landed(self, server: Server, sequence: Sequence, sender: Server, now: float) -> None:
         """The KV of ``sequence`` has come from ``sender``, whose pages are free now."""
-        assert isinstance(server.scheduler, Scheduler)
-        assert isinstance(sender.scheduler, Scheduler)
+        assert not isinstance(server.scheduler, StaticScheduler)
+        assert not isinstance(sender.scheduler, StaticScheduler)
         sender.meter(now)
         sender.scheduler.sent(sequence)
         sender.meter(now)

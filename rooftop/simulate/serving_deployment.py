@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy, Scheduler
+from rooftop.scheduling.serving import Policy
 from rooftop.scheduling.serving_cache import KvCache
+from rooftop.scheduling.serving_groups import AnyScheduler, make_scheduler
 from rooftop.scheduling.serving_routing import Routing
 from rooftop.scheduling.serving_static import StaticScheduler
 from rooftop.scheduling.serving_times import StepTimes
@@ -17,7 +18,8 @@ class Deployment:
     """Servers and how they serve: ``replicas`` that do both phases, or that generate, and ``prefill_servers``.
 
     With ``prefix_cache`` pages of prompts are kept, up to ``host_kv_tokens`` tokens more in the host's memory of each
-    server; sequences that are swapped out go there too.
+    server; sequences that are swapped out go there too. Groups of devices have equal parts of all that, but with static
+    batching, which knows of none.
     """
 
     policy: Policy
@@ -41,23 +43,31 @@ class Deployment:
         if self.host_kv_tokens < 0:
             raise RooftopError("host_kv_tokens", self.host_kv_tokens, "0 or more")
 
-    def schedulers(self) -> tuple[list[Scheduler | StaticScheduler], list[Scheduler]]:
+    def schedulers(self) -> tuple[list[AnyScheduler] | list[StaticScheduler], list[AnyScheduler]]:
         """Those that requests come to, and those that only generate (disaggregated)."""
         if self.policy.batching == "static":
-            return [StaticScheduler(self.policy, self._cache("both")) for _ in range(self.replicas)], []
+            return [self._static() for _ in range(self.replicas)], []
         if self.policy.batching == "interleaved":
-            return [Scheduler(self.policy, self._cache("both")) for _ in range(self.replicas)], []
+            return [self._scheduler("both") for _ in range(self.replicas)], []
         return (
-            [Scheduler(self.policy, self._cache("prefill"), "prefill") for _ in range(self.prefill_servers)],
-            [Scheduler(self.policy, self._cache("generate"), "generate") for _ in range(self.replicas)],
+            [self._scheduler("prefill") for _ in range(self.prefill_servers)],
+            [self._scheduler("generate") for _ in range(self.replicas)],
         )
 
-    def _cache(self, role: str) -> KvCache:
+    def _static(self) -> StaticScheduler:
         page_tokens = self.times.page_tokens
-        tokens = self.times.prefill_kv_tokens if role == "prefill" else self.times.kv_tokens
-        return KvCache(
+        return StaticScheduler(self.policy, KvCache(page_tokens=page_tokens, pages=self.times.kv_tokens // page_tokens))
+
+    def _scheduler(self, role: str) -> AnyScheduler:
+        times, page_tokens = self.times, self.times.page_tokens
+        prefills = role == "prefill"
+        groups = times.prefill_kv_groups if prefills else times.kv_groups
+        return make_scheduler(
+            self.policy,
+            role,
+            groups=groups,
             page_tokens=page_tokens,
-            pages=tokens // page_tokens,
-            host_pages=self.host_kv_tokens // page_tokens,
-            prefixes=self.prefix_cache and role != "generate",
+            pages=(times.prefill_kv_tokens if prefills else times.kv_tokens) // page_tokens // groups,
+            host_pages=self.host_kv_tokens // page_tokens // groups,
+            prefixes=self.prefix_cache,
         )

@@ -37,13 +37,14 @@ class MeasuredTimes:
     """``StepTimes`` of an engine with static shapes: a step takes as long as the programs that it is padded to.
 
     Only programs that ran are known; what would need another one is priced as the nearest. ``overhead_s`` is what each
-    step takes beside its programs.
+    step takes beside its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together.
     """
 
     page_tokens: int
     kv_tokens: int
     programs: tuple[Program, ...]
     overhead_s: float = 0.0
+    kv_groups: int = 1
 
     def __post_init__(self) -> None:
         if not self._generates or not self._prefills:
@@ -54,6 +55,11 @@ class MeasuredTimes:
     def prefill_kv_tokens(self) -> int:
         """One server does both."""
         return self.kv_tokens
+
+    @property
+    def prefill_kv_groups(self) -> int:
+        """One server does both."""
+        return self.kv_groups
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Pieces by the narrowest program that holds them, as many at a time as one has rows."""

@@ -180,7 +180,7 @@ class Metrics:
         seconds = runs["end_s"] - runs["start_s"]
         prefills, generates = runs["prefill_tokens"] > 0, runs["generating"] > 0
         steps = runs["steps"][generates]
-        pages = server.scheduler.cache.device.size
+        pages, caches = server.pages, server.scheduler.caches
         return {
             "server": server.number,
             "role": server.role,
@@ -195,7 +195,8 @@ class Metrics:
             "max_waiting": int(runs["waiting"].max(initial=0)),
             "kv": {
                 "pages": pages,
-                "page_tokens": server.scheduler.cache.page_tokens,
+                "groups": len(caches),
+                "page_tokens": caches[0].page_tokens,
                 "mean_occupancy": _rate(server.page_seconds, duration * pages),
                 "max_occupancy": float(runs["kv_pages"].max(initial=0) / pages),
             },

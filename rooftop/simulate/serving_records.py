@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rooftop.scheduling.serving import Scheduler, Step
+from rooftop.scheduling.serving import Step
 from rooftop.scheduling.serving_cache import Sequence
+from rooftop.scheduling.serving_groups import AnyScheduler
 from rooftop.scheduling.serving_static import StaticScheduler
 from rooftop.simulate.serving_deployment import Deployment
 from rooftop.simulate.serving_traces import Trace
@@ -47,7 +48,7 @@ class Server:
 
     number: int
     role: str
-    scheduler: Scheduler | StaticScheduler
+    scheduler: AnyScheduler | StaticScheduler
     runs: list[Run] = field(default_factory=list)
     busy: bool = False
     #: Tokens of KV pages held, over time: page-seconds, and the pages held at ``metered_s``.
@@ -71,9 +72,19 @@ class Server:
     landed: list[Sequence] = field(default_factory=list)
     link_free_s: float = 0.0
 
+    @property
+    def pages(self) -> int:
+        """Of the KV cache, all groups of devices together."""
+        return sum(cache.device.size for cache in self.scheduler.caches)
+
+    @property
+    def pages_used(self) -> int:
+        """Of those, the ones that sequences hold."""
+        return sum(cache.device.used for cache in self.scheduler.caches)
+
     def meter(self, now: float) -> None:
         """Integrate the pages in use up to ``now``."""
-        used = self.scheduler.cache.device.used
+        used = self.pages_used
         self.page_seconds += (now - self.metered_s) * (used + self.metered_pages) / 2
         self.metered_s, self.metered_pages = now, used
 

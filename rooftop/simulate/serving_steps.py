@@ -14,13 +14,13 @@ def joint_steps(times: StepTimes, step: Step, most: int) -> tuple[int, float, fl
     Times are convex or concave in the context: where the second of three points lies on the line through the others,
     they are on a line all the way.
     """
-    batch, context = step.batch, step.context_tokens
+    batch, context, grown = step.batch, step.context_tokens, step.growth
     first = times.generate_s(batch, context)
     if most == 1:
         return 1, first, 0.0
-    growth = times.generate_s(batch, context + batch) - first
+    growth = times.generate_s(batch, context + grown) - first
     while most > 2:
-        last = times.generate_s(batch, context + (most - 1) * batch)
+        last = times.generate_s(batch, context + (most - 1) * grown)
         if abs(first + (most - 1) * growth - last) <= 1e-9 * last:
             return most, first, (last - first) / (most - 1)
         most = (most + 1) // 2
