@@ -1,4 +1,4 @@
-"""A stack's tables in one sort beside table after table, and the threads that share the work."""
+"""Tables and stacks in one sort beside table after table, and the threads that share the work."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.embed import kernels, preprocess, stack_sort
+from rooftop.embed.fields import Fields
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.keys import flags, set_up_to
-from rooftop.embed.lookups import TableBatch
+from rooftop.embed.lookups import TableBatch, layouts
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.embed.threads import Threads
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
@@ -101,60 +102,82 @@ def test_numba_leaves_keys_beyond_its_own_to_numpy() -> None:
     tables = tuple(Table(name=name, vocabulary=2**29, width=8) for name in "ab")
     features = tuple(Feature(name=name, table=name) for name in "ab")
     stacking = stack_tables(Tables(tables=tables, features=features), cores=1, cores_per_device=1, batch=2**30)
-    found = preprocess.layouts(stacking, stacking.stacks[0], 2**30)
+    found = layouts(stacking, stacking.stacks[0], 2**30)
     batches = [TableBatch(table=table, features=(), gains=None) for table in found]
-    assert accelerated._Fields.of(batches, 1, 8) is not None
+    assert Fields.of([batches], 1, accelerated._KEY_BITS) is not None
     wide = [replace(one, table=replace(one.table, layout=replace(one.table.layout, samples=2**40))) for one in batches]
-    assert accelerated._Fields.of(wide, 1, 8) is None
+    assert Fields.of([wide], 1, accelerated._KEY_BITS) is None
+
+
+def test_what_numba_does_not_sort_numpy_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where keys have so few bits that not one source fits."""
+    accelerated = pytest.importorskip("rooftop.embed.accelerated")
+    tables = tuple(Table(name=name, vocabulary=50, width=8) for name in "ab")
+    features = tuple(Feature(name=name, table=name) for name in "ab")
+    stacking = stack_tables(Tables(tables=tables, features=features), cores=4, cores_per_device=2, batch=64)
+    splits = np.arange(0, 193, 3)
+    model = stacking, 64, {name: Ragged(values=np.arange(192) * 7 % 50, row_splits=splits) for name in "ab"}
+    wanted = made(model, minibatching=False)
+    monkeypatch.setattr(accelerated, "_fields", lambda *_: None)
+    assert_same(made(model, minibatching=False, accelerate=True), wanted)
 
 
 @settings(max_examples=150)
-@given(stacks(), st.booleans(), st.integers(0, 5))
+@given(stacks(), st.booleans(), st.integers(0, 5), st.sampled_from([0, 1 << 30]), st.booleans())
 def test_in_one_sort_as_table_after_table(
-    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, spare: int
+    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, spare: int, padded: int, apart: bool
 ) -> None:
-    """However many sources the keys' bits leave room for in a sort: those of one and ``spare`` more bits."""
+    """However many sources the keys' bits leave room for in a sort: those of one and ``spare`` more bits.
+
+    With padding sorted along and without, tables in one stack and in stacks of their own.
+    """
+    if apart:
+        stacking, batch, inputs = model
+        tables = replace(stacking.tables, config=replace(stacking.tables.config, disable_table_stacking=True))
+        alone = stack_tables(tables, cores=stacking.cores, cores_per_device=stacking.cores_per_device, batch=batch)
+        model = alone, batch, inputs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "sort_stack", lambda *_: None)
+        patch.setattr(stack_sort, "_PADDED", padded)
+        patch.setattr(kernels, "sort_stacks", lambda *_: None)
         by_table = made(model, minibatching=minibatching)
         found = []
 
-        def sort(*arguments: Any) -> stack_sort.SortedStack | None:
+        def sort(stacks: Any, *arguments: Any) -> stack_sort.SortedStacks | None:
             patch.setattr(stack_sort, "_KEY_BITS", 32)
-            fields = stack_sort._Fields.of(arguments[0], 1)
+            fields = Fields.of([stack.tables for stack in stacks], 1, 32, padded=not padded)
             patch.setattr(stack_sort, "_KEY_BITS", 32 if fields is None else fields.source + spare)
-            found.append(stack_sort.sort_stack(*arguments))
+            found.append(stack_sort.sort_stacks(stacks, *arguments))
             return found[-1]
 
-        patch.setattr(kernels, "sort_stack", sort)
+        patch.setattr(kernels, "sort_stacks", sort)
         together = made(model, minibatching=minibatching)
     assert_same(together, by_table)
-    if model[0].cores > 1 and any(len(one.table_ids) > 1 and one.ids for one in by_table.statistics.stacks.values()):
+    if any(one.ids for one in by_table.statistics.stacks.values()):
         assert any(found)
 
 
-@pytest.mark.parametrize(("weighted", "vocabulary", "count"), [(True, 8, 2), (False, 2**29, 2), (False, 8, 1)])
+@pytest.mark.parametrize(("weighted", "vocabulary", "count"), [(True, 8, 2), (False, 2**29, 2)])
 def test_what_takes_table_after_table(
     weighted: bool, vocabulary: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids with weights, keys that do not fit, and a table alone; ids that were not checked are kept within theirs."""
+    """Ids with weights, and keys that do not fit; ids that were not checked are kept within theirs."""
     tables = tuple(Table(name=f"t{index}", vocabulary=vocabulary, width=8) for index in range(count))
     features = tuple(Feature(name=f"f{table.name}", table=table.name, weighted=weighted) for table in tables)
-    stacking = stack_tables(Tables(tables=tables, features=features), cores=64, cores_per_device=2, batch=64)
-    weights = np.ones(64, np.float32) if weighted else None
-    ids = Ragged(values=np.arange(64) % 8, row_splits=np.arange(65), weights=weights)
+    stacking = stack_tables(Tables(tables=tables, features=features), cores=64, cores_per_device=2, batch=512)
+    weights = np.ones(512, np.float32) if weighted else None
+    ids = Ragged(values=np.arange(512) % 8, row_splits=np.arange(513), weights=weights)
     seen: list[object] = []
 
     def sort(*arguments: Any) -> None:
-        seen.append(stack_sort.sort_stack(*arguments))
+        seen.append(stack_sort.sort_stacks(*arguments))
 
-    monkeypatch.setattr(kernels, "sort_stack", sort)
+    monkeypatch.setattr(kernels, "sort_stacks", sort)
     inputs = {feature.name: ids for feature in features}
-    observed = Preprocessor(stacking, batch=64, accelerate=False).observe(inputs)
+    observed = Preprocessor(stacking, batch=512, accelerate=False).observe(inputs)
     assert seen and not any(seen)
-    assert sum(stack.ids for stack in observed.stacks.values()) == 64 * count
+    assert sum(stack.ids for stack in observed.stacks.values()) == 512 * count
     before = len(seen)
-    unchecked = Preprocessor(stacking, batch=64, accelerate=False, out_of_range="off").observe(inputs)
+    unchecked = Preprocessor(stacking, batch=512, accelerate=False, out_of_range="off").observe(inputs)
     assert len(seen) == before and unchecked.stacks.keys() == observed.stacks.keys()
 
 
@@ -164,8 +187,8 @@ def test_threads_make_what_one_makes(model: tuple[Stacking, int, dict[str, Ragge
     """Where parts so small are shared out as well."""
     alone = made(model, minibatching=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels.NumpyKernels, "worth_a_call", 0)
-        patch.setattr(preprocess, "_SORTED_AT_ONCE", 1)
+        patch.setattr(stack_sort, "_TOGETHER", 1)
+        patch.setattr(stack_sort, "_WORTH_A_TABLE", 0)
         patch.setattr(preprocess, "_LOOKED_ALONE", 0)
         assert_same(made(model, minibatching=False, threads=threads), alone)
 

@@ -1,8 +1,7 @@
-"""The kernels in numba: all tables of a stack are sorted in one call and written in another (``loops``).
+"""The kernels in numba: all tables of stacks are sorted in one call and written in another (``loops``).
 
-A key says, from the highest bits on, source, destination, table, local row and row of activations: sorted keys have
-the buffer's order. Ids come in the order of their samples, so that only what is above the row of activations is
-sorted, digit by digit from the lowest (each a stable counting sort). A part of the work is in the interpreter only
+Keys are those of ``fields``. Ids come in the order of their samples, so that only what is above the row of activations
+is sorted, digit by digit from the lowest (each a stable counting sort). A part of the work is in the interpreter only
 before and after two calls: other threads wait for its lock.
 """
 
@@ -17,51 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.embed.emit import Buffers, Space
-from rooftop.embed.kernels import Found, NumpyKernels
+from rooftop.embed.fields import Fields
+from rooftop.embed.kernels import Found, NumpyKernels, Prepared
 from rooftop.embed.keys import bits
 from rooftop.embed.lookups import TableBatch
 from rooftop.embed.loops import DIGIT, sort_ids, write_ids
 
-#: Ids that are sorted at once, as far as there is a choice: they stay in a core's cache.
+#: Keys are no wider.
+_KEY_BITS = 62
+#: Ids that are sorted at once, as far as there is a choice: they stay in a core's first caches.
 _SORTED_AT_ONCE = 16_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fields:
-    """Where the fields of a key begin, the bits of a key, and how many sources are sorted at once."""
-
-    row: int
-    table: int
-    core: int
-    source: int
-    used: int
-    sources: int
-
-    @classmethod
-    def of(cls, tables: Sequence[TableBatch], sources: int, ids: int) -> _Fields | None:
-        """For ``ids`` ids of so many sources; None if 62 bits cannot tell those of one source apart."""
-        layouts = [one.table.layout for one in tables]
-        row = max(layout.sample_bits for layout in layouts)
-        table = row + max(layout.row_bits for layout in layouts)
-        core = table + bits(len(tables))
-        source = core + bits(layouts[0].cores)
-        if source > 62:
-            return None
-        most = min(max(_SORTED_AT_ONCE * sources // max(ids, 1), 1), 1 << max(32 - source, 0), sources)
-        # As few sorts, each of as many sources.
-        at_once = -(-sources // -(-sources // most))
-        return cls(row=row, table=table, core=core, source=source, used=source + bits(at_once), sources=at_once)
+#: Ids whose arrays stay in a core's caches, and are enough for each call to be worth its while.
+_TOGETHER = 400_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Joined:
-    """Sorted and merged ids of a stack, as the buffers have them; see ``kernels.Found``.
+    """Sorted and merged ids of stacks; see ``kernels.Found``.
 
-    Dims: N at least the merged ids; keys, gains [N]; in_stack [T, 2], each table's first local row and first row of
-    activations.
+    Dims: N at least the merged ids; keys, gains [N]; in_stack [K, T, 2], each table's first local row and first row
+    of activations.
     """
 
-    fields: _Fields
+    fields: Fields
     keys: NDArray[Any]
     gains: NDArray[np.float32]
     in_stack: NDArray[np.int64]
@@ -70,24 +47,60 @@ class _Joined:
     table_uniques: NDArray[np.int64]
 
 
-class NumbaKernels:
-    """The kernels in numba, for stacks whose ids have no weights of their own; the others are NumPy's."""
+@dataclass(frozen=True, kw_only=True)
+class _Described:
+    """A stack as the loops read it: see ``loops.sort_ids``. What is ``held`` are the arrays behind its addresses."""
 
-    worth_a_call = 10_000
+    tables: Sequence[TableBatch]
+    ids: int
+    features: Sequence[tuple[int, ...]]
+    held: Sequence[NDArray[Any]]
+    at_once: int
+
+
+class NumbaKernels:
+    """The kernels in numba, for ids that have no weights of their own; the others are NumPy's."""
 
     def __init__(self) -> None:
         self._numpy = NumpyKernels()
         self._spaces = threading.local()
 
-    def sort(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> Found:
-        """See ``kernels.Kernels``. What is found is to be written before the thread sorts again."""
+    def prepare(self, tables: Sequence[TableBatch]) -> Prepared:
+        """See ``kernels.Kernels``."""
+        if any(feature.ids.weights is not None for one in tables for feature in one.features):
+            return self._numpy.prepare(tables)
+        described, held, count = list[tuple[int, ...]](), list[NDArray[Any]](), 0
+        for index, one in enumerate(tables):
+            for feature in one.features:
+                values, splits = _words(feature.ids.values), _words(feature.ids.row_splits)
+                held += [values, splits]
+                count += len(values)
+                described.append(
+                    (
+                        values.__array_interface__["data"][0],
+                        values.itemsize // 4,
+                        splits.__array_interface__["data"][0],
+                        splits.itemsize // 4,
+                        feature.rows,
+                        feature.offset,
+                        index,
+                        one.table.layout.place.rotation,
+                    )
+                )
+        return _Described(tables=tables, ids=count, features=described, held=held, at_once=_TOGETHER)
+
+    def sort(self, stacks: Sequence[Any], first: int, last: int, masked: bool) -> Found:
+        """See ``kernels.Kernels``."""
+        if not isinstance(stacks[0], _Described):
+            return self._numpy.sort(stacks, first, last, masked)
         if not hasattr(self._spaces, "own"):
             self._spaces.own = Space()
-        weighted = any(feature.ids.weights is not None for one in tables for feature in one.features)
-        found = None if weighted else _sort(tables, first, last, masked, self._spaces.own)
-        return self._numpy.sort(tables, first, last, masked) if found is None else found
+        found = _sort(stacks, first, last, masked, self._spaces.own)
+        if found is None:
+            return self._numpy.sort([self._numpy.prepare(stack.tables) for stack in stacks], first, last, masked)
+        return found
 
-    def emit(self, found: Found, buffers: Buffers, first: int, per_row: int) -> None:
+    def emit(self, found: Found, buffers: Sequence[Buffers | None], first: int, per_row: int) -> None:
         """See ``kernels.Kernels``."""
         if isinstance(found, _Joined):
             _emit(found, buffers, first, per_row)
@@ -95,37 +108,40 @@ class NumbaKernels:
             self._numpy.emit(found, buffers, first, per_row)
 
 
-def _sort(tables: Sequence[TableBatch], first: int, last: int, masked: bool, space: Space) -> _Joined | None:
+def _fields(stacks: Sequence[_Described], sources: int, ids: int) -> Fields | None:
+    """The fields of keys of ``ids`` ids of so many sources; None where one source's take more than _KEY_BITS."""
+    tables = [stack.tables for stack in stacks]
+    # As few sorts, each of as many sources of a stack, of ids that stay in a core's first caches.
+    most = min(max(_SORTED_AT_ONCE * len(stacks) * sources // max(ids, 1), 1), sources)
+    at_once = -(-sources // -(-sources // most))
+    # Keys of 32 bits where they can be.
+    return Fields.of(tables, at_once, 32) or Fields.of(tables, 1, _KEY_BITS)
+
+
+def _sort(stacks: Sequence[_Described], first: int, last: int, masked: bool, space: Space) -> _Joined | None:
+    tables = [one for stack in stacks for one in stack.tables]
     sources, cores = last - first, tables[0].table.layout.cores
-    described, all_splits, held, at, total = list[tuple[int, ...]](), [], [], 0, 0
-    for index, one in enumerate(tables):
-        layout = one.table.layout
-        for feature in one.features:
-            splits = feature.ids.row_splits[first * feature.rows : last * feature.rows + 1]
-            values = _words(feature.ids.values)
-            row_mask = (1 << (layout.row_bits if masked else 32)) - 1
-            address, words = values.__array_interface__["data"][0], values.itemsize // 4
-            described.append((address, words, at, feature.rows, feature.offset, index, layout.place.rotation, row_mask))
-            all_splits.append(splits)
-            # An address keeps nothing alive.
-            held.append(values)
-            at += len(splits)
-            total += int(splits[-1]) - int(splits[0])
-    fields = _Fields.of(tables, sources, total)
+    total = sum(
+        int(own.ids.row_splits[last * own.rows] - own.ids.row_splits[first * own.rows])
+        for one in tables
+        for own in one.features
+    )
+    fields = _fields(stacks, sources, total)
     if fields is None:
         return None
-    dtype, name = (np.uint32, "32") if fields.used <= 32 else (np.uint64, "64")
+    dtype, name = (np.uint32, "32") if fields.stack <= 32 else (np.uint64, "64")
     keys, gains = space.take("keys" + name, total, dtype), space.take("gains", total, np.float32)
     scale, in_scale = np.empty(0, np.float32), np.zeros(len(tables) + 1, np.int64)
     if any(one.gains is not None for one in tables):
         scales = [scale if one.gains is None else one.gains[first:last].reshape(-1) for one in tables]
         scale, in_scale = np.concatenate(scales), np.cumsum([0, *(len(own) for own in scales)])
-    counts = np.zeros((2, len(tables), sources, cores), np.int64)
-    splits = all_splits[0] if len(all_splits) == 1 else np.concatenate(all_splits)
+    counts = np.zeros((2, len(stacks), len(stacks[0].tables), sources, cores), np.int64)
     sort_ids(
-        np.array(described),
-        splits.astype(np.int64, copy=False),
-        np.array([fields.row, fields.table, fields.core, fields.source, fields.used, fields.sources]),
+        np.array([feature for stack in stacks for feature in stack.features]),
+        np.cumsum([0, *(len(stack.features) for stack in stacks)]),
+        np.array([one.table.layout.row_bits if masked else 32 for one in tables]),
+        first,
+        np.array([fields.row, fields.table, fields.core, fields.source, fields.stack, fields.sources]),
         bits(cores) if cores & (cores - 1) == 0 else -1,
         # What is sorted at once may be all.
         space.take("sorted" + name, 2 * total, dtype),
@@ -137,15 +153,16 @@ def _sort(tables: Sequence[TableBatch], first: int, last: int, masked: bool, spa
         gains,
         counts,
     )
-    del held
+    sizes, uniques = counts
+    in_stack = np.array([(one.table.layout.place.offset, one.table.first_sample) for one in tables])
     return _Joined(
         fields=fields,
         keys=keys,
         gains=gains,
-        in_stack=np.array([(one.table.layout.place.offset, one.table.first_sample) for one in tables]),
-        sizes=counts[0],
-        uniques=counts[1, 0] if len(tables) == 1 else counts[1].sum(axis=0),
-        table_uniques=counts[1].sum(axis=2),
+        in_stack=in_stack.reshape(len(stacks), -1, 2),
+        sizes=sizes,
+        uniques=uniques[:, 0] if uniques.shape[1] == 1 else uniques.sum(axis=1),
+        table_uniques=uniques.sum(axis=3),
     )
 
 
@@ -156,20 +173,24 @@ def _words(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values, np.int64)
 
 
-def _emit(found: _Joined, buffers: Buffers, first: int, per_row: int) -> None:
-    tables, sources, cores = found.sizes.shape
-    capacity = buffers.embedding_ids.size // len(buffers.filled)
-    write_ids(
-        found.keys,
-        found.gains,
-        np.array([found.fields.row, found.fields.table]),
-        found.in_stack,
-        found.sizes.reshape(tables, -1),
-        per_row * cores,
-        buffers.filled[first // per_row : (first + sources) // per_row],
-        (first // per_row) * capacity,
-        capacity,
-        buffers.embedding_ids.reshape(-1),
-        buffers.sample_ids.reshape(-1),
-        buffers.gains.reshape(-1),
-    )
+def _emit(found: _Joined, buffers: Sequence[Buffers | None], first: int, per_row: int) -> None:
+    _, tables, sources, cores = found.sizes.shape
+    ends = found.sizes.sum(axis=(1, 2, 3)).cumsum().tolist()
+    for index, (own, begin, end) in enumerate(zip(buffers, [0, *ends], ends, strict=False)):
+        if own is None:
+            continue
+        capacity = own.embedding_ids.size // len(own.filled)
+        write_ids(
+            found.keys[begin:end],
+            found.gains[begin:end],
+            np.array([found.fields.row, found.fields.table]),
+            found.in_stack[index],
+            found.sizes[index].reshape(tables, -1),
+            per_row * cores,
+            own.filled[first // per_row : (first + sources) // per_row],
+            (first // per_row) * capacity,
+            capacity,
+            own.embedding_ids.reshape(-1),
+            own.sample_ids.reshape(-1),
+            own.gains.reshape(-1),
+        )

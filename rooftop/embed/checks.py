@@ -55,4 +55,4 @@ def _within(ids: Ragged, vocabulary: int) -> bool:
     values = ids.values
     if values.dtype.kind == "i":
         values = values.view(f"u{values.dtype.itemsize}")
-    return bool(values.max() < vocabulary)
+    return bool(np.maximum.reduce(values) < vocabulary)

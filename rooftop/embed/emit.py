@@ -20,6 +20,7 @@ from rooftop.models.tables_stacking import ALIGNMENT
 #: What padding holds: no row, no sample, no number.
 NO_ID = np.int32(2**31 - 1)
 NO_GAIN = np.float32(np.nan)
+_LARGE_BLOCK = 31 << 20
 #: Ids that are written at once: as many as stay, with their indices, in a core's cache.
 _WRITTEN_AT_ONCE = 60_000
 
@@ -51,17 +52,33 @@ class Buffers:
             filled=np.zeros(devices * rows, np.int64),
         )
 
-    def write(self, first: int, ids: NDArray[Any], samples: NDArray[Any], gains: NDArray[Any]) -> None:
-        """Fill rows of the buffer from ``first`` on; the arguments have dims [rows, as far as any row reaches]."""
-        last, width = first + len(ids), ids.shape[1]
+    def write(
+        self,
+        first: int,
+        ids: NDArray[Any],
+        samples: NDArray[Any],
+        gains: NDArray[Any],
+        *,
+        where: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Fill rows of the buffer from ``first`` on; the arguments have dims [rows, as far as any row reaches].
+
+        With ``where``, which has these dims, they are what it picks, [N], and padding is everywhere else.
+        """
+        rows, width = (ids if where is None else where).shape
+        last = first + rows
         stale = int(self.filled[first:last].max(initial=0))
         pads = (NO_ID, NO_ID, NO_GAIN)
         arrays = (self.embedding_ids, self.sample_ids, self.gains)
         for array, given, pad in zip(arrays, (ids, samples, gains), pads, strict=True):
-            rows = array.reshape(len(self.filled), -1)[first:last]
-            rows[:, :width] = given
+            own = array.reshape(len(self.filled), -1)[first:last]
+            if where is None:
+                own[:, :width] = given
+            else:
+                own[:, :width] = pad
+                own[:, :width][where] = given
             if stale > width:
-                rows[:, width:stale] = pad
+                own[:, width:stale] = pad
         self.filled[first:last] = width
 
 
@@ -85,14 +102,23 @@ class Space:
     """Arrays to write over and over: fresh ones cost more in page faults than in what is written to them."""
 
     def __init__(self) -> None:
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._arrays: dict[tuple[str, type[np.generic]], NDArray[Any]] = {}
+        # Some calls only make fresh arrays. glibc gives freed memory back to the system, to fault in again, beyond
+        # twice the largest block that was freed as yet, of those below 32 MiB: this one, of which no page is touched.
+        np.empty(_LARGE_BLOCK, np.uint8)
 
     def take(self, name: str, count: int, dtype: type[np.generic]) -> NDArray[Any]:
         """An array of ``count`` elements, of any values, that is free until the name is asked for again."""
-        found = self._arrays.get(name)
+        found = self._arrays.get((name, dtype))
         if found is None or len(found) < count:
-            found = self._arrays[name] = np.empty(count + count // 4, dtype)
+            found = self._arrays[name, dtype] = np.empty(count + count // 4 + 8, dtype)
         return found[:count]
+
+    def flags(self, name: str, count: int) -> NDArray[np.bool_]:
+        """``count`` flags of any values, and as many more as fill a word of 8, not set."""
+        found = self.take(name, -(-count // 8) * 8, np.bool_)
+        found[count:] = False
+        return found
 
 
 def collect(tables: Sequence[tuple[Layout, Merged, int]], space: Space, *, counted: bool) -> Chunk:

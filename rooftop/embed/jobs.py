@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.embed.emit import padding
-from rooftop.embed.kernels import Found
-from rooftop.embed.lookups import TableBatch
+from rooftop.embed.kernels import Found, Prepared
 from rooftop.embed.overflow import Ordered, sizes_of, uniques_of
 from rooftop.embed.statistics import StackStatistics, Statistics
 from rooftop.models.tables_stacking import Stacking
@@ -22,38 +21,71 @@ def _none(*dims: int) -> NDArray[np.int64]:
 
 @dataclass(kw_only=True)
 class Job:
-    """Sources ``first`` to ``last`` of a stack, and what is known of them once they are sorted.
+    """Sources ``first`` to ``last`` of stacks, and what is known of them once they are sorted.
 
-    By table, ids table_ids and different rows table_uniques, [T, G] each. Of each partition's fullest pass, ids
-    partitions [G, C] and different rows uniques [G, C]; ``whole`` [G, C] are the ids of all passes, each padded.
-    ``ids`` are the ids themselves where they have been brought into passes over samples.
+    ``prepared`` are the stacks as the kernels want them. Of each of K stacks, which have T tables each: by table, ids
+    table_ids and different rows table_uniques, [K, T, G] each. Of each partition's fullest pass, ids partitions
+    [K, G, C] and different rows uniques [K, G, C]; ``whole`` [K, G, C] are the ids of all passes, each padded. ``ids``
+    are those of each stack themselves where they have been brought into passes over samples. ``written`` are the
+    stacks whose ids are in the buffers.
     """
 
-    stack: int
+    stacks: range
     first: int
     last: int
-    tables: Sequence[TableBatch]
-    table_ids: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0))
-    table_uniques: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0))
-    partitions: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0))
-    uniques: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0))
-    whole: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0))
-    ids: Ordered | None = None
-    written: bool = False
+    prepared: Sequence[Prepared]
+    table_ids: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0, 0))
+    table_uniques: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0, 0))
+    partitions: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0, 0))
+    uniques: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0, 0))
+    whole: NDArray[np.int64] = field(default_factory=lambda: _none(0, 0, 0))
+    ids: list[Ordered] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
 
     def sorted(self, found: Found) -> None:
         """Take down what one pass has."""
-        self.table_ids, self.table_uniques = found.sizes.sum(axis=2), found.table_uniques
+        self.table_ids, self.table_uniques = found.sizes.sum(axis=3), found.table_uniques
         self.uniques = found.uniques
-        self.partitions = found.sizes[0] if len(found.sizes) == 1 else found.sizes.sum(axis=0)
+        self.partitions = found.sizes[:, 0] if found.sizes.shape[1] == 1 else found.sizes.sum(axis=1)
         self.whole = self.partitions + padding(self.partitions)
+        self.written = [False] * len(self.stacks)
 
-    def in_passes(self, ids: Ordered, passes: int, cores: int) -> None:
-        """Take down the ids in ``passes`` over samples, and what the fullest has."""
+    def in_passes(self, ids: list[Ordered], passes: int, cores: int) -> None:
+        """Take down the ids of each stack in ``passes`` over samples, and what the fullest has."""
         groups = (self.last - self.first) * passes
-        sizes, uniques = (of(ids, groups, cores).reshape(-1, passes, cores) for of in (sizes_of, uniques_of))
-        self.ids, self.partitions, self.uniques = ids, sizes.max(axis=1), uniques.max(axis=1)
-        self.whole = (sizes + padding(sizes)).sum(axis=1)
+        sizes, uniques = (
+            np.stack([of(own, groups, cores).reshape(-1, passes, cores) for own in ids])
+            for of in (sizes_of, uniques_of)
+        )
+        self.ids, self.partitions, self.uniques = ids, sizes.max(axis=2), uniques.max(axis=2)
+        self.whole = (sizes + padding(sizes)).sum(axis=2)
+
+
+def jobs_of(stacks: Sequence[Prepared], together: Sequence[int], sources: int, *, unit: int, threads: int) -> list[Job]:
+    """All ``sources`` of a batch's stacks in jobs, in their order: small stacks together, a large one in parts.
+
+    As many ids in each as are worth its calls, and as many jobs for each thread. At most ``together`` sources of a
+    stack are in one, and always whole ``unit``s of them.
+    """
+    counts = [stack.ids for stack in stacks]
+    rounds = [-(-sum(counts) // (threads * stack.at_once)) for stack in stacks]
+    wanted = [sum(counts) / (threads * max(most, 1)) for most in rounds]
+    steps = list[int]()
+    for count, most, share in zip(counts, together, wanted, strict=True):
+        parts = max(-(-sources // most), round(count / max(share, 1)), 1)
+        units = -(-sources // min(parts, sources) // unit)
+        steps.append(units * unit)
+    found, begin = list[Job](), 0
+    for end in range(1, len(stacks) + 1):
+        if end < len(stacks) and len(stacks[end].tables) == len(stacks[begin].tables):
+            alike = type(stacks[end]) is type(stacks[begin]) and min(steps[begin : end + 1]) >= sources
+            if alike and sum(counts[begin:end]) + counts[end] / 2 <= wanted[begin]:
+                continue
+        for first in range(0, sources, steps[begin]):
+            last = min(first + steps[begin], sources)
+            found.append(Job(stacks=range(begin, end), first=first, last=last, prepared=stacks[begin:end]))
+        begin = end
+    return found
 
 
 def needed(
@@ -64,17 +96,21 @@ def needed(
     ``bad`` are ids out of range by feature, ``dropped`` ids by stack.
     """
     found, per_device, cores = dict[str, StackStatistics](), stacking.cores_per_device, stacking.cores
-    # Jobs are in the order of stacks and sources; all stacks are gone through at once, as each call costs its time.
-    shape = (len(stacking.stacks), -1, per_device, cores)
-    partitions = np.concatenate([job.partitions for job in jobs]).reshape(shape).max(axis=2)
-    uniques = np.concatenate([job.uniques for job in jobs]).reshape(shape).max(axis=2)
-    buffer = np.concatenate([job.whole for job in jobs]).reshape(shape).sum(axis=3)
-    sources = max(job.last for job in jobs)
+    # All stacks are gone through at once, as each call costs its time.
+    sources, stacks = max(job.last for job in jobs), len(stacking.stacks)
     firsts = np.cumsum([0, *(len(stack.places) for stack in stacking.stacks)]).tolist()
     ids, rows = (np.empty((firsts[-1], sources), np.int64) for _ in range(2))
+    of_partitions = np.empty((3, stacks, sources, cores), np.int64)
     for job in jobs:
-        span = slice(firsts[job.stack], firsts[job.stack + 1])
-        ids[span, job.first : job.last], rows[span, job.first : job.last] = job.table_ids, job.table_uniques
+        span, those = slice(job.first, job.last), slice(job.stacks.start, job.stacks.stop)
+        for index, given in enumerate((job.partitions, job.uniques, job.whole)):
+            of_partitions[index, those, span] = given
+        own = slice(firsts[job.stacks.start], firsts[job.stacks.stop])
+        for array, counts in ((ids, job.table_ids), (rows, job.table_uniques)):
+            array[own, span] = counts.reshape(-1, job.last - job.first)
+    by_device = of_partitions.reshape(3, stacks, -1, per_device, cores)
+    partitions, uniques = by_device[:2].max(axis=3)
+    buffer = by_device[2].sum(axis=3)
     most_ids, most_rows, totals = (of.tolist() for of in (ids.max(axis=1), rows.max(axis=1), ids.sum(axis=1)))
     for index, stack in enumerate(stacking.stacks):
         span, names = slice(firsts[index], firsts[index + 1]), [place.table.name for place in stack.places]

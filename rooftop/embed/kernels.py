@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from rooftop.embed.emit import Buffers, Chunk, Space, collect, emit
 from rooftop.embed.keys import Merged, merge
 from rooftop.embed.lookups import TableBatch
-from rooftop.embed.stack_sort import SortedStack, emit_stack, sort_stack
+from rooftop.embed.stack_sort import SortedStacks, StackIds, emit_stacks, prepare, sort_stacks
 from rooftop.errors import RooftopError
 
 
 class Found(Protocol):
-    """Sorted and merged ids of a stack for some sources.
+    """Sorted and merged ids of stacks, which have equally many tables, for some sources.
 
-    Dims: T tables, G sources, C destinations. sizes [T, G, C] ids; uniques [G, C] and table_uniques [T, G] rows.
+    Dims: K stacks, T tables of each, G sources, C destinations. sizes [K, T, G, C] ids; uniques [K, G, C] and
+    table_uniques [K, T, G] rows.
     """
 
     @property
@@ -39,73 +40,97 @@ class Found(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MergedTables:
-    """``Found``, table by table."""
+    """``Found``, table by table; ``merged`` by stack."""
 
-    tables: Sequence[TableBatch]
-    merged: Sequence[Merged]
+    stacks: Sequence[Sequence[TableBatch]]
+    merged: Sequence[Sequence[Merged]]
     sizes: NDArray[np.int64]
     uniques: NDArray[np.int64]
     table_uniques: NDArray[np.int64]
 
     @classmethod
-    def of(cls, tables: Sequence[TableBatch], merged: Sequence[Merged]) -> MergedTables:
-        """With the sizes of the tables side by side; those of one alone are not copied."""
-        if len(merged) == 1:
-            own = merged[0].uniques
-            sizes = merged[0].sizes[None]
-            return cls(tables=tables, merged=merged, sizes=sizes, uniques=own, table_uniques=own.sum(axis=1)[None])
-        uniques = np.stack([one.uniques for one in merged])
+    def of(cls, stacks: Sequence[Sequence[TableBatch]], merged: Sequence[Sequence[Merged]]) -> MergedTables:
+        """With the sizes of the tables side by side."""
+        sizes = np.array([[one.sizes for one in own] for own in merged])
+        uniques = np.array([[one.uniques for one in own] for own in merged])
         return cls(
-            tables=tables,
+            stacks=stacks,
             merged=merged,
-            sizes=np.stack([one.sizes for one in merged]),
-            uniques=uniques.sum(axis=0),
-            table_uniques=uniques.sum(axis=2),
+            sizes=sizes,
+            uniques=uniques.sum(axis=1),
+            table_uniques=uniques.sum(axis=3),
         )
 
 
+class Prepared(Protocol):
+    """What a stack looks up, ready to be sorted."""
+
+    @property
+    def tables(self) -> Sequence[TableBatch]:
+        """The stack's tables."""
+
+    @property
+    def ids(self) -> int:
+        """How many it looks up."""
+
+    @property
+    def at_once(self) -> int:
+        """How many ids, of all stacks that are sorted at once, are worth the calls that sort and write them."""
+
+
 class Kernels(Protocol):
-    """Sorting, and writing what was sorted.
+    """Sorting, and writing what was sorted."""
 
-    ``worth_a_call``: the fewest ids of a table that repay the calls, and of a part on average that repay a thread.
-    """
+    def prepare(self, tables: Sequence[TableBatch]) -> Prepared:
+        """What a stack looks up, before parts of it are sorted."""
 
-    worth_a_call: int
+    def sort(self, stacks: Sequence[Any], first: int, last: int, masked: bool) -> Found:
+        """The ids that sources ``first`` to ``last`` look up in the tables of each stack; see ``keys.merge``.
 
-    def sort(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> Found:
-        """The ids that sources ``first`` to ``last`` look up; see ``keys.merge``."""
+        The stacks are prepared, as many tables in each, by the same kernels. What is found is to be written before the
+        thread sorts again.
+        """
 
-    def emit(self, found: Any, buffers: Buffers, first: int, per_row: int) -> None:
-        """Write them into a stack's buffers; see ``emit.emit``."""
+    def emit(self, found: Any, buffers: Sequence[Buffers | None], first: int, per_row: int) -> None:
+        """Write them into the buffers of their stacks, or not where there are none; see ``emit.emit``."""
 
 
 class NumpyKernels:
     """The kernels in NumPy."""
 
-    worth_a_call = 30_000
-
     def __init__(self) -> None:
         self._spaces = threading.local()
 
-    def sort(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> Found:
-        """See ``Kernels``. What is found is to be written before the thread sorts again."""
-        together = None if masked else sort_stack(tables, first, last, self._space())
-        return self._by_table(tables, first, last, masked) if together is None else together
-
-    def emit(self, found: Found, buffers: Buffers, first: int, per_row: int) -> None:
+    def prepare(self, tables: Sequence[TableBatch]) -> StackIds:
         """See ``Kernels``."""
-        if isinstance(found, SortedStack):
-            emit_stack(found, buffers, first, per_row)
+        return prepare(tables)
+
+    def sort(self, stacks: Sequence[StackIds], first: int, last: int, masked: bool) -> Found:
+        """See ``Kernels``."""
+        together = None if masked else sort_stacks(stacks, first, last, self._space())
+        if together is None:
+            return self._by_table([stack.tables for stack in stacks], first, last, masked)
+        return together
+
+    def emit(self, found: Found, buffers: Sequence[Buffers | None], first: int, per_row: int) -> None:
+        """See ``Kernels``."""
+        if isinstance(found, SortedStacks):
+            emit_stacks(found, buffers, first, per_row, self._space())
         elif isinstance(found, MergedTables):
-            emit(self._collect(found, counted=False), buffers, first, per_row)
+            for tables, merged, own in zip(found.stacks, found.merged, buffers, strict=True):
+                if own is not None:
+                    emit(self._collect(tables, merged, counted=False), own, first, per_row)
 
     def chunk(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> Chunk:
-        """The ids that sources ``first`` to ``last`` look up with their counts, to choose from."""
-        return self._collect(self._by_table(tables, first, last, masked), counted=True)
+        """The ids that sources ``first`` to ``last`` look up in a stack with their counts, to choose from."""
+        return self._collect(tables, self._by_table([tables], first, last, masked).merged[0], counted=True)
 
-    def _by_table(self, tables: Sequence[TableBatch], first: int, last: int, masked: bool) -> MergedTables:
-        merged = [merge(one.table.layout, one.features, one.gains, first, last, masked) for one in tables]
-        return MergedTables.of(tables, merged)
+    def _by_table(self, stacks: Sequence[Sequence[TableBatch]], first: int, last: int, masked: bool) -> MergedTables:
+        merged = [
+            [merge(one.table.layout, one.features, one.gains, first, last, masked) for one in tables]
+            for tables in stacks
+        ]
+        return MergedTables.of(stacks, merged)
 
     def _space(self) -> Space:
         """The thread's own."""
@@ -114,11 +139,8 @@ class NumpyKernels:
         found: Space = self._spaces.own
         return found
 
-    def _collect(self, found: MergedTables, *, counted: bool) -> Chunk:
-        parts = [
-            (one.table.layout, merged, one.table.first_sample)
-            for one, merged in zip(found.tables, found.merged, strict=True)
-        ]
+    def _collect(self, tables: Sequence[TableBatch], merged: Sequence[Merged], *, counted: bool) -> Chunk:
+        parts = [(one.table.layout, own, one.table.first_sample) for one, own in zip(tables, merged, strict=True)]
         return collect(parts, self._space(), counted=counted)
 
 

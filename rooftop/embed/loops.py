@@ -31,16 +31,33 @@ _pointer: Any = intrinsic(_of_address)
 
 @njit(nogil=True, cache=True)
 def sort_ids(
-    features: Any, splits: Any, fields: Any, core_bits: int, scratch: Any, digits: Any, ends: Any, scale: Any,
-    in_scale: Any, keys: Any, gains: Any, counts: Any,
+    features: Any, of_stacks: Any, row_bits: Any, from_source: int, fields: Any, core_bits: int, scratch: Any,
+    digits: Any, ends: Any, scale: Any, in_scale: Any, keys: Any, gains: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """Sort and merge ids into ``keys`` and ``gains``; ``counts`` are ids and rows by table, source and destination.
+    """Sort and merge ids of stacks, of sources from ``from_source`` on, into ``keys`` and ``gains``.
 
-    ``features`` are an address, words of an id, where its splits begin, rows of a source, the first of them, table,
-    rotation and a mask of local rows each; ``core_bits`` is -1 where the SparseCores are no power of two.
+    ``counts`` are ids and rows by stack, table, source and destination. ``features``, those of a stack from
+    ``of_stacks`` on, are the address of their ids, words of an id, the address of row splits, words of a split, rows
+    of a source, the first of them, table and rotation each; ``row_bits`` are those that local rows of each table are
+    cut to. ``core_bits`` is -1 where the SparseCores are no power of two.
     """
+    merged, tables = 0, counts.shape[2]
+    for stack in range(counts.shape[1]):
+        merged = _sort_stack(
+            features[of_stacks[stack] : of_stacks[stack + 1]], row_bits[stack * tables :], from_source, fields,
+            core_bits, scratch, digits, ends, scale, in_scale[stack * tables : (stack + 1) * tables + 1], keys, gains,
+            counts[:, stack], merged,
+        )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _sort_stack(
+    features: Any, row_bits: Any, from_source: int, fields: Any, core_bits: int, scratch: Any, digits: Any, ends: Any,
+    scale: Any, in_scale: Any, keys: Any, gains: Any, counts: Any, merged: int,
+) -> Any:  # fmt: skip
+    """Those of one stack from ``merged`` on; tells where they end."""
     sources, cores = counts.shape[2:]
-    at_once, half, merged = fields[5], len(scratch) // 2, 0
+    at_once, half = fields[5], len(scratch) // 2
     runs = at_once << (fields[3] - fields[1])
     last_of, rows_of = np.empty(runs, np.int64), np.empty(runs, np.int64)
     for first in range(0, sources, at_once):
@@ -49,13 +66,13 @@ def sort_ids(
         for source in range(first, behind):
             for index in range(len(features)):
                 one = features[index]
-                at, rows = one[2] + source * one[3], one[3]
-                own = splits[at : at + rows + 1]
-                # What lies behind the source's ids is never read.
-                words = carray(_pointer(one[0]), (own[rows] * one[1],), np.uint32)
-                head = ((source - first) << fields[3]) | (one[5] << fields[1]) | one[4]
-                _fill(ours[count:], words, own, one, fields, cores, core_bits, head)
-                count += own[rows] - own[0]
+                at, rows = (from_source + source) * one[4], one[4]
+                # The lower word of a split is all of it. What lies behind the source's ids is never read.
+                own = carray(_pointer(one[2]), ((at + rows + 1) * one[3],), np.uint32)[at * one[3] :: one[3]]
+                words = carray(_pointer(one[0]), (np.int64(own[rows]) * one[1],), np.uint32)
+                head = ((source - first) << fields[3]) | (one[6] << fields[1]) | one[5]
+                row_mask = (1 << row_bits[one[6]]) - 1
+                count += _fill(ours[count:], words, own, one, row_mask, fields, cores, core_bits, head)
         if count == 0:
             continue
         shift = fields[0]
@@ -85,18 +102,21 @@ def sort_ids(
                             )
                         before, rows_before = end, rows
         merged = behind_all
+    return merged
 
 
 @njit(nogil=True, cache=True)
-def _fill(keys: Any, words: Any, splits: Any, feature: Any, fields: Any, cores: int, core_bits: int, head: int) -> None:
-    """Keys of a source's ids of one feature; ``head`` is that of its first row."""
-    single, rotation, row_mask = feature[1] == 1, np.uint64(feature[6]), np.uint64(feature[7])
+def _fill(
+    keys: Any, words: Any, splits: Any, feature: Any, most_row: int, fields: Any, cores: int, core_bits: int, head: int
+) -> Any:  # fmt: skip
+    """Keys of a source's ids of one feature; ``head`` is that of its first row. Tells how many there are."""
+    single, rotation, row_mask = feature[1] == 1, np.uint64(feature[7]), np.uint64(most_row)
     row_shift, core_shift = np.uint64(fields[0]), np.uint64(fields[2])
     low, shift = np.uint64(cores - 1), np.uint64(max(core_bits, 0))
     for row in range(len(splits) - 1):
         # A place that cannot be negative is not looked at for that: only then are loops vectors.
-        first, to, of_row = np.uint64(splits[row]), np.uint64(splits[row] - splits[0]), np.uint64(head + row)
-        for index in range(splits[row + 1] - splits[row]):
+        first, to, of_row = np.uint64(splits[row]), np.uint64(splits[row]) - np.uint64(splits[0]), np.uint64(head + row)
+        for index in range(np.int64(splits[row + 1]) - np.int64(splits[row])):
             place = first + np.uint64(index)
             value = np.uint64(words[place] if single else words[place * np.uint64(2)])
             if core_bits >= 0:
@@ -109,6 +129,7 @@ def _fill(keys: Any, words: Any, splits: Any, feature: Any, fields: Any, cores: 
                     core -= np.uint64(cores)
             local &= row_mask
             keys[to + np.uint64(index)] = (core << core_shift) | (local << row_shift) | of_row
+    return np.int64(splits[len(splits) - 1]) - np.int64(splits[0])
 
 
 @njit(nogil=True, cache=True)

@@ -8,7 +8,7 @@ whatever the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -22,7 +22,7 @@ from rooftop.embed import kernels
 from rooftop.embed.checks import check_policy
 from rooftop.embed.emit import Buffers, emit, padding, row_pointers
 from rooftop.embed.excess import buffer_excess, chip_excess, partition_excess, table_excess, table_limits
-from rooftop.embed.jobs import Job, needed
+from rooftop.embed.jobs import Job, jobs_of, needed
 from rooftop.embed.lookups import TableBatch, TableLayout, check_names, layouts, look
 from rooftop.embed.minibatching import bucketed, by_samples, into_passes, pass_of_rows, split_mask
 from rooftop.embed.overflow import (
@@ -42,8 +42,6 @@ from rooftop.errors import RooftopError
 from rooftop.models.tables_limits import BUCKETS, Limits, StackLimits, check_limits, pointers_of_device
 from rooftop.models.tables_stacking import Stack, Stacking
 
-#: Ids that are sorted and written at once, as far as each call is worth its while (``Kernels.worth_a_call``).
-_SORTED_AT_ONCE = 400_000
 #: Rows of input of a batch below which another thread's help in looking at them costs more than it saves.
 _LOOKED_ALONE = 100_000
 
@@ -143,11 +141,11 @@ class Preprocessor:
         """
         batches, bad = self._look(inputs)
         buffers = self.buffers() if out is None else out
-        jobs, alone = self._jobs(batches)
-        self._threads.each(jobs, lambda job: self._make(job, buffers), alone=alone)
+        jobs = self._jobs(batches)
+        self._threads.each(jobs, lambda job: self._make(job, buffers))
         minibatches, dropped = 1, {stack.name: 0 for stack in self.stacking.stacks}
         left = self._room(jobs)
-        if self._mask_is_shared or left is not None or not all(job.written for job in jobs):
+        if self._mask_is_shared or left is not None or not all(all(job.written) for job in jobs):
             minibatches = self._overflow(jobs, buffers, left, dropped)
         return Preprocessed(
             buffers=buffers,
@@ -158,8 +156,8 @@ class Preprocessor:
     def observe(self, inputs: Mapping[str, Any]) -> Statistics:
         """What one batch needs, without limits and without making it ready. Raises RooftopError."""
         batches, bad = self._look(inputs)
-        jobs, alone = self._jobs(batches)
-        self._threads.each(jobs, lambda job: self._make(job, None), alone=alone)
+        jobs = self._jobs(batches)
+        self._threads.each(jobs, lambda job: self._make(job, None))
         dropped = {stack.name: 0 for stack in self.stacking.stacks}
         return needed(jobs, self.stacking, bad, dropped, self.sample_passes)
 
@@ -192,79 +190,74 @@ class Preprocessor:
         bad = {name: count for _, out in found for name, count in out.items()}
         return batches, bad
 
-    def _jobs(self, batches: list[list[TableBatch]]) -> tuple[list[Job], bool]:
-        """The work in parts, in the order of stacks and sources, and whether they are too small to be shared out.
-
-        Parts fit a core's cache and keep all threads busy.
-        """
-        unit, total, jobs = self._per_row, 0, list[Job]()
-        for index, tables in enumerate(batches):
-            ids = sum(len(one.ids.values) for table in tables for one in table.features)
-            wanted = max(_SORTED_AT_ONCE, self._kernels.worth_a_call * len(tables)) * self.sources // max(ids, 1)
-            parts = -(-self.sources // min(self._together[index], max(wanted, 1), self.sources))
-            # As many for each thread, if the stacks are not as many already.
-            shared = -(-self._count // len(batches))
-            parts = -(-parts // shared) * shared
-            step = max(unit, -(-self.sources // parts) // unit * unit)
-            for first in range(0, self.sources, step):
-                jobs.append(Job(stack=index, first=first, last=min(first + step, self.sources), tables=tables))
-            total += ids
-        return jobs, total < self._kernels.worth_a_call * len(jobs)
+    def _jobs(self, batches: list[list[TableBatch]]) -> list[Job]:
+        """The work in parts, in the order of stacks and sources."""
+        prepared = [self._kernels.prepare(tables) for tables in batches]
+        return jobs_of(prepared, self._together, self.sources, unit=self._per_row, threads=self._count)
 
     def _make(self, job: Job, buffers: Mapping[str, Buffers] | None) -> None:
         """Sort and merge a part's ids, and write them if they are wanted and keep within the limits."""
-        found = self._kernels.sort(job.tables, job.first, job.last, self.out_of_range == "off")
+        found = self._kernels.sort(job.prepared, job.first, job.last, self.out_of_range == "off")
         job.sorted(found)
         if self.sample_passes > 1:
-            of_rows = pass_of_rows(self._layouts[job.stack], self.sample_passes)
-            cores = self.stacking.cores
-            job.in_passes(by_samples(self._ordered(job), of_rows, self.sample_passes, cores), self.sample_passes, cores)
+            ids, cores = list[Ordered](), self.stacking.cores
+            for index, stack in enumerate(job.stacks):
+                of_rows = pass_of_rows(self._layouts[stack], self.sample_passes)
+                ids.append(by_samples(self._ordered(job, index), of_rows, self.sample_passes, cores))
+            job.in_passes(ids, self.sample_passes, cores)
             return
         if buffers is None:
             return
-        stack = self.stacking.stacks[job.stack]
-        if self._excess(job) is None:
-            self._kernels.emit(found, buffers[stack.name], job.first, self._per_row)
-            self._point(job, buffers[stack.name], job.partitions, job.whole, 1)
-            job.written = True
+        job.written = self._fits(job)
+        those = [
+            buffers[self.stacking.stacks[stack].name] if fits else None
+            for stack, fits in zip(job.stacks, job.written, strict=True)
+        ]
+        self._kernels.emit(found, those, job.first, self._per_row)
+        self._point(job, those, job.partitions, job.whole, 1)
 
-    def _excess(self, job: Job) -> RooftopError | None:
-        """What a part exceeds in one pass, if anything."""
-        stack = self.stacking.stacks[job.stack]
-        limits, partitions = self._limits(stack), job.partitions
-        return (
-            partition_excess(stack.name, limits, partitions, job.uniques, job.first, 1)
-            or buffer_excess(stack.name, limits.buffer * self._per_row, job.whole, self._per_row)
-            or table_excess(stack, self.stacking.tables.config, job.table_ids, job.table_uniques)
-        )
+    def _fits(self, job: Job) -> list[bool]:
+        """Which of a part's stacks keep within their limits in one pass."""
+        config, stacks = self.stacking.tables.config, len(job.stacks)
+        limits = [self._limits(self.stacking.stacks[stack]) for stack in job.stacks]
+        of_rows = job.whole.reshape(stacks, -1, self._per_row * self.stacking.cores).sum(axis=2)
+        most = (counts.reshape(stacks, -1).max(axis=1).tolist() for counts in (job.partitions, job.uniques, of_rows))
+        return [
+            ids <= limit.max_ids
+            and uniques <= limit.max_unique_ids
+            and filled <= limit.buffer * self._per_row
+            and table_excess(self.stacking.stacks[stack], config, job.table_ids[index], job.table_uniques[index])
+            is None
+            for index, (stack, limit, ids, uniques, filled) in enumerate(zip(job.stacks, limits, *most, strict=True))
+        ]
 
     def _point(
         self,
         job: Job,
-        buffers: Buffers,
+        buffers: Sequence[Buffers | None],
         partitions: NDArray[np.int64],
         whole: NDArray[np.int64],
         passes: int,
     ) -> None:
-        """Write the row pointers of a part: ids by source and pass, and destination, as they are and padded."""
-        if not self.minibatching:
-            pointers = row_pointers(partitions, whole, 1)
-            buffers.row_pointers.reshape(self.sources, -1)[job.first : job.last] = pointers
-            return
-        per_device = self.stacking.cores_per_device
-        pointers = row_pointers(partitions, whole, per_device * passes).reshape(
-            (job.last - job.first) // per_device, -1
-        )
-        rows = buffers.row_pointers[job.first // per_device : job.last // per_device]
-        rows[:, : pointers.shape[1]] = pointers
-        ends = pointers[:, -1:]
-        rows[:, pointers.shape[1] :] = ends + padding(ends.astype(np.int64))
+        """Write the row pointers of a part, stack by stack: ids by source and pass, and destination, and padded."""
+        per_device, cores = self.stacking.cores_per_device, self.stacking.cores
+        in_row = per_device * passes if self.minibatching else 1
+        pointers = row_pointers(partitions.reshape(-1, cores), whole.reshape(-1, cores), in_row)
+        unit = per_device if self.minibatching else 1
+        pointers = pointers.reshape(len(buffers), (job.last - job.first) // unit, -1)
+        for own, given in zip(buffers, pointers, strict=True):
+            if own is not None:
+                rows = own.row_pointers.reshape(self.sources // unit, -1)[job.first // unit : job.last // unit]
+                rows[:, : given.shape[1]] = given
+                if self.minibatching:
+                    ends = given[:, -1:]
+                    rows[:, given.shape[1] :] = ends + padding(ends.astype(np.int64))
 
     def _room(self, jobs: list[Job]) -> NDArray[np.int64] | None:
         """Ids that each source may keep where a chip has more than its bound; None if no chip has."""
         ids = np.zeros(self.sources, np.int64)
         for job in jobs:
-            ids[job.first : job.last] += job.table_ids.sum(axis=0)
+            ids[job.first : job.last] += job.table_ids.sum(axis=(0, 1))
         per_device = self.stacking.cores_per_device
         chips = ids.reshape(self.devices, per_device).sum(axis=1)
         bound = self.stacking.tables.config.max_ids_per_chip_per_sample
@@ -289,46 +282,50 @@ class Preprocessor:
         """
         mask = self._mask(jobs) if self._over_ids else 0
         passes = max(self.sample_passes, mask.bit_count() + 1)
-        for job in jobs:
-            span = slice(job.first, job.last)
-            stack = self.stacking.stacks[job.stack]
-            if job.written and not mask and (left is None or (job.table_ids.sum(axis=0) <= left[span]).all()):
+        for job, index in [(one, index) for one in jobs for index in range(len(one.stacks))]:
+            span, asked = slice(job.first, job.last), job.table_ids[index].sum(axis=0)
+            stack = self.stacking.stacks[job.stacks[index]]
+            if job.written[index] and not mask and (left is None or (asked <= left[span]).all()):
                 if left is not None:
-                    left[span] -= job.table_ids.sum(axis=0)
+                    left[span] -= asked
                 continue
-            ids = self._ordered(job) if job.ids is None else job.ids
+            ids = job.ids[index] if job.ids else self._ordered(job, index)
             if mask:
                 ids = into_passes(ids, bucketed(ids, self.stacking.cores), mask, self.stacking.cores)
-            kept = self._fit(job, ids, passes, None if left is None else left[span])
+            kept = self._fit(job, index, ids, passes, None if left is None else left[span])
             dropped[stack.name] += int(ids.counts.sum() - kept.counts.sum())
             if left is not None:
                 left[span] -= np.bincount(kept.groups // passes, minlength=job.last - job.first)
             chunk = as_chunk(kept, (job.last - job.first) * passes, self.stacking.cores)
             emit(chunk, buffers[stack.name], job.first * passes, self._per_row * passes)
             sizes = chunk.sizes[0]
-            self._point(job, buffers[stack.name], sizes, sizes + padding(sizes), passes)
+            self._point(job, [buffers[stack.name]], sizes, sizes + padding(sizes), passes)
         return passes
 
-    def _ordered(self, job: Job) -> Ordered:
-        return ordered(self._counting.chunk(job.tables, job.first, job.last, self.out_of_range == "off"))
+    def _ordered(self, job: Job, index: int) -> Ordered:
+        chunk = self._counting.chunk(job.prepared[index].tables, job.first, job.last, self.out_of_range == "off")
+        return ordered(chunk)
 
     def _mask(self, jobs: list[Job]) -> int:
         """The joints of the buckets that stay open, those of other hosts included. Only what overflows has any."""
 
         def of(job: Job) -> int:
-            stack = self.stacking.stacks[job.stack]
-            limits, cores = self._limits(stack), self.stacking.cores
-            if partition_excess(stack.name, limits, job.partitions, job.uniques, job.first, 1) is None:
-                return 0
-            ids, sources = self._ordered(job), job.last - job.first
-            return split_mask(ids, bucketed(ids, cores), sources, cores, limits.max_ids, limits.max_unique_ids)
+            cores, sources, mask = self.stacking.cores, job.last - job.first, 0
+            for index, stack in enumerate(job.stacks):
+                limits = self._limits(self.stacking.stacks[stack])
+                most_ids, most_rows = job.partitions[index].max(initial=0), job.uniques[index].max(initial=0)
+                if most_ids > limits.max_ids or most_rows > limits.max_unique_ids:
+                    ids = self._ordered(job, index)
+                    mask |= split_mask(ids, bucketed(ids, cores), sources, cores, limits.max_ids, limits.max_unique_ids)
+            return mask
 
         mask = reduce(or_, self._threads.each(jobs, of), 0)
         return mask if self._combine is None else self._combine(mask)
 
-    def _fit(self, job: Job, ids: Ordered, passes: int, left: NDArray[np.int64] | None) -> Ordered:
+    def _fit(self, job: Job, index: int, ids: Ordered, passes: int, left: NDArray[np.int64] | None) -> Ordered:
         """The ids of a part that keep within every limit. Raises RooftopError where not all do and none may go."""
-        stack, config, cores = self.stacking.stacks[job.stack], self.stacking.tables.config, self.stacking.cores
+        stack, config = self.stacking.stacks[job.stacks[index]], self.stacking.tables.config
+        cores = self.stacking.cores
         limits, groups = self._limits(stack), (job.last - job.first) * passes
 
         def refuse(error: RooftopError | None) -> bool:
@@ -339,7 +336,7 @@ class Preprocessor:
         sizes, uniques = sizes_of(ids, groups, cores), uniques_of(ids, groups, cores)
         if refuse(partition_excess(stack.name, limits, sizes, uniques, job.first, passes)):
             ids = drop_from_partitions(ids, limits.max_ids, limits.max_unique_ids, cores)
-        if refuse(table_excess(stack, config, job.table_ids, job.table_uniques)):
+        if refuse(table_excess(stack, config, job.table_ids[index], job.table_uniques[index])):
             ids = drop_from_tables(ids, passes, *table_limits(stack, config))
         if left is not None:
             ids = drop_from_sources(ids, passes, left)

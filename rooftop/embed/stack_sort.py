@@ -1,249 +1,363 @@
-"""A stack's tables in one sort, where one source's keys of all of them fit into 32 bits and no id has a weight.
+"""Stacks in one sort, where keys of one source fit into 32 bits and no id has a weight (``fields``).
 
 Table after table (``keys.merge``), each call works on the ids of one table alone: in a batch of few samples they are
-so few that the calls cost more than the work. Here a key also says which table an id is of:
-
-    source within the sort | destination | table | local row | row of activations of the source and table
-
-so that sorted keys have the buffer's order, and only one array is gathered. Padding is sorted along: every partition
-gets ids of one more table, behind all others, and those that it does not need are left out with the duplicates.
-A table's rotation turns ids before they are divided into destination and row: rows at destinations that the rotation
-wraps around to are one too high then, all of them alike, and put right when they are written.
+so few that the calls cost more than the work, and threads wait for each other at every call. Here the tables of a
+stack, or of several stacks, share each call. What is as long as the ids lies in arrays that are written over and
+over: fresh ones cost more in page faults than in what is written to them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.embed.emit import NO_GAIN, NO_ID, Buffers, Space, padding
-from rooftop.embed.keys import bits, flags, gaps, set_up_to
+from rooftop.embed.fields import Fields
+from rooftop.embed.keys import bits, gaps, set_up_to
 from rooftop.embed.lookups import TableBatch
 from rooftop.models.tables_stacking import ALIGNMENT
 
-#: Ids of padding that each partition has in the sort: as many as it can need.
-_PADS = ALIGNMENT - 1
 #: Keys are no wider.
 _KEY_BITS = 32
+#: Ids whose arrays stay in a core's caches, and are enough for each call to be worth its while.
+_TOGETHER = 400_000
+#: Ids of a table that are enough where each has calls of its own.
+_WORTH_A_TABLE = 30_000
+#: Ids of a partition, on average, from which on its padding is sorted along, and ids of padding that it can need.
+_PADDED = 64
+_PADS = ALIGNMENT - 1
+_WORDS = (np.dtype(np.int32), np.dtype(np.uint32))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fields:
-    """Where the fields of a key begin, how many destinations and tables there are, and the sources of one sort."""
+class SortedStacks:
+    """Sorted keys of stacks, with duplicates; see ``kernels.Found``.
 
-    row: int
-    table: int
-    core: int
-    source: int
-    cores: int
-    tables: int
-    at_once: int
-
-    @classmethod
-    def of(cls, tables: Sequence[TableBatch], sources: int) -> _Fields | None:
-        """None if keys of 32 bits cannot tell the ids of one source apart."""
-        layouts = [one.table.layout for one in tables]
-        row = max(bits(ALIGNMENT), *(layout.sample_bits for layout in layouts))
-        # One more row: see the module's rotation.
-        table = row + max(bits(layout.place.rows + 1) for layout in layouts)
-        core = table + bits(len(tables) + 1)
-        source = core + bits(layouts[0].cores)
-        # Every sort has as many.
-        most = (1 << _KEY_BITS) >> source
-        at_once = max((count for count in range(1, sources + 1) if not sources % count and count <= most), default=0)
-        # Between two sorts the destination or the source has to change: that is how runs are told apart.
-        if not at_once or (at_once == 1 and layouts[0].cores == 1):
-            return None
-        return cls(
-            row=row, table=table, core=core, source=source, cores=layouts[0].cores, tables=len(tables), at_once=at_once
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SortedStack:
-    """Sorted keys of a stack, with duplicates and padding; see ``kernels.Found``.
-
-    Dims: keys [N]; kept [N, up to a multiple of 8], whether an id is the last of its key; R runs of a partition and
-    table, padding behind a partition's tables: lasts [R], their last places among the keys, and in_table [R].
+    Dims: keys [N]; kept [N, up to a multiple of 8], whether an id is the last of its key; R runs of a stack, source,
+    destination and table in the order of the keys: runs [R], their merged ids, lasts [R], their last keys, and
+    in_table [R], the table of all stacks'. keys and kept are of the thread's space. ``padded``, the last run of every
+    partition ends with _PADS ids of padding.
     """
 
-    tables: Sequence[TableBatch]
-    fields: _Fields
+    stacks: Sequence[StackIds]
+    fields: Fields
     first: int
     last: int
     keys: NDArray[np.uint32]
     kept: NDArray[np.bool_]
+    padded: bool
+    runs: NDArray[np.int64]
     lasts: NDArray[np.int64]
-    in_table: NDArray[np.intp]
+    in_table: NDArray[np.int64]
     sizes: NDArray[np.int64]
     uniques: NDArray[np.int64]
     table_uniques: NDArray[np.int64]
 
 
-def sort_stack(tables: Sequence[TableBatch], first: int, last: int, space: Space) -> SortedStack | None:
-    """The ids, all in range, that sources ``first`` to ``last`` look up; None where that takes ``keys.merge``.
+class _Part(NamedTuple):
+    """A feature's ids: those of source g lie from bounds[g] on; lengths [sources x rows] are ids of its samples."""
 
-    One table alone, ids with weights, keys that do not fit and no ids at all take that. The keys are in ``space``.
-    """
-    fields = _Fields.of(tables, last - first) if len(tables) > 1 else None
-    if fields is None or any(feature.ids.weights is not None for one in tables for feature in one.features):
-        return None
-    keys = _keys(tables, fields, first, last, space)
-    if len(keys) == _PADS * (last - first) * fields.cores:
-        return None
-    differs = keys[1:] ^ keys[:-1]
-    kept, ends_row = flags(len(keys)), flags(len(keys))
-    np.not_equal(differs, 0, out=kept[: len(differs)])
-    np.greater(differs, np.uint32((1 << fields.row) - 1), out=ends_row[: len(differs)])
-    kept[len(differs)] = ends_row[len(differs)] = True
-    behind = (differs > np.uint32((1 << fields.table) - 1)).nonzero()[0]
-    lasts = np.empty(len(behind) + 1, np.int64)
-    lasts[:-1], lasts[-1] = behind, len(keys) - 1
-    in_table = (keys.take(lasts) >> np.uint32(fields.table)).astype(np.intp) & ((1 << bits(fields.tables + 1)) - 1)
-    is_padding = in_table == fields.tables
-    # Every partition ends with padding: that counts them.
-    runs = (np.cumsum(is_padding) - is_padding) * (fields.tables + 1) + in_table
-    shape = (last - first, fields.cores, fields.tables + 1)
-    sizes, uniques = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    for counts, ends in ((sizes, kept), (uniques, ends_row)):
-        counts.reshape(-1)[runs] = gaps(set_up_to(ends, lasts) - 1)
-    of_tables = uniques[:, :, :-1]
-    return SortedStack(
+    values: NDArray[Any]
+    bounds: list[int]
+    lengths: NDArray[np.int64]
+    rows: int
+    table: int
+    offset: int
+    rotation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackIds:
+    """A stack's tables and their features, ready to be cut by sources; see ``kernels.Prepared``."""
+
+    tables: Sequence[TableBatch]
+    parts: Sequence[_Part]
+    sources: int
+    cores: int
+    ids: int
+    at_once: int
+    weighted: bool
+
+
+def prepare(tables: Sequence[TableBatch]) -> StackIds:
+    """What is done once for a stack of a batch. Python's work on every feature keeps other threads from theirs."""
+    parts = []
+    for index, one in enumerate(tables):
+        rotation = one.table.layout.place.rotation
+        for own in one.features:
+            splits, values = own.ids.row_splits, own.ids.values
+            # Others become so when they are put side by side.
+            values = values.view(np.uint32) if values.dtype in _WORDS else values
+            parts.append(
+                _Part(
+                    values=values,
+                    bounds=splits[:: own.rows].tolist(),
+                    lengths=np.subtract(splits[1:], splits[:-1], dtype=np.int64),
+                    rows=own.rows,
+                    table=index,
+                    offset=own.offset,
+                    rotation=rotation,
+                )
+            )
+    weighted = any(feature.ids.weights is not None for one in tables for feature in one.features)
+    by_table = len(tables) > 1 and (weighted or Fields.of([tables], 1, _KEY_BITS) is None)
+    return StackIds(
         tables=tables,
+        parts=parts,
+        sources=len(parts[0].bounds) - 1,
+        cores=tables[0].table.layout.cores,
+        ids=sum(len(part.values) for part in parts),
+        at_once=max(_TOGETHER, _WORTH_A_TABLE * len(tables)) if by_table else _TOGETHER,
+        weighted=weighted,
+    )
+
+
+def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space) -> SortedStacks | None:
+    """The ids, all in range, that sources ``first`` to ``last`` look up in stacks of equally many tables.
+
+    None where that takes ``keys.merge``: ids with weights, keys that do not fit and no ids at all.
+    """
+    sources, tables = last - first, len(stacks[0].tables)
+    # Padding is sorted along where it is little beside the ids: else a place has to be found for every id.
+    padded = sum(stack.ids for stack in stacks) >= _PADDED * len(stacks) * stacks[0].sources * stacks[0].cores
+    of_stacks = [stack.tables for stack in stacks]
+    fields = Fields.of(of_stacks, sources, _KEY_BITS, dividing=True, padded=padded)
+    if fields is None or any(stack.weighted for stack in stacks):
+        return None
+    keys, ends = _keys(stacks, fields, first, last, space, padded=padded)
+    count = len(keys)
+    if count == (_PADS * fields.cores * sources * len(stacks) if padded else 0):
+        return None
+    for begin, end in pairwise((0, *ends)):
+        keys[begin:end].sort()
+
+    # The highest bit in which a key differs from the one before says what begins with it. With a sort all does.
+    differs = space.take("differs", count - 1, np.uint32)
+    np.bitwise_xor(keys[1:], keys[:-1], out=differs)
+    differs[[end - 1 for end in ends if 0 < end < count]] = -1 & 0xFFFFFFFF
+    kept, ends_row, ends_run = (space.flags(name, count) for name in ("kept", "ends row", "ends run"))
+    for flags, low in ((kept, 0), (ends_row, fields.row), (ends_run, fields.table)):
+        np.greater(differs, np.uint32((1 << low) - 1), out=flags[: count - 1])
+        flags[count - 1] = True
+    lasts = ends_run.nonzero()[0]
+    run = (keys.take(lasts) >> np.uint32(fields.table)).astype(np.int64)
+    shape = tuple(
+        1 << (end - begin)
+        for begin, end in pairwise((fields.table, fields.core, fields.source, fields.stack, fields.used))
+    )
+    if len(ends) > 1:
+        of_sort = np.diff(np.searchsorted(lasts, ends), prepend=0)
+        run += (np.arange(len(ends)) * math.prod(shape)).repeat(of_sort)
+
+    def by_table(of_runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[K, T, G, C] of what has room to spare in all dims."""
+        found = of_runs.reshape(-1, *shape[::-1])[:, : fields.stacks, : fields.sources, : fields.cores, :tables]
+        return found.reshape(-1, sources, fields.cores, tables)[: len(stacks)].transpose(0, 3, 1, 2)
+
+    runs = gaps(set_up_to(kept, lasts) - 1)
+    ids_of, rows_of = np.zeros((2, len(ends) * math.prod(shape)), np.int64)
+    ids_of[run], rows_of[run] = runs, gaps(set_up_to(ends_row, lasts) - 1)
+    in_table = run & (shape[0] - 1)
+    if len(stacks) > 1:
+        in_table += run // math.prod(shape[:3]) // (sources // fields.sources) * tables
+    sizes, rows = by_table(ids_of), by_table(rows_of)
+    if padded:
+        sizes[:, -1] -= _PADS
+        rows[:, -1] -= 1
+    return SortedStacks(
+        stacks=stacks,
         fields=fields,
         first=first,
         last=last,
         keys=keys,
         kept=kept,
+        padded=padded,
+        runs=runs,
         lasts=lasts,
         in_table=in_table,
-        sizes=sizes[:, :, :-1].transpose(2, 0, 1),
-        uniques=of_tables.sum(axis=2),
-        table_uniques=of_tables.sum(axis=1).T,
+        sizes=sizes,
+        uniques=rows[:, 0] if tables == 1 else rows.sum(axis=1),
+        table_uniques=rows.sum(axis=3),
     )
 
 
-def _keys(tables: Sequence[TableBatch], fields: _Fields, first: int, last: int, space: Space) -> NDArray[np.uint32]:
-    """Keys, sorted ``at_once`` sources at a time."""
-    step, sorts = fields.at_once, (last - first) // fields.at_once
-    features = [(index, one.table.layout.place, own) for index, one in enumerate(tables) for own in one.features]
-    sources = np.arange(0, step << fields.source, 1 << fields.source, dtype=np.uint32)[:, None]
-    parts, heads, lengths = [], [], []
-    total = sum(
-        int(own.ids.row_splits[last * own.rows] - own.ids.row_splits[first * own.rows]) for _, _, own in features
-    )
-    turned, at = space.take("turned", 2 * total, np.uint32).reshape(2, -1), 0
-    for index, place, own in features:
-        splits = own.ids.row_splits[first * own.rows : last * own.rows + 1]
-        values = own.ids.values[splits[0] : splits[-1]]
-        values = values if values.dtype.itemsize >= 4 else values.astype(np.uint32)
-        # Ids of 64 bits are turned as they are, and cut off then.
-        values = values.view(np.uint32) if values.dtype.itemsize == 4 else values
-        ids = turned[0, at : at + len(values)]
-        np.add(values, place.rotation, out=ids, casting="unsafe")
-        bounds = (splits[:: step * own.rows] - splits[0]).tolist()
-        parts.append([ids[begin:end] for begin, end in pairwise(bounds)])
-        head = np.arange(own.offset, own.offset + own.rows, dtype=np.uint32) + np.uint32(index << fields.table)
-        heads.append((sources | head).reshape(-1))
-        lengths.append((splits[1:] - splits[:-1]).reshape(sorts, -1))
-        at += len(values)
-    head, length = np.concatenate(heads), np.concatenate(lengths, axis=1)
-    corners = (sources + (np.arange(fields.cores, dtype=np.uint32) << np.uint32(fields.core))).reshape(-1, 1)
-    pads = (corners + np.uint32(fields.tables << fields.table) + np.arange(_PADS, dtype=np.uint32)).reshape(-1)
-    keys = space.take("sorted", total + len(pads) * sorts, np.uint32)
-    begin = 0
-    for sort in range(sorts):
-        count = int(length[sort].sum())
-        own_keys, ids = keys[begin : begin + count + len(pads)], turned[1, :count]
-        np.concatenate([part[sort] for part in parts], out=ids)
-        _divide(ids, fields, own_keys[:count])
-        own_keys[:count] += head.repeat(length[sort])
-        own_keys[count:] = pads
-        own_keys.sort()
-        begin += len(own_keys)
-    return keys
-
-
-def _divide(ids: NDArray[np.uint32], fields: _Fields, out: NDArray[np.uint32]) -> None:
-    """The fields of destination and row. The ids are written over."""
-    cores, core_bits = np.uint32(fields.cores), np.uint32(bits(fields.cores))
-    if fields.cores & (fields.cores - 1) == 0:
-        np.right_shift(ids, core_bits, out=out)
-        ids &= cores - np.uint32(1)
+def _keys(
+    stacks: Sequence[StackIds], fields: Fields, first: int, last: int, space: Space, *, padded: bool
+) -> tuple[NDArray[np.uint32], list[int]]:
+    """Keys, sort after sort, to be sorted up to each of the ends."""
+    step, count, ends = fields.sources, 0, list[int]()
+    parts, lengths, turns = list[NDArray[Any]](), list[NDArray[np.int64]](), list[int]()
+    begins, rows = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    of_source = np.arange(0, step << fields.source, 1 << fields.source)
+    sorts = (last - first) // step
+    for begin in range(0, len(stacks), fields.stacks):
+        those = [(at, part) for at, stack in enumerate(stacks[begin : begin + fields.stacks]) for part in stack.parts]
+        if padded:
+            those += [
+                (at, _pads(fields, len(stack.tables), last))
+                for at, stack in enumerate(stacks[begin : begin + fields.stacks])
+            ]
+        for low in range(first, last, step):
+            for _, part in those:
+                parts.append(part.values[part.bounds[low] : part.bounds[low + step]])
+                lengths.append(part.lengths[low * part.rows : (low + step) * part.rows])
+                count += len(parts[-1])
+            ends.append(count)
+        turns += [part.rotation for _, part in those] * sorts
+        heads = [(at << fields.stack) + (part.table << fields.table) + part.offset for at, part in those]
+        begins += [(np.array(heads)[:, None] + of_source).reshape(-1)] * sorts
+        rows += [np.array([part.rows for _, part in those]).repeat(step)] * sorts
+    keys = space.take("keys", count, np.uint32)
+    if all(part.dtype == np.uint32 and part.flags.c_contiguous for part in parts):
+        # Concatenating lets the interpreter's lock go and waits for it at every part.
+        ids = np.frombuffer(bytearray().join(part.data for part in parts), np.uint32)
     else:
-        np.floor_divide(ids, cores, out=out)
-        ids -= out * cores
-    out <<= np.uint32(fields.row)
-    ids <<= np.uint32(fields.core)
+        ids = space.take("ids", count, np.uint32)
+        np.concatenate(parts, out=ids, casting="unsafe")
+    _divide(ids, np.array(turns, np.uint32).repeat([len(part) for part in parts]) if any(turns) else None, fields, keys)
+    # Of each row of the input, that is of each row of activations in turn, the key less destination and row.
+    each = np.concatenate(rows)
+    head = (np.concatenate(begins) - (np.cumsum(each) - each)).repeat(each)
+    head += np.arange(len(head))
+    keys += head.astype(np.uint32).repeat(np.concatenate(lengths))
+    return keys, ends
+
+
+def _pads(fields: Fields, tables: int, sources: int) -> _Part:
+    """Padding as ids: of every partition _PADS rows of activations, of a row behind those of the last table."""
+    beyond, per_source = (1 << (fields.table - fields.row)) - 1, _PADS * fields.cores
+    values = np.arange(beyond * fields.cores, (beyond + 1) * fields.cores, dtype=np.uint32)
+    return _Part(
+        values=np.tile(values, _PADS * sources),
+        bounds=list(range(0, (sources + 1) * per_source, per_source)),
+        lengths=np.full(sources * _PADS, fields.cores),
+        rows=_PADS,
+        table=tables - 1,
+        offset=0,
+        rotation=0,
+    )
+
+
+def _divide(
+    ids: NDArray[np.uint32], rotations: NDArray[np.uint32] | None, fields: Fields, out: NDArray[np.uint32]
+) -> None:
+    """The fields of destination and row. The ids are written over."""
+    cores = np.uint32(fields.cores)
+    if fields.cores & (fields.cores - 1) == 0:
+        low = cores - np.uint32(1)
+        if rotations is None:
+            np.bitwise_and(ids, low, out=out)
+        else:
+            np.add(ids, rotations, out=out)
+            out &= low
+        ids >>= np.uint32(bits(fields.cores))
+    else:
+        np.remainder(ids, cores, out=out)
+        ids //= cores
+        if rotations is not None:
+            out += rotations
+            out %= cores
+    out <<= np.uint32(fields.core)
+    ids <<= np.uint32(fields.row)
     out |= ids
 
 
-def emit_stack(found: SortedStack, buffers: Buffers, first: int, per_row: int) -> None:
-    """Write a sorted stack whose first source is ``first``; see ``emit.emit``. ``kept`` is used up."""
-    fields, kept, places = found.fields, found.kept, [one.table.layout.place for one in found.tables]
-    sizes = found.sizes.sum(axis=0).reshape(-1)
-    pads = padding(sizes)
-    ends_padding = (found.in_table == fields.tables).nonzero()[0]
-    pad_lasts, each = found.lasts[ends_padding], np.arange(_PADS)
-    kept[(pad_lasts[:, None] - each)[each < _PADS - pads[:, None]]] = False
-    ends = kept.nonzero()[0]
-    keys = found.keys.take(ends)
-
+def emit_stacks(found: SortedStacks, buffers: Sequence[Buffers | None], first: int, per_row: int, space: Space) -> None:
+    """Write sorted stacks, whose first source is ``first``, into their buffers, where there are; see ``emit.emit``."""
+    fields = found.fields
+    partitions = found.sizes.sum(axis=1)
+    sizes, runs = partitions.reshape(-1), found.runs
+    pads, each = padding(sizes), np.arange(_PADS)
+    whole = sizes + pads if found.padded else sizes
+    behind = np.cumsum(whole)
+    if found.padded:
+        tables = found.sizes.shape[1]
+        ends_partition = (found.in_table % tables == tables - 1).nonzero()[0]
+        lasts = found.lasts[ends_partition]
+        found.kept[(lasts[:, None] - each)[each < _PADS - pads[:, None]]] = False
+        runs[ends_partition] -= _PADS - pads
+    ends = found.kept.nonzero()[0]
+    rows, samples = (space.take(name, len(ends), np.uint32) for name in ("rows", "samples"))
+    found.keys.take(ends, out=samples, mode="clip")
+    np.right_shift(samples, np.uint32(fields.row), out=rows)
+    rows &= np.uint32((1 << (fields.table - fields.row)) - 1)
+    samples &= np.uint32((1 << fields.row) - 1)
     # Duplicates of an id lie before it, and before a partition's first the padding that was left out.
-    gains = gaps(ends).astype(np.float32)
-    starts = np.cumsum(sizes + pads) - (sizes + pads)
-    filled = sizes.nonzero()[0]
-    before = np.concatenate([[-1], pad_lasts[:-1]])
-    gains[starts[filled]] = ends[starts[filled]] - before[filled]
+    gains = space.take("gains", len(ends), np.float32)
+    gains[0] = ends[0] + 1
+    np.subtract(ends[1:], ends[:-1], out=gains[1:], casting="unsafe")
+    if found.padded:
+        filled = sizes.nonzero()[0]
+        begins = (behind - whole)[filled]
+        gains[begins] = ends[begins] - np.concatenate([[-1], lasts[:-1]])[filled]
+    del ends
+    if found.sizes.shape[1] > 1:
+        _into_stacks(found, runs, rows, samples)
+    of_sources = whole.reshape(-1, fields.cores).sum(axis=1)
+    if any(one.gains is not None for own in found.stacks for one in own.tables):
+        gains *= _scale(found, of_sources, samples)
 
-    partition = np.repeat(np.arange(len(ends_padding)), np.diff(ends_padding, prepend=-1))
-    runs = found.sizes.transpose(1, 2, 0).reshape(len(sizes), -1)
-    runs = np.concatenate([runs, pads[:, None]], axis=1)[partition, found.in_table]
-    rotations, offsets, samples_before = (
-        np.array([*of, 0])
-        for of in (
-            [place.rotation for place in places],
-            [place.offset for place in places],
-            [one.table.first_sample for one in found.tables],
-        )
+    ids, of_samples, row = rows.view(np.int32), samples.view(np.int32), first // per_row
+    in_rows = (found.last - found.first) // per_row
+    if found.padded:
+        where = (behind - pads)[:, None] + each
+        empty = where[each < pads[:, None]]
+        ids[empty] = of_samples[empty] = NO_ID
+        gains[empty] = NO_GAIN
+        at = 0
+        for index, width in enumerate(of_sources.reshape(-1, per_row).sum(axis=1).tolist()):
+            own, these = buffers[index // in_rows], slice(at, at + width)
+            if own is not None:
+                own.write(row + index % in_rows, ids[None, these], of_samples[None, these], gains[None, these])
+            at += width
+        return
+    spans = np.stack([sizes, pads], axis=1).reshape(len(buffers), in_rows, -1)
+    used = spans.sum(axis=2)
+    widths = used.max(axis=1)
+    spans[:, :, -1] += widths[:, None] - used
+    there = np.tile([True, False], spans.size // 2).repeat(spans.reshape(-1))
+    at = place = 0
+    for own, count, width in zip(buffers, partitions.sum(axis=(1, 2)).tolist(), widths.tolist(), strict=True):
+        if own is not None:
+            filled, these = there[place : place + in_rows * width].reshape(in_rows, width), slice(at, at + count)
+            own.write(row, ids[these], of_samples[these], gains[these], where=filled)
+        at, place = at + count, place + in_rows * width
+
+
+def _into_stacks(
+    found: SortedStacks, runs: NDArray[np.int64], rows: NDArray[np.uint32], samples: NDArray[np.uint32]
+) -> None:
+    """Rows and rows of activations of tables become those of stacks; ``runs`` [R] of them follow each other."""
+    added = np.array(
+        [(one.table.layout.place.offset, one.table.first_sample) for own in found.stacks for one in own.tables],
+        np.uint32,
     )
-    wrapped = partition % fields.cores < rotations[found.in_table]
-    # What every run adds to its rows and samples, side by side: repeating keeps other threads from the interpreter.
-    added = np.empty((len(partition), 2), np.uint32)
-    added[:, 0], added[:, 1] = (offsets[found.in_table] - wrapped), samples_before[found.in_table]
-    every = added.view(np.uint64).reshape(-1).repeat(runs).view(np.uint32).reshape(-1, 2)
-    ids = (keys >> np.uint32(fields.row)) & np.uint32((1 << (fields.table - fields.row)) - 1)
-    ids += every[:, 0]
-    keys &= np.uint32((1 << fields.row) - 1)
-    keys += every[:, 1]
-    rows_ids, rows_samples = ids.view(np.int32), keys.view(np.int32)
-    of_sources = np.cumsum((sizes + pads).reshape(-1, fields.cores).sum(axis=1)).tolist()
-    scale = _scale(found.tables, found.first, found.last)
-    if scale is not None:
-        for own, begin, end in zip(scale, [0, *of_sources], of_sources, strict=False):
-            gains[begin:end] *= own.take(rows_samples[begin:end], mode="clip")
-
-    where = (starts + sizes)[:, None] + each
-    empty = where[each < pads[:, None]]
-    rows_ids[empty] = rows_samples[empty] = NO_ID
-    gains[empty] = NO_GAIN
-    begin = 0
-    for row, end in enumerate(of_sources[per_row - 1 :: per_row], first // per_row):
-        buffers.write(row, rows_ids[None, begin:end], rows_samples[None, begin:end], gains[None, begin:end])
-        begin = end
+    # Both side by side: repeating keeps other threads from the interpreter.
+    every = added.view(np.uint64).reshape(-1).take(found.in_table).repeat(runs).view(np.uint32)
+    rows += every[::2]
+    samples += every[1::2]
 
 
-def _scale(tables: Sequence[TableBatch], first: int, last: int) -> NDArray[np.float32] | None:
-    """The gains of the samples of all tables side by side, [sources, rows of activations]; None where all are 1."""
-    if all(one.gains is None for one in tables):
-        return None
-    shapes = [(last - first, one.table.layout.samples) for one in tables]
-    parts = [
-        np.ones(shape, np.float32) if one.gains is None else one.gains[first:last]
-        for one, shape in zip(tables, shapes, strict=True)
-    ]
-    return np.concatenate(parts, axis=1)
+def _scale(found: SortedStacks, counts: NDArray[np.int64], samples: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """The gains of the merged ids' samples, where ``counts`` [K x G] of them follow each other."""
+    sources, parts, widths = found.last - found.first, list[NDArray[np.float32]](), list[int]()
+    for stack in found.stacks:
+        of_tables = [
+            np.ones((sources, one.table.layout.samples), np.float32)
+            if one.gains is None
+            else one.gains[found.first : found.last]
+            for one in stack.tables
+        ]
+        parts.append(np.concatenate(of_tables, axis=1).reshape(-1))
+        widths += [len(parts[-1]) // sources] * sources
+    begins = np.cumsum([0, *widths])[:-1]
+    where: NDArray[np.int64] = begins.repeat(counts)
+    where += samples
+    # Clipped, padding takes that of some sample.
+    return np.concatenate(parts).take(where, mode="clip")
