@@ -19,7 +19,9 @@ from jax.sharding import NamedSharding
 
 from rooftop.arrays import Mesh
 from rooftop.errors import Infeasible, RooftopError
-from rooftop.explain.embedding import Compilation, EmbedRefusal, EmbedReport, compile_embed_plan, step_options
+from rooftop.explain.embedding import EmbedRefusal, EmbedReport, compile_embed_plan
+from rooftop.explain.embedding_limits import MOST_TRIALS
+from rooftop.explain.embedding_programs import Compilation, step_options
 from rooftop.hardware import Slice
 from rooftop.models.tables_limits import StackLimits
 from rooftop.plan.embed import EmbedPlan
@@ -114,9 +116,12 @@ def test_limits_beyond_a_tile_are_refused_with_limits_that_compile(plan: EmbedPl
     assert isinstance(refusal, EmbedRefusal)
     jsonschema.validate(refusal.to_json(), schema("compiled_embed"))
     assert (refusal.stack, refusal.part) == ("user", "lookup")
-    assert refusal.largest is not None and set(refusal.largest) == {"user"}
-    assert 0.8 * most <= refusal.largest["user"].max_unique_ids <= most
-    assert f"at most max_unique_ids {refusal.largest['user'].max_unique_ids} " in str(refusal.infeasible)
+    found = refusal.largest
+    assert found is not None and set(found.limits) == {"user"} and found.tried <= MOST_TRIALS
+    assert found.refused is not None
+    # Limits are whole eights: nothing is between what compiles and what does not.
+    assert most - 8 < found.limits["user"].max_unique_ids <= most < found.refused["user"].max_unique_ids <= most + 8
+    assert f"at most max_unique_ids {found.limits['user'].max_unique_ids} " in str(refusal.infeasible)
 
 
 @pytest.mark.parametrize("compiler", [{"no_hbm": True}, {"heap": 10**12}])
@@ -141,9 +146,17 @@ def test_hbm_that_only_the_compiler_fills_is_answered_with_limits_that_compile(p
     said = refusal.to_json()
     jsonschema.validate(said, schema("compiled_embed"))
     assert said["largest"] is None and set(said["largest_limits"]) == set(plan.problem.limits)
-    for name, limits in refusal.largest.items():
-        assert 0.85 * smallest[name].max_unique_ids - 8 <= limits.max_unique_ids <= smallest[name].max_unique_ids
+    assert said["limits_tried"] == refusal.largest.tried <= MOST_TRIALS
+    assert refusal.largest.refused is not None
+    for name, limits in refusal.largest.limits.items():
+        assert limits.max_unique_ids <= refusal.largest.refused[name].max_unique_ids
+        assert 0.998 * smallest[name].max_unique_ids - 8 <= limits.max_unique_ids
         assert f"{name} max_unique_ids {limits.max_unique_ids} with" in str(refusal.infeasible)
+    totals = [
+        EmbedPlan(problem=replace(plan.problem, limits=each)).memory["total"]["sequential"]
+        for each in (refusal.largest.limits, refusal.largest.refused)
+    ]
+    assert totals[0] <= sum(bounds) / 2 < totals[1] and totals[1] < 1.002 * totals[0]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ def test_an_export_is_read_again(tmp_path: Path) -> None:
         assert np.abs(table - inside).max() <= report["tables"][name]["step"] / 2 * 1.001
     with pytest.raises(RooftopError, match="t2"):
         export(tmp_path / "out", model, {"t1": values["t1"]})
+    with pytest.raises(RooftopError, match=r"table t1: got '39 x 8'; accepted: 40 x 8, as the tables file says"):
+        export(tmp_path / "none", model, {**values, "t1": values["t1"][:39]})
+    assert not (tmp_path / "none").exists()
     with pytest.raises(RooftopError, match="export"):
         load(tmp_path)
 
@@ -68,13 +71,25 @@ table = "t2"
 """
 
 
-def test_the_commands_train_evaluate_and_export(tmp_path: Path) -> None:
+def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would tell this whole process to keep what it compiles.
+    monkeypatch.setattr("rooftop.cli.train_process.keep_compilations", lambda: None)
     write_clicks(tmp_path / "train.tsv", 6 * BATCH, seed=0)
     (tmp_path / "tables.toml").write_text(TOML)
     paths = [str(tmp_path / name) for name in ("tables.toml", "train.tsv", "run", "out")]
     call: Callable[..., object] = CliRunner().invoke
     told = call(train_command, [*paths[:3], "--batch", str(BATCH), "--evaluate", paths[1], "--json"])
     assert told.exit_code == 0 and '"batches": 6' in told.output and '"auc": 0.' in told.output  # type: ignore[attr-defined]
+    for field in ('"passes": 1', '"dropped_ids": 0', '"kernel": "reference"', "limits-16.json"):
+        assert field in told.output  # type: ignore[attr-defined]
+    # What cannot be evaluated is refused before anything is trained; another batch is no continuation.
+    (tmp_path / "short.tsv").write_text("")
+    for words, says in (
+        (["--batch", str(BATCH), "--evaluate", str(tmp_path / "short.tsv")], f"at least one batch of {BATCH} lines"),
+        (["--batch", "32"], f"batch: got 32; accepted: {BATCH}, that of the run"),
+    ):
+        wrong = call(train_command, [*paths[:3], *words])
+        assert isinstance(wrong.exception, RooftopError) and says in str(wrong.exception)  # type: ignore[attr-defined]
     told = call(export_command, [paths[0], paths[2], paths[3]])
     assert told.exit_code == 0 and "t2" in told.output  # type: ignore[attr-defined]
     assert set(load(tmp_path / "out")) == {"t1", "t2"}

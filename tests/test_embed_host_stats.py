@@ -85,6 +85,25 @@ def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(stack["observed"][limit] <= stack["limits"][limit] for limit in stack["limits"])
 
 
+def test_stats_of_passes_over_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables, data, limits = (str(tmp_path / name) for name in ("tables.toml", "data.parquet", "limits.json"))
+    Path(tables).write_text(TOML)
+    write(Path(data), 256, 0)
+    found = []
+    for passes in ("1", "4"):
+        stats(tables, data, "--on", "v6e:2x2", "--batch", "256", "--sample-passes", passes, "-o", limits, "--json")
+        found.append(json.loads(capsys.readouterr().out))
+    assert [one["sample_passes"] for one in found] == [1, 4]
+    for whole, part in zip(found[0]["stacks"], found[1]["stacks"], strict=True):
+        assert part["observed"]["max_ids"] < whole["observed"]["max_ids"]
+        # Every pass has its own partitions, each padded.
+        assert part["limits"]["buffer"] >= part["observed"]["buffer"]
+    stacking = stack_tables(tables_from_toml(TOML), cores=8, cores_per_device=2, batch=256)
+    assert read_limits(Path(limits), stacking, batch=256, sample_passes=4)
+    with pytest.raises(RooftopError, match="limits: sample_passes: got 4; accepted: 1, as here"):
+        stats(tables, data, "--on", "v6e:2x2", "--batch", "256", "--limits", limits)
+
+
 def test_ids_that_are_left_out_are_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables, data = tmp_path / "tables.toml", tmp_path / "data.parquet"
     tables.write_text(TOML.replace("vocabulary = 1000", "vocabulary = 500"))
@@ -103,7 +122,7 @@ def test_ids_that_are_left_out_are_named_in_one_line(tmp_path: Path, capsys: pyt
     [
         (("--on", "v5e:2x2", "--batch", "64"), "on: got 'v5e:2x2'; accepted: chips with SparseCores"),
         (("--on", "v6e:2x2", "--batch", "63"), "batch: got 63; accepted: a multiple of 8"),
-        (("--on", "v6e:2x2", "--batch", "6400"), "batches: got 'none'"),
+        (("--on", "v6e:2x2", "--batch", "6400"), "data: got '100 samples'; accepted: at least one batch of 6400"),
         (
             ("--on", "v6e:2x2", "--batch", "64", "--out-of-range", "warm"),
             "out_of_range: got 'warm'; accepted: did you mean warn",

@@ -301,15 +301,11 @@ def test_passes_over_samples_update_each_row_once(kind: str, devices: int, excha
     Case(model(kind, "sqrtn"), devices=devices, minibatching=True, sample_passes=4, exchange=exchange, steps=2).run()
 
 
-def test_passes_over_samples_need_their_layout_and_updates_that_add() -> None:
+def test_passes_over_samples_need_their_layout() -> None:
     stacking = stack_tables(model("adagrad", "sum"), cores=2, cores_per_device=2, batch=BATCH)
     limits = {stack.name: StackLimits(max_ids=8, max_unique_ids=8, buffer=64) for stack in stacking.stacks}
     with pytest.raises(RooftopError, match="minibatching"):
         EmbeddingProgram(stacking=stacking, batch=BATCH, limits=limits, sample_passes=2)
-    with pytest.raises(RooftopError, match="SparseCores update a row in every pass"):
-        EmbeddingProgram(
-            stacking=stacking, batch=BATCH, limits=limits, minibatching=True, sample_passes=2, kernel="sparsecore"
-        )
     with pytest.raises(RooftopError, match="sample_passes: got 2; accepted: a whole number from 1 to 1"):
         Preprocessor(stacking, batch=BATCH, limits=limits, sample_passes=2)
 

@@ -17,10 +17,13 @@ from embedding_run import BATCH, tables, write_clicks
 
 from rooftop.embed.checkpoint import restore
 from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
+from rooftop.embed.limits import read_limits, write_limits
 from rooftop.embed.train import Trainer, TrainOptions, check_finite
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.explain.measured import explain
 from rooftop.models.tables import Initializer
+from rooftop.models.tables_limits import StackLimits
+from rooftop.models.tables_stacking import stack_tables
 from rooftop.profile.planes import read_trace
 
 BATCHES = 24
@@ -77,6 +80,33 @@ def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(clicks: Path, tmp_path: 
             saved.batch if run == killed else 0
         )
     assert equal(killed, tmp_path / "whole")
+
+
+def test_limits_grow_where_a_batch_cannot_be_split(clicks: Path, tmp_path: Path) -> None:
+    lines = [line.split("\t") for line in (clicks / "train.tsv").read_text().splitlines()[: 8 * BATCH]]
+    # From the fifth batch on everyone looks up the same rows, more than a pass may: that no split helps.
+    for line in lines[5 * BATCH :]:
+        line[14:18] = ["00000001"] * 4
+    data, given = tmp_path / "skewed.tsv", tmp_path / "limits.json"
+    data.write_text("".join("\t".join(line) + "\n" for line in lines))
+    stacking = stack_tables(tables(), cores=2, cores_per_device=2, batch=BATCH)
+    small = {stack.name: StackLimits(max_ids=24, max_unique_ids=24, buffer=256) for stack in stacking.stacks}
+    write_limits(given, small, stacking, batch=BATCH)
+    asked: dict[str, Any] = {"data": data, "devices": 1, "checkpoint_every": 3}
+    whole = Trainer(options(clicks, tmp_path / "whole", limits=given, **asked))
+    told: list[tuple[int, int]] = []
+    assert len(whole.train(lambda done, last: told.append((done, last)))) == 8
+    assert told == [(done, 8) for done in range(8)] and whole.passes > 1 and whole.dropped == 0
+    after = read_limits(whole.limits_file, stacking, batch=BATCH)
+    assert all(one.max_ids >= 32 and one.buffer >= 256 for one in after.values())
+    # Ended where they grew and gone on with: the same bits, and every loss is written down once.
+    parts = tmp_path / "parts"
+    Trainer(options(clicks, parts, limits=given, steps=5, **asked)).train()
+    assert read_limits(parts / whole.limits_file.name, stacking, batch=BATCH) == small
+    Trainer(options(clicks, parts, **asked)).train()
+    assert equal(tmp_path / "whole", parts)
+    assert (parts / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
+    assert read_limits(parts / whole.limits_file.name, stacking, batch=BATCH) == after
 
 
 def test_a_run_moves_to_other_devices(clicks: Path, tmp_path: Path) -> None:

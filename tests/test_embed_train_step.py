@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,18 @@ def test_what_else_a_run_compiles_does_too(stage: str) -> None:
     check_compiled("v6e:2x2", stage)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("on", SLICES)
+def test_a_step_in_passes_over_samples_compiles(on: str) -> None:
+    asked = request(on, "pipelined")
+    marks = compile_with_marks(dataclasses.replace(asked, arguments={**asked.arguments, "sample_passes": 4}))
+    stacks = stacking_on(elementwise(), Slice.parse(on), 4096).stacks
+    rows = sum(stack.rows * (2 + len(stack.optimizer.slots(1))) for stack in stacks)
+    held = rows * 32 * 4 * per_device(Slice.parse(on))
+    assert held <= marks.compiled.memory["alias"] <= marks.compiled.memory["argument"] < 1.2 * held
+    assert sparsecore_overlap(marks.compiled.module).share > 0.5
+
+
 def test_the_devices_decide_who_looks_up() -> None:
     for kind, own in (("TPU v5", 4), ("TPU v5p", 4), ("TPU v6 lite", 2), ("TPU7x", 2)):
         assert Target.of(device(kind), elementwise()) == Target(kernel="sparsecore", cores_per_device=own)
@@ -152,7 +165,10 @@ def sparsecores(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("rooftop.embed.train.compiler_options", lambda *_, **__: {})
     monkeypatch.setattr("rooftop.programs.embedding._lookup_on_sparsecores", _reference("_lookup"))
-    monkeypatch.setattr("rooftop.programs.embedding._update_on_sparsecores", _reference("_update"))
+    monkeypatch.setattr(
+        "rooftop.programs.embedding._update_on_sparsecores",
+        lambda *given: (*_reference("_update")(*given[:-1]), given[-1]),
+    )
 
 
 def _reference(name: str) -> Any:

@@ -22,7 +22,8 @@ def compiled_tables(data: Mapping[str, Any], check: str | None, how: Mapping[str
 
     plan = EmbedPlan.from_json(data)
     require_compiler()
-    from rooftop.explain.embedding import Compilation, compile_embed_plan
+    from rooftop.explain.embedding import compile_embed_plan
+    from rooftop.explain.embedding_programs import Compilation
     from rooftop.xla.sparsecore_checks import parse_checks
 
     return compile_embed_plan(plan, Compilation(checks=parse_checks(check), **how))

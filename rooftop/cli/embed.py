@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from rooftop.cli.embed_train import export, train
-from rooftop.cli.output import console, emit_json, json_option
+from rooftop.cli.output import console, emit_json, json_option, progress_bar
 from rooftop.errors import RooftopError
 
+_Batch = TypeVar("_Batch")
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -31,6 +33,9 @@ command.add_command(export)
 @click.option("--on", "on", required=True, metavar="SLICE", help="Chips that the tables lie on: v5p:2x2x1.")
 @click.option("--batch", required=True, metavar="N", help="Samples of a step, on all devices.")
 @click.option("--batches", metavar="N", help="At most so many. All that the data hold if not given.")
+@click.option(
+    "--sample-passes", default="1", show_default=True, metavar="N", help="Limits of one of N passes over samples."
+)
 @click.option("--headroom", default=0.1, show_default=True, help="What limits have beyond what was observed.")
 @click.option("--limits", "current", type=_FILE, help="Limits to go on from: kept where they still serve.")
 @click.option("--out-of-range", default="error", show_default=True, help="error, warn or clamp ids that are no rows.")
@@ -43,6 +48,7 @@ def stats(
     on: str,
     batch: str,
     batches: str | None,
+    sample_passes: str,
     headroom: float,
     current: Path | None,
     out_of_range: str,
@@ -55,7 +61,7 @@ def stats(
     \b
     Example: rooftop embed stats tables.toml day0.parquet --on v5p:2x2x1 --batch 4096 -o limits.json
     """
-    from rooftop.embed.batches import parquet_batches
+    from rooftop.embed.batches import count_samples, parquet_batches
     from rooftop.embed.limits import compare, estimate, feed_back, observe, read_limits, write_limits
     from rooftop.embed.preprocess import Preprocessor
     from rooftop.hardware.slices import Slice
@@ -69,25 +75,38 @@ def stats(
     if not per_device:
         raise RooftopError("on", on, "chips with SparseCores: v5p, v6e or tpu7x")
     stacking = stack_tables(model, cores=per_device * slice_.devices, cores_per_device=per_device, batch=samples)
-    before = None if current is None else read_limits(current, stacking, batch=samples)
-    preprocessor = Preprocessor(stacking, batch=samples, threads=threads, out_of_range=out_of_range)
-    most = None if batches is None else parse_count(batches, "batches")
-    with warnings.catch_warnings():
+    passes = parse_count(sample_passes, "sample_passes")
+    before = None if current is None else read_limits(current, stacking, batch=samples, sample_passes=passes)
+    preprocessor = Preprocessor(
+        stacking,
+        batch=samples,
+        threads=threads,
+        out_of_range=out_of_range,
+        minibatching=passes > 1,
+        sample_passes=passes,
+    )
+    rows = count_samples(data)
+    last = rows // samples if batches is None else min(rows // samples, parse_count(batches, "batches"))
+    if not last:
+        raise RooftopError("data", f"{rows} samples", f"at least one batch of {samples}")
+    with warnings.catch_warnings(), progress_bar(shown=not as_json) as bar:
         warnings.showwarning = lambda message, *_, **__: click.echo(f"rooftop: {message}", err=True)
-        statistics = observe(preprocessor, islice(parquet_batches(data, model, samples), most))
+        read = islice(parquet_batches(data, model, samples), last)
+        statistics = observe(preprocessor, read if bar is None else _told(read, bar, last))
     kept = None
     limits: Limits = estimate(statistics, stacking, headroom=headroom)
     if before is not None:
         limits = feed_back(before, statistics, stacking, headroom=headroom)
         kept = limits is before
     if output is not None:
-        write_limits(output, limits, stacking, batch=samples, batches=statistics.batches)
+        write_limits(output, limits, stacking, batch=samples, batches=statistics.batches, sample_passes=passes)
     uses = compare(limits, statistics)
     if as_json:
         emit_json(
             {
                 "batches": statistics.batches,
                 "cores": stacking.cores,
+                "sample_passes": passes,
                 "kept": kept,
                 "out_of_range": dict(statistics.out_of_range),
                 "stacks": [
@@ -105,6 +124,13 @@ def stats(
         return 0
     _show(stacking, statistics, uses, samples, kept)
     return 0
+
+
+def _told(batches: Iterable[_Batch], bar: Callable[[int, int, str], None], last: int) -> Iterator[_Batch]:
+    """The batches, each told to the bar."""
+    for done, batch in enumerate(batches):
+        bar(done, last, "batches")
+        yield batch
 
 
 def _show(stacking: Any, statistics: Any, uses: Any, samples: int, kept: bool | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rooftop.cli.output import console, emit_json, json_option
+from rooftop.cli.output import console, emit_json, json_option, progress_bar
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -21,6 +21,12 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--steps", metavar="N", help="At most so many batches in all. All of the data if not given.")
 @click.option("--devices", metavar="N", help="Emulate N devices on the CPU. [default: the devices that are here]")
 @click.option("--cores-per-device", metavar="N", help="SparseCores that a device without any stands for. [default: 2]")
+@click.option(
+    "--limits", type=_FILE, help="A limits file to go on with. Default: the run's own, from its first batches."
+)
+@click.option(
+    "--sample-passes", default="1", show_default=True, metavar="N", help="Look up a batch in N parts of its samples."
+)
 @click.option("--pipelined", is_flag=True, help="Overlap tables and dense part: gradients are stale by a step.")
 @click.option("--checkpoint-every", default=100, show_default=True, metavar="N", help="Batches between checkpoints.")
 @click.option("--check", metavar="NAMES", help="Look for faults: nan; on TPUs also bounds and buffers.")
@@ -36,6 +42,8 @@ def train(
     steps: str | None,
     devices: str | None,
     cores_per_device: str | None,
+    limits: Path | None,
+    sample_passes: str,
     pipelined: bool,
     checkpoint_every: int,
     check: str | None,
@@ -49,11 +57,15 @@ def train(
     \b
     Example: rooftop embed train tables.toml day0.tsv runs/first --batch 4096 --evaluate day1.tsv
     """
-    from rooftop.cli.train_process import parse_profile, prepare_environment
+    from rooftop.cli.train_process import keep_compilations, parse_profile, prepare_environment
 
     prepare_environment({"devices": devices}, packages=("jax",), extra="embed")
+    if profile is None:
+        # A trace of a program out of a cache has nothing of its scopes.
+        keep_compilations()
     import jax
 
+    from rooftop.embed.criteo import require_batches
     from rooftop.embed.train import Trainer, TrainOptions
     from rooftop.models.tables_files import load_tables
     from rooftop.quantities import parse_count
@@ -68,6 +80,8 @@ def train(
             steps=None if steps is None else parse_count(steps, "steps"),
             devices=len(jax.devices()) if devices is None else parse_count(devices, "devices"),
             cores_per_device=None if cores_per_device is None else parse_count(cores_per_device, "cores_per_device"),
+            limits=limits,
+            sample_passes=parse_count(sample_passes, "sample_passes"),
             pipelined=pipelined,
             checkpoint_every=checkpoint_every,
             seed=seed,
@@ -75,13 +89,19 @@ def train(
             profile=parse_profile(profile),
         )
     )
+    if evaluate is not None:
+        require_batches(evaluate, trainer.options.batch)
     begun = trainer.done
-    losses = trainer.train()
+    with progress_bar(shown=not as_json) as bar:
+        losses = trainer.train(None if bar is None else lambda done, last: bar(done, last, "batches"))
     said: dict[str, Any] = {
         "run": str(run),
         "kernel": trainer.target.kernel,
         "batches": trainer.done,
         "begun_at": begun,
+        "passes": trainer.passes,
+        "dropped_ids": trainer.dropped,
+        "limits": str(trainer.limits_file),
         "loss": losses[-1] if losses else None,
         "auc": None if evaluate is None else trainer.evaluate(evaluate),
     }
@@ -94,6 +114,10 @@ def train(
         out.print("  lookups and updates are XLA's SparseCore operations")
     if losses:
         out.print(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last (nats a sample)")
+    if trainer.passes > 1:
+        out.print(f"  batches were looked up in up to {trainer.passes} passes")
+    if trainer.dropped:
+        out.print(f"  {trainer.dropped:,} ids were dropped for the limits in {trainer.limits_file}")
     if evaluate is not None:
         out.print(f"  AUC {said['auc']:.4f} on {evaluate}")
     out.print(f"  checkpoints in {trainer.checkpoints}")

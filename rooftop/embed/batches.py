@@ -19,11 +19,7 @@ def parquet_batches(files: Sequence[Path], tables: Tables, batch: int) -> Iterat
     A feature's ids are the column of its name, its weights the column NAME_weights. What is left of a file behind its
     last whole batch goes before the next file's first sample; what is left at the end is left out. Raises RooftopError.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise RooftopError("data", "Parquet", "pyarrow to be installed (pip install 'rooftop[parquet]')") from None
+    pa, pq = _arrow()
     columns = [feature.name for feature in tables.features]
     columns += [feature.name + WEIGHTS for feature in tables.features if feature.weighted]
     rest: Any = None
@@ -41,6 +37,28 @@ def parquet_batches(files: Sequence[Path], tables: Tables, batch: int) -> Iterat
                     rest = rest.slice(batch)
         except (OSError, pa.ArrowException) as error:
             raise RooftopError("data", str(file), f"a Parquet file ({' '.join(str(error).split())})") from None
+
+
+def count_samples(files: Sequence[Path]) -> int:
+    """Rows of all files, by what stands at their ends. Raises RooftopError."""
+    pa, pq = _arrow()
+    found = 0
+    for file in files:
+        try:
+            found += pq.read_metadata(file).num_rows
+        except (OSError, pa.ArrowException) as error:
+            raise RooftopError("data", str(file), f"a Parquet file ({' '.join(str(error).split())})") from None
+    return found
+
+
+def _arrow() -> tuple[Any, Any]:
+    """pyarrow and its Parquet module. Raises RooftopError where it is not installed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise RooftopError("data", "Parquet", "pyarrow to be installed (pip install 'rooftop[parquet]')") from None
+    return pa, pq
 
 
 def _inputs(table: Any, tables: Tables) -> dict[str, Any]:

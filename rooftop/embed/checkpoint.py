@@ -35,7 +35,8 @@ Array = NDArray[Any]
 class Saved:
     """What a checkpoint holds. Dims: tables [V, W] by name, slots [V, W] or [V, 1] by table; dense arrays by path.
 
-    ``step`` counts the updates of the tables, ``batch`` the batches that were read.
+    ``step`` counts the updates of the tables, ``batch`` the batches that were read, of ``samples`` each (None: a
+    checkpoint from before they were written down).
     """
 
     step: int
@@ -43,6 +44,7 @@ class Saved:
     tables: Mapping[str, Array]
     slots: Mapping[str, tuple[Array, ...]]
     dense: Mapping[str, Array]
+    samples: int | None = None
 
 
 def save(folder: Path, saved: Saved) -> Path:
@@ -63,7 +65,7 @@ def save(folder: Path, saved: Saved) -> Path:
         np.save(data, np.asarray(array), allow_pickle=False)
         write_bytes(writing / f"{index}.npy", data.getvalue())
         sums[name] = {"file": f"{index}.npy", "sha256": hashlib.sha256(data.getvalue()).hexdigest()}
-    manifest = {"schema": _SCHEMA, "step": saved.step, "batch": saved.batch, "arrays": sums}
+    manifest = {"schema": _SCHEMA, "step": saved.step, "batch": saved.batch, "samples": saved.samples, "arrays": sums}
     write_text(writing / "manifest.json", json.dumps(manifest, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(writing, final)
@@ -157,4 +159,5 @@ def _read(folder: Path) -> Saved | None:
         tables=tables,
         slots={name: tuple(own) for name, own in slots.items()},
         dense=named("dense"),
+        samples=manifest.get("samples"),
     )

@@ -69,6 +69,14 @@ def count_batches(path: Path, batch: int) -> int:
         raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
 
 
+def require_batches(path: Path, batch: int) -> int:
+    """Whole batches of a file, at least one. Raises RooftopError."""
+    found = count_batches(path, batch)
+    if not found:
+        raise RooftopError("data", str(path), f"at least one batch of {batch} lines")
+    return found
+
+
 def _parse(lines: list[bytes], sizes: Mapping[str, int], path: Path, first: int) -> CriteoBatch:
     label = np.empty(len(lines), np.float32)
     dense = np.zeros((len(lines), COUNTS), np.float32)

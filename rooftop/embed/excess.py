@@ -13,9 +13,13 @@ from rooftop.models.tables_limits import StackLimits
 from rooftop.models.tables_stacking import Stack
 
 
+class LimitsExceeded(RooftopError):
+    """A batch needs more than the limits of a stack's program: larger ones would hold it."""
+
+
 def partition_excess(
     stack: str, limits: StackLimits, ids: NDArray[np.int64], rows: NDArray[np.int64], first: int, passes: int
-) -> RooftopError | None:
+) -> LimitsExceeded | None:
     """For ids and different rows [G, C] of partitions; G are sources from ``first`` on, each with its passes."""
     for name, counts, what in (("max_ids", ids, "ids"), ("max_unique_ids", rows, "different ids")):
         most = getattr(limits, name)
@@ -24,16 +28,16 @@ def partition_excess(
             given = f"{counts[group, core]} {what} from SparseCore {first + int(group) // passes} for {core}"
             if passes > 1:
                 given += f" in one of {passes} passes"
-            return _error(f"limits of stack {stack}: {name}", given, most, "minibatching")
+            return LimitsExceeded(f"limits of stack {stack}: {name}", given, _accepted(most, "minibatching"))
     return None
 
 
-def buffer_excess(stack: str, capacity: int, whole: NDArray[np.int64], per_row: int) -> RooftopError | None:
+def buffer_excess(stack: str, capacity: int, whole: NDArray[np.int64], per_row: int) -> LimitsExceeded | None:
     """For padded partitions [G, C] of which ``per_row`` groups share a row of ``capacity`` ids."""
     needed = whole.reshape(-1, per_row * whole.shape[1]).sum(axis=1).max(initial=0)
     if needed <= capacity:
         return None
-    return _error(f"limits of stack {stack}: buffer", f"{needed} ids, padded", capacity)
+    return LimitsExceeded(f"limits of stack {stack}: buffer", f"{needed} ids, padded", _accepted(capacity))
 
 
 def table_limits(stack: Stack, config: SparseCoreConfig) -> tuple[dict[int, int], dict[int, int]]:
@@ -58,7 +62,7 @@ def table_excess(
             found = counts[index].max(initial=0)
             if found > most:
                 field = f"config.{name}.{stack.places[index].table.name}"
-                return _error(field, f"{found} ids of one SparseCore", most)
+                return RooftopError(field, f"{found} ids of one SparseCore", _accepted(most))
     return None
 
 
@@ -67,11 +71,9 @@ def chip_excess(ids: NDArray[np.int64], most: int, bound: int) -> RooftopError |
     if ids.max(initial=0) <= most:
         return None
     field, found = "config.max_ids_per_chip_per_sample", ids.max()
-    return _error(
-        field, f"{found} ids on chip {int(np.argmax(ids))}", most, accepted=f"at most {bound} a sample, {most}"
-    )
+    return RooftopError(field, f"{found} ids on chip {int(np.argmax(ids))}", _accepted(f"{bound} a sample, {most}"))
 
 
-def _error(field: str, given: str, most: int, *ways: str, accepted: str = "") -> RooftopError:
+def _accepted(most: int | str, *ways: str) -> str:
     others = ", ".join(("a larger limit", *ways))
-    return RooftopError(field, given, f"{accepted or f'at most {most}'} (or {others} or allow_id_dropping)")
+    return f"at most {most} (or {others} or allow_id_dropping)"

@@ -85,14 +85,20 @@ def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> Q
 
 def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """Write each table as ``<index>.npy``, and ``tables.json``, which is returned. Raises RooftopError."""
+    for table in tables.tables:
+        if table.name not in values:
+            raise RooftopError("checkpoint", f"no table {table.name}", "all tables of the tables file")
+        if values[table.name].shape != (table.vocabulary, table.width):
+            given = "{} x {}".format(*values[table.name].shape)
+            raise RooftopError(
+                f"table {table.name}", given, f"{table.vocabulary} x {table.width}, as the tables file says"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
     found: dict[str, Any] = {}
     for index, table in enumerate(tables.tables):
-        if table.name not in values:
-            raise RooftopError("checkpoint", f"no table {table.name}", "all tables of the tables file")
         made = quantize(values[table.name], table.quantization)
         data = io.BytesIO()
         np.save(data, made.codes, allow_pickle=False)

@@ -43,7 +43,9 @@ def observe(preprocessor: Preprocessor, batches: Iterable[Mapping[str, Any]]) ->
 def estimate(statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> dict[str, StackLimits]:
     """Limits for what was observed and ``headroom`` (a fraction) more, on the ladder's rungs."""
     _check_headroom(headroom)
-    return {name: _wanted(one, stacking.cores, headroom) for name, one in statistics.stacks.items()}
+    # Every pass has partitions of its own.
+    partitions = stacking.cores * statistics.minibatches
+    return {name: _wanted(one, partitions, headroom) for name, one in statistics.stacks.items()}
 
 
 def expected(stacking: Stacking, *, batch: int, headroom: float = HEADROOM) -> dict[str, StackLimits]:
@@ -88,6 +90,15 @@ def feed_back(limits: Limits, statistics: Statistics, stacking: Stacking, *, hea
     return {name: limits[name] if _covers(limits[name], wanted[name]) else wanted[name] for name in limits}
 
 
+def grown(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> Limits:
+    """Limits that hold what they held and what was observed beyond it, with ``headroom``: none is smaller."""
+    wanted = estimate(statistics, stacking, headroom=headroom)
+    return {
+        name: StackLimits(**{limit: max(value, getattr(wanted[name], limit)) for limit, value in vars(own).items()})
+        for name, own in limits.items()
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class LimitUse:
     """A limit beside what was observed; ``used`` is observed / compiled."""
@@ -120,8 +131,13 @@ def rung(value: float) -> int:
     return found
 
 
-def write_limits(path: Path, limits: Limits, stacking: Stacking, *, batch: int, batches: int = 0) -> None:
-    """Write limits for ``batch`` samples on all devices in one step; ``batches`` were observed. Raises RooftopError."""
+def write_limits(
+    path: Path, limits: Limits, stacking: Stacking, *, batch: int, batches: int = 0, sample_passes: int = 1
+) -> None:
+    """Write limits for ``batch`` samples on all devices, looked up in ``sample_passes`` over samples.
+
+    ``batches`` were observed. Raises RooftopError.
+    """
     check_limits(limits, stacking)
     data = {
         "kind": _KIND,
@@ -130,6 +146,7 @@ def write_limits(path: Path, limits: Limits, stacking: Stacking, *, batch: int, 
         "cores_per_device": stacking.cores_per_device,
         "batch": batch,
         "batches": batches,
+        "sample_passes": sample_passes,
         "stacks": {
             stack.name: {
                 "tables": [place.table.name for place in stack.places],
@@ -141,8 +158,8 @@ def write_limits(path: Path, limits: Limits, stacking: Stacking, *, batch: int, 
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def read_limits(path: Path, stacking: Stacking, *, batch: int) -> dict[str, StackLimits]:
-    """Limits that ``write_limits`` wrote for the same stacks, SparseCores and batch. Raises RooftopError."""
+def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: int = 1) -> dict[str, StackLimits]:
+    """Limits that ``write_limits`` wrote for the same stacks, SparseCores, batch and passes. Raises RooftopError."""
     accepted = "a limits file that rooftop wrote"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -153,9 +170,11 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int) -> dict[str, Stac
     if not isinstance(data, dict) or data.get("kind") != _KIND or data.get("schema") != _SCHEMA:
         raise RooftopError("limits", str(path), f"{accepted}, of schema {_SCHEMA}")
     wanted = {"cores": stacking.cores, "cores_per_device": stacking.cores_per_device, "batch": batch}
-    for field, value in wanted.items():
-        if data.get(field) != value:
-            raise RooftopError(f"limits: {field}", data.get(field), f"{value}, as here: observe the data again")
+    for field, value in {**wanted, "sample_passes": sample_passes}.items():
+        # Files from before there were passes over samples do not say that theirs is one.
+        given = data.get(field, 1 if field == "sample_passes" else None)
+        if given != value:
+            raise RooftopError(f"limits: {field}", given, f"{value}, as here: observe the data again")
     stacks = data.get("stacks")
     if not isinstance(stacks, dict):
         raise RooftopError("limits: stacks", stacks, "limits for each stack")
@@ -183,9 +202,9 @@ def _most(one: StackStatistics) -> dict[str, int]:
     }
 
 
-def _wanted(one: StackStatistics, cores: int, headroom: float) -> StackLimits:
+def _wanted(one: StackStatistics, partitions: int, headroom: float) -> StackLimits:
     found = {limit: rung(observed * (1 + headroom)) for limit, observed in _most(one).items()}
-    found["buffer"] = min(found["buffer"], full_buffer(found["max_ids"], cores))
+    found["buffer"] = min(found["buffer"], full_buffer(found["max_ids"], partitions))
     found["max_unique_ids"] = min(found["max_unique_ids"], found["max_ids"])
     return StackLimits(**found)
 

@@ -1,17 +1,18 @@
 """Train a DLRM on Criteo's format: host preprocessing, lookups, dense part and updates, sequential or pipelined.
 
-A run's folder holds limits.json (the limits that it was begun with), checkpoints/ and metrics.jsonl. A pipeline is
-drained before a checkpoint, so that nothing is under way in it: a run that was killed goes on as if it had not been,
-bit for bit on the same devices, and may move to others.
+A run's folder holds the limits of its program, checkpoints/ and metrics.jsonl. A pipeline is drained before a
+checkpoint, so that nothing is under way in it: a run that was killed goes on as if it had not been, bit for bit on the
+same devices, and may move to others. A batch that exceeds the limits, and cannot be split, makes them grow: from a
+checkpoint on, so that this too comes out the same when it is killed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from rooftop.embed.checkpoint import Saved, restore, save, stacked, unstacked
-from rooftop.embed.criteo import CriteoBatch, auc, check_features, count_batches, read_batches
-from rooftop.embed.limits import estimate, observe, read_limits, write_limits
+from rooftop.embed.criteo import CriteoBatch, auc, check_features, read_batches, require_batches
+from rooftop.embed.excess import LimitsExceeded
+from rooftop.embed.limits import estimate, grown, observe, read_limits, write_limits
 from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.statistics import Statistics
 from rooftop.embed.train_step import Target, TrainStep, compiler_options
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.models.tables import Tables
+from rooftop.models.tables_limits import Limits
 from rooftop.models.tables_stacking import Stacking, stack_tables, unpack
 from rooftop.programs.dlrm import DlrmBatch
 from rooftop.programs.embedding_optimizers import initial_slots
 from rooftop.programs.embedding_pipeline import ModelState
-from rooftop.programs.embedding_state import EmbeddingState, device_inputs, host_state, initialise, place_state
+from rooftop.programs.embedding_state import (
+    EmbeddingState,
+    begin_sums,
+    device_inputs,
+    host_state,
+    initialise,
+    place_state,
+)
 
 #: Batches from which a new run estimates its limits.
 _OBSERVED = 16
@@ -42,9 +53,11 @@ class TrainOptions:
     """What a run is asked. ``batch`` is B on all ``devices``.
 
     ``cores_per_device`` SparseCores are emulated by each device without any (None: ``train_step.EMULATED_CORES``).
+    ``sample_passes`` above 1 look every batch up in so many parts of its samples, and update each row once by them all.
     ``pipelined`` uses stale gradients, see ``rooftop.programs.embedding_pipeline``. A checkpoint is made every
     ``checkpoint_every`` batches and at the end; tables are looked over for NaNs then, with the check ``nan`` after
     every batch. ``checks`` are names of ``rooftop.xla.sparsecore_checks.CHECKS``; others than ``nan`` need SparseCores.
+    ``limits`` is a file of them to go on with (None: the run's own, which at its begin come from its first batches).
     ``profile`` is the first and last batch, counted from 1, of a trace.
     """
 
@@ -55,11 +68,13 @@ class TrainOptions:
     devices: int = 1
     cores_per_device: int | None = None
     steps: int | None = None
+    sample_passes: int = 1
     pipelined: bool = False
     checkpoint_every: int = 100
     dense_learning_rate: float = 1e-3
     seed: int = 0
     threads: int = 1
+    limits: Path | None = None
     checks: tuple[str, ...] = ()
     profile: tuple[int, int] | None = None
 
@@ -100,22 +115,15 @@ class Trainer:
             options.tables, cores=options.devices * own, cores_per_device=own, batch=options.batch
         )
         self.mesh = jax.make_mesh((options.devices,), ("data",), devices=jax.devices()[: options.devices])
-        options.run.mkdir(parents=True, exist_ok=True)
-        limits = self._limits()
-        self.preprocessor = Preprocessor(
-            self.stacking, batch=options.batch, limits=limits, minibatching=True, threads=options.threads
-        )
-        self._step = TrainStep(
-            stacking=self.stacking,
-            limits=limits,
-            batch=options.batch,
-            mesh=self.mesh,
-            kernel=self.target.kernel,
-            pipelined=options.pipelined,
-            dense_learning_rate=options.dense_learning_rate,
-            options=compiler_options(self.target, first, options.checks, pipelined=options.pipelined),
-        )
-        self.state, self.done = self._begin()
+        saved = restore(self.checkpoints)
+        if saved is not None and saved.samples not in (None, options.batch):
+            # What has been read is counted in batches.
+            raise RooftopError("batch", options.batch, f"{saved.samples}, that of the run in {options.run}")
+        self._options = compiler_options(self.target, first, options.checks, pipelined=options.pipelined)
+        self._compile_for(self._first_limits())
+        self.state, self.done = self._begin(saved)
+        #: Ids that were dropped, and the most passes that a batch took, of the batches trained on now.
+        self.dropped, self.passes = 0, 1
         self._tracing = False
 
     @property
@@ -128,10 +136,13 @@ class Trainer:
         """Where a trace is, if one was asked for."""
         return self.options.run / "profile"
 
-    def train(self) -> list[float]:
-        """Go on to the end of the data (or to ``steps`` batches) and return the losses of the batches read now."""
+    def train(self, on_batch: Callable[[int, int], None] | None = None) -> list[float]:
+        """Go on to the end of the data (or to ``steps`` batches) and return the losses of the batches read now.
+
+        ``on_batch`` is told how many batches are done and how many there are in all.
+        """
         options = self.options
-        last = count_batches(options.data, options.batch)
+        last = require_batches(options.data, options.batch)
         last = last if options.steps is None else min(last, options.steps)
         found, losses = list[float](), list[Any]()
         batches = islice(
@@ -139,17 +150,30 @@ class Trainer:
         )
         with jax.set_mesh(self.mesh):
             for batch in batches:
+                if on_batch is not None:
+                    on_batch(self.done, last)
                 with self._traced(self.done + 1, last):
-                    self.state, told = self._step(self.state, *self._placed(batch))
+                    try:
+                        placed = self._placed(batch)
+                    except LimitsExceeded:
+                        found += self._checkpoint(losses)
+                        self._grow(batch)
+                        placed = self._placed(batch)
+                    self.state, told = self._step(self.state, *placed)
                 losses.append(told)
                 self.done += 1
                 if "nan" in options.checks:
                     check_finite(self.state.embedding, self.stacking, self.done)
                 if self.done % options.checkpoint_every == 0 or self.done == last:
-                    losses += self._drain()
-                    found += self._record(losses)
-                    losses.clear()
-                    self._save()
+                    found += self._checkpoint(losses)
+        return found
+
+    def _checkpoint(self, losses: list[Any]) -> list[float]:
+        """Finish what is under way, record the ``losses``, which are none then, and save. Returns them as numbers."""
+        losses += self._drain()
+        found = self._record(losses)
+        losses.clear()
+        self._save()
         return found
 
     @contextmanager
@@ -179,19 +203,24 @@ class Trainer:
 
     def evaluate(self, data: Path) -> float:
         """AUC on the whole batches of ``data``."""
+        require_batches(data, self.options.batch)
         labels, scores = [], []
         with jax.set_mesh(self.mesh):
             for batch in read_batches(data, self.options.tables, self.options.batch):
-                inputs, placed = self._placed(batch)
+                try:
+                    inputs, placed = self._placed(batch)
+                except LimitsExceeded:
+                    self._grow(batch)
+                    inputs, placed = self._placed(batch)
                 scores.append(np.asarray(self._step.scores(self.state, inputs, placed.dense)))
                 labels.append(batch.label)
-        if not labels:
-            raise RooftopError("data", str(data), f"at least one batch of {self.options.batch} lines")
         return auc(np.concatenate(labels), np.concatenate(scores))
 
     def _placed(self, batch: CriteoBatch) -> tuple[Any, DlrmBatch[jax.Array]]:
         """One batch on the devices: what is looked up, and the rest."""
         made = self.preprocessor.preprocess(batch.ids)
+        self.dropped += made.statistics.dropped
+        self.passes = max(self.passes, made.minibatches)
         split = jax.NamedSharding(self.mesh, jax.P(self.mesh.axis_names))
         # What no device tells of is told to a trace by the host.
         with jax.profiler.TraceAnnotation("place", dropped_ids=made.statistics.dropped, minibatches=made.minibatches):
@@ -206,26 +235,76 @@ class Trainer:
             told.append(one)
         return told
 
-    def _limits(self) -> Any:
-        """Those of the run, or, when it begins or moves to other devices, from its first batches."""
-        options, path = self.options, self.options.run / f"limits-{self.stacking.cores}.json"
-        if path.exists():
-            return read_limits(path, self.stacking, batch=options.batch)
-        observer = Preprocessor(self.stacking, batch=options.batch)
-        first: Iterator[Any] = (
-            batch.ids for batch in islice(read_batches(options.data, options.tables, options.batch), _OBSERVED)
-        )
-        limits = estimate(observe(observer, first), self.stacking)
-        write_limits(path, limits, self.stacking, batch=options.batch, batches=_OBSERVED)
+    @property
+    def limits_file(self) -> Path:
+        """The limits of the run on so many SparseCores, in so many passes over samples."""
+        passes = self.options.sample_passes
+        return self.options.run / f"limits-{self.stacking.cores}{f'-{passes}-passes' if passes > 1 else ''}.json"
+
+    def _first_limits(self) -> Limits:
+        """Those given or of the run, or, when it begins or moves to other devices, from its first batches."""
+        options, path = self.options, self.options.limits or self.limits_file
+        how = {"batch": options.batch, "sample_passes": options.sample_passes}
+        if options.limits is not None or path.exists():
+            limits = read_limits(path, self.stacking, **how)
+            batches = 0
+        else:
+            require_batches(options.data, options.batch)
+            first = islice(read_batches(options.data, options.tables, options.batch), _OBSERVED)
+            limits = estimate(self._observed(first), self.stacking)
+            batches = _OBSERVED
+        if path != self.limits_file or batches:
+            try:
+                options.run.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                accepted = f"a folder that can be written ({error.strerror})"
+                raise RooftopError("run", str(options.run), accepted) from None
+            write_limits(self.limits_file, limits, self.stacking, batches=batches, **how)
         return limits
 
-    def _begin(self) -> tuple[ModelState[jax.Array], int]:
-        """The state of the newest checkpoint, or a new one, and the batches that it has seen."""
-        saved = restore(self.checkpoints)
+    def _observed(self, batches: Iterable[CriteoBatch]) -> Statistics:
+        """What the batches need."""
+        passes = self.options.sample_passes
+        observer = Preprocessor(self.stacking, batch=self.options.batch, minibatching=passes > 1, sample_passes=passes)
+        return observe(observer, (batch.ids for batch in batches))
+
+    def _grow(self, batch: CriteoBatch) -> None:
+        """Go on with limits that hold ``batch`` too. Nothing is under way."""
+        limits, options = grown(self._step.limits, self._observed([batch]), self.stacking), self.options
+        write_limits(self.limits_file, limits, self.stacking, batch=options.batch, sample_passes=options.sample_passes)
+        self._compile_for(limits)
+
+    def _compile_for(self, limits: Limits) -> None:
+        """Make ready for these limits what prepares batches and what runs them; a step is compiled when it is run."""
+        options = self.options
+        self.preprocessor = Preprocessor(
+            self.stacking,
+            batch=options.batch,
+            limits=limits,
+            minibatching=True,
+            sample_passes=options.sample_passes,
+            threads=options.threads,
+        )
+        self._step = TrainStep(
+            stacking=self.stacking,
+            limits=limits,
+            batch=options.batch,
+            mesh=self.mesh,
+            kernel=self.target.kernel,
+            pipelined=options.pipelined,
+            dense_learning_rate=options.dense_learning_rate,
+            sample_passes=options.sample_passes,
+            options=self._options,
+        )
+
+    def _begin(self, saved: Saved | None) -> tuple[ModelState[jax.Array], int]:
+        """The state of a checkpoint, or a new one, and the batches that it has seen."""
         dense = self._step.model.initialise(self.mesh, self.options.seed)
         kernel = self.target.kernel
+        sums = begin_sums(self.stacking, self.mesh, self._step.program.embedding.summed)
         if saved is None:
-            return ModelState(embedding=initialise(self.stacking, self.mesh, self.options.seed, kernel), dense=dense), 0
+            embedding = initialise(self.stacking, self.mesh, self.options.seed, kernel)
+            return ModelState(embedding=replace(embedding, sums=sums), dense=dense), 0
         beginnings = {stack.name: initial_slots(stack.optimizer) for stack in self.stacking.stacks}
         tables, slots = stacked(self.stacking, saved, beginnings)
         embedding = place_state(self.stacking, self.mesh, tables, slots, saved.step, kernel)
@@ -237,7 +316,8 @@ class Trainer:
         leaves = [
             jax.device_put(saved.dense[name], leaf.sharding) for name, (_, leaf) in zip(names, paths, strict=True)
         ]
-        return ModelState(embedding=embedding, dense=jax.tree_util.tree_unflatten(structure, leaves)), saved.batch
+        whole = jax.tree_util.tree_unflatten(structure, leaves)
+        return ModelState(embedding=replace(embedding, sums=sums), dense=whole), saved.batch
 
     def _save(self) -> None:
         state = self.state
@@ -249,5 +329,12 @@ class Trainer:
         }
         save(
             self.checkpoints,
-            Saved(step=int(state.embedding.step), batch=self.done, tables=tables, slots=slots, dense=dense),
+            Saved(
+                step=int(state.embedding.step),
+                batch=self.done,
+                tables=tables,
+                slots=slots,
+                dense=dense,
+                samples=self.options.batch,
+            ),
         )

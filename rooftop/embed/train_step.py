@@ -25,9 +25,9 @@ from rooftop.models.tables_stacking import Stacking, stack_tables
 from rooftop.programs.dlrm import Dlrm, DlrmBatch, DlrmConfig
 from rooftop.programs.embedding import EmbeddingProgram, lookup
 from rooftop.programs.embedding_buffers import LookupInputs
-from rooftop.programs.embedding_lowering import abstract_activations, abstract_dlrm, abstract_inputs
+from rooftop.programs.embedding_lowering import abstract_activations, abstract_dlrm, abstract_embedding, abstract_inputs
 from rooftop.programs.embedding_pipeline import Differentiated, LookedUp, ModelState, StepProgram
-from rooftop.programs.embedding_state import abstract_state, begin_on_devices
+from rooftop.programs.embedding_state import begin_on_devices
 from rooftop.programs.embedding_step import compiled_step
 from rooftop.xla.local import chip_of_kind
 from rooftop.xla.sparsecore_checks import check_options, require_checks, smallest_slice
@@ -93,7 +93,10 @@ def compiler_options(target: Target, device: Any, checks: tuple[str, ...], *, pi
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """Steps of a DLRM on ``mesh``, and its scores; ``batch`` is B. ``options`` are the compiler's."""
+    """Steps of a DLRM on ``mesh``, and its scores; ``batch`` is B, looked up in ``sample_passes`` over samples.
+
+    ``options`` are the compiler's.
+    """
 
     stacking: Stacking
     limits: Limits
@@ -102,6 +105,7 @@ class TrainStep:
     kernel: str
     pipelined: bool
     dense_learning_rate: float
+    sample_passes: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -121,7 +125,12 @@ class TrainStep:
     def program(self) -> StepProgram:
         """What decides a step."""
         embedding = EmbeddingProgram(
-            stacking=self.stacking, batch=self.batch, limits=self.limits, minibatching=True, kernel=self.kernel
+            stacking=self.stacking,
+            batch=self.batch,
+            limits=self.limits,
+            minibatching=True,
+            sample_passes=self.sample_passes,
+            kernel=self.kernel,
         )
         return StepProgram(embedding=embedding, dense=self.model)
 
@@ -172,8 +181,9 @@ class TrainStep:
 def lower_step(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
     """What a run compiles on the devices of ``mesh``, lowered: for ``rooftop.xla.compiling``.
 
-    ``arguments``: tables (as ``Tables.to_json``), batch, limits by stack, and ``stage``, one of STAGES, "scores" or
-    "begin" (tables and slots made on the devices). Raises RooftopError for another.
+    ``arguments``: tables (as ``Tables.to_json``), batch, limits by stack, ``sample_passes`` (1 if not there) and
+    ``stage``, one of STAGES, "scores" or "begin" (tables and slots made on the devices). Raises RooftopError for
+    another.
     """
     stage = arguments["stage"]
     if stage not in (*STAGES, "scores", "begin"):
@@ -194,12 +204,13 @@ def lower_step(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
         kernel=target.kernel,
         pipelined=stage not in ("sequential", "scores", "begin"),
         dense_learning_rate=1e-3,
+        sample_passes=arguments.get("sample_passes", 1),
     )
     if stage == "begin":
         with jax.set_mesh(mesh):
             return begin_on_devices(stacking, mesh, 0, target.kernel).lower()
     inputs, dense = abstract_inputs(step.program.embedding, mesh), abstract_dlrm(step.model, step.batch, mesh)
-    state: ModelState[Any] = ModelState(embedding=abstract_state(stacking, mesh, target.kernel), dense=dense.state)
+    state: ModelState[Any] = ModelState(embedding=abstract_embedding(step.program.embedding, mesh), dense=dense.state)
     with jax.set_mesh(mesh):
         if stage == "scores":
             return jax.jit(step._score).lower(state.embedding.tables, state.dense.weights, inputs, dense.batch.dense)

@@ -12,42 +12,31 @@ from functools import cached_property
 from typing import Any
 
 from rooftop import __version__
-from rooftop.arrays import Mesh
 from rooftop.errors import Infeasible
 from rooftop.explain.compiled import largest
-from rooftop.models.tables_limits import Limits, StackLimits
-from rooftop.models.tables_stacking import Stack
+from rooftop.explain.embedding_limits import LargestLimits, largest_of_stack, largest_of_step, over_bytes
+from rooftop.explain.embedding_programs import (
+    STACK_OF_PART,
+    Compilation,
+    heap_bytes,
+    needed_bytes,
+    part_request,
+    step_options,
+    step_request,
+)
+from rooftop.models.tables_limits import Limits
 from rooftop.plan.embed import EmbedPlan, limits_of_stacks_text, limits_text
 from rooftop.plan.embed_problem import per_device
 from rooftop.quantities import format_bytes
-from rooftop.xla.compiling import Progress, Request
 from rooftop.xla.memory import OutOfMemory
-from rooftop.xla.sparsecore_checks import PROGRAM, check_options, require_checks
-from rooftop.xla.sparsecore_marks import TILE_MEMORY, Marks, compile_with_marks
-from rooftop.xla.sparsecore_overlap import PIPELINING_OPTIONS, SparseCoreOverlap, sparsecore_overlap
+from rooftop.xla.sparsecore_checks import require_checks
+from rooftop.xla.sparsecore_marks import TILE_MEMORY, Marks
+from rooftop.xla.sparsecore_overlap import SparseCoreOverlap, sparsecore_overlap
 
 SCHEMA = 1
-#: Parts of a step that each stack is compiled for, and the planned memory that is theirs.
-PARTS: Mapping[str, str] = {"lookup": "forward_stack", "update": "backward_stack"}
 STEPS: tuple[str, ...] = ("sequential", "pipelined")
 #: What a stack in HBM may differ by, compiled from planned.
 TOLERANCE = 0.05
-#: Limits that are too large for the compiler are tried again this much smaller, so many times.
-_SMALLER, _TRIES = 0.9, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compilation:
-    """How plans are compiled: see ``rooftop.xla.compiling``. ``checks`` are names of sparsecore_checks.CHECKS."""
-
-    checks: tuple[str, ...] = ()
-    timeout_s: float | None = None
-    cache: bool = True
-    on_progress: Progress | None = None
-
-    def run(self, request: Request) -> Marks:
-        """Compile one program."""
-        return compile_with_marks(request, timeout_s=self.timeout_s, cache=self.cache, on_progress=self.on_progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +67,7 @@ class EmbedReport:
         own, found = per_device(self.plan.problem.slice), []
         for stack in self.plan.problem.stacking.stacks:
             planned = self.plan.stack_memory(stack)
-            for part, name in PARTS.items():
+            for part, name in STACK_OF_PART.items():
                 marks = self.parts[stack.name][part]
                 hbm = planned[name] / own
                 found.append(
@@ -156,8 +145,8 @@ class EmbedReport:
 class EmbedRefusal:
     """A plan that the compiler finds no room for: ``part`` of ``stack`` (None: a whole step), and why.
 
-    ``largest`` are limits that did compile, of the stack or of all stacks, the largest that were tried; None if none
-    were found.
+    ``largest`` are the largest limits found to compile, of the stack or of all stacks, in the proportion of the plan's;
+    None if none were found.
     """
 
     plan: EmbedPlan
@@ -165,7 +154,7 @@ class EmbedRefusal:
     part: str
     stack: str | None
     why: str
-    largest: Limits | None
+    largest: LargestLimits | None
 
     @property
     def infeasible(self) -> Infeasible:
@@ -173,14 +162,19 @@ class EmbedRefusal:
         where = f"stack {self.stack}" if self.stack is not None else "all stacks"
         by = self.why
         if self.largest is not None:
-            most = limits_of_stacks_text(self.largest) if self.stack is None else limits_text(self.largest[self.stack])
-            by += f"; at most {most}, which compiles"
+            by += f"; at most {self._text(self.largest.limits)}, which compiles"
+            if self.largest.refused is not None:
+                by += f" ({self._text(self.largest.refused)} does not)"
         elif self.plan.obstacles:
             by += f"; by the plan: {self.plan.obstacles[0]}"
         return Infeasible(f"the {self.part} of {where} on {self.plan.problem.slice.name} does not fit", by)
 
+    def _text(self, limits: Limits) -> str:
+        return limits_of_stacks_text(limits) if self.stack is None else limits_text(limits[self.stack])
+
     def to_json(self, *, top: int = 10) -> dict[str, Any]:
         """As ``rooftop/schemas/compiled_embed.schema.json`` says."""
+        largest = self.largest
         return {
             **_head(self.plan, self.checks),
             "fits": False,
@@ -188,22 +182,13 @@ class EmbedRefusal:
             "part": self.part,
             "stack": self.stack,
             "why": self.why,
-            "largest": None if self.largest is None or self.stack is None else vars(self.largest[self.stack]),
-            "largest_limits": None if self.largest is None else {name: vars(one) for name, one in self.largest.items()},
+            "largest": None if largest is None or self.stack is None else vars(largest.limits[self.stack]),
+            "largest_limits": None if largest is None else _plain(largest.limits),
+            "refused_limits": None if largest is None or largest.refused is None else _plain(largest.refused),
+            "limits_tried": None if largest is None else largest.tried,
             "obstacles": self.plan.obstacles,
             "verdict": str(self.infeasible),
         }
-
-
-def heap_bytes(marks: Marks) -> int:
-    """What XLA's heap holds of a device's HBM at the peak, by its buffers: its own figure may have some stack in it."""
-    at_peak = marks.compiled.at_peak
-    return marks.compiled.peak_bytes if at_peak is None else at_peak.allocated_bytes
-
-
-def needed_bytes(marks: Marks, plan: EmbedPlan) -> int:
-    """HBM of a device that a program takes: what XLA's heap holds at the peak, and the stacks of its SparseCores."""
-    return heap_bytes(marks) + marks.hbm_bytes * per_device(plan.problem.slice)
 
 
 def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | EmbedRefusal:
@@ -221,24 +206,22 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
     parts: dict[str, dict[str, Marks]] = {}
     for stack in plan.problem.stacking.stacks:
         parts[stack.name] = {}
-        for part in PARTS:
+        for part in STACK_OF_PART:
             try:
-                parts[stack.name][part] = how.run(part_request(plan, part, stack, how.checks))
+                parts[stack.name][part] = how.about(f"{part} of {stack.name}").run(
+                    part_request(plan, part, stack, how.checks)
+                )
             except Infeasible as no:
+                found = largest_of_stack(plan, part, stack, over_bytes(no), how)
                 return EmbedRefusal(
-                    plan=plan,
-                    checks=how.checks,
-                    part=part,
-                    stack=stack.name,
-                    why=_why(no),
-                    largest=_largest(plan, part, stack, how),
+                    plan=plan, checks=how.checks, part=part, stack=stack.name, why=_why(no), largest=found
                 )
     steps: dict[str, Marks] = {}
     for step in STEPS:
         try:
-            steps[step] = how.run(step_request(plan, step, how.checks))
+            steps[step] = how.about(f"{step} step").run(step_request(plan, step, how.checks))
         except Infeasible as no:
-            return _no_room(plan, step, _why(no), _over(no), how)
+            return _no_room(plan, step, _why(no), over_bytes(no), how)
     report = EmbedReport(plan=plan, checks=how.checks, parts=parts, steps=steps)
     needed, capacity = report.needed_bytes("sequential"), report.capacity_bytes
     if needed > capacity:
@@ -249,32 +232,6 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
         )
         return _no_room(plan, "sequential", why, needed - capacity, how)
     return report
-
-
-def part_request(
-    plan: EmbedPlan, part: str, stack: Stack, checks: tuple[str, ...] = (), limits: StackLimits | None = None
-) -> Request:
-    """One stack's lookup or update; with other ``limits`` than the plan's if given."""
-    arguments = {**_arguments(plan), "part": part, "only": stack.name}
-    if limits is not None:
-        arguments["limits"] = {stack.name: vars(limits)}
-    return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=check_options(checks))
-
-
-def step_request(plan: EmbedPlan, step: str, checks: tuple[str, ...] = (), limits: Limits | None = None) -> Request:
-    """A whole step over all stacks, with other ``limits`` than the plan's if given.
-
-    A tower of layers with the plan's FLOPs stands for the dense part.
-    """
-    arguments = {**_arguments(plan), "part": step, "dense_flops": plan.problem.dense_flops}
-    if limits is not None:
-        arguments["limits"] = {name: vars(one) for name, one in limits.items()}
-    return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=step_options(step, checks))
-
-
-def step_options(step: str, checks: tuple[str, ...]) -> dict[str, bool | int | str]:
-    """Compiler options of a step: a pipelined one is scheduled again once SparseCores have their work."""
-    return {**(PIPELINING_OPTIONS if step == "pipelined" else {}), **check_options(checks)}
 
 
 def _head(plan: EmbedPlan, checks: tuple[str, ...]) -> dict[str, Any]:
@@ -291,19 +248,8 @@ def _head(plan: EmbedPlan, checks: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _mesh(plan: EmbedPlan) -> Mesh:
-    return Mesh.lay(plan.problem.slice, {"data": plan.problem.slice.devices})
-
-
-def _arguments(plan: EmbedPlan) -> dict[str, Any]:
-    problem = plan.problem
-    return {
-        "tables": problem.tables.to_json(),
-        "cores_per_device": per_device(problem.slice),
-        "batch": problem.batch,
-        "limits": {stack.name: vars(problem.limits[stack.name]) for stack in problem.stacking.stacks},
-        "kernel": "sparsecore",
-    }
+def _plain(limits: Limits) -> dict[str, dict[str, int]]:
+    return {name: dict(vars(one)) for name, one in limits.items()}
 
 
 def _why(no: Infeasible) -> str:
@@ -313,47 +259,7 @@ def _why(no: Infeasible) -> str:
     return f"no room in {no.what} ({no.by})" if no.what == TILE_MEMORY else str(no)
 
 
-def _largest(plan: EmbedPlan, part: str, stack: Stack, how: Compilation) -> Limits | None:
-    """Limits that compile, in the proportion of the plan's: those of the plan's arithmetic first, then smaller."""
-    own = plan.problem.limits[stack.name]
-    limits = plan.largest_in_tile(stack)
-    for _ in range(_TRIES):
-        if limits == own:
-            limits = limits.scaled(_SMALLER)
-            continue
-        try:
-            how.run(part_request(plan, part, stack, how.checks, limits))
-        except Infeasible:
-            limits = limits.scaled(_SMALLER)
-        else:
-            return {stack.name: limits}
-    return None
-
-
-def _no_room(plan: EmbedPlan, step: str, why: str, over: float | None, how: Compilation) -> EmbedRefusal:
-    """The refusal of a step that needs ``over`` bytes of HBM too many (None: not HBM is too small).
-
-    Limits that do are looked for by the plan's arithmetic: what the compiler finds too much is taken off its room.
-    """
-    largest, room = None, plan.memory["total"][step]
-    for _ in range(_TRIES):
-        # A little more than that, so that few programs are compiled in vain.
-        room -= (over or 0) / _SMALLER
-        limits = None if over is None else plan.largest_in_hbm(room, step)
-        if limits is None:
-            break
-        try:
-            marks = how.run(step_request(plan, step, how.checks, limits))
-            over = needed_bytes(marks, plan) - plan.problem.slice.chip.hbm_usable_bytes
-        except OutOfMemory as no:
-            over = _over(no)
-            continue
-        if over <= 0:
-            largest = limits
-            break
-    return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=largest)
-
-
-def _over(no: Infeasible) -> float | None:
-    """Bytes of HBM that a program needs too many, if that is why it was refused; told in hundredths of a GiB."""
-    return max(no.needed_bytes - no.available_bytes, 2**30 / 100) if isinstance(no, OutOfMemory) else None
+def _no_room(plan: EmbedPlan, step: str, why: str, over: float, how: Compilation) -> EmbedRefusal:
+    """The refusal of a step that needs ``over`` bytes of HBM too many (infinity: that is not known)."""
+    found = largest_of_step(plan, step, over, how)
+    return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=found)

@@ -195,33 +195,37 @@ class EmbedPlan:
 
         None if the smallest are too large.
         """
-        stacks = self.problem.stacking.stacks
+        share = self.share_in_hbm(room, step)
+        return None if share is None else self.scaled(share).problem.limits
+
+    def share_in_hbm(self, room: float, step: str = "sequential") -> float | None:
+        """The share of the limits of ``largest_in_hbm``."""
 
         def fits(share: float) -> bool:
-            return bool(self._scaled(stacks, share).memory["total"][step] <= room)
+            return bool(self.scaled(share).memory["total"][step] <= room)
 
-        return self._scaled(stacks, self._share(fits)).problem.limits if fits(0.0) else None
+        return share_that(fits) if fits(0.0) else None
 
     def largest_in_tile(self, stack: Stack) -> StackLimits:
         """The largest limits in the proportion of the stack's own that fit in a tile; its own if they do."""
-        limits, room = self.problem.limits[stack.name], tile_room(self.problem.slice.chip)
-        if self.stack_memory(stack)["tile"] <= room:
-            return limits
-        share = self._share(lambda share: self._scaled((stack,), share).stack_memory(stack)["tile"] <= room)
-        return limits.scaled(share)
+        share, limits = self.share_in_tile(stack), self.problem.limits[stack.name]
+        return limits if share == 1 else limits.scaled(share)
 
-    def _share(self, fits: Callable[[float], bool]) -> float:
-        """The largest share of 1 that fits, to a thousandth."""
-        low, high = 0.0, 1.0
-        while high - low > 1e-3 * high:
-            middle = (low + high) / 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+    def share_in_tile(self, stack: Stack) -> float:
+        """The share of the limits of ``largest_in_tile``."""
+        room = tile_room(self.problem.slice.chip)
 
-    def _scaled(self, stacks: Iterable[Stack], share: float) -> EmbedPlan:
-        """The plan with ``share`` of the limits of some stacks."""
+        def fits(share: float) -> bool:
+            return self.scaled(share, (stack,)).stack_memory(stack)["tile"] <= room
+
+        return 1.0 if self.stack_memory(stack)["tile"] <= room else share_that(fits)
+
+    def scaled(self, share: float, stacks: Iterable[Stack] | None = None) -> EmbedPlan:
+        """The plan with ``share`` of the limits of some stacks, or of all. A share of 1 leaves them as they are."""
         limits = dict(self.problem.limits)
-        limits |= {stack.name: limits[stack.name].scaled(share) for stack in stacks}
+        if share != 1:
+            chosen = self.problem.stacking.stacks if stacks is None else stacks
+            limits |= {stack.name: limits[stack.name].scaled(share) for stack in chosen}
         return EmbedPlan(problem=dataclasses.replace(self.problem, limits=limits))
 
     @property
@@ -301,6 +305,15 @@ class EmbedPlan:
             "obstacles": self.obstacles,
             "sources": _sources(figures()),
         }
+
+
+def share_that(fits: Callable[[float], bool]) -> float:
+    """The largest share of 1 that ``fits``, to a thousandth; 0 if none is found to."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-3 * high and high > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def limits_of_stacks_text(limits: Limits) -> str:

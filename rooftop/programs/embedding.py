@@ -32,7 +32,7 @@ from rooftop.programs.embedding_exchange import (
     row_gradients_of_rows,
 )
 from rooftop.programs.embedding_optimizers import Slots, merge_rows, true_widths, update_rows
-from rooftop.programs.embedding_sparsecore import lookup_on_sparsecores, update_on_sparsecores
+from rooftop.programs.embedding_sparsecore import lookup_on_sparsecores, sums_gradients, update_on_sparsecores
 from rooftop.programs.embedding_state import EmbeddingState
 
 #: Who looks up and updates: this module's own arithmetic, on any device, or XLA's SparseCore operations.
@@ -43,7 +43,7 @@ KERNELS: tuple[str, ...] = ("reference", "sparsecore")
 class EmbeddingProgram:
     """All that decides lookup and update, the mesh excepted.
 
-    ``batch`` is B, of all devices. ``limits`` are the stacks' ``exchange``
+    ``batch`` is B, of all devices. ``limits`` are the stacks', of one pass. ``exchange``
     is one of ``rooftop.plan.embed_exchange.EXCHANGES`` for every stack, or None for the cheaper one of each. ``kernel``
     is one of KERNELS: 'sparsecore' hands lookup, exchange and update to XLA, on TPUs that have SparseCores.
     ``minibatching`` says that the buffers are laid out for passes; ``sample_passes`` above 1 that these are over
@@ -64,22 +64,20 @@ class EmbeddingProgram:
             raise unknown("kernel", self.kernel, KERNELS)
         if self.kernel == "sparsecore" and not self.minibatching:
             raise RooftopError("minibatching", False, "true: SparseCores read buffers that are laid out for passes")
-        if self.sample_passes > 1:
-            self._check_sample_passes()
+        if self.sample_passes > 1 and not self.minibatching:
+            raise RooftopError("minibatching", False, "true: sample_passes need buffers that are laid out for passes")
         if self.exchange is not None and self.exchange not in EXCHANGES:
             raise unknown("exchange", self.exchange, EXCHANGES)
         if self.batch % self.stacking.cores:
             raise RooftopError("batch", self.batch, f"a multiple of {self.stacking.cores}, all SparseCores")
         check_limits(self.limits, self.stacking)
 
-    def _check_sample_passes(self) -> None:
-        if not self.minibatching:
-            raise RooftopError("minibatching", False, "true: sample_passes need buffers that are laid out for passes")
-        for stack in self.stacking.stacks:
-            # SparseCores update a row in each pass that looks it up: only where updates add is that the same.
-            if self.kernel == "sparsecore" and (stack.optimizer.kind != "sgd" or stack.optimizer.clip is not None):
-                accepted = f"1 with the optimizer of stack {stack.name}: SparseCores update a row in every pass"
-                raise RooftopError("sample_passes", self.sample_passes, accepted)
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Stacks whose gradients SparseCores add up over a batch's passes before they update: ``state.sums``."""
+        if self.kernel != "sparsecore" or self.sample_passes == 1:
+            return ()
+        return tuple(stack.name for stack in self.stacking.stacks if sums_gradients(stack.optimizer))
 
     @property
     def samples(self) -> int:
@@ -150,7 +148,7 @@ def update(
         state: EmbeddingState[jax.Array], inputs: LookupInputs, gradients: dict[str, jax.Array], share: jax.Array
     ) -> EmbeddingState[jax.Array]:
         step = state.step + 1
-        tables, all_slots = dict(state.tables), dict(state.slots)
+        tables, all_slots, all_sums = dict(state.tables), dict(state.slots), dict(state.sums)
         for stack in program.stacking.stacks:
             with named_scope(f"tables/{stack.name}/update"):
                 own = join_features(program, stack, gradients)
@@ -158,15 +156,21 @@ def update(
                     tables[stack.name].reshape(-1, stack.width),
                     tuple(slot.reshape(-1, slot.shape[-1]) for slot in all_slots[stack.name]),
                 )
-                change = _update_on_sparsecores if program.kernel == "sparsecore" else _update
-                table, slots = change(_Work.of(program, stack, axes, inputs), held, own, share, step)
+                work = _Work.of(program, stack, axes, inputs)
+                if program.kernel == "sparsecore":
+                    sums = all_sums[stack.name] if stack.name in program.summed else None
+                    table, slots, sums = _update_on_sparsecores(work, held, own, share, step, sums)
+                    all_sums |= {} if sums is None else {stack.name: sums}
+                else:
+                    table, slots = _update(work, held, own, share, step)
                 tables[stack.name] = table.reshape(tables[stack.name].shape)
                 all_slots[stack.name] = tuple(
                     new.reshape(old.shape) for new, old in zip(slots, all_slots[stack.name], strict=True)
                 )
-        return EmbeddingState(step=step, tables=tables, slots=all_slots)
+        return EmbeddingState(step=step, tables=tables, slots=all_slots, sums=all_sums)
 
-    out: EmbeddingState[Any] = EmbeddingState(step=P(), tables=P(axes), slots=P(axes))  # type: ignore[arg-type]
+    split: Any = P(axes)
+    out: EmbeddingState[Any] = EmbeddingState(step=P(), tables=split, slots=split, sums=split)
     return _on_devices(local, axes, out)(state, inputs, dict(gradients), jnp.asarray(share, jnp.float32))
 
 
@@ -317,9 +321,14 @@ def _update(
 
 
 def _update_on_sparsecores(
-    work: _Work, held: tuple[jax.Array, Slots], gradients: jax.Array, share: jax.Array, step: jax.Array
-) -> tuple[jax.Array, Slots]:
-    """As ``_update``: XLA exchanges what SparseCores need."""
+    work: _Work,
+    held: tuple[jax.Array, Slots],
+    gradients: jax.Array,
+    share: jax.Array,
+    step: jax.Array,
+    sums: jax.Array | None,
+) -> tuple[jax.Array, Slots, jax.Array | None]:
+    """As ``_update``, with the ``sums`` of the stack if it needs them: XLA exchanges what SparseCores need."""
     optimizer = work.stack.optimizer
     return update_on_sparsecores(
         work.inputs,
@@ -331,4 +340,5 @@ def _update_on_sparsecores(
         step=step,
         max_ids=work.limits.max_ids,
         max_unique_ids=work.limits.max_unique_ids,
+        sums=sums,
     )

@@ -26,7 +26,7 @@ from rooftop.programs.embedding_pipeline import (
     ModelState,
     StepProgram,
 )
-from rooftop.programs.embedding_state import EmbeddingState, abstract_state
+from rooftop.programs.embedding_state import EmbeddingState, abstract_state, abstract_sums
 from rooftop.programs.embedding_step import compiled_step, place_of
 from rooftop.programs.tower import Tower
 
@@ -38,8 +38,8 @@ def lower_part(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
     """``arguments``: tables (as ``Tables.to_json``), cores_per_device, batch, limits by stack, part, kernel; dense.
 
     ``only`` names the stack that a lookup or update is of (all of them without). For a whole step ``dense`` is the
-    number of dense features of a DLRM, or, without, ``dense_flops`` what a Tower computes. Raises RooftopError for an
-    unknown part or stack.
+    number of dense features of a DLRM, or, without, ``dense_flops`` what a Tower computes. ``sample_passes`` are 1 if
+    not there. Raises RooftopError for an unknown part or stack.
     """
     part = arguments["part"]
     if part not in PARTS:
@@ -59,9 +59,10 @@ def lower_part(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
         batch=arguments["batch"],
         limits={name: StackLimits(**one) for name, one in arguments["limits"].items() if name in names},
         minibatching=True,
+        sample_passes=arguments.get("sample_passes", 1),
         kernel=arguments["kernel"],
     )
-    state, inputs = abstract_state(stacking, mesh, program.kernel), abstract_inputs(program, mesh)
+    state, inputs = abstract_embedding(program, mesh), abstract_inputs(program, mesh)
     activations = abstract_activations(program, mesh)
     with jax.set_mesh(mesh):
         if part == "lookup":
@@ -70,10 +71,17 @@ def lower_part(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
             return jax.jit(
                 update, static_argnums=0, donate_argnums=1, out_shardings=jax.tree.map(place_of, state)
             ).lower(program, state, inputs, activations)
-        dense = _tower(program, mesh, arguments)
         if "dense" in arguments:
             dense = abstract_dlrm(Dlrm(config=dlrm_config(stacking, arguments["dense"])), program.batch, mesh)
+        else:
+            dense = _tower(program, mesh, arguments)
         return _lower_step(program, state, inputs, activations, dense, part)
+
+
+def abstract_embedding(program: EmbeddingProgram, mesh: jax.sharding.Mesh) -> EmbeddingState[jax.ShapeDtypeStruct]:
+    """Shapes, shardings and layouts of the tables' whole state."""
+    state = abstract_state(program.stacking, mesh, program.kernel)
+    return dataclasses.replace(state, sums=abstract_sums(program.stacking, mesh, program.summed))
 
 
 def abstract_inputs(program: EmbeddingProgram, mesh: jax.sharding.Mesh) -> LookupInputs:

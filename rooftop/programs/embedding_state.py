@@ -9,8 +9,8 @@ fills 128, and every step would copy all tables to SparseCores and back.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import jax
@@ -24,17 +24,23 @@ from rooftop.models.tables import Initializer
 from rooftop.models.tables_stacking import ALIGNMENT, Place, Stack, Stacking, pack
 from rooftop.programs.embedding_buffers import LookupInputs, StackInputs
 from rooftop.programs.embedding_optimizers import initial_slots
+from rooftop.programs.embedding_sparsecore import NO_SUM
 from rooftop.programs.parameters import Leaf
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingState(Generic[Leaf]):
-    """Tables by stack, [C, rows, W] or [C rows, W], optimizer slots likewise, and the updates so far (int32 scalar)."""
+    """Tables by stack, [C, rows, W] or [C rows, W], optimizer slots likewise, and the updates so far (int32 scalar).
+
+    ``sums`` [C rows, W] are of the stacks that ``EmbeddingProgram.summed`` names: NO_SUM between two steps, so that no
+    checkpoint has them.
+    """
 
     step: Leaf
     tables: dict[str, Leaf]
     slots: dict[str, tuple[Leaf, ...]]
+    sums: dict[str, Leaf] = field(default_factory=dict)
 
 
 def initialise(
@@ -113,6 +119,26 @@ def abstract_state(
             for stack in stacking.stacks
         },
     )
+
+
+def begin_sums(stacking: Stacking, mesh: jax.sharding.Mesh, stacks: Iterable[str]) -> dict[str, jax.Array]:
+    """``sums`` of these ``stacks`` for a state on the devices of ``mesh``, begun where they lie."""
+    where = table_format(mesh, "sparsecore")
+
+    def begin() -> dict[str, jax.Array]:
+        shapes = abstract_sums(stacking, mesh, stacks)
+        return {name: jnp.full(one.shape, NO_SUM, one.dtype) for name, one in shapes.items()}
+
+    made: dict[str, jax.Array] = jax.jit(begin, out_shardings=where)()
+    return made
+
+
+def abstract_sums(
+    stacking: Stacking, mesh: jax.sharding.Mesh, stacks: Iterable[str]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, shardings and layouts of ``sums``: those of the tables, as SparseCores read them."""
+    tables = abstract_state(stacking, mesh, "sparsecore").tables
+    return {name: tables[name] for name in stacks}
 
 
 def table_format(mesh: jax.sharding.Mesh, kernel: str) -> NamedSharding | Format:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.xla.cache import Cache
@@ -63,7 +64,7 @@ def refusal(said: str) -> Infeasible | None:
 def compile_with_marks(
     request: Request, *, timeout_s: float | None = 600.0, cache: bool = True, on_progress: Progress | None = None
 ) -> Marks:
-    """Compile ``request`` ahead of time and read the SparseCores' marks, unless the ``cache`` has them.
+    """Compile ``request`` ahead of time and read the SparseCores' marks, unless the ``cache`` has them, or a refusal.
 
     Raises Infeasible where the compiler finds no room in a tile's memory (OutOfMemory: in HBM), RooftopError where it
     refuses otherwise or the program has no SparseCore computation.
@@ -77,10 +78,18 @@ def compile_with_marks(
     said = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress, environment=LOGGING)
     if said.answer is None or "error" in said.answer:
         error = {} if said.answer is None else said.answer["error"]
-        if no := refusal(said.log) or refusal(str(error)):
-            raise no
-        raise RooftopError(**error) if error else said.failure
-    compiled = read_result(request, said.answer["result"], cached=False)
+        no = refusal(said.log) or refusal(str(error))
+        if no is None:
+            raise RooftopError(**error) if error else said.failure
+        if cache and said.answer is not None:
+            store.keep(asked, {"result": _as_result(no)}, said.answer["sources"])
+        raise no
+    try:
+        compiled = read_result(request, said.answer["result"], cached=False)
+    except Infeasible:
+        if cache:
+            store.keep(asked, {"result": said.answer["result"]}, said.answer["sources"])
+        raise
     marks = read_marks(said.log)
     if marks is None:
         raise RooftopError("program", request.program, "one with a SparseCore computation")
@@ -88,3 +97,10 @@ def compile_with_marks(
         result = {"result": said.answer["result"], "hbm_bytes": marks[0], "tile_bytes": marks[1]}
         store.keep(asked, result, said.answer["sources"])
     return Marks(hbm_bytes=marks[0], tile_bytes=marks[1], compiled=compiled)
+
+
+def _as_result(no: Infeasible) -> dict[str, Any]:
+    """A refusal as a worker's result says it."""
+    if isinstance(no, OutOfMemory):
+        return {"out_of_memory": no.to_json()}
+    return {"infeasible": {"what": no.what, "by": no.by}}

@@ -46,7 +46,8 @@ def main(question: Path, answer: Path) -> None:
         # A program's own answer, before there is anything to compile.
         result = {"result": {"infeasible": {"what": no.what, "by": no.by}}, "sources": _sources()}
     except RooftopError as wrong:
-        result = {"error": {"field": wrong.field, "given": wrong.given, "accepted": wrong.accepted}}
+        error = {"field": wrong.field, "given": wrong.given, "accepted": wrong.accepted}
+        result = {"error": error, "sources": _sources()}
     _write(answer, json.dumps(result, default=str))
 
 
