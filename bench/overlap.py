@@ -18,7 +18,8 @@ from collections import Counter
 from rooftop.arrays import AXES, Mesh
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.programs.train_step import TrainProgram
+from rooftop.programs.layer import Computation
+from rooftop.programs.train_program import TrainProgram
 from rooftop.xla.compiling import Request, compile_ahead_of_time
 
 MODEL = ModelConfig(
@@ -56,7 +57,7 @@ def main() -> None:
         for label, options in OPTIONS.items():
             laid = Mesh.from_layout(Slice.parse(name), layout)
             mesh = Mesh(laid.slice, {axis: laid.axes.get(axis, ()) for axis in AXES})
-            program = TrainProgram(model=MODEL, batch=batch, seq_len=2048, remat="block")
+            program = TrainProgram(computation=Computation(model=MODEL, remat="block"), batch=batch, seq_len=2048)
             request = Request(
                 mesh=mesh,
                 program="rooftop.programs.train_step:lower",

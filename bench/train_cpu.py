@@ -33,7 +33,8 @@ MODELS = {
     "large": (12, 768, 2048, 12, 4, 32000, 4, 512),
 }
 #: What of rooftop's program is set beside its dtype: nothing is recomputed, and blocks of logits and scores fit caches.
-PROGRAM = {"remat": "none", "loss_chunks": 8, "attention_block": 128}
+COMPUTATION: dict[str, Any] = {"remat": "none", "attention_block": 128}
+LOSS_CHUNKS = 8
 #: Sides by name: which of the two programs, and how it computes.
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "rooftop f32": ("rooftop", {"compute_dtype": "f32"}),
@@ -57,22 +58,22 @@ def rooftop_step(asked: dict[str, Any], folder: Path) -> tuple[Step, dict[str, s
 
     from rooftop.checkpoints.huggingface import load_weights
     from rooftop.models import ModelConfig
+    from rooftop.programs.layer import Computation
     from rooftop.programs.optimizer import Optimizer
     from rooftop.programs.parameters import Batch
-    from rooftop.programs.train_step import (
-        TrainProgram,
-        TrainState,
-        abstract_batch,
-        abstract_state,
-        init_state,
-        train_step,
-    )
+    from rooftop.programs.train_program import TrainProgram
+    from rooftop.programs.train_step import TrainState, abstract_batch, abstract_state, init_state, train_step
     from rooftop.xla.local import local_devices, mesh_of
 
     model, here, tokens = ModelConfig.from_json(asked["model"]), local_devices(), np.load(folder / "tokens.npy")
-    fields = PROGRAM | {"attention": here.attention(asked["set"]["compute_dtype"])} | asked["set"]
+    compute = asked["set"]["compute_dtype"]
     program = TrainProgram(
-        model=model, batch=tokens.shape[0], seq_len=tokens.shape[1] - 1, optimizer=Optimizer(**ADAMW), **fields
+        computation=Computation(model=model, attention=here.attention(compute), **COMPUTATION),
+        batch=tokens.shape[0],
+        seq_len=tokens.shape[1] - 1,
+        loss_chunks=LOSS_CHUNKS,
+        compute_dtype=compute,
+        optimizer=Optimizer(**ADAMW),
     )
     mesh = mesh_of({}, here)
     with jax.set_mesh(mesh):
@@ -188,7 +189,9 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
 
     from rooftop.checkpoints.huggingface import save_weights
     from rooftop.models import ModelConfig
-    from rooftop.programs.train_step import TrainProgram, init_state
+    from rooftop.programs.layer import Computation
+    from rooftop.programs.train_program import TrainProgram
+    from rooftop.programs.train_step import init_state
     from rooftop.xla.local import local_devices, mesh_of
 
     layers, d_model, d_ff, heads, kv_heads, vocab, batch, seq_len = MODELS[name]
@@ -196,7 +199,7 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
         name=name, family="llama", layers=layers, d_model=d_model, d_ff=d_ff, heads=heads, kv_heads=kv_heads,
         d_head=d_model // heads, vocab=vocab, max_seq_len=seq_len,
     )  # fmt: skip
-    program = TrainProgram(model=model, batch=batch, seq_len=seq_len)
+    program = TrainProgram(computation=Computation(model=model), batch=batch, seq_len=seq_len)
     weights = init_state(program, jax.random.key(0), mesh_of({}, local_devices())).weights
     save_weights(folder, model, jax.device_get(weights))
     tokens = np.random.default_rng(0).integers(vocab, size=(batch, seq_len + 1), dtype=np.int32)

@@ -39,7 +39,8 @@ from rooftop.models import ModelConfig, count_params, load_model
 from rooftop.plan import Numerics, Problem, TrainingPlan, Workload, plan_training
 from rooftop.profile.timing import provenance, usable_bytes
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_step import TrainProgram, abstract_batch, abstract_state, init_state, train_step
+from rooftop.programs.train_program import TrainProgram
+from rooftop.programs.train_step import abstract_batch, abstract_state, init_state, train_step
 from rooftop.quantities import format_bytes
 from rooftop.scopes import PHASES, SCOPES, UNSCOPED
 from rooftop.train.metrics import Rates
@@ -106,7 +107,8 @@ def fitting(case: Case, chip: str, here: Local) -> tuple[TrainingPlan, TrainProg
     while layers:
         plan = case.plan(chip, layers)
         program = TrainProgram.from_plan(plan.to_json())
-        program = dataclasses.replace(program, attention=here.attention(program.compute_dtype))
+        computation = dataclasses.replace(program.computation, attention=here.attention(program.compute_dtype))
+        program = dataclasses.replace(program, computation=computation)
         compiled, taken = compile_step(program, mesh)
         if taken <= room:
             return plan, program, compiled, taken
@@ -152,9 +154,9 @@ def measure(case: Case, chip: str, here: Local, steps: int, traced: int) -> list
         "batch": case.batch,
         "seq_len": case.seq_len,
         "state": case.state,
-        "remat": program.remat,
+        "remat": program.computation.remat,
         "microbatches": program.microbatches,
-        "attention": program.attention,
+        "attention": program.computation.attention,
     }
     whole = {
         **same,

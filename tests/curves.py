@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 
 from rooftop.arrays import AXES
 from rooftop.models import ModelConfig
+from rooftop.programs.context_order import sequence_order
+from rooftop.programs.layer import Computation
 from rooftop.programs.parameters import Batch
-from rooftop.programs.ring_attention import sequence_order
-from rooftop.programs.train_step import TrainProgram, TrainState, abstract_batch, init_state, train_step
+from rooftop.programs.train_program import TrainProgram
+from rooftop.programs.train_step import TrainState, abstract_batch, init_state, train_step
 
 MODEL = ModelConfig(
     name="tiny", family="llama", layers=8, d_model=32, d_ff=48, heads=4, kv_heads=2, d_head=8, vocab=64,
@@ -29,15 +32,22 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
+def program_of(**fields: Any) -> TrainProgram:
+    """A program from its own fields and those of its computation together: tests vary both alike."""
+    names = {field.name for field in dataclasses.fields(Computation)}
+    own = {name: value for name, value in fields.items() if name not in names}
+    return TrainProgram(computation=Computation(**{name: fields[name] for name in fields if name in names}), **own)
+
+
 def program(**changes: Any) -> TrainProgram:
     fields = {"model": MODEL, "batch": BATCH, "seq_len": SEQ_LEN, "compute_dtype": "f32", "microbatches": 4}
-    return TrainProgram(**(fields | changes))
+    return program_of(**(fields | changes))
 
 
 def train(made: TrainProgram, mesh: jax.sharding.Mesh, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
     """The losses of so many steps, each on text of its own, and the last state."""
     rng, losses = np.random.default_rng(0), []
-    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.context_order)
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
     state, place = init_state(made, jax.random.key(0), mesh), abstract_batch(made, mesh)
     with jax.set_mesh(mesh):
         step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,9 @@ from rooftop.plan.shapes import attended_pairs
 from rooftop.programs import splash_attention
 from rooftop.programs.attention import attend, kernel_flops, kernel_scope
 from rooftop.programs.attention_scores import Scores, block_size, declared, executed_pairs, runs
+from rooftop.programs.context_order import sequence_order
 from rooftop.programs.gathered_attention import gathered_attend
-from rooftop.programs.ring_attention import ring_attend, sequence_order
+from rooftop.programs.ring_attention import ring_attend
 from rooftop.roofline import achievable
 from rooftop.scopes import scope_and_phase
 from rooftop.xla import hlo
@@ -69,6 +71,13 @@ def plain(
     return jnp.stack(rows, 1)
 
 
+def attended(over: Any = attend, *, kernel: str, **given: Any) -> Any:
+    """An attention of q, k and v, by a kernel and by settings of its scores and its own."""
+    settings = {field.name for field in fields(Scores)}
+    scores = Scores(**{name: given.pop(name) for name in settings & set(given)})
+    return partial(over, kernel, scores, **given)
+
+
 def derived(attention: Any, given: Arrays, *, sinks: bool) -> Any:
     """Outputs, and derivatives of their weighted sum by q, k, v and sinks."""
 
@@ -99,7 +108,7 @@ def test_reference_and_chunked_equal_plain(
     wanted = derived(lambda q, k, v, sinks: plain(q, k, v, sinks, **how), made, sinks=sinks)
     assert sinks == (np.abs(wanted[-1]).max() > 0)
     for kernel, block in (("reference", 1024), ("chunked", 4), ("chunked", 1), ("chunked", 1024)):
-        close(derived(partial(attend, kernel=kernel, block=block, **how), made, sinks=sinks), wanted)
+        close(derived(attended(kernel=kernel, block=block, **how), made, sinks=sinks), wanted)
 
 
 @pytest.fixture
@@ -124,8 +133,8 @@ def test_splash_equals_reference(
 ) -> None:
     made = arrays(2, 256, 4, kv_heads, 16, d_v)
     how = {"scale": 0.3, "window": window, "softcap": softcap}
-    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=sinks)
-    close(derived(partial(attend, kernel="splash", block=128, **how), made, sinks=sinks), wanted)
+    wanted = derived(attended(kernel="reference", **how), made, sinks=sinks)
+    close(derived(attended(kernel="splash", block=128, **how), made, sinks=sinks), wanted)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -133,8 +142,8 @@ def test_splash_equals_reference(
 def test_splash_equals_reference_within_segments(window: int | None) -> None:
     made = arrays(2, 256, 4, 2, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": packed(256)}
-    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
-    close(derived(partial(attend, kernel="splash", block=128, **how), made, sinks=True), wanted)
+    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
+    close(derived(attended(kernel="splash", block=128, **how), made, sinks=True), wanted)
 
 
 def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,16 +158,16 @@ def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) 
     made = arrays(2, 24, 4, 2, 16, 16)
     for window, segments in ((None, None), (7, None), (None, packed(24)), (7, packed(24))):
         how = {"scale": 0.3, "window": window, "segments": segments}
-        wanted = derived(partial(attend, kernel="reference", **how), made, sinks=False)
-        close(derived(partial(attend, kernel="cudnn", **how), made, sinks=False), wanted)
+        wanted = derived(attended(kernel="reference", **how), made, sinks=False)
+        close(derived(attended(kernel="cudnn", **how), made, sinks=False), wanted)
     assert set(asked) == {"cudnn"}
 
 
 def test_output_has_the_dtype_of_the_queries() -> None:
     q, k, v = (x.astype(jnp.bfloat16) for x in arrays(1, 16, 2, 1, 8, 8)[:3])
-    exact = attend(*(x.astype(jnp.float32) for x in (q, k, v)), scale=0.3, kernel="reference")
+    exact = attended(kernel="reference", scale=0.3)(*(x.astype(jnp.float32) for x in (q, k, v)))
     for kernel in ("reference", "chunked"):
-        o = attend(q, k, v, scale=0.3, kernel=kernel, block=4)
+        o = attended(kernel=kernel, scale=0.3, block=4)(q, k, v)
         assert o.dtype == jnp.bfloat16
         np.testing.assert_allclose(o.astype(jnp.float32), exact, atol=0.03)
 
@@ -167,7 +176,7 @@ def jaxpr(kernel: str, remat: Any = None) -> str:
     q, k, v, *_ = arrays(2, 40, 4, 2, 16, 16)
 
     def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attend(q, k, v, scale=0.3, kernel=kernel, block=8).sum()
+        return attended(kernel=kernel, scale=0.3, block=8)(q, k, v).sum()
 
     policy = None if remat is None else jax.checkpoint_policies.save_only_these_names(*remat)
     function = summed if remat is None else jax.checkpoint(summed, policy=policy)
@@ -299,7 +308,7 @@ def ring(
     axis, split, whole = "context", P(None, "context", None, None), P(None)
 
     def sharded(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        attention = partial(over, axis=axis, kernel=kernel, order=order, **how)
+        attention = attended(over, axis=axis, kernel=kernel, order=order, **how)
         attend_with = jax.shard_map(
             lambda q, k, v, sinks, segments: attention(q, k, v, sinks=sinks, segments=segments),
             in_specs=(split, split, split, None if sinks is None else whole, None if ids is None else P(None, axis)),
@@ -340,7 +349,7 @@ def test_ring_equals_one_device(
     """Outputs and all gradients, at tolerance of float32; windows shorter and longer than a device's share."""
     made = arrays(batch, 48, 4, kv_heads, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
-    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
     found = ring(devices, order, "chunked", made, sinks=True, check_vma=check_vma, block=4, **how)
     close(found, wanted)
 
@@ -366,7 +375,7 @@ def test_split_sequences_attend_within_segments(
     """Segments rotate, or are gathered, with their keys: they lie across devices, and begin and end inside chunks."""
     made, segments = arrays(batch, 48, 4, kv_heads, 16, 8), packed(48)[-batch:]
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": segments}
-    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
     how["over"] = ring_attend if over == "ring" else gathered_attend
     close(ring(devices, order, "chunked", made, sinks=True, check_vma=True, block=4, **how), wanted)
 
@@ -387,7 +396,7 @@ GATHERED = [
 def test_gathered_keys_equal_one_device(devices: int, order: str, window: int | None, sinks: bool) -> None:
     made = arrays(1, 48, 4, 2, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
-    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=sinks)
+    wanted = derived(attended(kernel="reference", **how), made, sinks=sinks)
     how["over"] = gathered_attend
     close(ring(devices, order, "chunked", made, sinks=sinks, check_vma=True, block=4, **how), wanted)
 
@@ -399,7 +408,7 @@ def test_gathered_keys_equal_one_device(devices: int, order: str, window: int | 
 def test_split_splash_attends_within_segments(over: Any, window: int | None) -> None:
     made = arrays(2, 512, 2, 1, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": packed(512)}
-    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
     found = ring(2, "zigzag", "splash", made, sinks=True, check_vma=False, block=128, over=over, **how)
     close(found, wanted)
 
@@ -413,7 +422,7 @@ def test_ring_of_splash_equals_one_device(devices: int, order: str, window: int 
     """Its backward pass calls a private function of JAX's: this is what notices when that changes."""
     made = arrays(1, 256 * devices, 2, 1, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
-    wanted = derived(partial(attend, kernel="reference", **how), made, sinks=True)
+    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
     close(ring(devices, order, "splash", made, sinks=True, check_vma=False, block=128, **how), wanted)
 
 
@@ -421,7 +430,7 @@ def permuted_bytes(devices: int, layers: int, *, backward: bool) -> float:
     """Bytes that a device sends in a scan over layers, by the permutes of a compiled program and trips of its loops."""
     mesh = jax.make_mesh((devices,), ("context",), devices=jax.devices()[:devices])
     split = P(None, "context", None, None)
-    attention = partial(ring_attend, axis="context", scale=1.0, kernel="chunked", order="zigzag")
+    attention = attended(ring_attend, axis="context", scale=1.0, kernel="chunked", order="zigzag")
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attn_core"))
     def layer(carry: Arrays, _: None) -> tuple[Arrays, None]:
@@ -476,7 +485,7 @@ def test_sequence_order_is_a_permutation_with_an_even_share_of_work(devices: int
 def test_what_a_kernel_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
     q, k, v, *_ = arrays(1, 48, changes.get("heads", 4), 2, 16, 8)
     with pytest.raises(RooftopError, match=message):
-        attend(q, k, v, scale=1.0, **{name: value for name, value in changes.items() if name != "heads"})
+        attended(scale=1.0, **{name: value for name, value in changes.items() if name != "heads"})(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +502,7 @@ def test_what_a_ring_does_not_do_is_refused(changes: dict[str, Any], message: st
     split = P(None, "context", None, None)
     settings = {"kernel": "chunked", "length": 8} | changes
     given = arrays(1, settings.pop("length"), 2, 2, 8, 8)[:3]
-    attention = partial(over, axis="context", scale=1.0, **settings)
+    attention = attended(over, axis="context", scale=1.0, **settings)
     given = jax.device_put(given, jax.NamedSharding(mesh, split))
     with jax.set_mesh(mesh), pytest.raises(RooftopError, match=message):
         jax.eval_shape(jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split), *given)

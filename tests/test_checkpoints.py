@@ -27,8 +27,10 @@ from rooftop.checkpoints import state as state_module
 from rooftop.checkpoints.state import Checkpoints
 from rooftop.errors import RooftopError
 from rooftop.models import from_huggingface
+from rooftop.programs.layer import Computation
 from rooftop.programs.optimizer import Optimizer
-from rooftop.programs.train_step import TrainProgram, abstract_state
+from rooftop.programs.train_program import TrainProgram
+from rooftop.programs.train_step import abstract_state
 
 ORACLES = Path(__file__).parent / "oracles"
 
@@ -68,7 +70,10 @@ def test_a_training_state_on_another_mesh(tmp_path: Path) -> None:
     """Weights and moments in bfloat16 and float32 go from eight devices to four, split otherwise, and to one."""
     tiny = json.loads((ORACLES / "tiny_models.json").read_text())["llama"]
     program = TrainProgram(
-        model=from_huggingface(tiny, "llama"), batch=8, seq_len=16, optimizer=Optimizer(moments="bf16")
+        computation=Computation(model=from_huggingface(tiny, "llama")),
+        batch=8,
+        seq_len=16,
+        optimizer=Optimizer(moments="bf16"),
     )
     eight = mesh_of(data=2, fsdp=2, tensor=2)
     draw = np.random.default_rng(0)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rooftop.arrays.rules import Rules
 from rooftop.checkpoints.tokenizer import train_bpe
 from rooftop.errors import RooftopError
+from rooftop.programs.context_order import sequence_order
 from rooftop.programs.parameters import Batch
-from rooftop.programs.ring_attention import sequence_order
 from rooftop.programs.sharding import Specs
 from rooftop.train import loading, packing
 from rooftop.train.corpus import find_corpus

@@ -15,17 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from curves import mesh_of
+from curves import mesh_of, program_of
 
 from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model, presets
 from rooftop.programs.checkpoint_names import entries, from_checkpoint, to_checkpoint
+from rooftop.programs.context_order import sequence_order
 from rooftop.programs.describe import describe, segments
 from rooftop.programs.layer import Computation
 from rooftop.programs.parameters import Batch, Transformer
-from rooftop.programs.ring_attention import sequence_order
 from rooftop.programs.sharding import Specs
-from rooftop.programs.train_step import TrainProgram, abstract_batch, init_state, train_step
+from rooftop.programs.train_program import TrainProgram
+from rooftop.programs.train_step import abstract_batch, init_state, train_step
 from rooftop.programs.transformer import logits, loss
 
 #: Tiny programs take longer to optimise than to run.
@@ -109,7 +110,7 @@ MESHES = [
 def test_sharded_step_equals_the_one_device_step(name: str, sizes: dict[str, int]) -> None:
     """Loss and gradients of the train step, microbatches and chunks included, on eight devices as on one."""
     model = case(name)[0]
-    program = TrainProgram(
+    program = program_of(
         model=model, batch=8, seq_len=16, microbatches=2, loss_chunks=2, attention="chunked", compute_dtype="f32"
     )
     one_loss, one = train(program, mesh_of())
@@ -125,7 +126,7 @@ def train(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Transf
     """Loss and gradients (from Adam's first moment) of one step."""
     state = init_state(program, jax.random.key(0), mesh)
     place = abstract_batch(program, mesh).tokens
-    order = sequence_order(program.seq_len, mesh.shape["context"], program.context_order)
+    order = sequence_order(program.seq_len, mesh.shape["context"], program.computation.context_order)
     text = np.random.default_rng(0).integers(0, program.model.vocab, (program.batch, program.seq_len + 1), np.int32)
     tokens, targets = (jax.device_put(ids[:, order], place.sharding) for ids in (text[:, :-1], text[:, 1:]))
     with jax.set_mesh(mesh):

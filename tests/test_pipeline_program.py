@@ -24,7 +24,8 @@ from rooftop.plan.strategies import Choice
 from rooftop.programs.optimizer import Optimizer
 from rooftop.programs.parameters import Layer
 from rooftop.programs.split import split
-from rooftop.programs.train_step import TrainProgram, TrainState, init_state, lower
+from rooftop.programs.train_program import TrainProgram
+from rooftop.programs.train_step import TrainState, init_state, lower
 
 SLOW = pytest.mark.slow
 
@@ -38,6 +39,10 @@ def largest_error(actual: Any, wanted: Any) -> float:
 FOUR, MIXED = {"stage": 4}, {"stage": 2, "fsdp": 2, "tensor": 2}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 EXPERTS = ModelConfig(**(MODEL.__dict__ | {"family": "mixtral", "moe": MoE(experts=4, active=2, d_ff=16)}))
+#: Two dense layers, then six of experts.
+DENSE_FIRST = ModelConfig(**(EXPERTS.__dict__ | {"moe": MoE(experts=4, active=2, d_ff=16, dense_layers=2)}))
+#: Two periods of two layers, and four layers behind them.
+TAILED = ModelConfig(**(MODEL.__dict__ | {"layer_windows": (4, None, 4, None, 4, 4, 4, 4)}))
 TIED = ModelConfig(**(MODEL.__dict__ | {"tied_embeddings": True}))
 CASES = [
     pytest.param(FOUR, {"schedule": "gpipe"}, id="gpipe"),
@@ -53,6 +58,9 @@ CASES = [
         {"stage": 2, "fsdp": 2, "tensor": 2}, {"model": EXPERTS, "schedule": "zero_bubble"}, id="experts-split",
         marks=SLOW,
     ),
+    pytest.param({"stage": 2}, {"model": DENSE_FIRST, "balance_loss": 0.1}, id="dense-first"),
+    pytest.param({"stage": 2, "fsdp": 2, "tensor": 2}, {"model": DENSE_FIRST}, id="dense-first-mixed", marks=SLOW),
+    pytest.param({"stage": 2}, {"model": TAILED, "schedule": "gpipe"}, id="tailed", marks=SLOW),
     pytest.param({"stage": 4, "data": 2}, {"model": TIED, "microbatches": 2, "z_loss": 1e-2}, id="tied", marks=SLOW),
     pytest.param({"stage": 2, "data": 2}, {"packed": True, "schedule": "zero_bubble"}, id="packed", marks=SLOW),
     pytest.param(
@@ -68,7 +76,8 @@ def unpipelined() -> Callable[..., tuple[list[float], TrainState[np.ndarray]]]:
     found = dict[str, tuple[list[float], TrainState[np.ndarray]]]()
 
     def trained(made: TrainProgram, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
-        alike = replace(made, schedule="1f1b", chunks=1, remat="block", loss_chunks=1)
+        computation = replace(made.computation, remat="block")
+        alike = replace(made, schedule="1f1b", chunks=1, loss_chunks=1, computation=computation)
         key = f"{alike.to_json()} {steps}"
         if key not in found:
             found[key] = train(alike, mesh_of(), steps)
@@ -91,6 +100,30 @@ def test_one_step_equals_the_unpipelined_one(
     assert min(float(np.abs(each).max()) for each in jax.tree.leaves(wanted_moments)) > 0
     assert largest_error(moments, wanted_moments) < 1e-5
     assert state.step == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        pytest.param({"stage": 2, "data": 2}, {"schedule": "zero_bubble", "packed": True}, id="copies"),
+        pytest.param({"stage": 2, "expert": 2, "tensor": 2}, INTERLEAVED, id="experts", marks=SLOW),
+    ],
+)
+def test_the_balance_of_experts_is_that_of_all_stages_and_copies(
+    sizes: Mapping[str, int], changes: Mapping[str, Any]
+) -> None:
+    """As without stages on the same mesh, by which microbatches have the same sequences; and it counts."""
+    made = program(model=EXPERTS, microbatches=2, balance_loss=1.0, **changes)
+    alike = replace(made, schedule="1f1b", chunks=1)
+    without = replace(alike, computation=replace(alike.computation, balance_loss=0.0))
+    plain = mesh_of(**(dict(sizes) | {"stage": 1}))
+    (losses, state), (wanted_losses, wanted), (_, unbalanced) = (
+        train(made, mesh_of(**sizes)), train(alike, plain), train(without, plain)
+    )  # fmt: skip
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    moments = [optax.tree_utils.tree_get(each.optimizer, "mu") for each in (state, wanted, unbalanced)]
+    assert largest_error(moments[0], moments[1]) < 1e-5
+    assert largest_error(moments[2], moments[1]) > 1e-2
 
 
 @SLOW
@@ -118,18 +151,15 @@ def test_a_curve_of_twenty_steps_equals_the_unpipelined_one(
         ({}, {"stage": 2, "context": 2}, "context_attention"),
         ({"schedule": "interleaved", "chunks": 3}, {"stage": 2}, "mesh axis stage"),
         ({**INTERLEAVED, "microbatches": 8}, {"stage": 3}, "model weight layers[0][0].attn.norm.scale"),
-        ({"model": EXPERTS, "balance_loss": 0.01}, {"stage": 2}, "balance_loss"),
+        ({"balance_loss": 0.01}, {"stage": 2}, "balance_loss"),  # a model without experts
+        ({"model": DENSE_FIRST}, {"stage": 4}, "model weight layers[1][0].attn.norm.scale"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes: dict[str, int], field: str) -> None:
     with pytest.raises(RooftopError) as refused:
-        lower(mesh_of(**sizes), program().to_json() | program_json(changes))
+        lower(mesh_of(**sizes), program(**changes).to_json())
     assert refused.value.field == field
     assert "\n" not in str(refused.value)
-
-
-def program_json(changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.to_json() if isinstance(value, ModelConfig) else value for name, value in changes.items()}
 
 
 def test_stages_do_their_own_layers_only() -> None:
@@ -177,5 +207,5 @@ def test_program_of_a_plan_with_stages() -> None:
     )  # fmt: skip
     made = TrainProgram.from_plan(TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice).to_json())
     assert (made.schedule, made.chunks, made.microbatches) == ("interleaved", 2, 8)
-    assert made.context_attention == "all_gather"
+    assert made.computation.context_attention == "all_gather"
     assert TrainProgram.from_json(made.to_json()) == made

@@ -187,7 +187,7 @@ def test_pipelines_that_no_program_runs_say_why() -> None:
     assert not obstacles(microbatches=8)
     experts = replace(load_model("deepseek-v2-lite"), layers=28)
     mixed = replace(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block", microbatches=8), model=experts)
-    assert "begins with dense ones" in "; ".join(best(sweep(mixed)).obstacles)
+    assert "begins with dense layers" in "; ".join(best(sweep(mixed)).obstacles)
     several = obstacles(seqs=96, microbatches=6, schedule="interleaved", chunks=2)
     assert "multiple of 4 microbatches, not 6" in several
     plan = best(sweep(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block,qkv=offload", microbatches=8)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from curves import QUICKLY, mesh_of
+from curves import QUICKLY, mesh_of, program_of
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
@@ -21,14 +21,14 @@ from rooftop.models.activations import parse_policy
 from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
 from rooftop.plan.strategies import Choice
 from rooftop.plan.workload import Numerics
+from rooftop.programs.context_order import sequence_order
 from rooftop.programs.describe import describe
 from rooftop.programs.optimizer import Optimizer
 from rooftop.programs.parameters import Batch, Transformer, initialise, shardings
-from rooftop.programs.ring_attention import sequence_order
 from rooftop.programs.sharding import Specs
+from rooftop.programs.train_program import TrainProgram
 from rooftop.programs.train_step import (
     Metrics,
-    TrainProgram,
     TrainState,
     abstract_batch,
     abstract_state,
@@ -46,7 +46,7 @@ BATCH, SEQ_LEN = 4, 16
 
 def program(**changes: Any) -> TrainProgram:
     fields = {"model": MODEL, "batch": BATCH, "seq_len": SEQ_LEN, "compute_dtype": "f32"}
-    return TrainProgram(**(fields | changes))
+    return program_of(**(fields | changes))
 
 
 def ids() -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +57,7 @@ def ids() -> tuple[np.ndarray, np.ndarray]:
 def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[TrainState[np.ndarray], float]:
     state = init_state(made, jax.random.key(0), mesh)
     place = abstract_batch(made, mesh)
-    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.context_order)
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
     tokens, targets = (jax.device_put(each[:, order], place.tokens.sharding) for each in ids())
     with jax.set_mesh(mesh):
         step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
@@ -192,7 +192,7 @@ def test_thousands_of_devices_without_any() -> None:
     mesh = jax.sharding.AbstractMesh(
         (1, 1, 1024, 1, 1, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES)
     )
-    made = TrainProgram(model=load_model("llama3-70b"), batch=1024, seq_len=4096)
+    made = program_of(model=load_model("llama3-70b"), batch=1024, seq_len=4096)
     with jax.sharding.use_abstract_mesh(mesh):
         before, batch = abstract_state(made, mesh), abstract_batch(made, mesh)
         after, metrics = jax.eval_shape(train_step(made, made.specs(mesh)), before, batch)
@@ -204,7 +204,9 @@ def test_thousands_of_devices_without_any() -> None:
 
 
 def test_json_round_trip() -> None:
-    made = program(optimizer=Optimizer(learning_rate=1e-3, clip_norm=1.0), rules=Rules().only({"data": 1, "fsdp": 1}))
+    made = program(
+        optimizer=Optimizer(learning_rate=1e-3, clip_norm=1.0), specs=Specs(Rules().only({"data": 1, "fsdp": 1}))
+    )
     assert TrainProgram.from_json(made.to_json()) == made
 
 
@@ -242,15 +244,16 @@ def test_program_of_a_plan() -> None:
     numerics = Numerics(optimizer="lion", moments="bf16", gradients="f32")
     made = TrainProgram.from_plan(plan("fsdp=x,tensor=y", numerics=numerics))
     assert (made.model, made.batch, made.seq_len, made.microbatches) == (load_model("llama3-8b"), 128, 4096, 4)
-    assert (made.remat, made.attention, made.attention_block) == ("block,qkv=offload", "splash", 1024)
+    how = made.computation
+    assert (how.remat, how.attention, how.attention_block) == ("block,qkv=offload", "splash", 1024)
     assert (made.compute_dtype, made.weights_dtype, made.gradient_dtype) == ("bf16", "f32", "f32")
     assert made.optimizer == Optimizer(name="lion", moments="bf16")
-    assert made.rules == Rules()
+    assert how.specs.rules == Rules()
     # 8 sequences of 4096 on each device, 1024 of their tokens at a time.
     assert made.loss_chunks == 32
     assert TrainProgram.from_json(made.to_json()) == made
     stored = TrainProgram.from_plan(plan("context=x,fsdp=y", assumptions=Assumptions(attention="reference")))
-    assert (stored.attention, stored.loss_chunks) == ("reference", 8)
+    assert (stored.computation.attention, stored.loss_chunks) == ("reference", 8)
 
 
 @pytest.mark.parametrize(
@@ -293,8 +296,10 @@ def test_clipped_gradients_have_the_norm_asked_for(expected: tuple[float, Any, A
 def test_unknown_program_field_and_dtype() -> None:
     with pytest.raises(RooftopError, match="bf16, f32"):
         program(compute_dtype="f64")
-    with pytest.raises(RooftopError, match="TrainProgram"):
-        TrainProgram.from_json(program().to_json() | {"speed": 11})
+    whole = program().to_json()
+    for wrong in ({"speed": 11}, {"computation": whole["computation"] | {"speed": 11}}, {"computation": 11}):
+        with pytest.raises(RooftopError, match="TrainProgram"):
+            TrainProgram.from_json(whole | wrong)
 
 
 def test_specs_refuse_collisions_and_unknown_dims() -> None:

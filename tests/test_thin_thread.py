@@ -14,7 +14,8 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
 from rooftop.plan.strategies import Choice
-from rooftop.programs.train_step import TrainProgram
+from rooftop.programs.layer import Computation
+from rooftop.programs.train_program import TrainProgram
 from rooftop.xla.compiling import Compiled, Request, compile_ahead_of_time
 
 MODEL = ModelConfig(
@@ -33,7 +34,8 @@ def planned(program: TrainProgram, mesh: Mesh) -> Ledger:
     workload = Workload(batch_tokens=program.batch * program.seq_len, seq_len=program.seq_len)
     assumptions = Assumptions(attention="reference")
     problem = Problem(model=program.model, slice=mesh.slice, workload=workload, assumptions=assumptions)
-    choice = Choice(remat=program.remat, policy=parse_policy(program.remat))
+    remat = program.computation.remat
+    choice = Choice(remat=remat, policy=parse_policy(remat))
     return TrainingPlan(problem=problem, mesh=mesh, choice=choice).ledger
 
 
@@ -41,7 +43,7 @@ def compile_step(name: str, layout: str, *, batch: int, remat: str) -> tuple[Tra
     slice_ = Slice.parse(name)
     axes = Mesh.from_layout(slice_, layout).axes
     mesh = Mesh(slice_, {name: axes.get(name, ()) for name in AXES})
-    program = TrainProgram(model=MODEL, batch=batch, seq_len=512, remat=remat)
+    program = TrainProgram(computation=Computation(model=MODEL, remat=remat), batch=batch, seq_len=512)
     request = Request(mesh=mesh, program="rooftop.programs.train_step:lower", arguments=program.to_json())
     return program, compile_ahead_of_time(request, timeout_s=1200)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from curves import program_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -27,7 +28,8 @@ from rooftop.models import ModelConfig, count_params, from_huggingface
 from rooftop.programs.describe import describe
 from rooftop.programs.optimizer import Optimizer
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_step import TrainProgram, TrainState, init_state, train_step
+from rooftop.programs.train_program import TrainProgram
+from rooftop.programs.train_step import TrainState, init_state, train_step
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
 from rooftop.train.events import Events
@@ -221,7 +223,7 @@ def test_metrics_come_as_tensorboard_events(tmp_path: Path) -> None:
 @cache
 def tiny_program(**changes: Any) -> TrainProgram:
     fields = {"batch": 4, "seq_len": 16, "packed": True, "compute_dtype": "f32", "attention": "chunked"}
-    return TrainProgram(**{"model": from_huggingface(TINY, "tiny"), "gradient_norm": True} | fields | changes)
+    return program_of(**{"model": from_huggingface(TINY, "tiny"), "gradient_norm": True} | fields | changes)
 
 
 def poisoned(state: TrainState[jax.Array], *names: str, layer: int) -> TrainState[jax.Array]:

@@ -28,7 +28,7 @@ def write_run(path: Path, *, steps: int = STEPS, traced: bool = True) -> Path:
     (path / "profile").mkdir(parents=True)
     about = {
         "kind": "run", "mesh": {"data": 2, "tensor": 4}, "devices": {"name": "8 x cpu"},
-        "job": {"program": {"model": {"name": "tiny"}, "compute_dtype": "bf16"}},
+        "job": {"program": {"computation": {"model": {"name": "tiny"}}, "compute_dtype": "bf16"}},
     }  # fmt: skip
     (path / "run.json").write_text(json.dumps(about))
     records = [
@@ -134,7 +134,9 @@ def test_a_long_run_shows_some_of_its_steps_and_the_last(tmp_path: Path) -> None
     assert shown.answer.figures[0].text == "40,000"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"job": 3}', '{"job": {"program": {"model": {"name": "x"}}}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"job": 3}', '{"job": {"program": {"computation": {"model": {"name": "x"}}}}}']
+)
 def test_a_folder_that_is_no_run_has_no_first_look(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     (tmp_path / "metrics.jsonl").write_text("not JSON\n")

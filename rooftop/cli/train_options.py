@@ -101,16 +101,18 @@ def request_of(
         plan = read_plan(folder.plan)
     model = options["model"]
     if recorded is not None and plan is None and "model" not in explicit:
-        model = ModelConfig.from_json(recorded["job"]["program"]["model"])
-    fields = {
+        model = ModelConfig.from_json(recorded["job"]["program"]["computation"]["model"])
+    computation = {
         "z_loss": number(options, "z_loss"),
         "balance_loss": number(options, "balance_loss"),
         "expert_capacity": number(options, "expert_capacity"),
+        "remat": options["remat"],
+        "context_attention": options["context_attention"],
+    }
+    fields = {
         "microbatches": count(options, "microbatches"),
         "schedule": options["schedule"],
         "chunks": count(options, "chunks"),
-        "remat": options["remat"],
-        "context_attention": options["context_attention"],
         "compute_dtype": options["compute_dtype"],
         "weights_dtype": options["weights_dtype"],
     }
@@ -143,6 +145,7 @@ def request_of(
         batch=count(options, "batch_seqs"),
         seq_len=count(options, "seq"),
         fields={name: value for name, value in fields.items() if value is not None},
+        computation={name: value for name, value in computation.items() if value is not None},
         optimizer={name: value for name, value in optimizer.items() if value is not None}
         | {"clip_norm": number(options, "clip") or None},
         peak_flops_per_s=number(options, "peak_flops") or None,

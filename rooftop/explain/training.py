@@ -10,7 +10,7 @@ from rooftop.errors import Infeasible
 from rooftop.explain.compiled import SCHEMA, Report, largest
 from rooftop.hardware import Slice
 from rooftop.plan import Problem, TrainingPlan, sweep
-from rooftop.programs.train_step import TrainProgram
+from rooftop.programs.train_program import TrainProgram
 from rooftop.quantities import format_bytes
 from rooftop.xla.compiling import Progress, Request, compile_ahead_of_time
 from rooftop.xla.memory import OutOfMemory

@@ -12,7 +12,8 @@ import numpy as np
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.plan.assumptions import Assumptions
-from rooftop.plan.search import Problem, Sweep, best_of, sweep
+from rooftop.plan.problem import Problem
+from rooftop.plan.search import Sweep, best_of, sweep
 from rooftop.plan.strategies import Strategies
 from rooftop.roofline.overlap import overlap
 

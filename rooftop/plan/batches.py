@@ -18,7 +18,8 @@ from rooftop.errors import RooftopError
 from rooftop.ledger import Number
 from rooftop.models.activations import parse_policy
 from rooftop.plan.layouts import Layouts, enumerate_layouts
-from rooftop.plan.search import BLOCK, Problem
+from rooftop.plan.problem import Problem
+from rooftop.plan.search import BLOCK
 from rooftop.plan.strategies import Choice, Strategies
 from rooftop.plan.training import TrainingStep
 

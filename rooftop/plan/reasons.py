@@ -10,7 +10,7 @@ import numpy as np
 
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.plan.search import Problem
+from rooftop.plan.problem import Problem
 from rooftop.plan.training import TrainingStep
 from rooftop.quantities import format_bytes, format_count
 from rooftop.roofline import rules

@@ -7,25 +7,17 @@ them. Layouts are priced in the order of that bound, until none that is left cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import AXES, Floats, Ints, Mesh
-from rooftop.errors import RooftopError
-from rooftop.hardware import Slice
-from rooftop.models.activations import POLICIES, parse_policy
-from rooftop.models.config import ModelConfig
-from rooftop.plan.assumptions import Assumptions
-from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
-from rooftop.plan.memory import Memory, book_memory, training_memory
-from rooftop.plan.strategies import SCHEDULES, Choice, Strategies, choices
-from rooftop.plan.training import TrainingStep
-from rooftop.plan.workload import Numerics, Workload
+from rooftop.arrays.mesh import Floats, Ints
+from rooftop.plan.candidates import allowed_candidates, searched_choices, searched_layouts, uneven
+from rooftop.plan.layouts import Layouts
+from rooftop.plan.problem import Problem
+from rooftop.plan.strategies import Strategies
 
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
 BLOCK = 16_384
@@ -33,47 +25,6 @@ BLOCK = 16_384
 RANKED = 6
 #: Mesh shapes priced between two looks at whether those that are left can still matter.
 TOGETHER = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """All that a search is given. What is None is searched."""
-
-    model: ModelConfig
-    slice: Slice
-    workload: Workload
-    numerics: Numerics = Numerics()
-    assumptions: Assumptions = Assumptions()
-    axes: Mapping[str, int] | None = None
-    mesh: Mesh | None = None
-    remat: str | None = None
-    microbatches: int | None = None
-    schedule: str = "1f1b"
-    chunks: int = 1
-    bounds: str = "usable"
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise RooftopError("schedule", self.schedule, ", ".join(SCHEDULES))
-        if (self.chunks > 1) != (self.schedule == "interleaved"):
-            raise RooftopError("chunks", self.chunks, "2 or more with the interleaved schedule, 1 with any other")
-
-    @property
-    def capacity(self) -> float:
-        """HBM bytes of a device: usable, or nominal with the book's bounds."""
-        chip = self.slice.chip
-        return chip.hbm_bytes / chip.devices if self.bounds == "book" else chip.hbm_usable_bytes
-
-    def memory(self, step: TrainingStep) -> Memory:
-        """Bytes per device by class, by what XLA holds or by the book's arithmetic."""
-        return (book_memory if self.bounds == "book" else training_memory)(step)
-
-    def step(self, strategies: Strategies) -> TrainingStep:
-        """The training step under given strategies."""
-        return TrainingStep(
-            model=self.model, slice=self.slice, workload=self.workload, numerics=self.numerics,
-            assumptions=self.assumptions, strategies=strategies,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +91,8 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
 
     Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
-    layouts, even = _layouts(problem)
-    options = _choices(problem, layouts)
+    layouts, even = searched_layouts(problem)
+    options = searched_choices(problem, layouts)
     order, starts = _by_shape(layouts)
     layouts = layouts[order]
     shapes = layouts[starts]
@@ -149,7 +100,7 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = _allowed(problem, whole, even)
+        allowed = allowed_candidates(problem, whole, even)
         seconds, held = _evaluate(problem, whole)
         return Sweep(
             problem=problem,
@@ -166,7 +117,7 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     cheapest = Strategies(
         shapes, options, {key: found.map(lambda v: np.minimum.reduceat(v, starts)) for key, found in prices.items()}
     )
-    allowed = _allowed(problem, cheapest, even)
+    allowed = allowed_candidates(problem, cheapest, even)
     bound_s, memory = _evaluate(problem, cheapest)
     feasible = allowed & (memory <= problem.capacity)
     if not feasible.any():
@@ -220,146 +171,9 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
     return expected, held
 
 
-def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts that JAX could not run as they stand, because a dim does not split evenly, [C]."""
-    batch = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
-    columns = layouts.along("fsdp") * layouts.along("tensor")
-    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
-    return bad
-
-
-def _layouts(problem: Problem) -> tuple[Layouts, bool]:
-    if problem.mesh is not None:
-        layouts = from_mesh(problem.mesh)
-        return layouts, not uneven(problem, layouts).any()
-    if problem.axes is not None:
-        layouts = _given(problem, problem.axes)
-        return layouts, not uneven(problem, layouts).any()
-    axes, divides = _searched(problem)
-    layouts = enumerate_layouts(problem.slice, axes, divides)
-    layouts = layouts[_heads_split(problem.model, layouts)]
-    good = ~uneven(problem, layouts)
-    even = bool(good.any())
-    if even:
-        layouts = layouts[good]
-    return layouts, even
-
-
-def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
-    """The axes worth searching and what each must divide."""
-    model = problem.model
-    columns = gcd(model.heads, model.d_ff if model.dense_layers else 0)
-    divides = {"tensor": columns, "context": problem.workload.seq_len, "stage": model.layers}
-    if model.moe is not None:
-        divides["tensor"] = gcd(columns, model.moe.d_ff)
-        divides["expert"] = model.moe.experts
-    return [name for name in AXES if name != "expert" or model.moe is not None], divides
-
-
-def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Key and value heads must split over tensor, or be copied a whole number of times."""
-    tensor = layouts.along("tensor")
-    good: npt.NDArray[np.bool_] = (model.kv_heads % tensor == 0) | (tensor % model.kv_heads == 0)
-    return good
-
-
-def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
-    """Layouts with exactly the given axis sizes."""
-    devices = problem.slice.devices
-    product = int(np.prod(list(sizes.values())))
-    given = ",".join(f"{name}={size}" for name, size in sizes.items())
-    if product != devices:
-        raise RooftopError(
-            "mesh", given, f"sizes whose product is the {devices} devices of {problem.slice.name} "
-            f"(yours is {product}), such as {_nearest(sizes, devices)}",
-        )  # fmt: skip
-    model = problem.model
-    for name, of, size in (
-        ("tensor", "attention heads", model.heads),
-        ("stage", "layers", model.layers),
-        ("expert", "experts", 1 if model.moe is None else model.moe.experts),
-    ):
-        if size % sizes.get(name, 1):
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
-            near = sorted(divisors, key=lambda n: abs(n - sizes[name]))[:2]
-            raise RooftopError(f"mesh axis {name}", sizes[name], f"a divisor of the {size} {of}: {sorted(near)}")
-    names = [name for name in AXES if sizes.get(name, 1) > 1] or ["data"]
-    divides = {name: sizes.get(name, 1) for name in AXES}
-    layouts = enumerate_layouts(problem.slice, names, divides)
-    wanted = np.array([divides[name] for name in AXES])
-    layouts = layouts[np.all(layouts.devices == wanted, axis=1)]
-    if not len(layouts):
-        physical = " x ".join(f"{axis.name}={axis.size}" for axis in problem.slice.physical_axes)
-        raise RooftopError(
-            "mesh", given, f"axes that whole or split physical axes ({physical}) make up; over DCN only data and stage"
-        )
-    return layouts
-
-
-def _nearest(sizes: Mapping[str, int], devices: int) -> str:
-    """The given mesh with its largest axis changed so that the product is right, the others rounded to divisors."""
-    largest = max(sizes, key=lambda name: sizes[name])
-    found: dict[str, int] = {}
-    left = devices
-    for name, size in sizes.items():
-        if name != largest:
-            found[name] = max(n for n in range(1, size + 1) if left % n == 0)
-            left //= found[name]
-    found[largest] = left
-    return ",".join(f"{name}={found[name]}" for name in sizes)
-
-
-def _choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
-    if problem.remat is None:
-        # 'full' is another name of 'block'.
-        policies = {name: POLICIES[name] for name in ("none", "matmuls", "minimal", "block")}
-    else:
-        policies = {problem.remat: parse_policy(problem.remat)}
-    counts: Sequence[int]
-    if problem.microbatches is not None:
-        if problem.workload.batch_seqs % problem.microbatches:
-            raise RooftopError(
-                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
-            )
-        counts = (problem.microbatches,)
-    else:
-        replicas = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
-        most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
-        counts = [2**power for power in range(8) if 2**power <= most]
-    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
-
-
-def _allowed(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """Microbatches must split each replica's sequences evenly; interleaved chunks the layers of a stage."""
-    layouts = strategies.layouts
-    replicas = strategies.devices("data", "fsdp", "expert")
-    counts = strategies.microbatches
-    good = np.ones(strategies.shape, np.bool_)
-    if even:
-        good &= problem.workload.batch_seqs % (replicas * counts) == 0
-    else:
-        good &= counts == counts.min()
-    stages = layouts.along("stage")[:, None]
-    parts = (problem.chunks == 1) | (problem.model.layers % (stages * problem.chunks) == 0)
-    if not parts.any():
-        layers = problem.model.layers
-        most = [layers // int(each) for each in np.unique(stages) if layers % each == 0]
-        fitting = sorted({n for each in most for n in range(2, each + 1) if each % n == 0})
-        accepted = ", ".join(map(str, fitting)) or "no interleaving"
-        raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {layers} layers)")
-    good &= parts
-    if not good.any():
-        raise RooftopError(
-            "microbatches",
-            int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of each replica",
-        )
-    return good
-
-
 def best_of(problem: Problem, within: Strategies) -> float:
     """Expected step time of the best fitting candidate among given strategies; infinite if none fits."""
     within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
-    allowed = _allowed(problem, within, even=not uneven(problem, within.layouts).any())
+    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
     return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())

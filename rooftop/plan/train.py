@@ -21,8 +21,9 @@ from rooftop.plan.assumptions import Assumptions
 from rooftop.plan.layouts import from_mesh
 from rooftop.plan.memory import host_bytes
 from rooftop.plan.pricing import idle_fraction
+from rooftop.plan.problem import Problem
 from rooftop.plan.reasons import Reason, shortfall, training_reasons
-from rooftop.plan.search import Problem, Sweep, sweep
+from rooftop.plan.search import Sweep, sweep
 from rooftop.plan.strategies import Choice, Strategies
 from rooftop.plan.training import TrainingStep
 from rooftop.plan.workload import Numerics, Workload
@@ -295,7 +296,7 @@ def _obstacles(problem: Problem, mesh: Mesh, choice: Choice) -> list[str]:
     found: list[str] = []
     if (stages := mesh.size("stage")) > 1:
         if model.moe is not None and 0 < model.moe.dense_layers < model.layers:
-            found.append(f"stages share layers of one kind: {model.name} begins with dense ones")
+            found.append(f"plans price stages that are alike, and {model.name} begins with dense layers")
         if "offload" in choice.policy.values():
             found.append("no program offloads activations from a pipeline stage")
         if choice.chunks > 1 and choice.microbatches > stages and choice.microbatches % stages:

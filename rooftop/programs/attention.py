@@ -54,24 +54,21 @@ __all__ = [
 
 
 def attend(
+    kernel: str,
+    scores: Scores,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
-    scale: float,
-    kernel: str,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
-    block: int = BLOCK,
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of q [b, T, n, H] to k [b, T, k, H] and v [b, T, k, d_v]: [b, T, n, d_v] in the dtype of q.
 
-    A token attends to its ``window`` last positions, its own included (None: to all before it), and to none of another
-    segment than its own (``segments`` [b, T] int32, not negative). ``sinks`` [n] are logits that join the softmax's
-    denominator with no value. ``kernel`` is one of ``KERNELS``; it may be called inside ``jax.shard_map``, with
-    ``check_vma=False`` for 'splash', whose outputs have no such type.
+    A token attends to the ``scores.window`` last positions, its own included (None: to all before it), and to none of
+    another segment than its own (``segments`` [b, T] int32, not negative). ``sinks`` [n] are logits that join the
+    softmax's denominator with no value. ``kernel`` is one of ``KERNELS``; it may be called inside ``jax.shard_map``,
+    with ``check_vma=False`` for 'splash', whose outputs have no such type.
 
     Raises RooftopError for an unknown kernel, and for what a kernel does not do.
     """
@@ -79,7 +76,6 @@ def attend(
         raise unknown("attention kernel", kernel, KERNELS)
     if q.shape[2] % k.shape[2]:
         raise RooftopError("query heads on a device", q.shape[2], f"a multiple of the {k.shape[2]} key/value heads")
-    scores = Scores(scale=float(scale), window=window, softcap=softcap, block=block)
     return _ATTEND[kernel](scores, q, k, v, sinks, None, None if segments is None else (segments, segments))
 
 

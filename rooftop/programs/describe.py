@@ -59,6 +59,12 @@ def segments(model: ModelConfig) -> tuple[Segment, ...]:
     return tuple(found)
 
 
+def shared_segment(model: ModelConfig) -> int:
+    """Which of the segments pipeline stages share: the one with the most layers, by its index."""
+    sizes = [segment.repeats * len(segment.kinds) for segment in segments(model)]
+    return sizes.index(max(sizes))
+
+
 def _repeats(kinds: list[Kind], period: int) -> int:
     """How often the first ``period`` kinds follow one another."""
     count = 1
@@ -72,28 +78,31 @@ def describe(model: ModelConfig) -> Transformer[Parameter]:
 
     Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay
     thick enough for the hardware's tiles. What tables hold is split over D only: a lookup needs no exchange of rows.
+    Layers are split over pipeline stages where these share them (``shared_segment``); the few others are on all stages.
     """
     d, v = model.d_model, model.vocab
     table = (None, ("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
     learned = model.positions == "learned"
     unembed = Parameter(shape=(d, v), dims=("embed", "vocab"), fan_in=d)
+    shared = shared_segment(model)
     return Transformer(
         embed=Parameter(shape=(v, d), dims=table, fan_in=d),
         positions=Parameter(shape=(model.max_seq_len, d), dims=table, fan_in=d) if learned else None,
         layers=tuple(
-            tuple(_layer(model, kind, segment.repeats) for kind in segment.kinds) for segment in segments(model)
+            tuple(_layer(model, kind, segment.repeats, "layers" if at == shared else None) for kind in segment.kinds)
+            for at, segment in enumerate(segments(model))
         ),
         final_norm=_norm(model, ()),
         unembed=None if model.tied_embeddings else unembed,
     )
 
 
-def _layer(model: ModelConfig, kind: Kind, n: int) -> Layer[Parameter]:
+def _layer(model: ModelConfig, kind: Kind, n: int, dim: Dim) -> Layer[Parameter]:
     layer = Layer(
         attn=_attention(model, n) if model.mla is None else _latent(model, model.mla, n),
         mlp=_mixture(model, model.moe, n) if kind.moe and model.moe is not None else _mlp(model, n),
     )
-    return jax.tree.map(lambda weight: replace(weight, dims=("layers", *weight.dims[1:])), layer)
+    return jax.tree.map(lambda weight: replace(weight, dims=(dim, *weight.dims[1:]), stacked=True), layer)
 
 
 def _norm(model: ModelConfig, stack: tuple[int, ...]) -> Norm[Parameter]:

@@ -12,29 +12,29 @@ quarters; half would be enough. A window that is shorter than the sequence cuts 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from rooftop.errors import RooftopError, unknown
 from rooftop.programs.attention import attend, attend_behind
-from rooftop.programs.attention_scores import BLOCK, Scores, block_size
-from rooftop.programs.ring_attention import ORDERS, RING_KERNELS, chunks_of, sequence_order
+from rooftop.programs.attention_scores import Scores, block_size
+from rooftop.programs.context_order import ORDERS, chunks_of, sequence_order
+from rooftop.programs.ring_attention import RING_KERNELS
 
 
 def gathered_attend(
+    kernel: str,
+    scores: Scores,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     axis: str,
-    scale: float,
-    kernel: str,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    block: int = BLOCK,
     order: str = "contiguous",
+    sinks: jax.Array | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """``rooftop.programs.ring_attention.ring_attend`` without a ring: the same arguments, results and refusals."""
@@ -44,10 +44,7 @@ def gathered_attend(
         raise unknown("kernel of attention to gathered keys", kernel, RING_KERNELS)
     size, chunks = lax.axis_size(axis), chunks_of(order)
     if size == 1:
-        return attend(
-            q, k, v, scale=scale, kernel=kernel, window=window, softcap=softcap, sinks=sinks, block=block,
-            segments=segments,
-        )  # fmt: skip
+        return attend(kernel, scores, q, k, v, sinks=sinks, segments=segments)
     if q.shape[2] % k.shape[2]:
         raise RooftopError("query heads on a device", q.shape[2], f"a multiple of the {k.shape[2]} key/value heads")
     if q.shape[1] % chunks:
@@ -69,9 +66,9 @@ def gathered_attend(
         place = here if index == 0 else 2 * size - 1 - here
         last = size * (index + 1) - 1
         behind = last * chunk
-        if window is not None:
-            size_of_block = block_size(chunk, block)
-            behind = min(behind, -(-(window - 1) // size_of_block) * size_of_block)
+        if scores.window is not None:
+            block = block_size(chunk, scores.block)
+            behind = min(behind, -(-(scores.window - 1) // block) * block)
 
         def before(x: jax.Array, place: jax.Array = place, behind: int = behind, last: int = last) -> jax.Array:
             """The chunk at ``place`` and what is ``behind`` it, zeros where the sequence has not begun."""
@@ -82,7 +79,7 @@ def gathered_attend(
         outputs.append(
             attend_behind(
                 kernel,
-                Scores(scale=float(scale), window=window, softcap=softcap, block=block, offset=behind),
+                replace(scores, offset=behind),
                 q[:, own],
                 before(keys),
                 before(values),

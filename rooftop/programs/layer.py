@@ -5,25 +5,32 @@ Dims as in ``rooftop.programs.transformer``, which also says which collectives t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
 
+from rooftop.arrays.rules import Rules
+from rooftop.errors import RooftopError, unknown
+from rooftop.models.activations import parse_policy
 from rooftop.models.config import ModelConfig
-from rooftop.programs.attention import BLOCK, attend
+from rooftop.programs.attention import BLOCK, KERNELS, Scores, attend
+from rooftop.programs.context_order import ORDERS, sequence_order
 from rooftop.programs.elementwise import add_bias, norm, scale_norm
 from rooftop.programs.gathered_attention import gathered_attend
 from rooftop.programs.mla import latent_qkv
-from rooftop.programs.moe import activate, moe_mlp
+from rooftop.programs.moe import EXPERT_MATMULS, activate, moe_mlp
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoE
 from rooftop.programs.positions import rotate, within_segments
 from rooftop.programs.projection import project, project_left
-from rooftop.programs.ring_attention import ring_attend, sequence_order
+from rooftop.programs.ring_attention import ring_attend
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
 #: How attention over a context axis comes by the keys and values of other devices.
@@ -35,7 +42,7 @@ class Computation:
     """How a model is computed: its arrays by ``specs``, checkpoints by ``remat`` (see ``rooftop.models.activations``).
 
     ``attention`` is a kernel of ``rooftop.programs.attention``, with blocks of at most ``attention_block``. Over a
-    context axis the sequence lies in ``context_order`` (see ``rooftop.programs.ring_attention``), and keys and values
+    context axis the sequence lies in ``context_order`` (see ``rooftop.programs.context_order``), and keys and values
     come by ``context_attention``: round a ring, or gathered (``rooftop.programs.gathered_attention``). Experts do
     ``expert_matmul``, and ``expert_capacity`` is the ``capacity_factor`` of ``rooftop.programs.moe``: None drops no
     token. ``z_loss`` and ``balance_loss`` are coefficients of what is added to the cross-entropy (see ``objective``).
@@ -43,8 +50,8 @@ class Computation:
     """
 
     model: ModelConfig
-    specs: Specs
-    remat: str = "none"
+    specs: Specs = Specs(Rules())
+    remat: str = "block"
     attention: str = "reference"
     attention_block: int = BLOCK
     context_order: str = "zigzag"
@@ -54,6 +61,37 @@ class Computation:
     z_loss: float = 0.0
     balance_loss: float = 0.0
     weights_left: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("attention", KERNELS),
+            ("context_order", ORDERS),
+            ("context_attention", CONTEXT_ATTENTIONS),
+            ("expert_matmul", EXPERT_MATMULS),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        if self.attention_block < 1:
+            raise RooftopError("attention_block", self.attention_block, "a positive whole number")
+        for name in ("z_loss", "balance_loss"):
+            if not 0 <= (coefficient := getattr(self, name)) < math.inf:
+                raise RooftopError(name, coefficient, "a number that is not negative; 0 for none")
+        if self.balance_loss and self.model.moe is None:
+            raise RooftopError("balance_loss", self.balance_loss, f"0 for {self.model.name}, which has no experts")
+        parse_policy(self.remat)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values; of ``specs`` their ``rules``."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "specs"}
+        return fields | {"model": self.model.to_json(), "rules": self.specs.rules.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Computation:
+        """The inverse of ``to_json``. Raises TypeError or KeyError on fields that a computation does not have."""
+        fields = dict(data)
+        if "rules" in fields:
+            fields["specs"] = Specs(Rules.from_json(fields.pop("rules")))
+        return cls(**fields | {"model": ModelConfig.from_json(fields["model"])})
 
     def positions(self, batch: Batch[jax.Array]) -> jax.Array:
         """The positions of the tokens: [T] alike in all sequences, or [B, T] where sequences are packed or it is given.
@@ -161,19 +199,21 @@ def _core(
     heads = specs.activation("batch", "seq", "heads", None)
     kv_heads = specs.activation("batch", "seq", "kv_heads", None)
     sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
-    attention = partial(attend, block=how.attention_block)
+    scores = Scores(
+        scale=model.d_head**-0.5 if model.query_scale is None else model.query_scale,
+        window=window,
+        softcap=model.attn_softcap,
+        block=how.attention_block,
+    )
+    attention: Callable[..., jax.Array] = attend
     if ring := specs.rules.activations["seq"]:
         over = ring_attend if how.context_attention == "ring" else gathered_attend
-        attention = partial(over, block=how.attention_block, axis=ring[0], order=how.context_order)
+        attention = partial(over, axis=ring[0], order=how.context_order)
 
     def local(
         q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
     ) -> jax.Array:
-        return attention(
-            q, k, v,
-            scale=model.d_head**-0.5 if model.query_scale is None else model.query_scale,
-            kernel=how.attention, window=window, softcap=model.attn_softcap, sinks=sinks, segments=segments,
-        )  # fmt: skip
+        return attention(how.attention, scores, q, k, v, sinks=sinks, segments=segments)
 
     # A Pallas kernel's outputs do not say over which axes they vary.
     typed = how.attention != "splash"

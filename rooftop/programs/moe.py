@@ -38,6 +38,7 @@ from rooftop.programs.grouped_matmul import Groups, grouped_matmul
 from rooftop.programs.parameters import MoE
 from rooftop.programs.routing import load, one_hot, route
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
+from rooftop.programs.slots import Slots, capacity, from_slots, to_slots
 
 Axes = tuple[str, ...]
 #: How experts multiply: slots of their own in one batched einsum, or sorted rows in a grouped matmul.
@@ -166,25 +167,18 @@ def moe_mlp(
         )(x, own, padding)
 
 
+def no_load(model: ModelConfig, specs: Specs) -> jax.Array:
+    """What ``moe_mlp`` measures, before any layer."""
+    assert model.moe is not None
+    axes = _Axes.of(specs).residual
+    return jnp.zeros((_ways(axes), 3, model.moe.experts), jnp.float32, out_sharding=P(axes or None))
+
+
 def _scope(weight: str) -> str:
     """The scope in which a weight of ``MoE`` is used."""
     if weight in ("router", "router_bias", "correction_bias"):
         return "router"
     return "shared" if weight.startswith("shared_") else "experts"
-
-
-def capacity(tokens: int, moe: models.MoE, factor: float | None, shards: int) -> int:
-    """Slots C of a device of ``tokens`` n for each of ``shards`` X of the experts: ``factor`` n k / X, at most all.
-
-    All that can be needed, also for None, is n min(k, E/X). A factor of 1 is what evenly chosen experts need, and what
-    a plan counts. Raises RooftopError if it is not positive.
-    """
-    all_ = tokens * min(moe.active, moe.experts // shards)
-    if factor is None:
-        return all_
-    if not factor > 0:
-        raise RooftopError("capacity_factor", factor, "a positive number, or none to drop nothing")
-    return min(all_, math.ceil(factor * tokens * moe.active / shards))
 
 
 def activate(gate: jax.Array | None, up: jax.Array, model: ModelConfig) -> jax.Array:
@@ -197,74 +191,27 @@ def activate(gate: jax.Array | None, up: jax.Array, model: ModelConfig) -> jax.A
     return _ACTIVATIONS[model.activation](gate) * up
 
 
+@jax.custom_jvp
+def _gelu(x: jax.Array) -> jax.Array:
+    """x times the normal distribution's cumulative function of x."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+@_gelu.defjvp
+def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # JAX 0.12.0 cannot differentiate a float32 erfc inside a typed shard_map, though it can compute one.
+    (x,), (dx,) = primals, tangents
+    cumulative = 0.5 * jax.lax.erfc(-x * 0.5**0.5)
+    density = jnp.exp(-0.5 * jnp.square(x)) * (2 * math.pi) ** -0.5
+    return _gelu(x), (cumulative + x * density) * dx
+
+
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": _gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """Which pair is in which slot, and the reverse. Pair p = token x k + choice.
-
-    ``pairs`` [E, C]: the pair in each slot, n k where the slot is empty. ``taken`` [n, k]: the slot of each pair, E C
-    where it was dropped.
-    """
-
-    pairs: jax.Array
-    taken: jax.Array
-
-    @classmethod
-    def of(cls, chosen: jax.Array, experts: int, capacity: int) -> Slots:
-        """C slots for each expert filled in the order of pairs; ``chosen`` [n, k] are ids of experts."""
-        pair, size = jnp.arange(chosen.size, dtype=jnp.int32), chosen.size
-        if size * experts >= 2**31:
-            raise RooftopError("pairs of token and expert on a device", size, f"fewer than 2**31 / {experts}")
-        # One key and nothing beside it: of all ways to rank, the one that XLA:TPU compiles fastest.
-        expert, order = jnp.divmod(lax.sort(chosen.reshape(-1) * size + pair, is_stable=False), size)
-        count = jnp.sum(one_hot(chosen.reshape(-1), experts), axis=0, dtype=jnp.int32)
-        first = jnp.cumsum(count) - count
-        place = jnp.arange(capacity, dtype=jnp.int32)
-        rank = pair - first[expert]
-        slot = jnp.where(rank < capacity, expert * capacity + rank, experts * capacity)
-        return cls(
-            pairs=jnp.where(place < count[:, None], order.at[first[:, None] + place].get(mode="clip"), size),
-            taken=jnp.zeros_like(pair).at[order].set(slot, unique_indices=True).reshape(chosen.shape),
-        )
-
-
-@jax.custom_vjp
-def to_slots(x: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
-    """Rows of x [n, D] for every slot: row source[e, c], zeros where that is n or more: [E, C, D].
-
-    ``slots`` [n, k] is the reverse, the slots that each row went to: the gradient is ``from_slots``, a gather too.
-    """
-    return x.at[source].get(mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def from_slots(rows: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
-    """The sum over k of the rows [E, C, D] in slots [n, k], those beyond E C left out: [n, D]. Summed in float32."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    picked = flat.at[slots].get(mode="fill", fill_value=0)
-    return jnp.sum(picked, axis=1, dtype=jnp.float32).astype(rows.dtype)
-
-
-_Indices = tuple[jax.Array, jax.Array]
-
-
-def _to_slots(x: jax.Array, source: jax.Array, slots: jax.Array) -> tuple[jax.Array, _Indices]:
-    return to_slots(x, source, slots), (source, slots)
-
-
-def _from_slots(rows: jax.Array, source: jax.Array, slots: jax.Array) -> tuple[jax.Array, _Indices]:
-    return from_slots(rows, source, slots), (source, slots)
-
-
-to_slots.defvjp(_to_slots, lambda indices, gradient: (from_slots(gradient, *indices), None, None))
-from_slots.defvjp(_from_slots, lambda indices, gradient: (to_slots(gradient, *indices), None, None))
 
 
 @dataclass(frozen=True, kw_only=True)

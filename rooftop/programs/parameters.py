@@ -162,7 +162,8 @@ class Parameter:
     """A parameter before it exists: its shape and the logical dims that split it.
 
     ``fan_in`` is None for scales, biases and sinks, which begin as ``value`` and do not decay. ``sequence`` is the
-    logical dim by which the tokens are split that it meets: inside matmuls ``seq``, between them ``residual_seq``.
+    logical dim by which the tokens are split that it meets: inside matmuls ``seq``, between them ``residual_seq``. A
+    ``stacked`` one is of several layers, by its first dim.
     """
 
     shape: tuple[int, ...]
@@ -170,6 +171,7 @@ class Parameter:
     fan_in: int | None = None
     value: float = 0.0
     sequence: str = "seq"
+    stacked: bool = False
 
 
 def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs) -> Transformer[NamedSharding]:

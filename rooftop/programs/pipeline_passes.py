@@ -16,9 +16,30 @@ from jax.extend.core import jaxpr_as_fun
 
 from rooftop.programs.parameters import Layer
 from rooftop.programs.split import split
-from rooftop.programs.transformer import Period, Places
+from rooftop.programs.transformer import Places
 
 Layers = tuple[Layer[jax.Array], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What passes from stage to stage: x [B, T, D], and what the experts of the layers so far got of its tokens.
+
+    ``load`` [devices that split tokens, 3, E] is the sum of ``rooftop.programs.routing.load`` over these layers; None:
+    not measured. Derivatives come back in the same form.
+    """
+
+    x: jax.Array
+    load: jax.Array | None = None
+
+    def after(self, x: jax.Array, loads: Sequence[jax.Array]) -> Stream:
+        """The stream behind layers that made it ``x``, with the loads of their experts."""
+        return Stream(x=x, load=self.load if self.load is None else sum(loads, self.load))
+
+
+#: The layers of a period on the stream, by their weights and places.
+Through = Callable[[Stream, Layers, Places], Stream]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,31 +47,38 @@ class Passes:
     """The passes of a period: all results vary over the stage's manual axes.
 
     forward: x, weights, places -> y, saved. backward: dy, weights, saved, places -> dx, gradients of weights; if it is
-    split -> dx, kept, and weights: weights, kept, places -> gradients. ``saved`` and ``kept`` are the types of these.
+    split -> dx, kept, and weights: weights, kept, places -> gradients. ``saved`` and ``kept`` are the types of these;
+    x, y and their derivatives are streams.
     """
 
-    forward: Callable[[jax.Array, Layers, Places], tuple[jax.Array, list[jax.Array]]]
-    backward: Callable[[jax.Array, Layers, list[jax.Array], Places], tuple[jax.Array, Any]]
+    forward: Callable[[Stream, Layers, Places], tuple[Stream, list[jax.Array]]]
+    backward: Callable[[Stream, Layers, list[jax.Array], Places], tuple[Stream, Any]]
     weights: Callable[[Layers, list[jax.Array], Places], Layers] | None = None
     saved: Sequence[jax.core.ShapedArray]
     kept: Sequence[jax.core.ShapedArray] = ()
 
     @classmethod
     def of(
-        cls, period: Period, x: jax.Array, weights: Layers, at: Places, *, split_: bool, manual: tuple[str, ...]
+        cls, through: Through, x: Stream, weights: Layers, at: Places, *, split_: bool, manual: tuple[str, ...]
     ) -> Passes:
-        """The passes of ``period`` for arrays such as the given ones: x [B, T, D], the weights of one period."""
+        """The passes of ``through`` for arrays such as the given ones: a stream, the weights of one period."""
+        streamed, arrays = jax.tree.structure(x), len(jax.tree.leaves(x))
 
-        def forwards(x: jax.Array, weights: Layers, at: Places) -> tuple[jax.Array, Any]:
-            y, pull = jax.vjp(lambda weights, x: period(x, weights, at)[0], weights, x)
+        def stream_and(found: Sequence[jax.Array]) -> tuple[Stream, list[jax.Array]]:
+            """The stream that the first of a pass's results are, and the other results."""
+            made: Stream = jax.tree.unflatten(streamed, found[:arrays])
+            return made, list(found[arrays:])
+
+        def forwards(x: Stream, weights: Layers, at: Places) -> tuple[Stream, Any]:
+            y, pull = jax.vjp(lambda weights, x: through(x, weights, at), weights, x)
             given = {id(leaf): _Given(index) for index, leaf in enumerate(jax.tree.leaves((weights, at)))}
             return y, jax.tree.map(lambda leaf: given.get(id(leaf), leaf), pull)
 
         traced, (_, pull) = jax.make_jaxpr(forwards, return_shape=True)(x, weights, at)
-        saved, gradients = traced.out_avals[1:], jax.tree.structure(weights)
+        saved, gradients = traced.out_avals[arrays:], jax.tree.structure(weights)
         form = jax.tree.structure(pull)
 
-        def backwards(dy: jax.Array, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[jax.Array, Layers]:
+        def backwards(dy: Stream, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[Stream, Layers]:
             given = jax.tree.leaves((weights, at))
             whole = jax.tree.map(
                 lambda leaf: given[leaf.index] if isinstance(leaf, _Given) else leaf,
@@ -62,32 +90,30 @@ class Passes:
 
         back = jax.make_jaxpr(backwards)(x, weights, list(saved), at)
 
-        def forward(x: jax.Array, weights: Layers, at: Places) -> tuple[jax.Array, list[jax.Array]]:
-            y, *saved = varying(jaxpr_as_fun(traced)(*jax.tree.leaves((x, weights, at))), manual)
-            return y, saved
+        def forward(x: Stream, weights: Layers, at: Places) -> tuple[Stream, list[jax.Array]]:
+            return stream_and(varying(jaxpr_as_fun(traced)(*jax.tree.leaves((x, weights, at))), manual))
 
         if not split_:
 
-            def backward(dy: jax.Array, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[jax.Array, Any]:
-                dx, *more = varying(jaxpr_as_fun(back)(*jax.tree.leaves((dy, weights, saved, at))), manual)
+            def backward(dy: Stream, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[Stream, Any]:
+                dx, more = stream_and(varying(jaxpr_as_fun(back)(*jax.tree.leaves((dy, weights, saved, at))), manual))
                 return dx, jax.tree.unflatten(gradients, more)
 
             return cls(forward=forward, backward=backward, saved=saved)
 
-        inputs = ((x,), False), (weights, True), (saved, False), (at, True)
-        stays = [stay for arrays, stay in inputs for _ in jax.tree.leaves(arrays)]
-        parts = split(back, wanted=1, stays=stays)
+        inputs = (x, False), (weights, True), (saved, False), (at, True)
+        stays = [stay for each, stay in inputs for _ in jax.tree.leaves(each)]
+        parts = split(back, wanted=arrays, stays=stays)
 
-        def of_input(dy: jax.Array, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[jax.Array, Any]:
-            dx, *kept = varying(jaxpr_as_fun(parts.first)(*jax.tree.leaves((dy, weights, saved, at))), manual)
-            return dx, kept
+        def of_input(dy: Stream, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[Stream, Any]:
+            return stream_and(varying(jaxpr_as_fun(parts.first)(*jax.tree.leaves((dy, weights, saved, at))), manual))
 
         def of_weights(weights: Layers, kept: list[jax.Array], at: Places) -> Layers:
             more = varying(jaxpr_as_fun(parts.second)(*jax.tree.leaves((weights, at)), *kept), manual)
             found: Layers = jax.tree.unflatten(gradients, more)
             return found
 
-        kept = parts.first.out_avals[1:]
+        kept = parts.first.out_avals[arrays:]
         return cls(forward=forward, backward=of_input, weights=of_weights, saved=saved, kept=kept)
 
 

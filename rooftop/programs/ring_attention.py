@@ -12,15 +12,8 @@ The segments of a packed sequence travel with their keys, one int32 a token.
 With a window, a device needs no more than the keys and values of the window before its queries: these come by as many
 hops as it takes, the last of them in part, and one kernel meets them all. Their derivatives go back the same way.
 
-Which tokens a device has decides how even the work is (T tokens in all, n devices, no window):
-
-- ``contiguous``: the T/n tokens after those of the device before. Nothing else of a model has to know. But what a
-  device has none of to do (keys from later tokens) it computes too and discards, since the last device must do it and
-  the ring waits for that one: n - 1 whole blocks of (T/n)**2 scores and a triangle, where the mean of what counts is
-  (n - 1)/2 and a triangle. That is twice the time of an even split, less a little.
-- ``zigzag``: chunk i and chunk 2n - 1 - i of 2n. Each device then computes two whole pairs of chunks on each hop, none
-  of them masked: half of the above, and even. Tokens, targets and positions must be in that order
-  (``sequence_order``). With a window it takes two kernels, one a chunk, and the neighbours on both sides.
+With a window, ``zigzag`` order (``rooftop.programs.context_order``) takes two kernels, one a chunk, and the neighbours
+on both sides.
 """
 
 from __future__ import annotations
@@ -32,38 +25,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rooftop.errors import RooftopError, unknown
 from rooftop.programs.attention import attend, attend_behind, attend_block, block_gradients
 from rooftop.programs.attention_merge import add_sinks, merge, sink_gradients
-from rooftop.programs.attention_scores import BLOCK, Scores, Segments, block_size, varying_alike
+from rooftop.programs.attention_scores import Scores, Segments, block_size, varying_alike
+from rooftop.programs.context_order import ORDERS, chunks_of
 
-ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
 #: Kernels whose results can be merged. 'reference' stores the scores of one block of keys at a time.
 RING_KERNELS: tuple[str, ...] = ("reference", "chunked", "splash")
 
 
 def ring_attend(
+    kernel: str,
+    scores: Scores,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     axis: str,
-    scale: float,
-    kernel: str,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    block: int = BLOCK,
     order: str = "contiguous",
+    sinks: jax.Array | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """``attend`` with the sequence split over the mesh axis ``axis``: q [b, T/n, heads, H] -> [b, T/n, heads, d_v].
 
-    ``segments`` [b, T/n] are those of the tokens that are here, and ``order`` says which these are; see above. Called
+    ``segments`` [b, T/n] are those of the tokens that are here, and ``order`` says which these are. Called
     inside a ``jax.shard_map`` that is manual over ``axis``. Raises RooftopError for an unknown order, a kernel that
     cannot merge, or a length that does not divide.
     """
@@ -73,45 +62,19 @@ def ring_attend(
         raise unknown("kernel of ring attention", kernel, RING_KERNELS)
     size = lax.axis_size(axis)
     if size == 1:
-        return attend(
-            q, k, v, scale=scale, kernel=kernel, window=window, softcap=softcap, sinks=sinks, block=block,
-            segments=segments,
-        )  # fmt: skip
+        return attend(kernel, scores, q, k, v, sinks=sinks, segments=segments)
     if q.shape[2] % k.shape[2]:
         raise RooftopError("query heads on a device", q.shape[2], f"a multiple of the {k.shape[2]} key/value heads")
     chunks = chunks_of(order)
     if q.shape[1] % chunks:
         raise RooftopError("sequence length on a device", q.shape[1], f"a multiple of {chunks} for {order} order")
-    scores = Scores(scale=float(scale), window=window, softcap=softcap, block=block)
     ring = _Ring(axis=axis, size=size, kernel=kernel, scores=scores, chunks=chunks)
     arrays, tree = jax.tree.flatten((q, k, v, sinks, segments))
     _, *arrays = varying_alike(lax.pcast(jnp.zeros((), q.dtype), axis, to="varying"), *arrays)
     given = jax.tree.unflatten(tree, arrays)
-    if window is not None and window < q.shape[1] * size:
+    if scores.window is not None and scores.window < q.shape[1] * size:
         return _windowed(ring, *given)
     return _ring_attention(ring, *given)
-
-
-def sequence_order(seq_len: int, devices: int, order: str) -> np.ndarray:
-    """Positions [T] of the tokens in the order in which a mesh axis of so many devices splits them.
-
-    ``tokens[:, sequence_order(...)]`` is what the axis shards; its argsort puts outputs back. Raises RooftopError for
-    an unknown order, or a length that does not divide.
-    """
-    if order not in ORDERS:
-        raise unknown("order of the sequence", order, ORDERS)
-    chunks = devices * chunks_of(order)
-    if seq_len % chunks:
-        raise RooftopError("sequence length", seq_len, f"a multiple of {chunks} for {devices} devices in {order} order")
-    positions = np.arange(seq_len).reshape(chunks, -1)
-    if order == "zigzag":
-        positions = np.stack([positions[:devices], positions[: devices - 1 : -1]], axis=1)
-    return positions.reshape(-1)
-
-
-def chunks_of(order: str) -> int:
-    """Chunks of the sequence that each device has."""
-    return 2 if order == "zigzag" else 1
 
 
 _Arrays = tuple[jax.Array, ...]

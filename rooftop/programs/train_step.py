@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 import jax
@@ -14,24 +13,16 @@ import optax
 from jax import P, named_scope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
-from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError, unknown
-from rooftop.hardware import Slice
-from rooftop.models import ModelConfig
-from rooftop.models.activations import LOSS_CHUNK, parse_policy
-from rooftop.programs.attention import BLOCK, KERNELS
+from rooftop.errors import RooftopError
 from rooftop.programs.describe import describe
-from rooftop.programs.layer import CONTEXT_ATTENTIONS, Computation
 from rooftop.programs.loss import carrying
-from rooftop.programs.moe import EXPERT_MATMULS
-from rooftop.programs.optimizer import DTYPES, Optimizer
+from rooftop.programs.optimizer import DTYPES
 from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, initialise
 from rooftop.programs.pipeline import pipelined
-from rooftop.programs.ring_attention import ORDERS
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
+from rooftop.programs.train_program import TrainProgram
 from rooftop.programs.transformer import objective
-from rooftop.roofline.rates import Rates
-from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
+from rooftop.scheduling.pipeline import pipeline_table
 
 
 @jax.tree_util.register_dataclass
@@ -59,155 +50,6 @@ class Metrics(Generic[Leaf]):
     balance_loss: Leaf | None = None
     tokens: Leaf | None = None
     gradient_norm: Leaf | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainProgram:
-    """All that decides the step, the mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T.
-
-    Each of the ``microbatches`` has an equal part of the batch, and of each device's sequences; their gradients are
-    summed in float32. Balance loss is the mean of theirs, and so depends on which sequences they have. ``loss_chunks``
-    splits T for the logits. ``compute_dtype`` is that of matmuls, ``weights_dtype`` that of the weights at rest,
-    ``gradient_dtype`` that in which gradients are summed over devices that hold copies (None: ``compute_dtype``).
-    Batches are ``packed`` or not (see ``rooftop.programs.parameters.Batch``), and ``gradient_norm`` asks for this one
-    of ``Metrics``, which takes a sum over all gradients. Over a stage axis, ``schedule`` and ``chunks`` are those of
-    ``rooftop.scheduling.pipeline.pipeline_table``. For the rest see ``rooftop.programs.layer.Computation``.
-    """
-
-    model: ModelConfig
-    batch: int
-    seq_len: int
-    packed: bool = False
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    remat: str = "block"
-    loss_chunks: int = 1
-    attention: str = "reference"
-    attention_block: int = BLOCK
-    context_order: str = "zigzag"
-    context_attention: str = "ring"
-    expert_matmul: str = "batched"
-    expert_capacity: float | None = None
-    z_loss: float = 0.0
-    balance_loss: float = 0.0
-    gradient_norm: bool = False
-    compute_dtype: str = "bf16"
-    weights_dtype: str = "f32"
-    gradient_dtype: str | None = None
-    optimizer: Optimizer = Optimizer()
-    rules: Rules = Rules()
-
-    def __post_init__(self) -> None:
-        for name in ("compute_dtype", "weights_dtype", "gradient_dtype"):
-            if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
-                raise unknown(name, dtype, DTYPES)
-        for name, known in (
-            ("attention", KERNELS),
-            ("context_order", ORDERS),
-            ("context_attention", CONTEXT_ATTENTIONS),
-            ("expert_matmul", EXPERT_MATMULS),
-        ):
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
-        if self.schedule not in SCHEDULES:
-            raise unknown("schedule", self.schedule, SCHEDULES)
-        if self.chunks < 1 or (self.chunks > 1) != (self.schedule == "interleaved"):
-            raise RooftopError("chunks", self.chunks, "2 or more with the interleaved schedule, 1 with any other")
-        for name in ("batch", "seq_len", "microbatches", "loss_chunks", "attention_block"):
-            if getattr(self, name) < 1:
-                raise RooftopError(name, getattr(self, name), "a positive whole number")
-        for name in ("z_loss", "balance_loss"):
-            if not 0 <= (coefficient := getattr(self, name)) < math.inf:
-                raise RooftopError(name, coefficient, "a number that is not negative; 0 for none")
-        parse_policy(self.remat)
-
-    def to_json(self) -> dict[str, Any]:
-        """The program as plain JSON values."""
-        return dataclasses.asdict(self) | {"model": self.model.to_json(), "rules": self.rules.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TrainProgram:
-        """The inverse of ``to_json``. Raises RooftopError on a field that a program does not have."""
-        fields = dict(data)
-        try:
-            fields["model"] = ModelConfig.from_json(fields["model"])
-            if "optimizer" in fields:
-                fields["optimizer"] = Optimizer(**fields["optimizer"])
-            if "rules" in fields:
-                fields["rules"] = Rules.from_json(fields["rules"])
-            return cls(**fields)
-        except (TypeError, KeyError) as error:
-            raise RooftopError("train program", sorted(data), f"the fields of a TrainProgram ({error})") from None
-
-    @classmethod
-    def from_plan(cls, plan: Mapping[str, Any]) -> TrainProgram:
-        """The program of a plan.json; its mesh is ``Mesh.from_json`` of the same file.
-
-        Attention is the chip's kernel, in the blocks that the plan prices. Experts keep as many tokens as evenly chosen
-        ones need, as the plan counts. In pipeline stages keys and values are gathered over a context axis. Raises
-        RooftopError for a plan that is not executable or that asks for what no program does yet: matmuls in another
-        dtype than activations.
-        """
-        try:
-            sizes, workload, dtypes = plan["mesh"]["axes"], plan["workload"], plan["dtypes"]
-            slice_ = Slice.parse(plan["slice"]["name"])
-            if plan["obstacles"]:
-                raise RooftopError("plan", plan["obstacles"][0], "an executable plan, such as its nearest_executable")
-            if dtypes["matmul"] != dtypes["compute"]:
-                raise RooftopError("plan dtypes.matmul", dtypes["matmul"], f"{dtypes['compute']}, as activations are")
-            assumed, microbatches = plan["assumptions"], int(plan["microbatches"])
-            rules = Rules.from_json(plan["rules"])
-            seq_len = int(workload["seq_len"])
-            batch = int(workload["batch_tokens"]) // seq_len
-            on_device = batch // microbatches // _ways(rules.activations["batch"], sizes)
-            kernel = "splash" if slice_.chip.kind == "tpu" else "cudnn"
-            return cls(
-                model=ModelConfig.from_json(plan["model"]["config"]),
-                batch=batch,
-                seq_len=seq_len,
-                microbatches=microbatches,
-                schedule=plan["schedule"]["name"],
-                chunks=int(plan["schedule"]["chunks"]),
-                context_attention="all_gather" if sizes.get("stage", 1) > 1 else "ring",
-                remat=plan["remat"]["name"],
-                loss_chunks=loss_chunks(on_device, seq_len // _ways(rules.activations["seq"], sizes)),
-                attention="reference" if assumed["attention"] == "reference" else kernel,
-                attention_block=assumed["attention_block"] or Rates.of(slice_.chip).attention_block,
-                expert_capacity=1.0,
-                compute_dtype=dtypes["compute"],
-                weights_dtype=dtypes["weights"],
-                gradient_dtype=dtypes["gradients"],
-                optimizer=Optimizer(name=plan["optimizer"], moments=dtypes["moments"]),
-                rules=rules,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise RooftopError("plan", f"{type(error).__name__} {error}", "a plan.json of rooftop plan train") from None
-
-    def specs(self, mesh: Mesh | AbstractMesh) -> Specs:
-        """The specs of arrays on ``mesh``: the rules without the axes that split nothing there."""
-        return Specs(self.rules.only({axis: size for axis, size in mesh.shape.items() if size > 1}))
-
-    def computation(self, specs: Specs) -> Computation:
-        """How the forward pass is computed."""
-        # What Computation has beside these is for serving.
-        shared = {field.name for field in dataclasses.fields(Computation)} & {
-            field.name for field in dataclasses.fields(self)
-        }
-        return Computation(specs=specs, **{name: getattr(self, name) for name in shared})
-
-
-def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.get(axis, 1) for axis in axes)
-
-
-def loss_chunks(sequences: int, positions: int) -> int:
-    """The fewest chunks of ``positions`` whose logits a plan has memory for, each of at least one position."""
-    return next(
-        chunks
-        for chunks in range(1, positions + 1)
-        if positions % chunks == 0 and (chunks == positions or sequences * positions // chunks <= LOSS_CHUNK)
-    )
 
 
 def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
@@ -259,7 +101,7 @@ def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[ja
         ("seq_len", "residual_seq", program.seq_len, 1),
         ("loss_chunks", "seq", program.seq_len, program.loss_chunks),
     ):
-        ways = _ways(axes[dim], mesh.shape)
+        ways = math.prod(mesh.shape[axis] for axis in axes[dim])
         if size % (ways * parts):
             over = f" (mesh axes {', '.join(axes[dim])})" if axes[dim] else ""
             if parts == 1:
@@ -281,7 +123,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
 
     Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
     """
-    described, how = describe(program.model), program.computation(specs)
+    described, how = describe(program.model), replace(program.computation, specs=specs)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
     transformation = program.optimizer.transformation(described)
@@ -323,7 +165,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
             weights = optax.apply_updates(state.weights, changes)
         with named_scope("loss"):
             for name, mean in terms.items():
-                value = value - getattr(program, name) * mean
+                value = value - getattr(how, name) * mean
         metrics = Metrics(loss=value, **terms, tokens=counted, gradient_norm=norm)
         return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), metrics
 

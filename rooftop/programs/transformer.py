@@ -60,18 +60,11 @@ def objective(
     ``weights`` are at rest (``Specs.at_rest``), in the dtype of matmuls; norms, softmax and loss are in float32. T is
     split into ``chunks`` for the logits. Runs under ``jax.set_mesh``.
 
-    Raises RooftopError for an unknown remat policy, chunks that do not divide T, a mesh with stages, or a
-    ``balance_loss`` of a model without experts.
+    Raises RooftopError for chunks that do not divide T, or a mesh with stages.
     """
-    if how.balance_loss and how.model.moe is None:
-        raise RooftopError("balance_loss", how.balance_loss, f"0 for {how.model.name}, which has no experts")
     x, load = _stream(weights, batch, how)
     value, terms = head_loss(x, weights, batch, how, chunks=chunks, counted=counted)
-    if load is not None:
-        with named_scope("loss"):
-            terms["balance_loss"] = balance(load)
-            value = value + how.balance_loss * terms["balance_loss"]
-    return value, terms
+    return (value, terms) if load is None else balanced(value, terms, load, how)
 
 
 def head_loss(
@@ -100,6 +93,15 @@ def head_loss(
         counted=counted,
     )
     return value, {} if squares is None else {"z_loss": squares}
+
+
+def balanced(
+    value: jax.Array, terms: dict[str, jax.Array], load: jax.Array, how: Computation
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """An objective and its terms with what the ``load`` [3, E] of all experts adds to them."""
+    with named_scope("loss"):
+        mean = balance(load)
+        return value + how.balance_loss * mean, terms | {"balance_loss": mean}
 
 
 def logits(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation) -> jax.Array:

@@ -303,7 +303,7 @@ def _placed(
                 kept = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights)
             turns = decoder.weights_left and (dim == 1 or parameter.dims == ("embed", "vocab"))
             whole = Turned.of if turns else lambda leaf: leaf
-            if parameter.dims[:1] != ("layers",):
+            if not parameter.stacked:
                 return whole(kept)
             return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], kept)) for at in range(parameter.shape[0]))
 

@@ -17,14 +17,8 @@ from rooftop.checkpoints.state import Checkpoints
 from rooftop.errors import Infeasible
 from rooftop.profile.timing import usable_bytes
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_step import (
-    TrainProgram,
-    TrainState,
-    abstract_batch,
-    abstract_state,
-    init_state,
-    train_step,
-)
+from rooftop.programs.train_program import TrainProgram
+from rooftop.programs.train_step import TrainState, abstract_batch, abstract_state, init_state, train_step
 from rooftop.quantities import format_bytes
 from rooftop.train.dataset import Dataset
 from rooftop.train.diagnosis import find_origin
@@ -80,7 +74,8 @@ class Job:
 
     def batch(self, data: Dataset, index: int) -> Batch[jax.Array]:
         """The global batch of a step, counted from 0."""
-        return place(data.train, index, self.mesh, self.program.specs(self.mesh), self.program.context_order)
+        order = self.program.computation.context_order
+        return place(data.train, index, self.mesh, self.program.specs(self.mesh), order)
 
 
 @dataclass(frozen=True, kw_only=True)

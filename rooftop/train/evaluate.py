@@ -15,9 +15,10 @@ from jax import P
 from jax.sharding import AxisType, Mesh, reshard
 
 from rooftop.programs.describe import describe
+from rooftop.programs.layer import Computation
 from rooftop.programs.optimizer import DTYPES
 from rooftop.programs.parameters import Batch, Transformer, shardings
-from rooftop.programs.train_step import TrainProgram
+from rooftop.programs.train_program import TrainProgram
 from rooftop.programs.transformer import logits, objective
 from rooftop.train.loading import Loader, place
 
@@ -80,10 +81,13 @@ class Forward:
         cast: Transformer[jax.Array] = jax.tree.map(lambda weight: weight.astype(dtype), weights)
         return cast
 
+    @property
+    def _how(self) -> Computation:
+        return replace(self.program.computation, specs=self.program.specs(self.own_mesh))
+
     @cached_property
     def _mean(self) -> Callable[[Any, Any], jax.Array]:
-        specs = self.program.specs(self.own_mesh)
-        how = replace(self.program.computation(specs), z_loss=0.0, balance_loss=0.0)
+        how = replace(self._how, z_loss=0.0, balance_loss=0.0)
 
         def mean(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> jax.Array:
             return objective(self._in_use(weights), batch, how, chunks=self.program.loss_chunks)[0]
@@ -92,7 +96,7 @@ class Forward:
 
     @cached_property
     def _next(self) -> Callable[..., jax.Array]:
-        how = self.program.computation(self.program.specs(self.own_mesh))
+        how = self._how
 
         def next_(weights: Transformer[jax.Array], tokens: jax.Array, length: jax.Array) -> jax.Array:
             y = logits(self._in_use(weights), tokens, how)
@@ -108,7 +112,7 @@ class Forward:
         Of more than ``most`` batches that many are taken, evenly spread and always the same.
         """
         loader = replace(held, batch=-(-held.batch // self.rows) * self.rows)
-        specs, order = self.program.specs(self.own_mesh), self.program.context_order
+        specs, order = self.program.specs(self.own_mesh), self.program.computation.context_order
         weights = self.weights(weights)
         total, count = 0.0, 0
         with jax.set_mesh(self.own_mesh):

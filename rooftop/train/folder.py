@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from rooftop.errors import RooftopError
 from rooftop.files import write_text
 
-SCHEMA = 1
+SCHEMA = 2
 #: The HLO of the step, in the folder of its traces.
 MODULE_FILE = "step.hlo.txt"
 

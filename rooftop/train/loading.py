@@ -19,8 +19,8 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 
 from rooftop.errors import RooftopError
+from rooftop.programs.context_order import sequence_order
 from rooftop.programs.parameters import Batch
-from rooftop.programs.ring_attention import sequence_order
 from rooftop.programs.sharding import Specs, axes_of
 from rooftop.train.packing import Ints, Packing, fill
 from rooftop.train.tokens import TokenStore

@@ -11,7 +11,7 @@ import numpy as np
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.errors import RooftopError
 from rooftop.programs.parameters import Transformer
-from rooftop.programs.train_step import TrainProgram
+from rooftop.programs.train_program import TrainProgram
 from rooftop.train.evaluate import Forward
 
 

@@ -19,7 +19,8 @@ from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
 from rooftop.programs.attention import BLOCK
-from rooftop.programs.train_step import TrainProgram, loss_chunks
+from rooftop.programs.layer import Computation
+from rooftop.programs.train_program import TrainProgram, loss_chunks
 from rooftop.quantities import parse_count
 from rooftop.train.dataset import Dataset, Progress, Source, open_dataset
 from rooftop.train.engine import Job, require_room
@@ -31,7 +32,7 @@ from rooftop.train.sizing import PREFIX, small_llama
 from rooftop.xla.local import Local, local_devices, mesh_of, write_axes
 
 #: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
-_OF_DEVICES = ("attention", "attention_block", "loss_chunks")
+_OF_DEVICES = ("program.computation.attention", "program.computation.attention_block", "program.loss_chunks")
 #: Queries and keys that a CPU does best at a time (bench/train_cpu.py).
 _CPU_BLOCK = 128
 _SEQUENCES = 16
@@ -44,7 +45,8 @@ class Request:
     """What is asked for. None: by the plan, or else by default.
 
     ``model`` is a preset, a path, 'llama:N' or a ModelConfig; ``fields`` are those of a TrainProgram that are given,
-    and ``optimizer`` those of its Optimizer. ``peak_flops_per_s`` is of one device, where the catalogue has none.
+    ``computation`` those of its Computation and ``optimizer`` those of its Optimizer. ``peak_flops_per_s`` is of one
+    device, where the catalogue has none.
     """
 
     folder: RunFolder
@@ -64,6 +66,7 @@ class Request:
     batch: int | None = None
     seq_len: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    computation: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     peak_flops_per_s: float | None = None
 
@@ -90,7 +93,7 @@ def prepare(request: Request, recorded: Mapping[str, Any] | None, progress: Prog
         program, mesh, note = _of_plan(request, request.plan, here)
     else:
         program, mesh, note = _of_model(request, here)
-    program = _completed(request, program, stages=mesh.shape.get("stage", 1))
+    program = _completed(request, program)
     require_room(program, mesh)
     data = open_dataset(
         _source(request, program.model),
@@ -103,7 +106,7 @@ def prepare(request: Request, recorded: Mapping[str, Any] | None, progress: Prog
         progress=progress,
     )
     identity = {
-        "program": {name: value for name, value in program.to_json().items() if name not in _OF_DEVICES},
+        "program": program.to_json(),
         "seed": request.seed,
         "init": None if request.init is None else str(request.init.resolve()),
         "data": data.digest,
@@ -160,7 +163,8 @@ def _of_plan(request: Request, plan: Mapping[str, Any], here: Local) -> tuple[Tr
     slice_ = Slice.parse(plan["slice"]["name"])
     layout = Mesh.from_json(slice_, plan["mesh"]) if here.is_slice(slice_) and "layout" in mapped["mesh"] else None
     if layout is None:
-        program = replace(program, attention=here.attention(program.compute_dtype))
+        attention = here.attention(program.compute_dtype)
+        program = replace(program, computation=replace(program.computation, attention=attention))
     return program, mesh_of(axes, here, layout=layout), note
 
 
@@ -176,20 +180,23 @@ def _of_model(request: Request, here: Local) -> tuple[TrainProgram, Any, str]:
     ways = math.prod(axes.get(axis, 1) for axis in ("data", "expert", "fsdp")) * microbatches
     batch = request.batch or -(-_SEQUENCES // ways) * ways
     seq_len = request.seq_len or min(_SEQ_LEN, model.max_seq_len)
-    program = TrainProgram(
+    computation = Computation(
         model=model,
+        # No stage of a pipeline has a ring in it.
+        context_attention="all_gather" if stages > 1 else "ring",
+        expert_matmul="batched" if "expert_capacity" in request.computation else "grouped",
+        attention=here.attention(compute),
+        attention_block=_CPU_BLOCK if here.devices[0].platform == "cpu" else BLOCK,
+    )
+    program = TrainProgram(
+        computation=computation,
         batch=batch,
         seq_len=seq_len,
         loss_chunks=loss_chunks(-(-batch // ways), max(1, seq_len // axes.get("context", 1))),
         microbatches=microbatches,
         chunks=2 if request.fields.get("schedule") == "interleaved" else 1,
         schedule=request.fields.get("schedule", "1f1b"),
-        # No stage of a pipeline has a ring in it.
-        context_attention="all_gather" if stages > 1 else "ring",
-        expert_matmul="batched" if "expert_capacity" in request.fields else "grouped",
         compute_dtype=compute,
-        attention=here.attention(compute),
-        attention_block=_CPU_BLOCK if here.devices[0].platform == "cpu" else BLOCK,
     )
     return program, mesh, f"on {here.name}: mesh {write_axes(axes)}"
 
@@ -209,16 +216,18 @@ def _model(request: Request) -> ModelConfig:
     return model
 
 
-def _completed(request: Request, program: TrainProgram, *, stages: int) -> TrainProgram:
+def _completed(request: Request, program: TrainProgram) -> TrainProgram:
     """The program with what the options say, as a run needs it: packed batches, scheduled learning rate.
 
-    Experts are kept in balance by default; a pipeline does not have the loss for it.
+    Experts are kept in balance by default.
     """
     known = vars(program.optimizer) | dict(request.optimizer)
     optimizer = ScheduledOptimizer(**known, schedule=request.schedule)
-    balance = {"balance_loss": _BALANCE} if program.model.moe is not None and stages == 1 else {}
-    changes = {"packed": True, "gradient_norm": True, "optimizer": optimizer, **balance, **request.fields}
-    program = replace(program, **changes)
+    balance = {"balance_loss": _BALANCE} if program.model.moe is not None else {}
+    computation = replace(program.computation, **{**balance, **request.computation})
+    program = replace(
+        program, packed=True, gradient_norm=True, optimizer=optimizer, computation=computation, **request.fields
+    )
     if program.seq_len > program.model.max_seq_len:
         raise RooftopError("seq", program.seq_len, f"at most {program.model.max_seq_len}, the longest of the model")
     return program
@@ -239,7 +248,9 @@ def _source(request: Request, model: ModelConfig) -> Source:
 
 
 def _require_same(folder: str, recorded: Any, given: Any, name: str = "") -> None:
-    """Raises RooftopError for the first value that is not what the run began with."""
+    """Raises RooftopError for the first value that is not what the run began with, but for those of the devices."""
+    if name in _OF_DEVICES:
+        return
     if isinstance(recorded, Mapping) and isinstance(given, Mapping):
         for key in {**recorded, **given}:
             _require_same(folder, recorded.get(key), given.get(key), f"{name}.{key}" if name else key)

@@ -28,7 +28,7 @@ def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Answe
     program = about["job"]["program"]
     mesh = ", ".join(f"{name} {size}" for name, size in about.get("mesh", {}).items() if size > 1) or "one device"
     steps = [each for each in records if "loss" in each]
-    where = f"{program['model']['name']} on {about.get('devices', {}).get('name', 'devices')}, {mesh}"
+    where = f"{program['computation']['model']['name']} on {about.get('devices', {}).get('name', 'devices')}, {mesh}"
     if not steps:
         return Answer(verdict=f"{where}; no step is recorded yet.")
     last = steps[-1]
