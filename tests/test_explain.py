@@ -270,7 +270,7 @@ def test_the_request_is_the_plan() -> None:
     plan = toy_plan()
     asked = request(plan)
     assert (asked.mesh, asked.arguments["batch"], asked.arguments["seq_len"]) == (plan.mesh, 4, 512)
-    assert asked.arguments["remat"] == plan.choice.remat
+    assert asked.arguments["computation"]["remat"] == plan.choice.remat
 
 
 def test_a_plan_that_cannot_run_is_refused() -> None:

@@ -204,7 +204,7 @@ def test_what_a_step_sends_on_a_tpu_is_what_plans_count(kv_split: str, reader: s
     )
 
     def apart(parameter: Parameter, leaf: jax.ShapeDtypeStruct) -> Any:
-        if parameter.dims[:1] != ("layers",):
+        if not parameter.stacked:
             return leaf
         place = NamedSharding(mesh, P(*leaf.sharding.spec[1:]))
         return (jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place),) * leaf.shape[0]
@@ -212,7 +212,7 @@ def test_what_a_step_sends_on_a_tpu_is_what_plans_count(kv_split: str, reader: s
     weights = by_layer(model, jax.tree.map(apart, describe(model), decoder.abstract_weights(mesh)))
     shapes = Shapes(batches=(32,), widths=(256,), contexts=(8192,), prefill_tokens=256)
     replica = Replica(decoder, mesh, weights, pages=4 * 1025 - 1, host_pages=0, slots=32, shapes=shapes)
-    text = replica._program(("step", 32, 1, 512)).as_text()  # type: ignore[attr-defined]
+    text = replica._program(("step", (32, 1, 512))).as_text()  # type: ignore[attr-defined]
     found = {
         kind: len(re.findall(rf" {kind}(?:-start)?\(.*layers/attn/core", text))
         for kind in ("all-to-all", "all-gather", "reduce-scatter")

@@ -171,9 +171,15 @@ def run(
 
     decisions.after = submit  # type: ignore[method-assign]
     serving.start()
-    # The first ones come together.
-    begun = threading.Event()
-    serving._ask(lambda: begun.wait(60) or None)
+    # The first ones come together, while the engine is held.
+    held, begun = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        begun.wait(60)
+
+    serving._ask(hold)
+    assert held.wait(60)
     submit(0)
     begun.set()
     assert ended.wait(120)

@@ -285,6 +285,8 @@ class Checkpoints:
         free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
         if jax.process_index() == 0:
             shutil.rmtree(self.folder / f"{step}.writing", ignore_errors=True)
+        # Of the arrays that failed with it nobody asks, which asyncio would say of each as it is freed.
+        logging.getLogger("asyncio").addFilter(lambda record: f"{self.folder}" not in record.getMessage())
         steps = self.steps()
         last = f"step {steps[-1]} is the newest that is whole" if steps else "none is there yet"
         accepted = f"a folder with room for it ({free:,} bytes were free in {self.folder}; {last})"
