@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +50,11 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     names = [f"rooftop-{os.getpid()}-{number}" for number in (1, 2)]
     cable = f"rt{os.getpid()}"
     hosts = list[Host]()
-    try:
+    with ExitStack() as stack:
+        # The addresses on this machine's end are the same for all who run tests at the same time: they take turns.
+        turn = stack.enter_context((Path(tempfile.gettempdir()) / "rooftop-hosts.lock").open("w"))
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        stack.callback(_remove, cable, names)
         try:
             for name, address in zip(names, (FIRST, SECOND), strict=True):
                 _ip("netns", "add", name)
@@ -67,12 +73,14 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
         yield hosts[0], hosts[1]
-    finally:
+
+
+def _remove(cable: str, names: Sequence[str]) -> None:
+    with suppress(subprocess.CalledProcessError):
+        _ip("link", "delete", cable)
+    for name in names:
         with suppress(subprocess.CalledProcessError):
-            _ip("link", "delete", cable)
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", name)
+            _ip("netns", "delete", name)
 
 
 def _ip(*arguments: str) -> None:
