@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import test_serve_cli
+import test_serve_together
 from serving_process import Served, started
 from test_serve_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
-from test_serve_together import adjusted
+from test_serve_together import adjusted, finishes_when_told
 from test_train import free_port
 
 #: The model of those tests, and a tokenizer.
 tiny = test_serve_cli.folder
+#: What one process answers.
+wanted = test_serve_together.wanted
 
 #: Of two groups each has pages for one answer and a bit: of two there, one has to wait in the hosts' memory.
 SHORT = ["--page-tokens", "4", "--max-model-len", "44", "--pages", "22", "--host-pages", "80"]
@@ -68,13 +71,6 @@ def prefilling(folder: Path, address: str, *arguments: str) -> Iterator[tuple[Se
         part.end()
 
 
-@pytest.fixture(scope="module")
-def wanted(tiny: Path) -> tuple[list[str], list[str]]:
-    """What one process answers."""
-    with started([ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"], tiny.parent, env=ENVIRONMENT) as one:
-        return texts(one), adjusted(one)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("meshes", "swaps"),
@@ -97,16 +93,7 @@ def test_two_parts_of_two_processes_answer_as_one(
         assert (served.metric("rooftop_preemptions_total") > 0) == swaps
         served.wait_until_idle()
         # A signal to one of them ends its part, and no other, when what runs is finished.
-        with served.http.stream(
-            "POST", "/v1/completions",
-            json={"model": served.model, "prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True},
-        ) as stream:  # fmt: skip
-            lines = stream.iter_lines()
-            next(lines)
-            other.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        status, log = served.ended()
-        assert status == 0 and log[-1] == log[-1] | {"event": "drained", "all_finished": True}
+        finishes_when_told(served, other, max_tokens=40)
         assert other.wait(60) == 0
         assert first.poll() is None
         second.send_signal(signal.SIGTERM)

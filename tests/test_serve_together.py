@@ -58,6 +58,20 @@ def adjusted(served: Served) -> list[str]:
     return [served.complete(**(fields | each)).json()["choices"][0]["text"] for each in asked]
 
 
+def finishes_when_told(served: Served, other: subprocess.Popen[str], *, max_tokens: int) -> None:
+    """SIGTERM to ``other`` while a stream is read: the stream goes on to its end, and the server ends."""
+    with served.http.stream(
+        "POST", "/v1/completions",
+        json={"model": served.model, "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True},
+    ) as stream:  # fmt: skip
+        lines = stream.iter_lines()
+        next(lines)
+        other.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    status, log = served.ended()
+    assert status == 0 and log[-1] == log[-1] | {"event": "drained", "all_finished": True}
+
+
 @pytest.fixture(scope="module")
 def wanted(tiny: Path) -> tuple[list[str], list[str]]:
     """What one process answers."""
@@ -74,16 +88,7 @@ def test_two_processes_answer_as_one(tiny: Path, wanted: tuple[list[str], list[s
         assert (served.metric("rooftop_accepted_tokens_total") > 0) == drafts
         served.wait_until_idle()
         # A signal to one of them ends all, when what runs is finished.
-        with served.http.stream(
-            "POST", "/v1/completions",
-            json={"model": served.model, "prompt": "a", "max_tokens": 50, "ignore_eos": True, "stream": True},
-        ) as stream:  # fmt: skip
-            lines = stream.iter_lines()
-            next(lines)
-            other.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
-        status, log = served.ended()
-        assert status == 0 and log[-1] == log[-1] | {"event": "drained", "all_finished": True}
+        finishes_when_told(served, other, max_tokens=50)
         out, err = other.communicate(timeout=60)
         assert (other.returncode, err) == (0, "")
         assert json.loads(out) | {"pid": 0} == {
