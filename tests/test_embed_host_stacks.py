@@ -176,9 +176,30 @@ def test_what_takes_table_after_table(
     observed = Preprocessor(stacking, batch=512, accelerate=False).observe(inputs)
     assert seen and not any(seen)
     assert sum(stack.ids for stack in observed.stacks.values()) == 512 * count
-    before = len(seen)
     unchecked = Preprocessor(stacking, batch=512, accelerate=False, out_of_range="off").observe(inputs)
-    assert len(seen) == before and unchecked.stacks.keys() == observed.stacks.keys()
+    assert not any(seen) and unchecked.stacks.keys() == observed.stacks.keys()
+
+
+def test_ids_that_are_not_checked_take_table_after_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their keys do not fit: they are cut to the bits of a row."""
+    stacking = stack_tables(
+        Tables(tables=(Table(name="t", vocabulary=8, width=8),), features=(Feature(name="f", table="t"),)),
+        cores=2,
+        cores_per_device=2,
+        batch=8,
+    )
+    seen: list[stack_sort.SortedStacks | None] = []
+
+    def sort(*arguments: Any) -> stack_sort.SortedStacks | None:
+        seen.append(stack_sort.sort_stacks(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(kernels, "sort_stacks", sort)
+    inputs = {"f": Ragged(values=np.arange(8), row_splits=np.arange(9))}
+    for policy, together in (("error", True), ("off", False)):
+        seen.clear()
+        Preprocessor(stacking, batch=8, accelerate=False, out_of_range=policy).observe(inputs)
+        assert seen and all((one is not None) == together for one in seen)
 
 
 @settings(max_examples=20)
@@ -199,6 +220,8 @@ def test_flags_set_up_to_a_place(given_flags: list[bool]) -> None:
     of[: len(given_flags)] = given_flags
     places = np.arange(len(given_flags))
     np.testing.assert_array_equal(set_up_to(of, places), np.cumsum(given_flags))
+    rows = np.stack([of, flags(len(given_flags))])
+    np.testing.assert_array_equal(set_up_to(rows, places), [np.cumsum(given_flags), np.zeros(len(places))])
 
 
 def test_threads_work_at_the_same_time_and_keep_the_order() -> None:
@@ -213,6 +236,20 @@ def test_threads_work_at_the_same_time_and_keep_the_order() -> None:
     assert threads.each([], meet) == []
     assert threads.each([7], meet) == [70]
     assert threads.each([2, 3], lambda _: threading.get_ident(), alone=True) == [threading.get_ident()] * 2
+
+
+def test_threads_begin_with_the_largest() -> None:
+    begun: list[int] = []
+    both = threading.Barrier(2)
+
+    def begin(item: int) -> int:
+        begun.append(item)
+        if item > 5:
+            both.wait(timeout=60)
+        return -item
+
+    assert Threads(2).each([3, 9, 1, 7], begin, size=lambda item: item) == [-3, -9, -1, -7]
+    assert set(begun[:2]) == {9, 7}
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -56,6 +56,8 @@ class _Described:
     features: Sequence[tuple[int, ...]]
     held: Sequence[NDArray[Any]]
     at_once: int
+    most_sources: int
+    masked: bool
 
 
 class NumbaKernels:
@@ -65,11 +67,13 @@ class NumbaKernels:
         self._numpy = NumpyKernels()
         self._spaces = threading.local()
 
-    def prepare(self, tables: Sequence[TableBatch]) -> Prepared:
+    def prepare(self, tables: Sequence[TableBatch], masked: bool) -> Prepared:
         """See ``kernels.Kernels``."""
         if any(feature.ids.weights is not None for one in tables for feature in one.features):
-            return self._numpy.prepare(tables)
-        described, held, count = list[tuple[int, ...]](), list[NDArray[Any]](), 0
+            return self._numpy.prepare(tables, masked)
+        described: list[tuple[int, ...]] = []
+        held: list[NDArray[Any]] = []
+        count = 0
         for index, one in enumerate(tables):
             for feature in one.features:
                 values, splits = _words(feature.ids.values), _words(feature.ids.row_splits)
@@ -87,17 +91,26 @@ class NumbaKernels:
                         one.table.layout.place.rotation,
                     )
                 )
-        return _Described(tables=tables, ids=count, features=described, held=held, at_once=_TOGETHER)
+        return _Described(
+            tables=tables,
+            ids=count,
+            features=described,
+            held=held,
+            at_once=_TOGETHER,
+            most_sources=_most_sources(tables),
+            masked=masked,
+        )
 
-    def sort(self, stacks: Sequence[Any], first: int, last: int, masked: bool) -> Found:
+    def sort(self, stacks: Sequence[Any], first: int, last: int) -> Found:
         """See ``kernels.Kernels``."""
         if not isinstance(stacks[0], _Described):
-            return self._numpy.sort(stacks, first, last, masked)
+            return self._numpy.sort(stacks, first, last)
         if not hasattr(self._spaces, "own"):
             self._spaces.own = Space()
-        found = _sort(stacks, first, last, masked, self._spaces.own)
+        found = _sort(stacks, first, last, self._spaces.own)
         if found is None:
-            return self._numpy.sort([self._numpy.prepare(stack.tables) for stack in stacks], first, last, masked)
+            prepared = [self._numpy.prepare(stack.tables, stack.masked) for stack in stacks]
+            return self._numpy.sort(prepared, first, last)
         return found
 
     def emit(self, found: Found, buffers: Sequence[Buffers | None], first: int, per_row: int) -> None:
@@ -106,6 +119,15 @@ class NumbaKernels:
             _emit(found, buffers, first, per_row)
         else:
             self._numpy.emit(found, buffers, first, per_row)
+
+
+def _most_sources(tables: Sequence[TableBatch]) -> int:
+    """All sources, unless not even NumPy's kernels could sort so many at once where keys do not fit here."""
+    one, layouts = tables[0].features[0], [each.table.layout for each in tables]
+    sources = one.ids.rows // one.rows
+    if Fields.of([tables], 1, _KEY_BITS) is not None and all(sources << own.source_shift <= 1 << 64 for own in layouts):
+        return sources
+    return min(own.most_sources() for own in layouts)
 
 
 def _fields(stacks: Sequence[_Described], sources: int, ids: int) -> Fields | None:
@@ -118,7 +140,7 @@ def _fields(stacks: Sequence[_Described], sources: int, ids: int) -> Fields | No
     return Fields.of(tables, at_once, 32) or Fields.of(tables, 1, _KEY_BITS)
 
 
-def _sort(stacks: Sequence[_Described], first: int, last: int, masked: bool, space: Space) -> _Joined | None:
+def _sort(stacks: Sequence[_Described], first: int, last: int, space: Space) -> _Joined | None:
     tables = [one for stack in stacks for one in stack.tables]
     sources, cores = last - first, tables[0].table.layout.cores
     total = sum(
@@ -139,7 +161,7 @@ def _sort(stacks: Sequence[_Described], first: int, last: int, masked: bool, spa
     sort_ids(
         np.array([feature for stack in stacks for feature in stack.features]),
         np.cumsum([0, *(len(stack.features) for stack in stacks)]),
-        np.array([one.table.layout.row_bits if masked else 32 for one in tables]),
+        np.array([one.table.layout.row_bits if stack.masked else 32 for stack in stacks for one in stack.tables]),
         first,
         np.array([fields.row, fields.table, fields.core, fields.source, fields.stack, fields.sources]),
         bits(cores) if cores & (cores - 1) == 0 else -1,
@@ -174,23 +196,19 @@ def _words(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _emit(found: _Joined, buffers: Sequence[Buffers | None], first: int, per_row: int) -> None:
-    _, tables, sources, cores = found.sizes.shape
-    ends = found.sizes.sum(axis=(1, 2, 3)).cumsum().tolist()
-    for index, (own, begin, end) in enumerate(zip(buffers, [0, *ends], ends, strict=False)):
-        if own is None:
-            continue
-        capacity = own.embedding_ids.size // len(own.filled)
-        write_ids(
-            found.keys[begin:end],
-            found.gains[begin:end],
-            np.array([found.fields.row, found.fields.table]),
-            found.in_stack[index],
-            found.sizes[index].reshape(tables, -1),
-            per_row * cores,
-            own.filled[first // per_row : (first + sources) // per_row],
-            (first // per_row) * capacity,
-            capacity,
-            own.embedding_ids.reshape(-1),
-            own.sample_ids.reshape(-1),
-            own.gains.reshape(-1),
-        )
+    stacks, tables, _, cores = found.sizes.shape
+    write_ids(
+        found.keys,
+        found.gains,
+        np.array([found.fields.row, found.fields.table]),
+        found.in_stack,
+        found.sizes.reshape(stacks, tables, -1),
+        per_row * cores,
+        first // per_row,
+        np.array(
+            [
+                (0,) * 5 if own is None else (*own.addresses, own.embedding_ids.size // len(own.filled))
+                for own in buffers
+            ]
+        ),
+    )

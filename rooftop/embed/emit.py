@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ _LARGE_BLOCK = 31 << 20
 _WRITTEN_AT_ONCE = 60_000
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Buffers:
     """What the SparseCores of the local devices read of one stack.
 
@@ -52,6 +53,15 @@ class Buffers:
             filled=np.zeros(devices * rows, np.int64),
         )
 
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where embedding_ids, sample_ids, gains and filled begin."""
+        ids, samples, gains, filled = (
+            array.__array_interface__["data"][0]
+            for array in (self.embedding_ids, self.sample_ids, self.gains, self.filled)
+        )
+        return ids, samples, gains, filled
+
     def write(
         self,
         first: int,
@@ -72,7 +82,10 @@ class Buffers:
         arrays = (self.embedding_ids, self.sample_ids, self.gains)
         for array, given, pad in zip(arrays, (ids, samples, gains), pads, strict=True):
             own = array.reshape(len(self.filled), -1)[first:last]
-            if where is None:
+            if where is None and rows == 1 and width < 30_000:
+                # With the interpreter's lock held: to let it go, for so little, takes longer.
+                own[0].data[:width] = given[0].data
+            elif where is None:
                 own[:, :width] = given
             else:
                 own[:, :width] = pad
@@ -114,10 +127,11 @@ class Space:
             found = self._arrays[name, dtype] = np.empty(count + count // 4 + 8, dtype)
         return found[:count]
 
-    def flags(self, name: str, count: int) -> NDArray[np.bool_]:
-        """``count`` flags of any values, and as many more as fill a word of 8, not set."""
-        found = self.take(name, -(-count // 8) * 8, np.bool_)
-        found[count:] = False
+    def flags(self, name: str, rows: int, count: int) -> NDArray[np.bool_]:
+        """In each of ``rows``, ``count`` flags of any values and as many more as fill a word of 8, not set."""
+        width = -(-count // 8) * 8
+        found = self.take(name, rows * width, np.bool_).reshape(rows, width)
+        found[:, count:] = False
         return found
 
 

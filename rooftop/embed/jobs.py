@@ -42,6 +42,11 @@ class Job:
     ids: list[Ordered] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """What makes one longer than another: about as many ids, times all sources."""
+        return sum(stack.ids for stack in self.prepared) * (self.last - self.first)
+
     def sorted(self, found: Found) -> None:
         """Take down what one pass has."""
         self.table_ids, self.table_uniques = found.sizes.sum(axis=3), found.table_uniques
@@ -61,18 +66,17 @@ class Job:
         self.whole = (sizes + padding(sizes)).sum(axis=2)
 
 
-def jobs_of(stacks: Sequence[Prepared], together: Sequence[int], sources: int, *, unit: int, threads: int) -> list[Job]:
+def jobs_of(stacks: Sequence[Prepared], sources: int, *, unit: int, threads: int) -> list[Job]:
     """All ``sources`` of a batch's stacks in jobs, in their order: small stacks together, a large one in parts.
 
-    As many ids in each as are worth its calls, and as many jobs for each thread. At most ``together`` sources of a
-    stack are in one, and always whole ``unit``s of them.
+    As many ids in each as are worth its calls, and as many jobs for each thread; always whole ``unit``s of sources.
     """
     counts = [stack.ids for stack in stacks]
     rounds = [-(-sum(counts) // (threads * stack.at_once)) for stack in stacks]
     wanted = [sum(counts) / (threads * max(most, 1)) for most in rounds]
     steps = list[int]()
-    for count, most, share in zip(counts, together, wanted, strict=True):
-        parts = max(-(-sources // most), round(count / max(share, 1)), 1)
+    for stack, share in zip(stacks, wanted, strict=True):
+        parts = max(-(-sources // stack.most_sources), round(stack.ids / max(share, 1)), 1)
         units = -(-sources // min(parts, sources) // unit)
         steps.append(units * unit)
     found, begin = list[Job](), 0

@@ -77,14 +77,18 @@ class Prepared(Protocol):
     def at_once(self) -> int:
         """How many ids, of all stacks that are sorted at once, are worth the calls that sort and write them."""
 
+    @property
+    def most_sources(self) -> int:
+        """How many sources of it may be sorted at once."""
+
 
 class Kernels(Protocol):
     """Sorting, and writing what was sorted."""
 
-    def prepare(self, tables: Sequence[TableBatch]) -> Prepared:
-        """What a stack looks up, before parts of it are sorted."""
+    def prepare(self, tables: Sequence[TableBatch], masked: bool) -> Prepared:
+        """What a stack looks up, before parts of it are sorted. ``masked``: see ``keys.merge``."""
 
-    def sort(self, stacks: Sequence[Any], first: int, last: int, masked: bool) -> Found:
+    def sort(self, stacks: Sequence[Any], first: int, last: int) -> Found:
         """The ids that sources ``first`` to ``last`` look up in the tables of each stack; see ``keys.merge``.
 
         The stacks are prepared, as many tables in each, by the same kernels. What is found is to be written before the
@@ -101,14 +105,15 @@ class NumpyKernels:
     def __init__(self) -> None:
         self._spaces = threading.local()
 
-    def prepare(self, tables: Sequence[TableBatch]) -> StackIds:
+    def prepare(self, tables: Sequence[TableBatch], masked: bool) -> StackIds:
         """See ``Kernels``."""
-        return prepare(tables)
+        return prepare(tables, masked)
 
-    def sort(self, stacks: Sequence[StackIds], first: int, last: int, masked: bool) -> Found:
+    def sort(self, stacks: Sequence[StackIds], first: int, last: int) -> Found:
         """See ``Kernels``."""
-        together = None if masked else sort_stacks(stacks, first, last, self._space())
+        together = sort_stacks(stacks, first, last, self._space())
         if together is None:
+            masked = any(stack.masked for stack in stacks)
             return self._by_table([stack.tables for stack in stacks], first, last, masked)
         return together
 

@@ -92,10 +92,10 @@ class Merged:
 
 
 def gaps(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many each run holds of runs that follow each other from 0 on and whose last places are ``ends``."""
-    found = np.empty(len(ends), np.int64)
-    found[0] = ends[0] + 1
-    np.subtract(ends[1:], ends[:-1], out=found[1:])
+    """How many each run holds of runs that follow each other from 0 on, along the last dim, and end at ``ends``."""
+    found = np.empty_like(ends)
+    found[..., 0] = ends[..., 0] + 1
+    np.subtract(ends[..., 1:], ends[..., :-1], out=found[..., 1:])
     return found
 
 
@@ -105,12 +105,12 @@ def flags(count: int) -> NDArray[np.bool_]:
 
 
 def set_up_to(of: NDArray[np.bool_], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many of ``flags`` are set from the first up to each place, that one included."""
+    """How many of ``flags`` [..., count] are set from the first up to each place, that one included."""
     # Words are summed up: a sum over the flags themselves takes as long as a gather of all ids.
     words = of.view("<u8")
     at, shifts = places >> 3, ((places & 7) + 1) << 3
-    found: NDArray[np.int64] = np.cumsum(np.bitwise_count(words), dtype=np.int64).take(at)
-    found -= np.bitwise_count(words.take(at) >> shifts.astype(np.uint64))
+    found: NDArray[np.int64] = np.cumsum(np.bitwise_count(words), axis=-1, dtype=np.int64).take(at, axis=-1)
+    found -= np.bitwise_count(words.take(at, axis=-1) >> shifts.astype(np.uint64))
     return found
 
 

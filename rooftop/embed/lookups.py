@@ -76,7 +76,9 @@ def look(
 
     ``batch`` samples lie on ``sources`` SparseCores, equally many on each, in their order. Raises RooftopError.
     """
-    place, found, bad = table.layout.place, list[Looked](), dict[str, int]()
+    place = table.layout.place
+    found: list[Looked] = []
+    bad: dict[str, int] = {}
     for feature in place.features:
         ids = as_ragged(inputs[feature.name], feature)
         if ids.rows != batch * feature.rows_per_sample:

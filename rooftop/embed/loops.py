@@ -193,6 +193,31 @@ def _scale(keys: Any, gains: Any, of_samples: Any, fields: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def write_ids(
+    keys: Any, gains: Any, shifts: Any, in_stack: Any, sizes: Any, per_row: int, first_row: int, buffers: Any
+) -> None:  # fmt: skip
+    """Write stacks into rows of their buffers from ``first_row`` on.
+
+    Dims: in_stack [K, T, 2] as in ``_Joined``, sizes [K, T, partitions]; ``buffers`` [K, 5] are the addresses of
+    embedding ids, sample ids, gains and what is filled, and a row's capacity: 0 for a stack that is not written.
+    """
+    begin, rows = 0, sizes.shape[2] // per_row
+    for stack in range(len(sizes)):
+        end, capacity = begin + sizes[stack].sum(), buffers[stack, 4]
+        if capacity > 0:
+            behind = (first_row + rows) * capacity
+            _write_stack(
+                keys[begin:end], gains[begin:end], shifts, in_stack[stack], sizes[stack], per_row,
+                carray(_pointer(buffers[stack, 3]), (first_row + rows,), np.int64)[first_row:],
+                first_row * capacity, capacity,
+                carray(_pointer(buffers[stack, 0]), (behind,), np.int32),
+                carray(_pointer(buffers[stack, 1]), (behind,), np.int32),
+                carray(_pointer(buffers[stack, 2]), (behind,), np.float32),
+            )  # fmt: skip
+        begin = end
+
+
+@njit(nogil=True, cache=True)
+def _write_stack(
     keys: Any, gains: Any, shifts: Any, in_stack: Any, sizes: Any, per_row: int, filled: Any, origin: int,
     capacity: int, ids_out: Any, samples_out: Any, gains_out: Any,
 ) -> None:  # fmt: skip

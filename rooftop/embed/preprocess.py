@@ -43,7 +43,7 @@ from rooftop.models.tables_limits import BUCKETS, Limits, StackLimits, check_lim
 from rooftop.models.tables_stacking import Stack, Stacking
 
 #: Rows of input of a batch below which another thread's help in looking at them costs more than it saves.
-_LOOKED_ALONE = 100_000
+_LOOKED_ALONE = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,6 @@ class Preprocessor:
         samples = batch // self.sources
         self._looks_alone = batch * sum(one.rows_per_sample for one in stacking.tables.features) < _LOOKED_ALONE
         self._layouts = [layouts(stacking, stack, samples) for stack in stacking.stacks]
-        #: Sources of a stack that keys hold together.
-        self._together = [min(table.layout.most_sources() for table in tables) for tables in self._layouts]
 
     def buffers(self) -> dict[str, Buffers]:
         """Buffers without ids, of the sizes that the limits ask for."""
@@ -142,7 +140,7 @@ class Preprocessor:
         batches, bad = self._look(inputs)
         buffers = self.buffers() if out is None else out
         jobs = self._jobs(batches)
-        self._threads.each(jobs, lambda job: self._make(job, buffers))
+        self._threads.each(jobs, lambda job: self._make(job, buffers), size=lambda job: job.size)
         minibatches, dropped = 1, {stack.name: 0 for stack in self.stacking.stacks}
         left = self._room(jobs)
         if self._mask_is_shared or left is not None or not all(all(job.written) for job in jobs):
@@ -157,7 +155,7 @@ class Preprocessor:
         """What one batch needs, without limits and without making it ready. Raises RooftopError."""
         batches, bad = self._look(inputs)
         jobs = self._jobs(batches)
-        self._threads.each(jobs, lambda job: self._make(job, None))
+        self._threads.each(jobs, lambda job: self._make(job, None), size=lambda job: job.size)
         dropped = {stack.name: 0 for stack in self.stacking.stacks}
         return needed(jobs, self.stacking, bad, dropped, self.sample_passes)
 
@@ -192,12 +190,12 @@ class Preprocessor:
 
     def _jobs(self, batches: list[list[TableBatch]]) -> list[Job]:
         """The work in parts, in the order of stacks and sources."""
-        prepared = [self._kernels.prepare(tables) for tables in batches]
-        return jobs_of(prepared, self._together, self.sources, unit=self._per_row, threads=self._count)
+        prepared = [self._kernels.prepare(tables, self.out_of_range == "off") for tables in batches]
+        return jobs_of(prepared, self.sources, unit=self._per_row, threads=self._count)
 
     def _make(self, job: Job, buffers: Mapping[str, Buffers] | None) -> None:
         """Sort and merge a part's ids, and write them if they are wanted and keep within the limits."""
-        found = self._kernels.sort(job.prepared, job.first, job.last, self.out_of_range == "off")
+        found = self._kernels.sort(job.prepared, job.first, job.last)
         job.sorted(found)
         if self.sample_passes > 1:
             ids, cores = list[Ordered](), self.stacking.cores

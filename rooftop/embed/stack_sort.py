@@ -61,7 +61,10 @@ class SortedStacks:
 
 
 class _Part(NamedTuple):
-    """A feature's ids: those of source g lie from bounds[g] on; lengths [sources x rows] are ids of its samples."""
+    """A feature's ids of some sources: those of the g-th lie from bounds[g] on.
+
+    lengths [sources x rows] are ids of its samples.
+    """
 
     values: NDArray[Any]
     bounds: list[int]
@@ -74,61 +77,71 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StackIds:
-    """A stack's tables and their features, ready to be cut by sources; see ``kernels.Prepared``."""
+    """A stack's tables; see ``kernels.Prepared``. In all it has so many ``sources`` and ``cores``.
+
+    ``by_table``, it takes ``keys.merge``: ids have weights or may be out of range (``masked``), or keys do not fit.
+    """
 
     tables: Sequence[TableBatch]
-    parts: Sequence[_Part]
     sources: int
     cores: int
     ids: int
     at_once: int
-    weighted: bool
+    most_sources: int
+    masked: bool
+    by_table: bool
 
 
-def prepare(tables: Sequence[TableBatch]) -> StackIds:
-    """What is done once for a stack of a batch. Python's work on every feature keeps other threads from theirs."""
-    parts = []
-    for index, one in enumerate(tables):
-        rotation = one.table.layout.place.rotation
+def prepare(tables: Sequence[TableBatch], masked: bool) -> StackIds:
+    """What is done once for a stack of a batch, while other threads wait for it."""
+    features = [own for one in tables for own in one.features]
+    weighted = any(own.ids.weights is not None for own in features)
+    by_table = masked or weighted or Fields.of([tables], 1, _KEY_BITS) is None
+    sources = features[0].ids.rows // features[0].rows
+    return StackIds(
+        tables=tables,
+        sources=sources,
+        cores=tables[0].table.layout.cores,
+        ids=sum(len(own.ids.values) for own in features),
+        at_once=max(_TOGETHER, _WORTH_A_TABLE * len(tables)) if by_table and len(tables) > 1 else _TOGETHER,
+        most_sources=min(one.table.layout.most_sources() for one in tables) if by_table else sources,
+        masked=masked,
+        by_table=by_table,
+    )
+
+
+def _parts(stack: StackIds, first: int, last: int) -> list[_Part]:
+    """The features' ids of sources ``first`` to ``last``."""
+    found = []
+    for index, one in enumerate(stack.tables):
         for own in one.features:
-            splits, values = own.ids.row_splits, own.ids.values
-            # Others become so when they are put side by side.
-            values = values.view(np.uint32) if values.dtype in _WORDS else values
-            parts.append(
+            splits, values = own.ids.row_splits[first * own.rows : last * own.rows + 1], own.ids.values
+            found.append(
                 _Part(
-                    values=values,
+                    # Others become so when they are put side by side.
+                    values=values.view(np.uint32) if values.dtype in _WORDS else values,
                     bounds=splits[:: own.rows].tolist(),
                     lengths=np.subtract(splits[1:], splits[:-1], dtype=np.int64),
                     rows=own.rows,
                     table=index,
                     offset=own.offset,
-                    rotation=rotation,
+                    rotation=one.table.layout.place.rotation,
                 )
             )
-    weighted = any(feature.ids.weights is not None for one in tables for feature in one.features)
-    by_table = len(tables) > 1 and (weighted or Fields.of([tables], 1, _KEY_BITS) is None)
-    return StackIds(
-        tables=tables,
-        parts=parts,
-        sources=len(parts[0].bounds) - 1,
-        cores=tables[0].table.layout.cores,
-        ids=sum(len(part.values) for part in parts),
-        at_once=max(_TOGETHER, _WORTH_A_TABLE * len(tables)) if by_table else _TOGETHER,
-        weighted=weighted,
-    )
+    return found
 
 
 def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space) -> SortedStacks | None:
-    """The ids, all in range, that sources ``first`` to ``last`` look up in stacks of equally many tables.
+    """The ids that sources ``first`` to ``last`` look up in stacks of equally many tables.
 
-    None where that takes ``keys.merge``: ids with weights, keys that do not fit and no ids at all.
+    None where that takes ``keys.merge``: see ``StackIds``; and where there are no ids at all.
     """
     sources, tables = last - first, len(stacks[0].tables)
     # Padding is sorted along where it is little beside the ids: else a place has to be found for every id.
     padded = sum(stack.ids for stack in stacks) >= _PADDED * len(stacks) * stacks[0].sources * stacks[0].cores
     of_stacks = [stack.tables for stack in stacks]
     fields = Fields.of(of_stacks, sources, _KEY_BITS, dividing=True, padded=padded)
-    if fields is None or any(stack.weighted for stack in stacks):
+    if fields is None or any(stack.by_table for stack in stacks):
         return None
     keys, ends = _keys(stacks, fields, first, last, space, padded=padded)
     count = len(keys)
@@ -141,11 +154,11 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
     differs = space.take("differs", count - 1, np.uint32)
     np.bitwise_xor(keys[1:], keys[:-1], out=differs)
     differs[[end - 1 for end in ends if 0 < end < count]] = -1 & 0xFFFFFFFF
-    kept, ends_row, ends_run = (space.flags(name, count) for name in ("kept", "ends row", "ends run"))
-    for flags, low in ((kept, 0), (ends_row, fields.row), (ends_run, fields.table)):
-        np.greater(differs, np.uint32((1 << low) - 1), out=flags[: count - 1])
-        flags[count - 1] = True
-    lasts = ends_run.nonzero()[0]
+    flags = space.flags("flags", 3, count)
+    for own, low in zip(flags, (0, fields.row, fields.table), strict=True):
+        np.greater(differs, np.uint32((1 << low) - 1), out=own[: count - 1])
+    flags[:, count - 1] = True
+    lasts = flags[2].nonzero()[0]
     run = (keys.take(lasts) >> np.uint32(fields.table)).astype(np.int64)
     shape = tuple(
         1 << (end - begin)
@@ -160,9 +173,9 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
         found = of_runs.reshape(-1, *shape[::-1])[:, : fields.stacks, : fields.sources, : fields.cores, :tables]
         return found.reshape(-1, sources, fields.cores, tables)[: len(stacks)].transpose(0, 3, 1, 2)
 
-    runs = gaps(set_up_to(kept, lasts) - 1)
+    runs, rows_in_runs = gaps(set_up_to(flags[:2], lasts) - 1)
     ids_of, rows_of = np.zeros((2, len(ends) * math.prod(shape)), np.int64)
-    ids_of[run], rows_of[run] = runs, gaps(set_up_to(ends_row, lasts) - 1)
+    ids_of[run], rows_of[run] = runs, rows_in_runs
     in_table = run & (shape[0] - 1)
     if len(stacks) > 1:
         in_table += run // math.prod(shape[:3]) // (sources // fields.sources) * tables
@@ -176,7 +189,7 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
         first=first,
         last=last,
         keys=keys,
-        kept=kept,
+        kept=flags[0],
         padded=padded,
         runs=runs,
         lasts=lasts,
@@ -191,19 +204,21 @@ def _keys(
     stacks: Sequence[StackIds], fields: Fields, first: int, last: int, space: Space, *, padded: bool
 ) -> tuple[NDArray[np.uint32], list[int]]:
     """Keys, sort after sort, to be sorted up to each of the ends."""
-    step, count, ends = fields.sources, 0, list[int]()
-    parts, lengths, turns = list[NDArray[Any]](), list[NDArray[np.int64]](), list[int]()
-    begins, rows = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    step, count = fields.sources, 0
+    parts: list[NDArray[Any]] = []
+    lengths: list[NDArray[np.int64]] = []
+    begins: list[NDArray[np.int64]] = []
+    rows: list[NDArray[np.int64]] = []
+    turns: list[int] = []
+    ends: list[int] = []
     of_source = np.arange(0, step << fields.source, 1 << fields.source)
     sorts = (last - first) // step
     for begin in range(0, len(stacks), fields.stacks):
-        those = [(at, part) for at, stack in enumerate(stacks[begin : begin + fields.stacks]) for part in stack.parts]
+        own = stacks[begin : begin + fields.stacks]
+        those = [(at, part) for at, stack in enumerate(own) for part in _parts(stack, first, last)]
         if padded:
-            those += [
-                (at, _pads(fields, len(stack.tables), last))
-                for at, stack in enumerate(stacks[begin : begin + fields.stacks])
-            ]
-        for low in range(first, last, step):
+            those += [(at, _pads(fields, len(stack.tables), last - first)) for at, stack in enumerate(own)]
+        for low in range(0, last - first, step):
             for _, part in those:
                 parts.append(part.values[part.bounds[low] : part.bounds[low + step]])
                 lengths.append(part.lengths[low * part.rows : (low + step) * part.rows])
@@ -248,21 +263,19 @@ def _divide(
     ids: NDArray[np.uint32], rotations: NDArray[np.uint32] | None, fields: Fields, out: NDArray[np.uint32]
 ) -> None:
     """The fields of destination and row. The ids are written over."""
-    cores = np.uint32(fields.cores)
-    if fields.cores & (fields.cores - 1) == 0:
-        low = cores - np.uint32(1)
-        if rotations is None:
-            np.bitwise_and(ids, low, out=out)
-        else:
-            np.add(ids, rotations, out=out)
-            out &= low
-        ids >>= np.uint32(bits(fields.cores))
-    else:
-        np.remainder(ids, cores, out=out)
-        ids //= cores
+    cores, above = np.uint32(fields.cores), fields.row - bits(fields.cores)
+    if fields.cores & (fields.cores - 1) == 0 and above >= 0:
+        # Both fields lie in one product, with ids' bits that belong to neither around them.
+        np.multiply(ids, np.uint32((1 << fields.core) + (1 << above)), out=out)
         if rotations is not None:
-            out += rotations
-            out %= cores
+            out += rotations << np.uint32(fields.core)
+        out &= np.uint32((fields.cores - 1 << fields.core) + (1 << fields.table) - (1 << fields.row))
+        return
+    np.remainder(ids, cores, out=out)
+    ids //= cores
+    if rotations is not None:
+        out += rotations
+        out %= cores
     out <<= np.uint32(fields.core)
     ids <<= np.uint32(fields.row)
     out |= ids
