@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from rooftop.embed.emit import Buffers, Chunk, Space, collect, emit
 from rooftop.embed.keys import Merged, merge
 from rooftop.embed.lookups import TableBatch
-from rooftop.embed.stack_sort import SortedStacks, StackIds, emit_stacks, prepare, sort_stacks
+from rooftop.embed.stack_sort import SortedStacks, StackIds, prepare, sort_stacks
+from rooftop.embed.stack_write import emit_stacks
 from rooftop.errors import RooftopError
 
 
