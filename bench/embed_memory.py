@@ -13,6 +13,7 @@ SLICE picks slices (all of them otherwise); rows of the others stay as they are.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.metadata
 import io
 import sys
@@ -40,9 +41,11 @@ WIDTHS = (8, 64, 256)
 LIMITS = ((64, 128), (512, 1024), (4096, 8192))
 REFUSED = (16384, 16384)
 SAMPLES = 128
+#: Phase, optimizer, passes over samples: above one the update adds gradients up first.
+PROGRAMS = (("forward", "sgd", 1), ("backward", "sgd", 1), ("backward", "adagrad", 1), ("backward", "adagrad", 4))
 COLUMNS = (
-    "slice", "cores", "phase", "optimizer", "width", "max_unique_ids", "max_ids", "planned_bytes", "document_bytes",
-    "compiled_bytes", "error", "planned_feasible", "outcome", "jax", "libtpu", "date",
+    "slice", "cores", "phase", "optimizer", "sample_passes", "width", "max_unique_ids", "max_ids", "planned_bytes",
+    "document_bytes", "compiled_bytes", "error", "planned_feasible", "outcome", "jax", "libtpu", "date",
 )  # fmt: skip
 
 
@@ -53,6 +56,7 @@ class Case:
     slice: str
     phase: str
     optimizer: str
+    sample_passes: int
     width: int
     max_unique_ids: int
     max_ids: int
@@ -61,15 +65,21 @@ class Case:
 def cases() -> Iterator[Case]:
     """The grid, and for each slice limits that do not fit."""
     for name in SLICES:
-        for phase, optimizer in (("forward", "sgd"), ("backward", "sgd"), ("backward", "adagrad")):
+        refused = Case(
+            slice=name,
+            phase="backward",
+            optimizer="sgd",
+            sample_passes=1,
+            width=8,
+            max_unique_ids=REFUSED[0],
+            max_ids=REFUSED[1],
+        )
+        for phase, optimizer, passes in PROGRAMS:
+            kind = dataclasses.replace(refused, phase=phase, optimizer=optimizer, sample_passes=passes)
             for width in WIDTHS:
                 for unique, every in LIMITS:
-                    yield Case(
-                        slice=name, phase=phase, optimizer=optimizer, width=width, max_unique_ids=unique, max_ids=every
-                    )
-        yield Case(
-            slice=name, phase="backward", optimizer="sgd", width=8, max_unique_ids=REFUSED[0], max_ids=REFUSED[1]
-        )
+                    yield dataclasses.replace(kind, width=width, max_unique_ids=unique, max_ids=every)
+        yield refused
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -86,7 +96,10 @@ def run(case: Case) -> dict[str, Any]:
     limits = StackLimits(
         max_ids=case.max_ids, max_unique_ids=case.max_unique_ids, buffer=full_buffer(case.max_ids, cores)
     )
-    problem = EmbedProblem(tables=tables, slice=where, batch=SAMPLES * cores, limits={"t": limits})
+    passes = case.sample_passes
+    problem = EmbedProblem(
+        tables=tables, slice=where, batch=SAMPLES * cores, limits={"t": limits}, sample_passes=passes
+    )
     plan = EmbedPlan(problem=problem)
     memory = plan.stack_memory(problem.stacking.stacks[0])
     request = Request(
@@ -99,6 +112,7 @@ def run(case: Case) -> dict[str, Any]:
             "limits": {"t": vars(limits)},
             "part": "lookup" if case.phase == "forward" else "update",
             "kernel": "sparsecore",
+            **({"sample_passes": passes} if passes > 1 else {}),
         },
     )
     compiled: int | None = None

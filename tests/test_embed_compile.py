@@ -49,10 +49,12 @@ def plan(plan_file: Path) -> EmbedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretended(Compilation):
-    """A compiler that takes limits up to ``most`` unique ids, and whose heap is ``heap`` bytes."""
+    """A compiler that takes limits up to ``most`` unique ids and just ``island``, and whose heap is ``heap`` bytes."""
 
     plan: EmbedPlan
     most: int = 10**9
+    island: int = 10**9
+    tile_says: str = "Can't fit a single row."
     heap: int = 10**6
     factor: float = 1.0
     beyond_plan: int | None = None
@@ -61,8 +63,8 @@ class Pretended(Compilation):
     def run(self, request: Request) -> Marks:
         part, only = request.arguments["part"], request.arguments.get("only")
         limits = request.arguments["limits"]
-        if only is not None and limits[only]["max_unique_ids"] > self.most:
-            raise Infeasible(TILE_MEMORY, "Can't fit a single row.")
+        if only is not None and self.most < limits[only]["max_unique_ids"] != self.island:
+            raise Infeasible(TILE_MEMORY, self.tile_says)
         if self.no_hbm and only is None:
             # As it is printed: what is too much is less than the last digit.
             raise OutOfMemory("a step", needed_bytes=1e11, available_bytes=1e11, at_peak=None)
@@ -122,6 +124,34 @@ def test_limits_beyond_a_tile_are_refused_with_limits_that_compile(plan: EmbedPl
     # Limits are whole eights: nothing is between what compiles and what does not.
     assert most - 8 < found.limits["user"].max_unique_ids <= most < found.refused["user"].max_unique_ids <= most + 8
     assert f"at most max_unique_ids {found.limits['user'].max_unique_ids} " in str(refusal.infeasible)
+
+
+@pytest.mark.parametrize(
+    ("says", "larger_refused"),
+    [
+        ("Can't fit a single row. TileSpmem bytes: 262112", False),
+        ("No viable logical replica count: 520,864 bytes of unique ids and 173,280 of ids", True),
+    ],
+)
+def test_a_tile_too_small_is_answered_with_limits_next_to_refused_ones(
+    plan: EmbedPlan, says: str, larger_refused: bool
+) -> None:
+    # What the plan refuses too: its own largest compiles, and a few more do.
+    own = StackLimits(max_ids=50_000, max_unique_ids=50_000, buffer=400_000)
+    large = EmbedPlan(problem=replace(plan.problem, limits={**plan.problem.limits, "user": own}))
+    stack = large.problem.stacking.stack("user")
+    planned = large.largest_in_tile(stack).max_unique_ids
+    most = planned + 40
+    refusal = compile_embed_plan(large, Pretended(plan=large, most=most, island=2 * planned, tile_says=says))
+    assert isinstance(refusal, EmbedRefusal) and refusal.largest is not None
+    found, said = refusal.largest, refusal.to_json()
+    jsonschema.validate(said, schema("compiled_embed"))
+    fits, refused = found.limits["user"].max_unique_ids, found.refused["user"].max_unique_ids
+    assert planned <= most - 16 < fits <= most < refused <= most + 16 and found.tried <= MOST_TRIALS
+    assert said["larger_refused"] is larger_refused and says in said["refused_why"]
+    # Of refusals that follow no size the answer says so; of others that passes over samples would do.
+    assert (", though the compiler may take more)" in said["verdict"]) is not larger_refused
+    assert f"(max_unique_ids {refused} with" in said["verdict"] and "--sample-passes" in said["verdict"]
 
 
 @pytest.mark.parametrize("compiler", [{"no_hbm": True}, {"heap": 10**12}])

@@ -16,13 +16,13 @@ from rooftop.hardware import Slice
 from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
 from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.models.tables_stacking import stack_tables
-from rooftop.plan.embed_memory import stack_bytes, tile_room
+from rooftop.plan.embed_memory import stack_bytes, tile_capacity, tile_room
 from rooftop.plan.embed_problem import per_device
 from rooftop.programs.embedding import EmbeddingProgram
 from rooftop.programs.embedding_lowering import lower_part
 from rooftop.xla.compiling import Request, compile_ahead_of_time
 from rooftop.xla.hlo import parse
-from rooftop.xla.sparsecore_marks import compile_with_marks, read_marks
+from rooftop.xla.sparsecore_marks import compile_with_marks, read_marks, refusal, refuses_larger
 from rooftop.xla.sparsecore_overlap import PIPELINING_OPTIONS, sparsecore_overlap
 
 SLICES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -67,7 +67,7 @@ def test_the_compiler_marks_what_is_planned(on: str, part: str, kind: str) -> No
         room=tile_room(where.chip),
     )
     assert planned == pytest.approx(marks.hbm_bytes, rel=0.05)
-    assert 0 < marks.tile_bytes <= tile_room(where.chip)
+    assert 0 < marks.tile_bytes <= tile_capacity(where.chip)
     assert f"tables/t/{part}" in marks.compiled.hlo_text
 
 
@@ -96,7 +96,7 @@ def test_a_pipelined_step_overlaps(on: str) -> None:
 
 @pytest.mark.slow
 def test_limits_that_no_tile_holds_are_an_answer() -> None:
-    with pytest.raises(Infeasible, match="tile memory"):
+    with pytest.raises(Infeasible, match=r"tile memory: No viable .*: 590,848 bytes of unique ids and 196,608 of ids"):
         compile_with_marks(request("v5p:2x2x1", "update", "sgd", unique=16384, ids=16384, width=8))
 
 
@@ -124,6 +124,36 @@ def test_marks_are_the_largest_of_the_log_in_bytes() -> None:
 
     assert read_marks("\n".join(lines())) == (5904 * 32, 130955 * 4)
     assert read_marks("nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "by", "larger"),
+    [
+        (
+            "INVALID_ARGUMENT: E3001: CompileTimeSparseCoreInvalidReplicaCount:\nNo viable logical replica count for "
+            "the embedding table with metadata: max_nz_per_row = 14440, feature_width = 8 (last tried split factor for "
+            "vector splitting = 1, fixed_size_allocation_bytes = 520864, row_dependent_size_allocation_bytes = 173280, "
+            "total_spmem_size_bytes = 524288)\nSee https://example.invalid for more details.",
+            "No viable logical replica count: 520,864 bytes of unique ids and 173,280 of ids, which replicas share, in "
+            "a tile of 524,288",
+            True,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Can't fit a single row. TileSpmem bytes: 524128; Row bytes: 5200000\nmore",
+            "Can't fit a single row. TileSpmem bytes: 524128; Row bytes: 5200000",
+            False,
+        ),
+        (
+            "E3001: CompileTimeSparseCoreInvalidReplicaCount:\n",
+            "E3001: CompileTimeSparseCoreInvalidReplicaCount:",
+            True,
+        ),
+    ],
+)
+def test_a_refusal_says_whether_larger_limits_are_refused_too(said: str, by: str, larger: bool) -> None:
+    no = refusal(said)
+    assert no is not None and no.by == by and refuses_larger(no) is larger
+    assert refuses_larger(Infeasible("a program", "needs 1.00GiB of HBM"))
 
 
 def test_what_stands_between_start_and_done_is_beside() -> None:

@@ -55,8 +55,9 @@ def _show(answer: EmbedReport | EmbedRefusal, data: Mapping[str, Any], written: 
 
     problem = answer.plan.problem
     count, stacks = len(problem.tables.tables), len(problem.stacking.stacks)
-    head = Text(f"{count} tables in {stacks} stacks on {problem.slice.name}, {problem.cores} SparseCores", style="bold")
-    parts: list[RenderableType] = [head]
+    head = f"{count} tables in {stacks} stacks on {problem.slice.name}, {problem.cores} SparseCores"
+    passes = f", {problem.sample_passes} passes over samples" if problem.sample_passes > 1 else ""
+    parts: list[RenderableType] = [Text(f"{head}{passes}", style="bold")]
     if isinstance(answer, EmbedRefusal):
         of = "" if answer.stack is None else f" of stack {answer.stack}"
         parts.append(Text(f"Does not fit: the {answer.part}{of}: {answer.why}", style="red"))

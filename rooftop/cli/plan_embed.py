@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 @click.option("--on", "slice_", required=True, metavar="SLICE", help="A slice with SparseCores, such as v5p:2x2x1.")
 @click.option("--batch", default="16384", show_default=True, metavar="N", help="Samples of a step, on all devices.")
 @click.option("--limits", type=click.Path(path_type=Path), help="A limits file. Default: from ids_per_sample.")
+@click.option(
+    "--sample-passes", default="1", show_default=True, metavar="N", help="Look up a batch in N parts of its samples."
+)
 @click.option("--dense-flops", metavar="N", help="Matmul FLOPs of a sample in the dense part, forward: 30M.")
 @click.option("--host-threads", metavar="N", help="Threads that prepare the batches of a host.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write plan.json here.")
@@ -30,6 +33,7 @@ def embed(
     slice_: str,
     batch: str,
     limits: Path | None,
+    sample_passes: str,
     dense_flops: str | None,
     host_threads: str | None,
     output: Path | None,
@@ -49,17 +53,18 @@ def embed(
     from rooftop.quantities import parse_count, parse_quantity
 
     where, samples, given = Slice.parse(slice_), parse_count(batch, "batch"), load_tables(tables)
-    stacking = stacking_on(given, where, samples)
+    stacking, passes = stacking_on(given, where, samples), parse_count(sample_passes, "sample_passes")
     plan = EmbedPlan(
         problem=EmbedProblem(
             tables=given,
             slice=where,
             batch=samples,
-            limits=expected(stacking, batch=samples)
+            limits=expected(stacking, batch=samples, sample_passes=passes)
             if limits is None
-            else read_limits(limits, stacking, batch=samples),
+            else read_limits(limits, stacking, batch=samples, sample_passes=passes),
             dense_flops=0.0 if dense_flops is None else parse_quantity(dense_flops, "dense-flops"),
             host_threads=None if host_threads is None else parse_count(host_threads, "host-threads"),
+            sample_passes=passes,
         )
     )
     data = plan.to_json()
@@ -94,8 +99,10 @@ def _show(plan: EmbedPlan, output: Path | None) -> None:
             f"{own['tile'] / memory['tile_capacity']:.0%}",
         )
     held = _table("HBM of one device", "what", "bytes")
-    for name in ("tables", "slots", "forward_stack", "backward_stack", "inputs", "activations"):
-        held.add_row(name.replace("_", " "), format_bytes(memory[name]))
+    for name in ("tables", "slots", "sums", "forward_stack", "backward_stack", "inputs", "activations"):
+        # Only passes over samples have sums.
+        if memory[name] or name != "sums":
+            held.add_row(name.replace("_", " "), format_bytes(memory[name]))
     for mode, needed in memory["total"].items():
         held.add_row(f"in all, {mode}", f"{format_bytes(needed)} of {format_bytes(memory['capacity'])}")
     busy = _table("Where a step goes (expected, one device)", "unit", "busy")
@@ -109,7 +116,8 @@ def _show(plan: EmbedPlan, output: Path | None) -> None:
         f"A host prepares {plan.host['ids']:,.0f} ids a step and sends {format_bytes(memory['inputs'])} to each device"
     )
     head = f"{len(problem.tables.tables)} tables in {len(problem.stacking.stacks)} stacks on {problem.slice.name}"
-    parts = [Text(f"{head}, {problem.cores} SparseCores, {problem.batch:,} samples a step", style="bold")]
+    passes = f" in {problem.sample_passes} passes" if problem.sample_passes > 1 else ""
+    parts = [Text(f"{head}, {problem.cores} SparseCores, {problem.batch:,} samples a step{passes}", style="bold")]
     parts += [Text("\n".join(lines))]
     parts += [Text(text, style="yellow") for text in plan.obstacles]
     if output is not None:

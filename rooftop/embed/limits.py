@@ -20,12 +20,12 @@ from rooftop.errors import RooftopError
 from rooftop.files import write_text
 from rooftop.models.tables_limits import Limits, StackLimits, check_limits, full_buffer
 from rooftop.models.tables_stacking import ALIGNMENT, Stacking, padded
+from rooftop.plan.embed_limits import rung
 
 #: What limits have beyond what was observed.
 HEADROOM = 0.1
 #: A program is given up for a smaller one only where its buffers could be smaller than this part of them.
 _WORTH_SHRINKING = 0.5
-_RUNG = 1.25
 _KIND, _SCHEMA = "embed-limits", 1
 
 
@@ -48,24 +48,28 @@ def estimate(statistics: Statistics, stacking: Stacking, *, headroom: float = HE
     return {name: _wanted(one, partitions, headroom) for name, one in statistics.stacks.items()}
 
 
-def expected(stacking: Stacking, *, batch: int, headroom: float = HEADROOM) -> dict[str, StackLimits]:
+def expected(
+    stacking: Stacking, *, batch: int, sample_passes: int = 1, headroom: float = HEADROOM
+) -> dict[str, StackLimits]:
     """Limits before any data: from each feature's ``ids_per_sample``, ids spread evenly over the SparseCores.
 
-    ``batch`` samples on all devices. A partition of m expected ids is given m + 6 sqrt(m) and ``headroom`` more: the
-    fullest of many Poisson counts. Skewed data need more: what is observed decides.
+    ``batch`` samples on all devices, in ``sample_passes`` over them. A partition of m expected ids is given
+    m + 6 sqrt(m) and ``headroom`` more: the fullest of many Poisson counts. Skewed data need more: what is observed
+    decides.
     """
     _check_headroom(headroom)
     found = {}
     for stack in stacking.stacks:
         ids = sum(feature.ids_per_sample * feature.rows_per_sample for feature in stack.features)
-        mean = batch / stacking.cores * ids / stacking.cores
+        of_core, partitions = batch / stacking.cores * ids, stacking.cores * sample_passes
+        mean = of_core / partitions
         ids_of_partition = rung((mean + 6 * math.sqrt(mean)) * (1 + headroom))
-        ids_of_core = (mean * stacking.cores + 6 * math.sqrt(mean * stacking.cores)) * (1 + headroom)
-        buffer = rung(ids_of_core + (ALIGNMENT - 1) * stacking.cores)
+        ids_of_core = (of_core + 6 * math.sqrt(of_core)) * (1 + headroom)
+        buffer = rung(ids_of_core + (ALIGNMENT - 1) * partitions)
         found[stack.name] = StackLimits(
             max_ids=ids_of_partition,
             max_unique_ids=min(ids_of_partition, padded(stack.rows, ALIGNMENT)),
-            buffer=min(buffer, full_buffer(ids_of_partition, stacking.cores)),
+            buffer=min(buffer, full_buffer(ids_of_partition, partitions)),
         )
     return found
 
@@ -121,14 +125,6 @@ def compare(limits: Limits, statistics: Statistics) -> list[LimitUse]:
         for name, one in statistics.stacks.items()
         for limit, observed in _most(one).items()
     ]
-
-
-def rung(value: float) -> int:
-    """The first rung of the ladder that is not below ``value``: multiples of 8, about a quarter apart."""
-    found = ALIGNMENT
-    while found < value:
-        found = padded(math.ceil(found * _RUNG), ALIGNMENT)
-    return found
 
 
 def write_limits(

@@ -14,7 +14,7 @@ from typing import Any
 from rooftop import __version__
 from rooftop.errors import Infeasible
 from rooftop.explain.compiled import largest
-from rooftop.explain.embedding_limits import LargestLimits, largest_of_stack, largest_of_step, over_bytes
+from rooftop.explain.embedding_limits import LargestLimits, beyond_hbm, largest_of_stack, largest_of_step, over_bytes
 from rooftop.explain.embedding_programs import (
     STACK_OF_PART,
     Compilation,
@@ -25,7 +25,8 @@ from rooftop.explain.embedding_programs import (
     step_request,
 )
 from rooftop.models.tables_limits import Limits
-from rooftop.plan.embed import EmbedPlan, limits_of_stacks_text, limits_text
+from rooftop.plan.embed import EmbedPlan
+from rooftop.plan.embed_limits import limits_of_stacks_text, limits_text
 from rooftop.plan.embed_problem import per_device
 from rooftop.quantities import format_bytes
 from rooftop.xla.memory import OutOfMemory
@@ -163,10 +164,12 @@ class EmbedRefusal:
         by = self.why
         if self.largest is not None:
             by += f"; at most {self._text(self.largest.limits)}, which compiles"
-            if self.largest.refused is not None:
-                by += f" ({self._text(self.largest.refused)} does not)"
+            by += f" ({self._text(self.largest.refused)} does not"
+            by += ")" if self.largest.monotonic else ", though the compiler may take more)"
         elif self.plan.obstacles:
             by += f"; by the plan: {self.plan.obstacles[0]}"
+        if self.largest is not None and (fitting := self.plan.in_passes_that_fit) is not None:
+            by += f"; by the plan --sample-passes {fitting.problem.sample_passes} fits"
         return Infeasible(f"the {self.part} of {where} on {self.plan.problem.slice.name} does not fit", by)
 
     def _text(self, limits: Limits) -> str:
@@ -184,7 +187,9 @@ class EmbedRefusal:
             "why": self.why,
             "largest": None if largest is None or self.stack is None else vars(largest.limits[self.stack]),
             "largest_limits": None if largest is None else _plain(largest.limits),
-            "refused_limits": None if largest is None or largest.refused is None else _plain(largest.refused),
+            "refused_limits": None if largest is None else _plain(largest.refused),
+            "refused_why": None if largest is None else _why(largest.why),
+            "larger_refused": None if largest is None else largest.monotonic,
             "limits_tried": None if largest is None else largest.tried,
             "obstacles": self.plan.obstacles,
             "verdict": str(self.infeasible),
@@ -212,7 +217,7 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
                     part_request(plan, part, stack, how.checks)
                 )
             except Infeasible as no:
-                found = largest_of_stack(plan, part, stack, over_bytes(no), how)
+                found = largest_of_stack(plan, part, stack, no, how)
                 return EmbedRefusal(
                     plan=plan, checks=how.checks, part=part, stack=stack.name, why=_why(no), largest=found
                 )
@@ -221,7 +226,7 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
         try:
             steps[step] = how.about(f"{step} step").run(step_request(plan, step, how.checks))
         except Infeasible as no:
-            return _no_room(plan, step, _why(no), over_bytes(no), how)
+            return _no_room(plan, step, _why(no), no, over_bytes(no), how)
     report = EmbedReport(plan=plan, checks=how.checks, parts=parts, steps=steps)
     needed, capacity = report.needed_bytes("sequential"), report.capacity_bytes
     if needed > capacity:
@@ -230,7 +235,7 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
             f"{format_bytes(heap)} in XLA's heap and {format_bytes(needed - heap)} in the SparseCores' stacks, of "
             f"{format_bytes(capacity)} of HBM"
         )
-        return _no_room(plan, "sequential", why, needed - capacity, how)
+        return _no_room(plan, "sequential", why, beyond_hbm(needed, plan), needed - capacity, how)
     return report
 
 
@@ -243,6 +248,7 @@ def _head(plan: EmbedPlan, checks: tuple[str, ...]) -> dict[str, Any]:
         "slice": {"name": slice_.name, "chips": slice_.chips, "devices": slice_.devices},
         "sparse_cores": plan.problem.cores,
         "batch": plan.problem.batch,
+        "sample_passes": plan.problem.sample_passes,
         "checks": list(checks),
         "tile_capacity_bytes": plan.memory["tile_capacity"],
     }
@@ -259,7 +265,7 @@ def _why(no: Infeasible) -> str:
     return f"no room in {no.what} ({no.by})" if no.what == TILE_MEMORY else str(no)
 
 
-def _no_room(plan: EmbedPlan, step: str, why: str, over: float, how: Compilation) -> EmbedRefusal:
+def _no_room(plan: EmbedPlan, step: str, why: str, no: Infeasible, over: float, how: Compilation) -> EmbedRefusal:
     """The refusal of a step that needs ``over`` bytes of HBM too many (infinity: that is not known)."""
-    found = largest_of_step(plan, step, over, how)
+    found = largest_of_step(plan, step, no, over, how)
     return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=found)

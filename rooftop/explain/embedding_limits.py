@@ -2,7 +2,9 @@
 
 Limits are tried in the proportion of the plan's: a *share* of each. Where to try is what the plan's arithmetic says,
 put right by what the compiler found of the last share; once that is at a bound, steps away from it that double, and
-then halves of what is left.
+then halves of what is left. For HBM what is needed rises with the limits. For a tile's memory it does in updates, where
+the compiler counts bytes; in lookups it takes some limits that are larger than others that it refuses. What a search
+finds is then a bound next to limits that are refused, and not that nothing beyond them compiles.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from rooftop.errors import Infeasible
 from rooftop.explain.embedding_programs import STACK_OF_PART, Compilation, needed_bytes, part_request, step_request
 from rooftop.models.tables_limits import Limits, StackLimits
 from rooftop.models.tables_stacking import Stack
-from rooftop.plan.embed import EmbedPlan, share_that
+from rooftop.plan.embed import EmbedPlan
+from rooftop.plan.embed_limits import share_that
 from rooftop.xla.memory import OutOfMemory
+from rooftop.xla.sparsecore_marks import refuses_larger
 
 #: Limits that one search tries at most.
 MOST_TRIALS = 12
@@ -28,14 +32,17 @@ _SLOW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LargestLimits:
-    """Limits that compile, the nearest beyond that were ``refused``, and how many were ``tried`` to find them.
-
-    None were refused where the plan's own largest of a tile compile: beyond them some limits do and some do not.
-    """
+    """Limits that compile, the nearest beyond that were ``refused``, and ``why``; ``tried`` is how many were."""
 
     limits: Limits
-    refused: Limits | None
+    refused: Limits
+    why: Infeasible
     tried: int
+
+    @property
+    def monotonic(self) -> bool:
+        """Whether all that are larger are refused too: otherwise the compiler may take some."""
+        return refuses_larger(self.why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +80,7 @@ def largest_share(
         elif wanted is not None and low + margin < wanted < high - margin:
             share, slow = wanted, slow + 1
         elif wanted is not None:
-            beside = low + reach * high if wanted <= low + margin else high - reach * high
+            beside = low + reach * (low or high) if wanted <= low + margin else high - reach * high
             reach *= 2
             share = beside if low < beside < high else share
         if found and same(share, low):
@@ -94,26 +101,29 @@ def largest_share(
     return Bounds(fits=low, refused=high, tried=tried) if found else None
 
 
-def largest_of_step(plan: EmbedPlan, step: str, over: float, how: Compilation) -> LargestLimits | None:
-    """The largest limits of all stacks with which a ``step`` fits, which with the plan's own needs ``over`` bytes more.
+def largest_of_step(plan: EmbedPlan, step: str, no: Infeasible, over: float, how: Compilation) -> LargestLimits | None:
+    """The largest limits of all stacks with which a ``step`` fits; with the plan's own it does not, by ``no``.
 
-    ``over`` is infinity where that is not known: a program without room in a tile's memory.
+    It then needs ``over`` bytes of HBM too many; infinity where that is not known, as for a tile's memory.
     """
     capacity = plan.problem.slice.chip.hbm_usable_bytes
-    count = 0
+    count, why = 0, no
 
     def limits_of(share: float) -> Limits:
         return plan.scaled(share).problem.limits
 
     def tried(share: float) -> float:
-        nonlocal count
+        nonlocal count, why
         count += 1
         about = how.about(f"{step} step with {share:.2%} of the limits, {count} of at most {MOST_TRIALS}")
         try:
-            marks = about.run(step_request(plan, step, how.checks, limits_of(share)))
+            needed = needed_bytes(about.run(step_request(plan, step, how.checks, limits_of(share))), plan)
         except Infeasible as no:
+            why = no
             return over_bytes(no)
-        return needed_bytes(marks, plan) - capacity
+        if needed > capacity:
+            why = beyond_hbm(needed, plan)
+        return needed - capacity
 
     def guess(share: float, excess: float) -> float | None:
         if math.isinf(excess):
@@ -123,16 +133,17 @@ def largest_of_step(plan: EmbedPlan, step: str, over: float, how: Compilation) -
     bounds = largest_share(tried, guess, begin=over, same=lambda one, other: limits_of(one) == limits_of(other))
     if bounds is None:
         return None
-    return LargestLimits(limits=limits_of(bounds.fits), refused=limits_of(bounds.refused), tried=bounds.tried)
+    return LargestLimits(limits=limits_of(bounds.fits), refused=limits_of(bounds.refused), why=why, tried=bounds.tried)
 
 
-def largest_of_stack(plan: EmbedPlan, part: str, stack: Stack, over: float, how: Compilation) -> LargestLimits | None:
-    """The largest limits of one stack with which lookup and update compile; ``part`` does not with the plan's.
+def largest_of_stack(
+    plan: EmbedPlan, part: str, stack: Stack, no: Infeasible, how: Compilation
+) -> LargestLimits | None:
+    """The largest limits of one stack with which lookup and update compile; by ``no``, ``part`` does not with its own.
 
-    ``over`` is as for a step. What fits in a tile is the plan's arithmetic if that compiles: for a tile the compiler
-    takes some limits and refuses smaller ones, so that there is no largest to search for.
+    Where a tile is too small the search begins with the plan's own largest.
     """
-    in_tile, count = plan.share_in_tile(stack), 0
+    in_tile, count, why = plan.share_in_tile(stack), 0, no
     # What fits does not say by how much: the last that did not has the word.
     too_much: tuple[float, float] | None = None
     # One part alone may take limits with which the other does not compile.
@@ -142,13 +153,14 @@ def largest_of_stack(plan: EmbedPlan, part: str, stack: Stack, over: float, how:
         return plan.scaled(share, (stack,)).problem.limits[stack.name]
 
     def tried(share: float) -> float:
-        nonlocal count
+        nonlocal count, why
         count += 1
         for each in parts:
             what = f"{each} of {stack.name} with {share:.2%} of its limits, {count} of at most {MOST_TRIALS}"
             try:
                 how.about(what).run(part_request(plan, each, stack, how.checks, limits_of(share)))
             except Infeasible as no:
+                why = no
                 return over_bytes(no)
         return -math.inf
 
@@ -164,13 +176,18 @@ def largest_of_stack(plan: EmbedPlan, part: str, stack: Stack, over: float, how:
         room = taken(too_much[0]) - too_much[1]
         return min(in_tile, share_that(lambda share: taken(share) <= room))
 
-    if math.isinf(over) and in_tile < 1 and tried(in_tile) <= 0:
-        return LargestLimits(limits={stack.name: limits_of(in_tile)}, refused=None, tried=count)
-    bounds = largest_share(tried, guess, begin=over, same=lambda one, other: limits_of(one) == limits_of(other))
+    bounds = largest_share(
+        tried, guess, begin=over_bytes(no), same=lambda one, other: limits_of(one) == limits_of(other)
+    )
     if bounds is None:
         return None
     limits, refused = ({stack.name: limits_of(share)} for share in (bounds.fits, bounds.refused))
-    return LargestLimits(limits=limits, refused=refused, tried=count)
+    return LargestLimits(limits=limits, refused=refused, why=why, tried=bounds.tried)
+
+
+def beyond_hbm(needed: float, plan: EmbedPlan) -> OutOfMemory:
+    """Why a step that needs so many bytes of HBM, heap and stacks of SparseCores together, does not fit."""
+    return OutOfMemory("a step", needed_bytes=needed, available_bytes=plan.problem.slice.chip.hbm_usable_bytes)
 
 
 def over_bytes(no: Infeasible) -> float:

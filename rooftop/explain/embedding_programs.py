@@ -89,6 +89,7 @@ def _arguments(plan: EmbedPlan) -> dict[str, Any]:
         "tables": problem.tables.to_json(),
         "cores_per_device": per_device(problem.slice),
         "batch": problem.batch,
+        "sample_passes": problem.sample_passes,
         "limits": {stack.name: vars(problem.limits[stack.name]) for stack in problem.stacking.stacks},
         "kernel": "sparsecore",
     }

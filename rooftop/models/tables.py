@@ -128,6 +128,11 @@ class TableOptimizer:
         """Whether each float of a row is updated by itself: what SparseCores do, which see no row as a whole."""
         return self.kind != "rowwise_adagrad"
 
+    @property
+    def additive(self) -> bool:
+        """Whether updates by several gradients of a row, one after the other, come to one by their sum."""
+        return self.kind == "sgd" and self.clip is None
+
     def slots(self, width: int) -> tuple[int, ...]:
         """Floats per row of each array that the optimizer keeps beside a table of ``width`` floats per row."""
         if self.kind == "rowwise_adagrad":

@@ -7,7 +7,7 @@ Sources: the SparseCore deep dive, sections 5, 7, 9 and 10; peaks from the hardw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,14 +19,21 @@ from rooftop.ledger import Ledger
 from rooftop.models.tables_files import tables_from_json
 from rooftop.models.tables_limits import Limits, StackLimits, pointers_of_device
 from rooftop.models.tables_stacking import Stack, report
+from rooftop.plan.embed_limits import (
+    in_fewest_passes,
+    limits_in_passes,
+    limits_of_stacks_text,
+    limits_text,
+    share_that,
+)
 from rooftop.plan.embed_memory import (
     document_stack_bytes,
     figure,
-    figures,
-    replica_factors,
+    least_tile_bytes,
     slot_floats,
+    sources,
     stack_bytes,
-    tile_bytes,
+    tile_capacity,
     tile_room,
 )
 from rooftop.plan.embed_problem import EmbedProblem, per_device
@@ -56,31 +63,30 @@ class EmbedPlan:
         """HBM of one device that a stack takes, and the memory of a tile: bytes by name."""
         problem, limits = self.problem, self.problem.limits[stack.name]
         rows = stack.rows * self._per_device
-        sizes = {
+        sizes: dict[str, Any] = {
             "width": stack.width,
             "max_unique_ids": limits.max_unique_ids,
             "cores": problem.cores,
         }
         slots, room = len(stack.optimizer.slots(1)), tile_room(problem.slice.chip)
-        own = self._per_device
+        own, summed = self._per_device, problem.summed(stack)
         pointers = pointers_of_device(problem.cores, own, minibatching=True)
         return {
             "tables": rows * stack.width * _FLOAT,
             "slots": rows * slot_floats(stack.optimizer, stack.width) * _FLOAT,
+            "sums": rows * stack.width * _FLOAT * summed,
             "forward_stack": own
             * float(stack_bytes("forward", max_ids=limits.max_ids, slots=slots, room=room, **sizes)),
             "backward_stack": own
-            * float(stack_bytes("backward", max_ids=limits.max_ids, slots=slots, room=room, **sizes)),
+            * float(stack_bytes("backward", max_ids=limits.max_ids, slots=slots, room=room, summed=summed, **sizes)),
             "forward_stack_document": own * float(document_stack_bytes("forward", **sizes)),
             "backward_stack_document": own * float(document_stack_bytes("backward", **sizes)),
             "inputs": own * limits.buffer * _PLACE + pointers * _POINTER,
             "activations": own * problem.samples * stack.rows_per_sample * stack.width * _FLOAT,
-            "tile": float(
-                tile_bytes(
-                    max_ids=limits.max_ids,
-                    max_unique_ids=limits.max_unique_ids,
-                    replicas=replica_factors()[-1],
-                )
+            "tile": tile_capacity(problem.slice.chip)
+            - room
+            + float(
+                least_tile_bytes(max_ids=limits.max_ids, max_unique_ids=limits.max_unique_ids, cores=problem.cores)
             ),
         }
 
@@ -99,13 +105,14 @@ class EmbedPlan:
         # Each stack's figure has the base of a program, which there is once.
         again = (len(every) - 1) * figure("compiler", "stack_base_bytes") * self._per_device
         stacks = {name: total(name) - again for name in ("forward_stack", "backward_stack")}
-        held = total("tables") + total("slots") + max(stacks.values())
+        held = total("tables") + total("slots") + total("sums") + max(stacks.values())
         step = total("inputs") + 2 * total("activations")
         capacity = self.problem.slice.chip.hbm_usable_bytes
         totals = {mode: held + step * steps for mode, steps in _UNDER_WAY.items()}
         return {
             "tables": total("tables"),
             "slots": total("slots"),
+            "sums": total("sums"),
             **stacks,
             "inputs": total("inputs"),
             "activations": total("activations"),
@@ -113,7 +120,7 @@ class EmbedPlan:
             "capacity": capacity,
             "fits": {mode: needed <= capacity for mode, needed in totals.items()},
             "tile": max(each["tile"] for each in every),
-            "tile_capacity": tile_room(self.problem.slice.chip),
+            "tile_capacity": tile_capacity(self.problem.slice.chip),
         }
 
     @cached_property
@@ -140,11 +147,13 @@ class EmbedPlan:
     def units_s(self) -> dict[str, float]:
         """Expected seconds of a step that each unit is busy; a SparseCore's include its waits for HBM and ICI."""
         tables = [row for row in self.ledger if row.scope.startswith("tables/")]
+        passes = self.problem.sample_passes
         return {
             "host": max(self.host["preprocess_s"], self.host["transfer_s"]),
-            "sparsecore": sum(float(row.vector_flops) / vector_flops_per_s(self.problem.slice) for row in tables),
-            "ici": sum(float(each.expected_s) for row in tables for each in row.collectives),
-            "hbm": sum(float(self.problem.rates.hbm_s(row.hbm_bytes)) for row in tables),
+            "sparsecore": passes
+            * sum(float(row.vector_flops) / vector_flops_per_s(self.problem.slice) for row in tables),
+            "ici": passes * sum(float(each.expected_s) for row in tables for each in row.collectives),
+            "hbm": passes * sum(float(self.problem.rates.hbm_s(row.hbm_bytes)) for row in tables),
             "tensorcore": sum(float(row.expected_s) for row in self.ledger if row.scope == "loss"),
         }
 
@@ -156,7 +165,7 @@ class EmbedPlan:
         side by side. The host prepares the next batch meanwhile, in both.
         """
         units = self.units_s
-        tables = sum(float(row.expected_s) for row in self.ledger if row.scope.startswith("tables/"))
+        tables = sum(float(row.count * row.expected_s) for row in self.ledger if row.scope.startswith("tables/"))
         device = {"sequential": tables + units["tensorcore"], "pipelined": max(tables, units["tensorcore"])}
         of_tables = max(("sparsecore", "ici", "hbm"), key=lambda name: units[name])
         found = {}
@@ -169,26 +178,64 @@ class EmbedPlan:
         return found
 
     def require_fit(self) -> None:
-        """Raises Infeasible, with the largest limits that would do, where a tile or HBM is too small."""
-        room, most_rows = tile_room(self.problem.slice.chip), figure("compiler", "tensor_bytes")
+        """Raises Infeasible where a tile or HBM is too small: with the largest limits, or the passes, that would do."""
+        no, fitting = self._refusal, self.in_passes_that_fit
+        if no is None:
+            return
+        if fitting is None:
+            raise no
+        passes = fitting.problem.sample_passes
+        raise Infeasible(no.what, f"{no.by}, or --sample-passes {passes} (limits are then of one pass)")
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tile and HBM are large enough."""
+        most_rows = figure("compiler", "tensor_bytes")
+        every = [self.stack_memory(stack) for stack in self.problem.stacking.stacks]
+        tiles = all(each["tile"] <= tile_capacity(self.problem.slice.chip) for each in every)
+        return tiles and all(each["tables"] <= most_rows for each in every) and self.memory["fits"]["sequential"]
+
+    @cached_property
+    def in_passes_that_fit(self) -> EmbedPlan | None:
+        """The same in the fewest passes over samples with which it fits; None if it does as it is, or none help.
+
+        Its limits are as ``limits_in_passes`` has them.
+        """
+        if self.fits:
+            return None
+        own = self.problem
+        return in_fewest_passes(own.sample_passes, own.samples, self.in_passes, lambda plan: plan.fits)
+
+    def in_passes(self, passes: int) -> EmbedPlan:
+        """The plan in more passes over samples than it has, with limits as ``limits_in_passes`` has them."""
+        own = self.problem
+        limits = {
+            name: limits_in_passes(one, passes, own.cores, before=own.sample_passes) for name, one in own.limits.items()
+        }
+        return EmbedPlan(problem=dataclasses.replace(own, limits=limits, sample_passes=passes))
+
+    @cached_property
+    def _refusal(self) -> Infeasible | None:
+        """Why it does not fit, with the largest limits that would; None if it fits."""
+        room, most_rows = tile_capacity(self.problem.slice.chip), figure("compiler", "tensor_bytes")
         for stack in self.problem.stacking.stacks:
             memory = self.stack_memory(stack)
             if memory["tables"] > most_rows:
                 what = f"stack {stack.name} has {format_bytes(memory['tables'])} of rows on a device"
-                raise Infeasible(what, f"SparseCores take {format_bytes(most_rows)}: more chips, or smaller tables")
+                return Infeasible(what, f"SparseCores take {format_bytes(most_rows)}: more chips, or smaller tables")
             needed = memory["tile"]
             if needed > room:
                 what = f"{needed:,.0f} bytes of a tile's {room:,.0f}"
                 most = limits_text(self.largest_in_tile(stack))
-                raise Infeasible(f"limits of stack {stack.name}", f"{what}; at most {most}")
+                return Infeasible(f"limits of stack {stack.name}", f"{what}; at most {most}")
         if self.memory["fits"]["sequential"]:
-            return
+            return None
         total, capacity = self.memory["total"]["sequential"], self.memory["capacity"]
         what = f"{format_bytes(total)} of HBM on a device, which has {format_bytes(capacity)}"
         largest = self.largest_in_hbm(capacity)
         if largest is None:
-            raise Infeasible(what, "too much even with the smallest buffers: more chips, or smaller tables")
-        raise Infeasible(what, f"limits at most {limits_of_stacks_text(largest)}")
+            return Infeasible(what, "too much even with the smallest buffers: more chips, or smaller tables")
+        return Infeasible(what, f"limits at most {limits_of_stacks_text(largest)}")
 
     def largest_in_hbm(self, room: float, step: str = "sequential") -> Limits | None:
         """The largest limits in the proportion of the plan's with which a ``step`` takes at most ``room`` bytes.
@@ -212,13 +259,21 @@ class EmbedPlan:
         return limits if share == 1 else limits.scaled(share)
 
     def share_in_tile(self, stack: Stack) -> float:
-        """The share of the limits of ``largest_in_tile``."""
-        room = tile_room(self.problem.slice.chip)
+        """The share of the limits of ``largest_in_tile``: all fits in HBM with them, unless others fill it alone.
+
+        Near a full tile each id is replicated so often that the stack in HBM may be what binds.
+        """
+        room = tile_capacity(self.problem.slice.chip)
+        if self.stack_memory(stack)["tile"] <= room:
+            return 1.0
+        others_fit = self.scaled(0.0, (stack,)).memory["fits"]["sequential"]
 
         def fits(share: float) -> bool:
-            return self.scaled(share, (stack,)).stack_memory(stack)["tile"] <= room
+            plan = self.scaled(share, (stack,))
+            in_hbm = plan.memory["fits"]["sequential"] or not others_fit
+            return plan.stack_memory(stack)["tile"] <= room and in_hbm
 
-        return 1.0 if self.stack_memory(stack)["tile"] <= room else share_that(fits)
+        return share_that(fits)
 
     def scaled(self, share: float, stacks: Iterable[Stack] | None = None) -> EmbedPlan:
         """The plan with ``share`` of the limits of some stacks, or of all. A share of 1 leaves them as they are."""
@@ -257,6 +312,8 @@ class EmbedPlan:
                 limits={name: StackLimits(**one) for name, one in data["limits"].items()},
                 dense_flops=workload["dense_flops_per_sample"],
                 host_threads=workload["host_threads"],
+                # Plans from before there were passes over samples do not say that theirs is one.
+                sample_passes=workload.get("sample_passes", 1),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise RooftopError("plan", str(error), "every field that rooftop plan embed wrote") from None
@@ -282,6 +339,7 @@ class EmbedPlan:
                 "batch": problem.batch,
                 "dense_flops_per_sample": problem.dense_flops,
                 "host_threads": problem.threads,
+                "sample_passes": problem.sample_passes,
             },
             "limits": {stack.name: vars(problem.limits[stack.name]) for stack in problem.stacking.stacks},
             "stacks": [
@@ -303,36 +361,12 @@ class EmbedPlan:
             "ledger": self.ledger.to_json(),
             "executable": self.obstacles == [],
             "obstacles": self.obstacles,
-            "sources": _sources(figures()),
+            "nearest": None if self.in_passes_that_fit is None else _nearest(self.in_passes_that_fit.problem),
+            "sources": sources(),
         }
 
 
-def share_that(fits: Callable[[float], bool]) -> float:
-    """The largest share of 1 that ``fits``, to a thousandth; 0 if none is found to."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-3 * high and high > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def limits_of_stacks_text(limits: Limits) -> str:
-    """Limits of several stacks as text."""
-    return "; ".join(f"{name} {limits_text(own)}" for name, own in limits.items())
-
-
-def limits_text(limits: StackLimits) -> str:
-    """Limits as text."""
-    return f"max_unique_ids {limits.max_unique_ids} with max_ids {limits.max_ids}"
-
-
-def _sources(data: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """Every figure of ``embed.toml`` with its source."""
-    found: dict[str, str] = {}
-    for name, value in data.items():
-        where = f"{path}.{name}" if path else name
-        if isinstance(value, Mapping):
-            found |= _sources(value, where)
-        else:
-            found[where] = f"{value[0]}: {value[1]}"
-    return found
+def _nearest(problem: EmbedProblem) -> dict[str, Any]:
+    """What the nearest plan that fits differs in."""
+    limits = {name: vars(one) for name, one in problem.limits.items()}
+    return {"sample_passes": problem.sample_passes, "limits": limits}

@@ -7,6 +7,7 @@ the rest (``embed.toml``). Formulas take numbers or NumPy arrays. Bytes of the s
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ def figure(*names: str) -> float:
     return value
 
 
+def sources() -> dict[str, str]:
+    """Every figure of ``embed.toml`` with its source, by its path."""
+
+    def of(data: Mapping[str, Any], path: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, value in data.items():
+            where = f"{path}{name}"
+            found |= of(value, f"{where}.") if isinstance(value, Mapping) else {where: f"{value[0]}: {value[1]}"}
+        return found
+
+    return of(figures(), "")
+
+
 def document_stack_bytes(phase: str, *, width: Number, max_unique_ids: Number, cores: Number) -> Number:
     """The deep dive's estimate: (2w + 1) U R 4 'forward' and 3w U R 4 'backward', R = ``cores`` replicas."""
     floats = 2 * width + 1 if phase == "forward" else 3 * width
@@ -48,12 +62,13 @@ def replica_factor(*, max_ids: Number, max_unique_ids: Number, cores: Number, ro
     """Logical replicas per SparseCore: the fewest with which a partition's ids fit in a tile of ``room`` bytes.
 
     Fewer SparseCores than a SparseCore has tiles are replicated too. The rule is what the high-water marks show; where
-    no number of replicas helps it is the largest.
+    no number of replicas helps it is the one that comes nearest.
     """
     factors = replica_factors()
-    found: Any = np.full(np.broadcast(max_ids, max_unique_ids, cores).shape, factors[-1])
-    for factor in reversed(factors):
-        fits = tile_bytes(max_ids=max_ids, max_unique_ids=max_unique_ids, replicas=factor) <= room
+    every = _by_factor(max_ids=max_ids, max_unique_ids=max_unique_ids, cores=cores)
+    found = np.asarray(factors)[np.argmin(every, axis=0)]
+    for factor, needed in zip(reversed(factors), reversed(every), strict=True):
+        fits = needed <= room
         if factor == 1:
             fits = fits & (np.asarray(cores) >= figure("tiles", "count"))
         found = np.where(fits, factor, found)
@@ -75,11 +90,14 @@ def stack_bytes(
     cores: Number,
     slots: int,
     room: float,
+    summed: bool = False,
 ) -> Number:
     """Stack in HBM of one SparseCore as the compiler allots it for one stack of tables.
 
     With R = ``cores`` times ``replica_factor``: 'forward' (2w + 1) U R 4 + I C 4, its U at most a replica's share of I;
     'backward' U R 4 times 3w + 5 for an optimizer without ``slots``, else 2 (slots + 1) w + 4. Both have a base beside.
+    Where gradients are ``summed`` over passes, the sums are one more slot: the update by them is larger than the loop
+    that makes them, and takes its place.
     """
     times = replica_factor(max_ids=max_ids, max_unique_ids=max_unique_ids, cores=cores, room=room)
     base = figure("compiler", "stack_base_bytes")
@@ -89,24 +107,44 @@ def stack_bytes(
         unique = np.minimum(max_unique_ids, share) * times
         found: Any = (2 * width + 1) * unique * cores * _FLOAT + max_ids * cores * _FLOAT + base
     else:
-        floats = 3 * width + 5 if slots == 0 else 2 * (slots + 1) * width + 4
+        beside = slots + summed
+        floats = 3 * width + 5 if beside == 0 else 2 * (beside + 1) * width + 4
         found = floats * max_unique_ids * times * cores * _FLOAT + base
     return found if np.ndim(found) else float(found)
 
 
-def tile_bytes(*, max_ids: Number, max_unique_ids: Number, replicas: Number = 1) -> Number:
+def tile_bytes(*, max_ids: Number, max_unique_ids: Number, cores: Number, factor: Number) -> Number:
     """Memory of a tile that one partition takes, its rows cut as narrow as they can be: 8 floats.
 
-    The deep dive (section 7) says that all ids of a partition must fit; how much an id takes is the compiler's.
-    ``replicas`` per SparseCore share the ids, but not the unique ones.
+    The deep dive (section 7) says that all ids of a partition must fit; how much an id takes is the compiler's. The
+    logical replicas, ``cores`` times ``factor``, share the ids, but not the unique ones; each takes a little itself.
     """
     unique, every = figure("tiles", "bytes_per_unique_id"), figure("tiles", "bytes_per_id")
-    return unique * max_unique_ids + every * max_ids / replicas + figure("tiles", "reserved_bytes")
+    replicas = figure("tiles", "bytes_per_replica") * cores * factor
+    return unique * max_unique_ids + every * max_ids / factor + replicas
+
+
+def least_tile_bytes(*, max_ids: Number, max_unique_ids: Number, cores: Number) -> Number:
+    """``tile_bytes`` with the number of replicas that takes the least: what has to fit."""
+    found: Any = np.min(_by_factor(max_ids=max_ids, max_unique_ids=max_unique_ids, cores=cores), axis=0)
+    return found if np.ndim(found) else float(found)
+
+
+def _by_factor(*, max_ids: Number, max_unique_ids: Number, cores: Number) -> list[Any]:
+    """``tile_bytes`` with each of ``replica_factors``."""
+    shape = np.broadcast(max_ids, max_unique_ids, cores).shape
+    sizes = {"max_ids": max_ids, "max_unique_ids": max_unique_ids, "cores": cores}
+    return [np.broadcast_to(tile_bytes(factor=factor, **sizes), shape) for factor in replica_factors()]
+
+
+def tile_capacity(chip: Chip) -> float:
+    """Memory of a tile (TileSpmem), in bytes. Raises RooftopError for a chip without SparseCores."""
+    return figure("tiles", "bytes", chip.name)
 
 
 def tile_room(chip: Chip) -> float:
-    """Memory of a tile (TileSpmem), in bytes. Raises RooftopError for a chip without SparseCores."""
-    return figure("tiles", "bytes", chip.name)
+    """What partitions have of a tile's memory: the compiler keeps a part. In bytes; raises RooftopError."""
+    return tile_capacity(chip) - figure("tiles", "reserved_bytes", chip.name)
 
 
 def slot_floats(optimizer: TableOptimizer, width: int) -> int:

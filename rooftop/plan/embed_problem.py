@@ -10,7 +10,7 @@ from rooftop.arrays import Mesh
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.tables import Tables
-from rooftop.models.tables_limits import Limits, check_limits
+from rooftop.models.tables_limits import BUCKETS, Limits, check_limits
 from rooftop.models.tables_stacking import Stack, Stacking, stack_tables
 from rooftop.plan.embed_memory import figure
 from rooftop.roofline.collectives import Price, price
@@ -19,11 +19,12 @@ from rooftop.roofline.rates import Rates
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedProblem:
-    """Tables on a slice. ``batch`` is B, samples of a step on all devices; ``limits`` are the stacks'.
+    """Tables on a slice. ``batch`` is B, samples of a step on all devices; ``limits`` are the stacks', of one pass.
 
+    A batch is looked up and updated in ``sample_passes`` passes, each over an equal part of every SparseCore's samples.
     ``dense_flops`` are the matmul FLOPs of one sample in the dense part, forward. ``host_threads`` prepare the batches
-    of one host (None: as ``embed.toml`` assumes). Raises RooftopError for a chip without SparseCores and for a batch
-    that does not divide over them.
+    of one host (None: as ``embed.toml`` assumes). Raises RooftopError for a chip without SparseCores, for a batch that
+    does not divide over them, and for more passes than there are buckets.
     """
 
     tables: Tables
@@ -32,11 +33,15 @@ class EmbedProblem:
     limits: Limits
     dense_flops: float = 0.0
     host_threads: int | None = None
+    sample_passes: int = 1
 
     def __post_init__(self) -> None:
         per_device(self.slice)
         if self.batch % self.cores:
             raise RooftopError("batch", self.batch, f"a multiple of {self.cores}, the SparseCores of {self.slice.name}")
+        passes = self.sample_passes
+        if isinstance(passes, bool) or not isinstance(passes, int) or not 1 <= passes <= BUCKETS:
+            raise RooftopError("sample_passes", passes, f"a whole number from 1 to {BUCKETS}")
         check_limits(self.limits, self.stacking)
 
     @property
@@ -75,9 +80,13 @@ class EmbedProblem:
         return self.samples * sum(one.ids_per_sample * one.rows_per_sample for one in stack.features)
 
     def uniques(self, stack: Stack) -> float:
-        """Different rows expected of one partition, if ids were spread evenly over the rows: fewer if some are hot."""
-        ids, rows = self.ids(stack) / self.cores, stack.rows
+        """Different rows expected of one partition in a pass, if ids were spread evenly: hot rows make it fewer."""
+        ids, rows = self.ids(stack) / self.cores / self.sample_passes, stack.rows
         return -rows * _expm1(ids, rows)
+
+    def summed(self, stack: Stack) -> bool:
+        """Whether an update first adds up each row's gradients over all passes, in an array as large as the table."""
+        return self.sample_passes > 1 and not stack.optimizer.additive
 
 
 def _expm1(ids: float, rows: int) -> float:

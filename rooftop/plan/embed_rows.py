@@ -23,11 +23,12 @@ def vector_flops_per_s(slice_: Slice) -> float:
 
 
 def table_rows(problem: EmbedProblem, stack: Stack) -> tuple[Row, Row]:
-    """Lookup and update of one stack on one device."""
+    """Lookup and update of one stack on one device: one execution is one pass over samples."""
     own, width = per_device(problem.slice), stack.width
-    ids = problem.ids(stack) * own
+    ids = problem.ids(stack) * own / problem.sample_passes
     unique = problem.uniques(stack) * problem.cores * own
-    row, activations = width * _FLOAT, own * problem.samples * stack.rows_per_sample * width * _FLOAT
+    samples = problem.samples / problem.sample_passes
+    row, activations = width * _FLOAT, own * samples * stack.rows_per_sample * width * _FLOAT
     payload = exchanged_bytes(
         "rows",
         width=width,
@@ -37,52 +38,64 @@ def table_rows(problem: EmbedProblem, stack: Stack) -> tuple[Row, Row]:
         cores=problem.cores,
         per_device=own,
     )
-    slots = slot_floats(stack.optimizer, width) * _FLOAT
+    held = row + slot_floats(stack.optimizer, width) * _FLOAT
+    # What a loop over the passes changes of each row: where there are several, first the sums of the row's gradients.
+    loops = (row, held + row) if problem.summed(stack) else (held,)
     # Lookup: holders read rows and write them to be sent; samples' cores write what comes and read a row an id.
     forward = _PLACE * ids + 3 * row * unique + row * ids + activations
     # Update: samples' cores read a gradient an id and write sums by row; holders read what comes, and change rows.
-    backward = _PLACE * ids + row * ids + 3 * row * unique + 2 * (row + slots) * unique + activations
+    backward = [_PLACE * ids + row * ids + 3 * row * unique + 2 * changed * unique + activations for changed in loops]
+    merged = 2 * ids * width
     return (
-        _row(problem, stack, "lookup", "forward", 2 * ids * width, forward, float(payload["forward"])),
+        _row(problem, stack, "lookup", "forward", merged, forward, [float(payload["forward"])]),
         _row(
             problem,
             stack,
             "update",
             "update",
-            2 * ids * width + 8 * unique * width,
-            backward,
-            float(payload["backward"]),
+            merged * len(loops) + 8 * unique * width,
+            sum(backward),
+            [float(payload["backward"])] * len(loops),
         ),
     )
 
 
-def _row(problem: EmbedProblem, stack: Stack, verb: str, phase: str, flops: float, hbm: float, payload: float) -> Row:
+def _row(
+    problem: EmbedProblem, stack: Stack, verb: str, phase: str, flops: float, hbm: float, payloads: list[float]
+) -> Row:
+    """One of the two rows; ``payloads`` are exchanged one after the other."""
     rates = problem.rates
-    price = problem.all_to_all
-    bound = {name: float(seconds) for name, seconds in price.bound_s(payload).items() if float(seconds) > 0}
-    expected = float(price.expected_s(payload, rates.network_efficiency("all_to_all"), rates.collective_start_s))
-    collective = Collective(
-        kind="all_to_all",
-        axes=("data",),
-        bytes=payload,
-        wire_bytes=payload * float(price.wire_per_byte),
-        critical=True,
-        time_s=bound,
-        expected_s=expected,
-        exposed_s=expected,
-    )
+    collectives = tuple(_all_to_all(problem, payload) for payload in payloads)
+    expected = sum(float(each.expected_s) for each in collectives)
+    bound = {name: sum(float(each.time_s[name]) for each in collectives) for name in collectives[0].time_s}
     vector_s = flops / vector_flops_per_s(problem.slice)
     hbm_s = float(rates.hbm_s(hbm))
     return Row(
         scope=f"tables/{stack.name}/{verb}",
         phase=phase,
+        count=problem.sample_passes,
         vector_flops=flops,
         hbm_bytes=hbm,
-        collectives=(collective,) if problem.slice.devices > 1 else (),
+        collectives=collectives if problem.slice.devices > 1 else (),
         time_s={"hbm": hbm / rates.hbm_bytes_per_s, "vpu": vector_s, **bound},
         expected_s=max(hbm_s, vector_s) + expected,
         serial_s=hbm_s + vector_s + expected,
         formula="rows and activations through HBM, different rows of each partition over the network",
+    )
+
+
+def _all_to_all(problem: EmbedProblem, payload: float) -> Collective:
+    rates, price = problem.rates, problem.all_to_all
+    expected = float(price.expected_s(payload, rates.network_efficiency("all_to_all"), rates.collective_start_s))
+    return Collective(
+        kind="all_to_all",
+        axes=("data",),
+        bytes=payload,
+        wire_bytes=payload * float(price.wire_per_byte),
+        critical=True,
+        time_s={name: float(seconds) for name, seconds in price.bound_s(payload).items() if float(seconds) > 0},
+        expected_s=expected,
+        exposed_s=expected,
     )
 
 

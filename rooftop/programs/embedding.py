@@ -32,7 +32,7 @@ from rooftop.programs.embedding_exchange import (
     row_gradients_of_rows,
 )
 from rooftop.programs.embedding_optimizers import Slots, merge_rows, true_widths, update_rows
-from rooftop.programs.embedding_sparsecore import lookup_on_sparsecores, sums_gradients, update_on_sparsecores
+from rooftop.programs.embedding_sparsecore import lookup_on_sparsecores, update_on_sparsecores
 from rooftop.programs.embedding_state import EmbeddingState
 
 #: Who looks up and updates: this module's own arithmetic, on any device, or XLA's SparseCore operations.
@@ -77,7 +77,7 @@ class EmbeddingProgram:
         """Stacks whose gradients SparseCores add up over a batch's passes before they update: ``state.sums``."""
         if self.kernel != "sparsecore" or self.sample_passes == 1:
             return ()
-        return tuple(stack.name for stack in self.stacking.stacks if sums_gradients(stack.optimizer))
+        return tuple(stack.name for stack in self.stacking.stacks if not stack.optimizer.additive)
 
     @property
     def samples(self) -> int:

@@ -126,9 +126,9 @@ def update_on_sparsecores(
     """``table`` [rows, W], its slots and ``sums`` after the update by ``gradients`` [activations, W] of a device.
 
     ``rate`` is the learning rate and ``step`` counts updates from 1. ``sums`` [rows, W], NO_SUM everywhere, are needed
-    where a row may be in several passes, unless the optimizer's updates add (``sums_gradients``); they come back as
-    they were. Raises RooftopError for an optimizer that needs whole rows: the compiler runs its rule on columns,
-    [rows, 1] each, and ends its process where it sums over them.
+    where a row may be in several passes, unless the optimizer is ``additive``; they come back as they were. Raises
+    RooftopError for an optimizer that needs whole rows: the compiler runs its rule on columns, [rows, 1] each, and ends
+    its process where it sums over them.
     """
     if not optimizer.elementwise:
         kinds = [kind for kind in OPTIMIZERS if TableOptimizer(kind=kind).elementwise]
@@ -166,11 +166,6 @@ def update_on_sparsecores(
     sums, operands = jax.lax.optimization_barrier((sums, operands))
     new, *new_slots, sums = run("apply", (table, *slots, sums), operands)
     return new, tuple(new_slots), sums
-
-
-def sums_gradients(optimizer: TableOptimizer) -> bool:
-    """Whether a row that is in several passes needs the sum of its gradients: not if its updates just add."""
-    return optimizer.kind != "sgd" or optimizer.clip is not None
 
 
 def _buffers(inputs: StackInputs) -> list[jax.Array]:

@@ -130,8 +130,14 @@ def _collective(each: Collective) -> str:
 
 def embedding_memory(memory: Mapping[str, Any]) -> Bars:
     """HBM of a device as a plan of embedding tables has it, each class alone, and in all."""
-    names = ("tables", "slots", "forward_stack", "backward_stack", "inputs", "activations")
-    bars = [Bar(name=name.replace("_", " "), parts=(("held", float(memory[name])),)) for name in names]
+    names = ("tables", "slots", "sums", "forward_stack", "backward_stack", "inputs", "activations")
+    # Only passes over samples have sums.
+    held = {name: float(memory.get(name, 0.0)) for name in names}
+    bars = [
+        Bar(name=name.replace("_", " "), parts=(("held", size),))
+        for name, size in held.items()
+        if size or name != "sums"
+    ]
     bars += [Bar(name=f"all, {mode}", parts=(("in all", float(needed)),)) for mode, needed in memory["total"].items()]
     return Bars(
         title="HBM of a device",

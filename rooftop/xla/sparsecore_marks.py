@@ -28,7 +28,15 @@ _HBM_UNIT, _TILE_UNIT = 32, 4
 _MARK = re.compile(r"\] (HBM|TileSpmem) high water mark: (\d+)")
 _NO_ROOM = re.compile(
     r"Can't fit a single row\.[^\n\")]*|Fixed size allocations[^\n\"]*|Gather operand too large[^\n\"]*"
-    r"|No viable logical replica count[^\n\"]*|E3001: [^\n)]*"
+    r"|E3001: [^\n)]*"
+)
+#: How an update is refused, and the code of that in a message's first line.
+_NO_REPLICAS, _CODE = "No viable logical replica count", "E3001: CompileTimeSparseCoreInvalidReplicaCount"
+#: What of that refusal says how many bytes there are and how many are wanted.
+_OF_REPLICAS = re.compile(
+    _NO_REPLICAS
+    + r"[^\n]*\bfixed_size_allocation_bytes = (\d+), row_dependent_size_allocation_bytes = (\d+), "
+    + r"total_spmem_size_bytes = (\d+)"
 )
 
 
@@ -54,11 +62,20 @@ def read_marks(log: str) -> tuple[int, int] | None:
 
 def refusal(said: str) -> Infeasible | None:
     """The compiler's refusal as an answer, where it found no room in a tile's memory or in HBM; None otherwise."""
+    if counted := _OF_REPLICAS.search(said):
+        unique, shared, room = (int(each) for each in counted.groups())
+        by = f"{unique:,} bytes of unique ids and {shared:,} of ids, which replicas share, in a tile of {room:,}"
+        return Infeasible(TILE_MEMORY, f"{_NO_REPLICAS}: {by}")
     if refused := _NO_ROOM.search(said):
         return Infeasible(TILE_MEMORY, refused.group().strip())
     if exceeded := read_exceeded(said):
         return OutOfMemory("a program", needed_bytes=exceeded[0], available_bytes=exceeded[1], at_peak=None)
     return None
+
+
+def refuses_larger(no: Infeasible) -> bool:
+    """Whether the compiler's reason holds for larger limits too: it has counted bytes that rise with them."""
+    return no.what != TILE_MEMORY or no.by.startswith((_NO_REPLICAS, _CODE))
 
 
 def compile_with_marks(

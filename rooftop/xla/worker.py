@@ -130,6 +130,8 @@ def _refusal(request: Request, error: Exception, folder: Path) -> OutOfMemory | 
     """Why XLA did not compile: out of memory is an answer, anything else a wrong request."""
     exceeded = read_exceeded(str(error))
     if exceeded is None:
+        # The answer has its first line; a reader of the log may want all of them.
+        print(error, file=sys.stderr)
         return RooftopError("program", request.program, f"one that XLA compiles ({_line(error)})")
     return OutOfMemory(
         f"{request.program} on {request.mesh.slice.name}",
