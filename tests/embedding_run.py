@@ -42,7 +42,8 @@ def write_clicks(path: Path, lines: int, seed: int) -> None:
 
 def main(data: Path, run: Path, devices: int, pipelined: bool) -> None:
     """Train to the end of ``data``."""
-    from rooftop.embed.train import Trainer, TrainOptions
+    from rooftop.embed.train import Trainer
+    from rooftop.embed.train_options import TrainOptions
 
     options = TrainOptions(
         tables=tables(), data=data, run=run, batch=BATCH, devices=devices, pipelined=pipelined, checkpoint_every=4

@@ -57,6 +57,18 @@ def test_an_export_is_read_again(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_an_export_as_trained_is_what_was_trained(tmp_path: Path) -> None:
+    model, random = tables(), np.random.default_rng(0)
+    values = {one.name: random.normal(size=(one.vocabulary, one.width)).astype(np.float32) for one in model.tables}
+    report = export(tmp_path / "out", model, values, dtype="f32")
+    assert report["tables"]["t1"] == {"file": "0.npy", "shape": [40, 8], "bytes": 40 * 8 * 4}
+    for name, table in load(tmp_path / "out").items():
+        assert table.dtype == np.float32 and np.array_equal(table, values[name])
+    with pytest.raises(RooftopError, match="dtype: got 'int4'; accepted: did you mean int8"):
+        export(tmp_path / "none", model, values, dtype="int4")
+    assert not (tmp_path / "none").exists()
+
+
 TOML = """
 [tables.t1]
 vocabulary = 40
@@ -93,5 +105,7 @@ def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pyt
     told = call(export_command, [paths[0], paths[2], paths[3]])
     assert told.exit_code == 0 and "t2" in told.output  # type: ignore[attr-defined]
     assert set(load(tmp_path / "out")) == {"t1", "t2"}
+    whole = call(export_command, [*paths[:1], *paths[2:], "--dtype", "f32"])
+    assert whole.exit_code == 0 and "2 tables, 2.56 kB, as they were trained in 6 batches" in whole.output  # type: ignore[attr-defined]
     refused = call(export_command, [paths[0], str(tmp_path), paths[3]])
     assert isinstance(refused.exception, RooftopError)  # type: ignore[attr-defined]

@@ -242,6 +242,32 @@ def test_as_jax_tpu_embedding_made_them(accelerate: bool) -> None:
     assert found == {"minibatches", "minibatches, dropped", "one pass", "one pass, dropped"}
 
 
+DIGESTED, PARTS = 4000, 8
+
+
+@pytest.mark.parametrize("accelerate", KERNELS)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_as_jax_tpu_embedding_made_thousands(part: int, accelerate: bool) -> None:
+    """Committed digests of what it made of random cases; those that we refuse end its process."""
+    golden = np.load(ORACLES / "embed_host_digests.npz")
+    assert len(golden["refused"]) == DIGESTED and golden["refused"].mean() < 0.15
+    found = set()
+    for seed in range(part, DIGESTED, PARTS):
+        case = cases().draw(seed)
+        ours = case.run(accelerate=accelerate)
+        assert isinstance(ours, RooftopError) == bool(golden["refused"][seed]), seed
+        if isinstance(ours, RooftopError):
+            continue
+        mine = cases().Digest.of(ours.minibatches, cases().as_expected(case, ours))
+        assert (mine.whole, mine.dropped) == (int(golden["whole"][seed]), int(golden["dropped"][seed])), seed
+        sizes = golden["sizes"][seed]
+        assert abs(mine.along - golden["along"][seed]) <= 3e-6 * sizes + 1e-12, seed
+        assert abs(mine.sizes - sizes) <= 3e-6 * sizes + 1e-12, seed
+        found |= {("passes", ours.minibatches > 1), ("dropped", mine.dropped > 0), ("combiner", case.combiner)}
+        found |= {("weighted", case.weighted), ("stacked", case.stacked)}
+    assert len(found) == 11
+
+
 @pytest.mark.oracle
 @pytest.mark.skipif("ROOFTOP_EMBED_ORACLE" not in os.environ, reason="ROOFTOP_EMBED_ORACLE names no Python")
 def test_beside_jax_tpu_embedding() -> None:

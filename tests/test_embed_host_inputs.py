@@ -110,6 +110,25 @@ def test_arrow_nulls_and_scalars() -> None:
             as_ragged(array, PLAIN)
 
 
+def test_columns_of_pandas_are_read_as_arrow() -> None:
+    """Those before 3.0 offer Arrow neither as an array nor as a stream; whatever pyarrow makes of one is read."""
+
+    class Series:
+        def __init__(self, lists: list[list[Any]]) -> None:
+            self.lists = lists
+
+        def __arrow_array__(self, type: object = None) -> pa.Array:
+            return pa.array(self.lists)
+
+    same(as_ragged(Series([[1, 2], [], [3]]), PLAIN), from_lists([[1, 2], [], [3]]))
+    with pytest.raises(RooftopError, match=r"features\.f: got .a column that Arrow does not take") as error:
+        as_ragged(Series([[1, "a"]]), PLAIN)
+    assert "\n" not in str(error.value)
+    # A Series has not even that, but pyarrow knows it.
+    column = np.array([4, 0, 9]).view(type("Series", (np.ndarray,), {"__module__": "pandas.core.series"}))
+    same(as_ragged(column, PLAIN), from_lists([[4], [0], [9]]))
+
+
 def test_one_id_per_sample() -> None:
     same(as_ragged(np.array([4, 0, 9]), PLAIN), from_lists([[4], [0], [9]]))
     same(as_ragged(np.array([4, -1, 9]), PLAIN), from_lists([[4], [], [9]]))

@@ -117,6 +117,17 @@ def test_ids_that_are_left_out_are_named_in_one_line(tmp_path: Path, capsys: pyt
     assert "ids of user_id out of range" in out
 
 
+def test_ids_that_are_none_are_named_with_their_batch(tmp_path: Path) -> None:
+    tables, data = tmp_path / "tables.toml", tmp_path / "data.parquet"
+    tables.write_text(TOML)
+    columns = write(data, 200, 0)
+    users = columns["user_id"].copy()
+    users[130] = -7
+    pq.write_table(pa.table({**columns, "user_id": users}), data)
+    with pytest.raises(RooftopError, match=r"^batch 3: features.user_id: got '1 ids out of range, first -7 in row 2'"):
+        stats(str(tables), str(data), "--on", "v6e:2x2", "--batch", "64")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from embedding_reference import DenseTable, look_up, table_gradient
-from test_embed_programs import BATCH, batch_of, host, inputs_of, limits_for, mesh_of, model
+from test_embed_programs import BATCH, batch_of, every_pair, host, in_passes, inputs_of, limits_for, mesh_of, model
 
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessor
@@ -54,32 +54,56 @@ class Literal:
         self.after.append({name: table.rows.copy() for name, table in self.dense.items()})
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_each_lookup_sees_exactly_the_updates_that_the_rule_says(pipelined: bool) -> None:
-    tables = model("adagrad", "sum")
-    stacking = stack_tables(tables, cores=8, cores_per_device=2, batch=BATCH)
+@pytest.mark.parametrize(
+    ("pipelined", "kind", "combiner", "devices"),
+    [
+        (False, "adagrad", "sum", 4),
+        (True, "adagrad", "sum", 4),
+        (True, "adam", "mean", 8),
+        (True, "ftrl", "sqrtn", 1),
+    ],
+)
+def test_each_lookup_sees_exactly_the_updates_that_the_rule_says(
+    pipelined: bool, kind: str, combiner: str, devices: int
+) -> None:
+    run(model(kind, combiner), pipelined, devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4, 8])
+@pytest.mark.parametrize("minibatching", [False, True])
+def test_every_optimizer_and_combiner_pipelined(devices: int, minibatching: bool) -> None:
+    run(every_pair(), True, devices, minibatching)
+
+
+def run(tables: Tables, pipelined: bool, devices: int, minibatching: bool = False) -> None:
+    """Raises AssertionError where steps on so many devices differ from the simulation."""
+    stacking = stack_tables(tables, cores=devices * 2, cores_per_device=2, batch=BATCH)
     batches = [batch_of(tables, seed) for seed in range(STEPS)]
     given = [inputs_of(tables, each) for each in batches]
     limits = limits_for(stacking, given)
-    preprocessor = Preprocessor(stacking, batch=BATCH, limits=limits)
-    mesh = mesh_of(4)
-    program = StepProgram(
-        embedding=EmbeddingProgram(stacking=stacking, batch=BATCH, limits=limits), dense=dense_step, share_of=share_of
-    )
+    if minibatching:
+        limits = in_passes(limits)
+    preprocessor = Preprocessor(stacking, batch=BATCH, limits=limits, minibatching=minibatching)
+    mesh = mesh_of(devices)
+    embedded = EmbeddingProgram(stacking=stacking, batch=BATCH, limits=limits, minibatching=minibatching)
+    program = StepProgram(embedding=embedded, dense=dense_step, share_of=share_of)
     embedding = initialise(stacking, mesh, seed=0)
     literal = Literal(tables, host(embedding, stacking))
-    told = []
+    told, passes = [], 0
     with jax.set_mesh(mesh):
         state = ModelState(embedding=embedding, dense=jnp.float32(0.5))
         step = jax.jit(pipelined_step if pipelined else sequential_step, static_argnums=0)
         for index, each in enumerate(given):
             made = preprocessor.preprocess(each)
+            passes = max(passes, made.minibatches)
             inputs = device_inputs(made.buffers, made.minibatches, mesh)
             state, said = step(program, state, inputs, jnp.float32(index))
             told.append(said)
         for _ in range(2 if pipelined else 0):
             state, said = step(program, state, None, None)
             told.append(said)
+    assert (passes > 1) == minibatching
     if pipelined:
         assert told[0] is None and told[-1] is None
         told = told[1:-1]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from embedding_reference import DenseTable, look_up, table_gradient
+from embedding_reference import DenseTable, look_up, table_gradient, updated
 
 from rooftop.embed.inputs import PAD, Ragged
 from rooftop.embed.preprocess import Preprocessor
@@ -35,6 +35,8 @@ from rooftop.programs.embedding_state import EmbeddingState, device_inputs, init
 BATCH = 32
 #: Beside the defaults, values that let every parameter of the optimizers count.
 PARAMETERS = {
+    # With the default a gradient that all but cancels moves a row by the learning rate, up or down by its rounding.
+    "adam": (("epsilon", 1e-3),),
     "ftrl": (("l1", 0.01), ("l2", 0.1), ("beta", 0.5), ("learning_rate_power", -0.6)),
     "adagrad_momentum": (("beta2", 0.9), ("power", 1.5)),
 }
@@ -57,6 +59,22 @@ def model(kind: str, combiner: str, *, stacked: bool = True, clip: float | None 
         ),
         config=SparseCoreConfig(disable_table_stacking=not stacked),
     )
+
+
+def every_pair(*, stacked: bool = True) -> Tables:
+    """Two tables of different true widths for every optimizer with every combiner: 18 stacks, or 36."""
+    tables, features = [], []
+    for kind in OPTIMIZERS:
+        optimizer = TableOptimizer(kind=kind, learning_rate=0.1, parameters=PARAMETERS.get(kind, ()))
+        for combiner in COMBINERS:
+            for width, vocabulary in ((6, 70), (5, 40)):
+                name = f"{kind}-{combiner}-{width}"
+                tables.append(
+                    Table(name=name, vocabulary=vocabulary, width=width, optimizer=optimizer, combiner=combiner)
+                )
+                features.append(Feature(name=f"of-{name}", table=name, weighted=width == 6))
+    config = SparseCoreConfig(disable_table_stacking=not stacked, max_ids_per_chip_per_sample=1000)
+    return Tables(tables=tuple(tables), features=tuple(features), config=config)
 
 
 def batch_of(tables: Tables, seed: int, batch: int = BATCH, most: int = 6) -> dict[str, Ragged]:
@@ -114,6 +132,19 @@ def limits_for(stacking: Stacking, batches: list[Mapping[str, Any]], passes: int
     return found
 
 
+def in_passes(limits: Mapping[str, StackLimits]) -> dict[str, StackLimits]:
+    """Limits that about half of a batch keeps within."""
+    return {
+        name: StackLimits(
+            max_ids=max(4, one.max_ids // 2),
+            max_unique_ids=max(2, one.max_unique_ids // 2),
+            # Every pass pads its own partitions.
+            buffer=8 * one.buffer,
+        )
+        for name, one in limits.items()
+    }
+
+
 def mesh_of(devices: int) -> jax.sharding.Mesh:
     shape, names = {1: ((1,), ("data",)), 4: ((4,), ("data",)), 8: ((2, 4), ("data", "fsdp"))}[devices]
     return jax.make_mesh(shape, names, devices=jax.devices()[:devices])
@@ -146,15 +177,7 @@ class Case:
             whole = limits_for(stacking, inputs_of_batches)
             assert all(limits[name].max_ids < whole[name].max_ids for name in limits)
         elif self.minibatching:
-            limits = {
-                name: StackLimits(
-                    max_ids=max(4, one.max_ids // 2),
-                    max_unique_ids=max(2, one.max_unique_ids // 2),
-                    # Every pass pads its own partitions.
-                    buffer=8 * one.buffer,
-                )
-                for name, one in limits.items()
-            }
+            limits = in_passes(limits)
         how = {"minibatching": self.minibatching, "sample_passes": self.sample_passes}
         preprocessor = Preprocessor(stacking, batch=BATCH, limits=limits, **how)  # type: ignore[arg-type]
         program = EmbeddingProgram(
@@ -219,6 +242,15 @@ def test_every_mesh_stacking_exchange_and_minibatching(
 ) -> None:
     # Row-wise: stacked tables of one padded width differ in how many floats a mean is over.
     tables = model("rowwise_adagrad", "mean", stacked=stacked)
+    Case(tables, devices=devices, minibatching=minibatching, exchange=exchange, steps=2).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "stacked", "minibatching", "exchange"), CASES)
+def test_every_optimizer_with_every_combiner_on_every_mesh(
+    devices: int, stacked: bool, minibatching: bool, exchange: str
+) -> None:
+    tables = every_pair(stacked=stacked)
     Case(tables, devices=devices, minibatching=minibatching, exchange=exchange, steps=2).run()
 
 
@@ -308,6 +340,20 @@ def test_passes_over_samples_need_their_layout() -> None:
         EmbeddingProgram(stacking=stacking, batch=BATCH, limits=limits, sample_passes=2)
     with pytest.raises(RooftopError, match="sample_passes: got 2; accepted: a whole number from 1 to 1"):
         Preprocessor(stacking, batch=BATCH, limits=limits, sample_passes=2)
+
+
+@pytest.mark.parametrize("step", [1, 2, 1000])
+@pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999, 0.99999])
+def test_adam_corrects_its_bias_to_the_last_digits(step: int, beta2: float) -> None:
+    optimizer = TableOptimizer(kind="adam", parameters=(("beta2", beta2),))
+    random = np.random.default_rng(0)
+    row, gradient, first, second = (random.uniform(0.5, 2, (1, 8)).astype(np.float32) for _ in range(4))
+    slots = tuple(jnp.asarray(slot) for slot in (first, second))
+    given = (jnp.asarray(row), slots, jnp.asarray(gradient), jnp.float32(1), jnp.int32(step), jnp.full((1, 1), 8.0))
+    new, _ = row_rule(optimizer)(*given)
+    exact = [np.float64(one[0]) for one in (row, first, second, gradient)]
+    wanted, _ = updated(optimizer, exact[0], exact[1:3], exact[3], 1.0, step)
+    np.testing.assert_allclose(np.asarray(new)[0], wanted, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -17,8 +17,10 @@ from embedding_run import BATCH, tables, write_clicks
 
 from rooftop.embed.checkpoint import restore
 from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
+from rooftop.embed.finite import check_dense, check_finite
 from rooftop.embed.limits import read_limits, write_limits
-from rooftop.embed.train import Trainer, TrainOptions, check_finite
+from rooftop.embed.train import Trainer
+from rooftop.embed.train_options import TrainOptions
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.explain.measured import explain
 from rooftop.models.tables import Initializer
@@ -171,6 +173,9 @@ def test_a_number_that_is_none_is_named_with_its_table_and_batch(clicks: Path, t
     state = dataclasses.replace(state, tables={**state.tables, stack.name: broken})
     with pytest.raises(Infeasible, match=r"table t2 after batch 7: 1 rows .* first row 5"):
         check_finite(state, trainer.stacking, 7)
+    check_dense({"a": np.zeros(3)}, 7)
+    with pytest.raises(Infeasible, match=r"dense part after batch 7: 2 values of b that are no finite numbers"):
+        check_dense({"a": np.zeros(3), "b": np.array([np.inf, 1, np.nan])}, 7)
 
 
 def test_the_check_names_the_batch_that_broke_a_table(clicks: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from embedding_run import BATCH, tables, write_clicks
 
 from rooftop.arrays import Mesh
 from rooftop.embed.checkpoint import Saved, restore
-from rooftop.embed.train import Trainer, TrainOptions
+from rooftop.embed.train import Trainer
+from rooftop.embed.train_options import TrainOptions
 from rooftop.embed.train_step import STAGES, Target, compiler_options, lower_step
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice

@@ -20,7 +20,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.group(name="embed")
 def command() -> None:
-    """Large embedding tables on SparseCores: limits from data, training, export."""
+    """Large embedding tables on SparseCores: limits from data, training, export.
+
+    \b
+    Example: rooftop embed train tables.toml day0.tsv runs/first --batch 4096 --evaluate day1.tsv
+    """
 
 
 command.add_command(train)

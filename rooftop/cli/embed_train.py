@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,13 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--check", metavar="NAMES", help="Look for faults: nan; on TPUs also bounds and buffers.")
 @click.option("--profile", metavar="steps=A..B", help="Trace these batches with JAX's profiler, into RUN/profile.")
 @click.option("--evaluate", type=_FILE, help="Data to tell the AUC on, at the end.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--lr", default=1e-3, show_default=True, metavar="X", help="Largest learning rate of the dense part.")
+@click.option("--warmup", default=0, show_default=True, metavar="N", help="Batches in which all learning rates rise.")
+@click.option("--decay", default="constant", show_default=True, help="Of all learning rates: cosine, linear, constant.")
+@click.option("--decay-steps", metavar="N", help="Where the decay ends. [default: the last batch]")
+@click.option("--final-lr", default=0.1, show_default=True, metavar="X", help="The last, as a share of the largest.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="That prepare batches.")
+@click.option("--seed", type=int, metavar="N", help="[default: the run's own; 0 where it begins]")
 @json_option
 def train(
     tables: Path,
@@ -49,66 +56,100 @@ def train(
     check: str | None,
     profile: str | None,
     evaluate: Path | None,
-    seed: int,
+    lr: float,
+    warmup: int,
+    decay: str,
+    decay_steps: str | None,
+    final_lr: float,
+    threads: int,
+    seed: int | None,
     as_json: bool,
 ) -> int:
     """Train a DLRM with TABLES (tables.toml) on DATA (Criteo's TSV) in the folder RUN, or go on with it.
+
+    SIGTERM and Ctrl-C save what is done; the same command goes on.
 
     \b
     Example: rooftop embed train tables.toml day0.tsv runs/first --batch 4096 --evaluate day1.tsv
     """
     from rooftop.cli.train_process import keep_compilations, parse_profile, prepare_environment
 
-    prepare_environment({"devices": devices}, packages=("jax",), extra="embed")
+    prepare_environment({"devices": devices}, packages=("jax", "optax"), extra="embed")
     if profile is None:
         # A trace of a program out of a cache has nothing of its scopes.
         keep_compilations()
     import jax
 
-    from rooftop.embed.criteo import require_batches
-    from rooftop.embed.train import Trainer, TrainOptions
+    from rooftop.embed.criteo import require_batches, require_labels
+    from rooftop.embed.train import Trainer
+    from rooftop.embed.train_options import TrainOptions
+    from rooftop.files import claimed
     from rooftop.models.tables_files import load_tables
     from rooftop.quantities import parse_count
+    from rooftop.train.schedule import Schedule
+    from rooftop.train.stopping import Signals
     from rooftop.xla.sparsecore_checks import parse_checks
 
-    trainer = Trainer(
-        TrainOptions(
-            tables=load_tables(tables),
-            data=data,
-            run=run,
-            batch=parse_count(batch, "batch"),
-            steps=None if steps is None else parse_count(steps, "steps"),
-            devices=len(jax.devices()) if devices is None else parse_count(devices, "devices"),
-            cores_per_device=None if cores_per_device is None else parse_count(cores_per_device, "cores_per_device"),
-            limits=limits,
-            sample_passes=parse_count(sample_passes, "sample_passes"),
-            pipelined=pipelined,
-            checkpoint_every=checkpoint_every,
-            seed=seed,
-            checks=parse_checks(check),
-            profile=parse_profile(profile),
-        )
+    samples, limit = parse_count(batch, "batch"), None if steps is None else parse_count(steps, "steps")
+    last = require_batches(data, samples)
+    last = last if limit is None else min(last, limit)
+    schedule = Schedule(
+        steps=last if decay_steps is None else parse_count(decay_steps, "decay_steps"),
+        warmup=warmup,
+        decay=decay,
+        final=final_lr,
+    )
+    options = TrainOptions(
+        tables=load_tables(tables),
+        data=data,
+        run=run,
+        batch=samples,
+        steps=limit,
+        devices=len(jax.devices()) if devices is None else parse_count(devices, "devices"),
+        cores_per_device=None if cores_per_device is None else parse_count(cores_per_device, "cores_per_device"),
+        limits=limits,
+        sample_passes=parse_count(sample_passes, "sample_passes"),
+        pipelined=pipelined,
+        checkpoint_every=checkpoint_every,
+        dense_learning_rate=lr,
+        share_of=schedule.share if warmup or decay != "constant" else None,
+        seed=seed,
+        threads=threads,
+        checks=parse_checks(check),
+        profile=parse_profile(profile),
     )
     if evaluate is not None:
-        require_batches(evaluate, trainer.options.batch)
-    begun = trainer.done
-    with progress_bar(shown=not as_json) as bar:
-        losses = trainer.train(None if bar is None else lambda done, last: bar(done, last, "batches"))
+        require_labels(evaluate, samples)
+    with Signals() as signals, claimed(run):
+        # From here on a signal waits until it can be saved; a second one ends the process.
+        signals.deferred = True
+        trainer = Trainer(options)
+        begun = trainer.done
+        with progress_bar(shown=not as_json) as bar:
+            losses = trainer.train(
+                None if bar is None else lambda done, last: bar(done, last, "batches"),
+                lambda: signals.caught is not None,
+            )
+    stopping = signals.caught is not None
     said: dict[str, Any] = {
         "run": str(run),
         "kernel": trainer.target.kernel,
         "batches": trainer.done,
         "begun_at": begun,
+        "stopped": stopping,
+        "seed": trainer.seed,
         "passes": trainer.passes,
         "dropped_ids": trainer.dropped,
         "limits": str(trainer.limits_file),
-        "loss": losses[-1] if losses else None,
-        "auc": None if evaluate is None else trainer.evaluate(evaluate),
+        "loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
+        "auc": None if evaluate is None or stopping else trainer.evaluate(evaluate),
     }
     if as_json:
         emit_json(said)
         return 0
     out = console()
+    if signals.caught is not None:
+        out.print(f"stopped by {signals.caught.name} and saved: the same command goes on")
     out.print(f"{trainer.done:,} batches of {batch} samples, {begun:,} of them before")
     if trainer.target.kernel == "sparsecore":
         out.print("  lookups and updates are XLA's SparseCore operations")
@@ -118,7 +159,7 @@ def train(
         out.print(f"  batches were looked up in up to {trainer.passes} passes")
     if trainer.dropped:
         out.print(f"  {trainer.dropped:,} ids were dropped for the limits in {trainer.limits_file}")
-    if evaluate is not None:
+    if said["auc"] is not None:
         out.print(f"  AUC {said['auc']:.4f} on {evaluate}")
     out.print(f"  checkpoints in {trainer.checkpoints}")
     if trainer.trace.is_dir():
@@ -130,8 +171,9 @@ def train(
 @click.argument("tables", type=_FILE)
 @click.argument("run", type=_FOLDER)
 @click.argument("output", type=_FOLDER)
+@click.option("--dtype", default="int8", show_default=True, help="int8, or f32: as they were trained.")
 @json_option
-def export(tables: Path, run: Path, output: Path, as_json: bool) -> int:
+def export(tables: Path, run: Path, output: Path, dtype: str, as_json: bool) -> int:
     """Write the tables of RUN's newest checkpoint to OUTPUT in int8, and how far that is from what was trained.
 
     \b
@@ -143,13 +185,18 @@ def export(tables: Path, run: Path, output: Path, as_json: bool) -> int:
     from rooftop.embed.export import export as write
     from rooftop.errors import RooftopError
     from rooftop.models.tables_files import load_tables
+    from rooftop.quantities import format_bytes
 
     saved = restore(run / "checkpoints")
     if saved is None:
         raise RooftopError("run", str(run), "a folder with a whole checkpoint, of rooftop embed train")
-    report = write(output, load_tables(tables), saved.tables)
+    report = write(output, load_tables(tables), saved.tables, dtype=dtype)
     if as_json:
         emit_json(report)
+        return 0
+    if dtype == "f32":
+        total = format_bytes(sum(one["bytes"] for one in report["tables"].values()))
+        console().print(f"{len(report['tables'])} tables, {total}, as they were trained in {saved.batch:,} batches")
         return 0
     shown = Table(box=None, header_style="", padding=(0, 1, 0, 1))
     for heading in ("table", "rows", "low", "high", "largest error", "relative error", "clipped"):

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,16 @@ from numpy.typing import NDArray
 
 from rooftop.errors import RooftopError
 from rooftop.files import write_bytes, write_text
+from rooftop.models.tables import Tables
 from rooftop.models.tables_stacking import Stacking, pack, unpack
 
 _SCHEMA = 1
 #: Checkpoints that stay: the newest, and the one before it.
 _KEPT = 2
+#: What a folder is called at the end until its checkpoint is whole.
+_WRITING = ".writing"
+#: Numbers of a run that its checkpoints hold.
+_FACTS = ("samples", "seed")
 
 Array = NDArray[Any]
 
@@ -35,8 +40,9 @@ Array = NDArray[Any]
 class Saved:
     """What a checkpoint holds. Dims: tables [V, W] by name, slots [V, W] or [V, 1] by table; dense arrays by path.
 
-    ``step`` counts the updates of the tables, ``batch`` the batches that were read, of ``samples`` each (None: a
-    checkpoint from before they were written down).
+    ``step`` counts the updates of the tables, ``batch`` the batches that were read, of ``samples`` each. ``seed`` is
+    the run's, ``optimizers`` the kinds that the slots are of, by table. Checkpoints from before the last three were
+    written down have None, and no kinds.
     """
 
     step: int
@@ -45,6 +51,8 @@ class Saved:
     slots: Mapping[str, tuple[Array, ...]]
     dense: Mapping[str, Array]
     samples: int | None = None
+    seed: int | None = None
+    optimizers: Mapping[str, str] = field(default_factory=dict)
 
 
 def save(folder: Path, saved: Saved) -> Path:
@@ -53,9 +61,11 @@ def save(folder: Path, saved: Saved) -> Path:
     arrays |= {f"slot{index}.{name}": slot for name, slots in saved.slots.items() for index, slot in enumerate(slots)}
     arrays |= {f"dense.{name}": array for name, array in saved.dense.items()}
     final = folder / str(saved.batch)
-    writing = folder / f"{saved.batch}.writing"
+    writing = folder / f"{saved.batch}{_WRITING}"
     try:
-        shutil.rmtree(writing, ignore_errors=True)
+        for stopped in folder.glob(f"*{_WRITING}"):
+            # Whoever wrote there was killed: a run has one writer.
+            shutil.rmtree(stopped, ignore_errors=True)
         writing.mkdir(parents=True)
     except OSError as error:
         raise RooftopError("checkpoints", str(folder), f"a folder that can be written ({error.strerror})") from None
@@ -65,22 +75,50 @@ def save(folder: Path, saved: Saved) -> Path:
         np.save(data, np.asarray(array), allow_pickle=False)
         write_bytes(writing / f"{index}.npy", data.getvalue())
         sums[name] = {"file": f"{index}.npy", "sha256": hashlib.sha256(data.getvalue()).hexdigest()}
-    manifest = {"schema": _SCHEMA, "step": saved.step, "batch": saved.batch, "samples": saved.samples, "arrays": sums}
+    facts = {name: getattr(saved, name) for name in ("step", "batch", *_FACTS)}
+    manifest = {"schema": _SCHEMA, **facts, "optimizers": dict(saved.optimizers), "arrays": sums}
     write_text(writing / "manifest.json", json.dumps(manifest, indent=1))
     shutil.rmtree(final, ignore_errors=True)
-    os.replace(writing, final)
+    try:
+        os.replace(writing, final)
+    except OSError as error:
+        raise RooftopError("checkpoints", str(final), f"a place that can be written ({error.strerror})") from None
     for old in sorted(_steps(folder))[:-_KEPT]:
         shutil.rmtree(folder / str(old), ignore_errors=True)
     return final
 
 
 def restore(folder: Path) -> Saved | None:
-    """The newest whole checkpoint below ``folder``; None if there is none. A damaged one is passed over."""
-    for batch in sorted(_steps(folder), reverse=True):
+    """The newest whole checkpoint below ``folder``; None if there are none. A damaged one is passed over.
+
+    Raises RooftopError where all are damaged: a run that began anew would write over them.
+    """
+    steps = sorted(_steps(folder), reverse=True)
+    for batch in steps:
         found = _read(folder / str(batch))
         if found is not None:
             return found
+    if steps:
+        raise RooftopError("checkpoints", str(folder), f"a whole one (all {len(steps)} are damaged), or another folder")
     return None
+
+
+def require_tables(saved: Saved, tables: Tables) -> None:
+    """Raises RooftopError unless the checkpoint is of these tables and of optimizers of these kinds."""
+    names = [table.name for table in tables.tables]
+    for name in saved.tables:
+        if name not in names:
+            raise RooftopError("tables", f"no {name}", "the tables of the checkpoint")
+    for table in tables.tables:
+        if table.name not in saved.tables:
+            raise RooftopError("tables", table.name, f"the tables of the checkpoint: {', '.join(saved.tables)}")
+        there = saved.tables[table.name].shape
+        if there != (table.vocabulary, table.width):
+            given = f"{table.vocabulary} x {table.width}"
+            raise RooftopError(f"tables.{table.name}", given, "{} x {}, as in the checkpoint".format(*there))
+        kind = saved.optimizers.get(table.name, table.optimizer.kind)
+        if kind != table.optimizer.kind:
+            raise RooftopError(f"tables.{table.name}.optimizer", table.optimizer.kind, f"{kind}, as in the checkpoint")
 
 
 def stacked(
@@ -134,13 +172,14 @@ def _steps(folder: Path) -> list[int]:
 def _read(folder: Path) -> Saved | None:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        step, batch = int(manifest["step"]), int(manifest["batch"])
         arrays = {}
         for name, entry in manifest["arrays"].items():
             data = (folder / entry["file"]).read_bytes()
             if hashlib.sha256(data).hexdigest() != entry["sha256"]:
                 return None
             arrays[name] = np.load(io.BytesIO(data), allow_pickle=False)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
     def named(kind: str) -> dict[str, Array]:
@@ -154,10 +193,11 @@ def _read(folder: Path) -> Saved | None:
             slots[name].append(array)
         index += 1
     return Saved(
-        step=manifest["step"],
-        batch=manifest["batch"],
+        step=step,
+        batch=batch,
         tables=tables,
         slots={name: tuple(own) for name, own in slots.items()},
         dense=named("dense"),
-        samples=manifest.get("samples"),
+        optimizers=manifest.get("optimizers", {}),
+        **{name: manifest.get(name) for name in _FACTS},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def require_batches(path: Path, batch: int) -> int:
     return found
 
 
+def require_labels(path: Path, batch: int) -> None:
+    """Raises RooftopError unless the whole batches of a file have positives and negatives: an AUC needs both."""
+    count = require_batches(path, batch) * batch
+    with path.open("rb") as file:
+        positive = sum(line.startswith(b"1") for line in islice(file, count))
+    if positive in (0, count):
+        raise RooftopError("data", str(path), f"positives and negatives, and not {positive} positives of {count}")
+
+
 def _parse(lines: list[bytes], sizes: Mapping[str, int], path: Path, first: int) -> CriteoBatch:
     label = np.empty(len(lines), np.float32)
     dense = np.zeros((len(lines), COUNTS), np.float32)
@@ -90,7 +100,7 @@ def _parse(lines: list[bytes], sizes: Mapping[str, int], path: Path, first: int)
             if fields[0] not in (b"0", b"1"):
                 raise ValueError("a label that is neither 0 nor 1")
             label[at] = float(fields[0])
-            dense[at] = [int(count) if count else 0 for count in fields[1 : 1 + COUNTS]]
+            dense[at] = [_count(count) if count else 0 for count in fields[1 : 1 + COUNTS]]
             for name, column in columns.items():
                 if fields[column]:
                     ids[name][at] = 1 + int(fields[column], 16) % max(sizes[name] - 1, 1) if sizes[name] > 1 else 0
@@ -98,6 +108,13 @@ def _parse(lines: list[bytes], sizes: Mapping[str, int], path: Path, first: int)
             accepted = f"a label, {COUNTS} whole numbers and {CATEGORIES} hexadecimal ones, separated by tabs"
             raise RooftopError(f"{path} line {first + at + 1}", str(error), accepted) from None
     return CriteoBatch(label=label, dense=np.log1p(np.maximum(dense, 0)), ids=ids)
+
+
+def _count(text: bytes) -> int:
+    found = int(text)
+    if abs(found) >= 2**63:
+        raise ValueError("a count of more than 64 bits")
+    return found
 
 
 def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:

@@ -1,4 +1,6 @@
-"""Tables for serving: whole, by name, in int8 with a range per table, and how far that is from what was trained.
+"""Tables for serving: whole, by name, in int8 with a range per table and how far that is from what was trained.
+
+Or as they were trained, in float32.
 
 Post-training quantisation as the SparseCore deep dive has it (section 13): 256 levels from low to high, both included;
 a value outside takes the nearest end. The range is the one that the table was trained with (simulated quantisation), or
@@ -18,11 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.errors import RooftopError
+from rooftop.errors import RooftopError, unknown
 from rooftop.files import write_bytes, write_text
 from rooftop.models.tables import Quantization, Tables
 
 LEVELS = 256
+#: What tables may be written in.
+DTYPES: tuple[str, ...] = ("int8", "f32")
 _SCHEMA = 1
 
 
@@ -83,8 +87,10 @@ def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> Q
     )
 
 
-def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """Write each table as ``<index>.npy``, and ``tables.json``, which is returned. Raises RooftopError."""
+def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]], *, dtype: str = "int8") -> dict[str, Any]:
+    """Write each table as ``<index>.npy`` in ``dtype``, and ``tables.json``, which is returned. Raises RooftopError."""
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
     for table in tables.tables:
         if table.name not in values:
             raise RooftopError("checkpoint", f"no table {table.name}", "all tables of the tables file")
@@ -99,12 +105,17 @@ def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]]) -> 
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
     found: dict[str, Any] = {}
     for index, table in enumerate(tables.tables):
-        made = quantize(values[table.name], table.quantization)
+        array: NDArray[Any] = np.asarray(values[table.name], np.float32)
+        said = {"shape": list(array.shape), "bytes": array.nbytes}
+        if dtype == "int8":
+            made = quantize(array, table.quantization)
+            array, said = made.codes, made.report()
         data = io.BytesIO()
-        np.save(data, made.codes, allow_pickle=False)
+        np.save(data, array, allow_pickle=False)
         write_bytes(folder / f"{index}.npy", data.getvalue())
-        found[table.name] = {"file": f"{index}.npy", **made.report()}
-    report = {"kind": "embed-export", "schema": _SCHEMA, "dtype": "int8", "levels": LEVELS, "tables": found}
+        found[table.name] = {"file": f"{index}.npy", **said}
+    levels = {"levels": LEVELS} if dtype == "int8" else {}
+    report = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, **levels, "tables": found}
     write_text(folder / "tables.json", json.dumps(report, indent=1) + "\n")
     return report
 
@@ -115,8 +126,10 @@ def load(folder: Path) -> dict[str, NDArray[np.float32]]:
         report = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
         found = {}
         for name, one in report["tables"].items():
-            codes = np.load(folder / one["file"], allow_pickle=False)
-            found[name] = (one["low"] + (codes.astype(np.float64) + 128) * one["step"]).astype(np.float32)
-    except (OSError, ValueError, KeyError) as error:
+            stored = np.load(folder / one["file"], allow_pickle=False)
+            if report["dtype"] == "int8":
+                stored = (one["low"] + (stored.astype(np.float64) + 128) * one["step"]).astype(np.float32)
+            found[name] = stored
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RooftopError("export", str(folder), f"a folder that rooftop exported tables to ({error})") from None
     return found

@@ -22,6 +22,7 @@ _FORMS = (
     "Ragged, (values, row_splits), a SciPy matrix, an Arrow list array, a padded 2-D array of ids, a 1-D array with"
     " one id per sample, or lists; with weights, a pair (ids, weights)"
 )
+_ARROW = "an Arrow array of whole numbers or of lists of them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def from_scipy(matrix: Any, *, weighted: bool = False, name: str = "ids") -> Rag
 
 
 def from_arrow(array: Any, weights: Any = None, *, name: str = "ids") -> Ragged:
-    """An Arrow list array (pyarrow, polars, pandas with Arrow types); a null is a sample without ids. Not copied.
+    """An Arrow list array (pyarrow, polars, pandas); a null is a sample without ids. What lies as Arrow is not copied.
 
     An array of whole numbers is one id per sample, and a null there a sample without one.
     """
@@ -144,7 +145,11 @@ def from_arrow(array: Any, weights: Any = None, *, name: str = "ids") -> Ragged:
 def _arrow_parts(pa: Any, array: Any, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """Values and row splits of an Arrow array."""
     if not isinstance(array, pa.Array | pa.ChunkedArray):
-        array = pa.chunked_array(array) if hasattr(array, "__arrow_c_stream__") else pa.array(array)
+        try:
+            array = pa.chunked_array(array) if hasattr(array, "__arrow_c_stream__") else pa.array(array)
+        except pa.ArrowException as error:
+            reason = " ".join(str(error).split())
+            raise RooftopError(name, f"a column that Arrow does not take ({reason})", _ARROW) from None
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
     kind = array.type
@@ -168,7 +173,7 @@ def _arrow_parts(pa: Any, array: Any, name: str) -> tuple[NDArray[Any], NDArray[
         splits = np.concatenate([[0], np.cumsum(np.asarray(array.is_valid()), dtype=np.int64)])
         values = array.drop_null()
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
-        raise RooftopError(name, str(kind), "an Arrow array of whole numbers or of lists of them")
+        raise RooftopError(name, str(kind), _ARROW)
     return values.to_numpy(), splits
 
 
@@ -242,7 +247,9 @@ def _is_dense(given: Any) -> bool:
 
 
 def _is_arrow(given: Any) -> bool:
-    return hasattr(given, "__arrow_c_array__") or hasattr(given, "__arrow_c_stream__")
+    """Whether pyarrow takes it as it is: columns of pandas before 3.0 say so of their insides alone."""
+    offers = ("__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__")
+    return type(given).__module__.startswith("pandas.") or any(hasattr(given, name) for name in offers)
 
 
 def _ids(values: Any, name: str) -> NDArray[Any]:

@@ -30,10 +30,16 @@ _KIND, _SCHEMA = "embed-limits", 1
 
 
 def observe(preprocessor: Preprocessor, batches: Iterable[Mapping[str, Any]]) -> Statistics:
-    """What a stream of batches needs: the most of any. Raises RooftopError on a stream without batches."""
+    """What a stream of batches needs: the most of any.
+
+    Raises RooftopError on a stream without batches, and for ids that are none, with the number of their batch.
+    """
     found: Statistics | None = None
-    for batch in batches:
-        one = preprocessor.observe(batch)
+    for number, batch in enumerate(batches, start=1):
+        try:
+            one = preprocessor.observe(batch)
+        except RooftopError as error:
+            raise RooftopError(f"batch {number}: {error.field}", error.given, error.accepted) from None
         found = one if found is None else found.merged(one)
     if found is None:
         raise RooftopError("batches", "none", "at least one batch to observe")

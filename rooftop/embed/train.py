@@ -8,35 +8,35 @@ checkpoint on, so that this too comes out the same when it is killed.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rooftop.embed.checkpoint import Saved, restore, save, stacked, unstacked
-from rooftop.embed.criteo import CriteoBatch, auc, check_features, read_batches, require_batches
+from rooftop.embed.checkpoint import Saved, require_tables, restore, save, stacked, unstacked
+from rooftop.embed.criteo import CriteoBatch, auc, read_batches, require_batches
 from rooftop.embed.excess import LimitsExceeded
+from rooftop.embed.finite import check_dense, check_finite
 from rooftop.embed.limits import estimate, grown, observe, read_limits, write_limits
+from rooftop.embed.memory import require_memory
+from rooftop.embed.metrics import append_metrics, keep_metrics
 from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.statistics import Statistics
+from rooftop.embed.train_options import TrainOptions
 from rooftop.embed.train_step import Target, TrainStep, compiler_options
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.models.tables import Tables
+from rooftop.errors import RooftopError
 from rooftop.models.tables_limits import Limits
-from rooftop.models.tables_stacking import Stacking, stack_tables, unpack
+from rooftop.models.tables_stacking import Stacking, stack_tables
 from rooftop.programs.dlrm import DlrmBatch
 from rooftop.programs.embedding_optimizers import initial_slots
 from rooftop.programs.embedding_pipeline import ModelState
 from rooftop.programs.embedding_state import (
-    EmbeddingState,
     begin_sums,
     device_inputs,
     host_state,
@@ -46,61 +46,6 @@ from rooftop.programs.embedding_state import (
 
 #: Batches from which a new run estimates its limits.
 _OBSERVED = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What a run is asked. ``batch`` is B on all ``devices``.
-
-    ``cores_per_device`` SparseCores are emulated by each device without any (None: ``train_step.EMULATED_CORES``).
-    ``sample_passes`` above 1 look every batch up in so many parts of its samples, and update each row once by them all.
-    ``pipelined`` uses stale gradients, see ``rooftop.programs.embedding_pipeline``. A checkpoint is made every
-    ``checkpoint_every`` batches and at the end; tables are looked over for NaNs then, with the check ``nan`` after
-    every batch. ``checks`` are names of ``rooftop.xla.sparsecore_checks.CHECKS``; others than ``nan`` need SparseCores.
-    ``limits`` is a file of them to go on with (None: the run's own, which at its begin come from its first batches).
-    ``profile`` is the first and last batch, counted from 1, of a trace.
-    """
-
-    tables: Tables
-    data: Path
-    run: Path
-    batch: int
-    devices: int = 1
-    cores_per_device: int | None = None
-    steps: int | None = None
-    sample_passes: int = 1
-    pipelined: bool = False
-    checkpoint_every: int = 100
-    dense_learning_rate: float = 1e-3
-    seed: int = 0
-    threads: int = 1
-    limits: Path | None = None
-    checks: tuple[str, ...] = ()
-    profile: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "devices", "cores_per_device", "checkpoint_every", "threads"):
-            given = getattr(self, name)
-            if given is not None and given < 1:
-                raise RooftopError(name, getattr(self, name), "a positive whole number")
-        if self.devices > len(jax.devices()):
-            raise RooftopError("devices", self.devices, f"at most the {len(jax.devices())} that are here")
-        check_features(self.tables)
-        widths = {table.width for table in self.tables.tables}
-        if len(widths) > 1:
-            raise RooftopError("tables", f"widths {sorted(widths)}", "one width: a DLRM multiplies embeddings pairwise")
-
-
-def check_finite(state: EmbeddingState[jax.Array], stacking: Stacking, batch: int) -> None:
-    """Raises Infeasible, naming the table, its first bad row and the batch, where a table holds NaN or infinity."""
-    for stack in stacking.stacks:
-        if not bool(jnp.isfinite(state.tables[stack.name]).all()):
-            whole = unpack(stacking, host_state(stacking, state)[0])
-            for place in stack.places:
-                bad = np.flatnonzero(~np.isfinite(whole[place.table.name]).all(axis=1))
-                if len(bad):
-                    what = f"table {place.table.name} after batch {batch}"
-                    raise Infeasible(what, f"{len(bad)} rows that are no finite numbers, first row {bad[0]}")
 
 
 class Trainer:
@@ -114,17 +59,28 @@ class Trainer:
         self.stacking: Stacking = stack_tables(
             options.tables, cores=options.devices * own, cores_per_device=own, batch=options.batch
         )
+        require_memory(self.stacking, batch=options.batch, on_host=first.platform == "cpu")
         self.mesh = jax.make_mesh((options.devices,), ("data",), devices=jax.devices()[: options.devices])
         saved = restore(self.checkpoints)
-        if saved is not None and saved.samples not in (None, options.batch):
-            # What has been read is counted in batches.
-            raise RooftopError("batch", options.batch, f"{saved.samples}, that of the run in {options.run}")
+        if saved is not None:
+            self._check(saved)
+        self.seed: int = (None if saved is None else saved.seed) or options.seed or 0
         self._options = compiler_options(self.target, first, options.checks, pipelined=options.pipelined)
         self._compile_for(self._first_limits())
         self.state, self.done = self._begin(saved)
+        keep_metrics(self._metrics, self.done)
         #: Ids that were dropped, and the most passes that a batch took, of the batches trained on now.
         self.dropped, self.passes = 0, 1
         self._tracing = False
+
+    def _check(self, saved: Saved) -> None:
+        """Raises RooftopError where the options are not those of the run that the checkpoint is of."""
+        options = self.options
+        # What has been read is counted in batches.
+        for name, there in (("batch", saved.samples), ("seed", saved.seed)):
+            if None not in (there, given := getattr(options, name)) and given != there:
+                raise RooftopError(name, given, f"{there}, that of the run in {options.run}")
+        require_tables(saved, options.tables)
 
     @property
     def checkpoints(self) -> Path:
@@ -136,10 +92,20 @@ class Trainer:
         """Where a trace is, if one was asked for."""
         return self.options.run / "profile"
 
-    def train(self, on_batch: Callable[[int, int], None] | None = None) -> list[float]:
+    @property
+    def _metrics(self) -> Path:
+        return self.options.run / "metrics.jsonl"
+
+    def train(
+        self,
+        on_batch: Callable[[int, int], None] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> list[float]:
         """Go on to the end of the data (or to ``steps`` batches) and return the losses of the batches read now.
 
-        ``on_batch`` is told how many batches are done and how many there are in all.
+        ``on_batch`` is told how many batches are done and how many there are in all. Where the run is ``stopped``, a
+        checkpoint is made behind the batch that is under way, and nothing else is read. A pipeline is then drained
+        where it would not have been.
         """
         options = self.options
         last = require_batches(options.data, options.batch)
@@ -149,7 +115,7 @@ class Trainer:
             read_batches(options.data, options.tables, options.batch, start=self.done), max(last - self.done, 0)
         )
         with jax.set_mesh(self.mesh):
-            for batch in batches:
+            for batch in () if stopped() else batches:
                 if on_batch is not None:
                     on_batch(self.done, last)
                 with self._traced(self.done + 1, last):
@@ -164,8 +130,11 @@ class Trainer:
                 self.done += 1
                 if "nan" in options.checks:
                     check_finite(self.state.embedding, self.stacking, self.done)
-                if self.done % options.checkpoint_every == 0 or self.done == last:
+                ending = self.done == last or stopped()
+                if ending or self.done % options.checkpoint_every == 0:
                     found += self._checkpoint(losses)
+                if ending:
+                    break
         return found
 
     def _checkpoint(self, losses: list[Any]) -> list[float]:
@@ -196,9 +165,7 @@ class Trainer:
     def _record(self, losses: list[Any]) -> list[float]:
         """Write the losses of the batches up to now to metrics.jsonl, and return them."""
         found = [float(loss) for loss in losses if loss is not None]
-        with (self.options.run / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            for index, loss in enumerate(found, start=self.done - len(found)):
-                file.write(json.dumps({"batch": index, "loss": loss}) + "\n")
+        append_metrics(self._metrics, found, self.done - len(found))
         return found
 
     def evaluate(self, data: Path) -> float:
@@ -245,10 +212,15 @@ class Trainer:
         """Those given or of the run, or, when it begins or moves to other devices, from its first batches."""
         options, path = self.options, self.options.limits or self.limits_file
         how = {"batch": options.batch, "sample_passes": options.sample_passes}
-        if options.limits is not None or path.exists():
+        limits: Limits | None = None
+        if options.limits is not None:
             limits = read_limits(path, self.stacking, **how)
-            batches = 0
-        else:
+        elif path.exists():
+            # With other learning rates tables stack otherwise: the run's limits are then of stacks that are no more.
+            with suppress(RooftopError):
+                limits = read_limits(path, self.stacking, **how)
+        batches = 0
+        if limits is None:
             require_batches(options.data, options.batch)
             first = islice(read_batches(options.data, options.tables, options.batch), _OBSERVED)
             limits = estimate(self._observed(first), self.stacking)
@@ -293,17 +265,18 @@ class Trainer:
             kernel=self.target.kernel,
             pipelined=options.pipelined,
             dense_learning_rate=options.dense_learning_rate,
+            share_of=options.share_of,
             sample_passes=options.sample_passes,
             options=self._options,
         )
 
     def _begin(self, saved: Saved | None) -> tuple[ModelState[jax.Array], int]:
         """The state of a checkpoint, or a new one, and the batches that it has seen."""
-        dense = self._step.model.initialise(self.mesh, self.options.seed)
+        dense = self._step.model.initialise(self.mesh, self.seed)
         kernel = self.target.kernel
         sums = begin_sums(self.stacking, self.mesh, self._step.program.embedding.summed)
         if saved is None:
-            embedding = initialise(self.stacking, self.mesh, self.options.seed, kernel)
+            embedding = initialise(self.stacking, self.mesh, self.seed, kernel)
             return ModelState(embedding=replace(embedding, sums=sums), dense=dense), 0
         beginnings = {stack.name: initial_slots(stack.optimizer) for stack in self.stacking.stacks}
         tables, slots = stacked(self.stacking, saved, beginnings)
@@ -327,6 +300,7 @@ class Trainer:
             jax.tree_util.keystr(path): np.asarray(leaf)
             for path, leaf in jax.tree_util.tree_flatten_with_path(state.dense)[0]
         }
+        check_dense(dense, self.done)
         save(
             self.checkpoints,
             Saved(
@@ -336,5 +310,7 @@ class Trainer:
                 slots=slots,
                 dense=dense,
                 samples=self.options.batch,
+                seed=self.seed,
+                optimizers={table.name: table.optimizer.kind for table in self.options.tables.tables},
             ),
         )

@@ -26,7 +26,7 @@ from rooftop.programs.dlrm import Dlrm, DlrmBatch, DlrmConfig
 from rooftop.programs.embedding import EmbeddingProgram, lookup
 from rooftop.programs.embedding_buffers import LookupInputs
 from rooftop.programs.embedding_lowering import abstract_activations, abstract_dlrm, abstract_embedding, abstract_inputs
-from rooftop.programs.embedding_pipeline import Differentiated, LookedUp, ModelState, StepProgram
+from rooftop.programs.embedding_pipeline import Differentiated, LookedUp, ModelState, ShareOf, StepProgram
 from rooftop.programs.embedding_state import begin_on_devices
 from rooftop.programs.embedding_step import compiled_step
 from rooftop.xla.local import chip_of_kind
@@ -95,7 +95,7 @@ def compiler_options(target: Target, device: Any, checks: tuple[str, ...], *, pi
 class TrainStep:
     """Steps of a DLRM on ``mesh``, and its scores; ``batch`` is B, looked up in ``sample_passes`` over samples.
 
-    ``options`` are the compiler's.
+    ``share_of`` all learning rates is used at a step (None: all of them). ``options`` are the compiler's.
     """
 
     stacking: Stacking
@@ -105,6 +105,7 @@ class TrainStep:
     kernel: str
     pipelined: bool
     dense_learning_rate: float
+    share_of: ShareOf | None = None
     sample_passes: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -118,7 +119,8 @@ class TrainStep:
                 features=check_features(tables),
                 width=tables.tables[0].width,
                 learning_rate=self.dense_learning_rate,
-            )
+            ),
+            share_of=self.share_of,
         )
 
     @cached_property
@@ -132,7 +134,7 @@ class TrainStep:
             sample_passes=self.sample_passes,
             kernel=self.kernel,
         )
-        return StepProgram(embedding=embedding, dense=self.model)
+        return StepProgram(embedding=embedding, dense=self.model, share_of=self.share_of)
 
     def compiled(self, state: ModelState[Any], inputs: LookupInputs | None, batch: Any) -> jax.stages.Wrapped:
         """The step for arguments like these, arrays or shapes."""
@@ -142,6 +144,16 @@ class TrainStep:
         self, state: ModelState[jax.Array], inputs: LookupInputs | None, batch: DlrmBatch[jax.Array] | None
     ) -> tuple[ModelState[jax.Array], Any]:
         """A step; ``state`` is used up. Raises Infeasible where the compiler finds no room for it."""
+        found = self._stepped(state, inputs, batch)
+        if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
+            # Emulated devices share threads: those that wait in a second step for another device may leave none for
+            # it (JAX 0.10.2, 16 devices on 2 cores).
+            jax.block_until_ready(found)
+        return found
+
+    def _stepped(
+        self, state: ModelState[jax.Array], inputs: LookupInputs | None, batch: DlrmBatch[jax.Array] | None
+    ) -> tuple[ModelState[jax.Array], Any]:
         under_way = (inputs is None, state.looked_up is None, state.differentiated is None)
         found: tuple[ModelState[jax.Array], Any]
         if under_way in self._compiled:

@@ -62,14 +62,21 @@ def _name(field: str, given: object) -> None:
 
 
 def _parameters(
-    field: str, kind: str, given: Mapping[str, float], known: Mapping[str, Mapping[str, float]]
+    field: str,
+    kind: str,
+    given: Mapping[str, float],
+    known: Mapping[str, Mapping[str, float]],
+    others: tuple[str, ...] = (),
 ) -> tuple[tuple[str, float], ...]:
-    """All parameters of ``kind``, the defaults included, as sorted pairs: equal exactly if they mean the same."""
+    """All parameters of ``kind``, the defaults included, as sorted pairs: equal exactly if they mean the same.
+
+    ``others`` are accepted beside them where ``field`` is written.
+    """
     if kind not in known:
         raise unknown(f"{field}.kind", str(kind), known)
     for name, value in given.items():
         if name not in known[kind]:
-            raise unknown(f"{field}.{name}", name, known[kind] or {f"nothing ({kind} has no parameters)": 0.0})
+            raise unknown(field, name, (*known[kind], *others))
         _number(f"{field}.{name}", value, "a finite number")
     return tuple(sorted((name, float(value)) for name, value in {**known[kind], **given}.items()))
 
@@ -108,11 +115,11 @@ class TableOptimizer:
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        pairs = _parameters("optimizer", self.kind, dict(self.parameters), OPTIMIZERS)
+        pairs = _parameters("optimizer", self.kind, dict(self.parameters), OPTIMIZERS, ("learning_rate", "clip"))
         object.__setattr__(self, "parameters", pairs)
         _number("optimizer.learning_rate", self.learning_rate, "a number of at least 0", low=0)
-        if self.clip is not None and not (isinstance(self.clip, int | float) and 0 < self.clip < math.inf):
-            raise RooftopError("optimizer.clip", self.clip, "a positive number")
+        if self.clip is not None:
+            _number("optimizer.clip", self.clip, "a positive number", low=math.ulp(0.0))
         for name, value in pairs:
             if name in ("beta1", "beta2", "momentum"):
                 _number(f"optimizer.{name}", value, "a number from 0 to 1", low=0, high=1)

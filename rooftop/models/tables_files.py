@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +82,26 @@ def _table(name: str, given: object) -> Table:
     where = f"tables.{name}"
     fields = _mapping(where, given)
     _known(where, fields, Table, ("vocabulary", "width"))
-    if "initializer" in fields:
-        fields["initializer"] = Initializer(**_kind(f"{where}.initializer", fields["initializer"], ()))
-    if "optimizer" in fields:
-        own = ("learning_rate", "clip")
-        fields["optimizer"] = TableOptimizer(**_kind(f"{where}.optimizer", fields["optimizer"], own))
     if "quantization" in fields:
-        quantization = _mapping(f"{where}.quantization", fields["quantization"])
-        _known(f"{where}.quantization", quantization, Quantization, ("low", "high"))
-        fields["quantization"] = Quantization(**quantization)
+        fields["quantization"] = _mapping(f"{where}.quantization", fields["quantization"])
+        _known(f"{where}.quantization", fields["quantization"], Quantization, ("low", "high"))
+    arguments = {
+        "initializer": (Initializer, lambda given: _kind(f"{where}.initializer", given, ())),
+        "optimizer": (TableOptimizer, lambda given: _kind(f"{where}.optimizer", given, ("learning_rate", "clip"))),
+        "quantization": (Quantization, dict),
+    }
+    for part, (kind, read) in arguments.items():
+        if part in fields:
+            fields[part] = _in_table(where, kind, read(fields[part]))
     return Table(name=name, **fields)
+
+
+def _in_table(where: str, kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What is made of these arguments; what is wrong with them is said with the table's name."""
+    try:
+        return kind(**arguments)
+    except RooftopError as error:
+        raise RooftopError(f"{where}.{error.field}", error.given, error.accepted) from None
 
 
 def _kind(field: str, given: object, own: tuple[str, ...]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Dims: B samples, F categorical features of one embedding width W, N dense featur
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic
@@ -77,9 +77,13 @@ class DlrmState(Generic[Leaf]):
 
 @dataclass(frozen=True, kw_only=True)
 class Dlrm:
-    """The dense part of a step: what ``rooftop.programs.embedding_pipeline`` calls a DenseStep."""
+    """The dense part of a step: what ``rooftop.programs.embedding_pipeline`` calls a DenseStep.
+
+    ``share_of`` the learning rate is used at a step, counted from 0; None: all of it.
+    """
 
     config: DlrmConfig
+    share_of: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def _optimizer(self) -> optax.GradientTransformation:
@@ -149,6 +153,9 @@ class Dlrm:
         )(dense.weights, activations, batch)
         with named_scope("optimizer"):
             changes, optimizer = self._optimizer.update(gradients, dense.optimizer, dense.weights)
+            if self.share_of is not None:
+                share = self.share_of(optax.tree_utils.tree_get(dense.optimizer, "count"))
+                changes = jax.tree.map(lambda change: share * change, changes)
             weights = optax.apply_updates(dense.weights, changes)
         return dataclasses.replace(dense, weights=weights, optimizer=optimizer), of_activations, value
 

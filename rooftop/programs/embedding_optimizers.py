@@ -5,6 +5,7 @@ Rows that no sample looked up stay as they are, and so do their slots ("lazy"). 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -114,6 +115,8 @@ def _rowwise_adagrad(optimizer: TableOptimizer) -> Rule:
 def _adam(optimizer: TableOptimizer) -> Rule:
     """Kingma and Ba 2015, on the rows in use alone; the bias is corrected by the steps of the whole table."""
     beta1, beta2, epsilon = optimizer["beta1"], optimizer["beta2"], optimizer["epsilon"]
+    # Of the numbers themselves: 0.999 rounded to float32 has lost 1e-5 of its logarithm.
+    logs = [jnp.float32(math.log(beta) if beta else -math.inf) for beta in (beta1, beta2)]
 
     def rule(
         row: jax.Array, slots: Slots, g: jax.Array, rate: jax.Array, step: jax.Array, widths: jax.Array
@@ -121,7 +124,7 @@ def _adam(optimizer: TableOptimizer) -> Rule:
         first = beta1 * slots[0] + (1 - beta1) * g
         second = beta2 * slots[1] + (1 - beta2) * g * g
         # 1 - beta^t through expm1: near 1 the difference of float32 powers has few digits left.
-        left1, left2 = (-jnp.expm1(step * jnp.log(jnp.float32(beta))) for beta in (beta1, beta2))
+        left1, left2 = (-jnp.expm1(step * log) for log in logs)
         return row - rate * (first / left1) / (jnp.sqrt(second / left2) + epsilon), (first, second)
 
     return rule

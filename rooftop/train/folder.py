@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rooftop.errors import RooftopError
-from rooftop.files import write_text
+from rooftop.files import claimed, write_text
 
 SCHEMA = 2
 #: The HLO of the step, in the folder of its traces.
@@ -82,27 +81,9 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out; the system lets go for one that is killed. Raises RooftopError if one is in.
-
-        A folder that is made for it, and in which nothing comes to stand, goes again.
-        """
-        made = not self.path.exists()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / ".lock").open("wb")
-        except OSError as error:
-            raise RooftopError("run", str(self.path), f"a folder that can be written ({error.strerror})") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RooftopError("run", str(self.path), "a folder that no other process trains in now") from None
-            try:
-                yield
-            finally:
-                if made and [each.name for each in self.path.iterdir()] == [".lock"]:
-                    (self.path / ".lock").unlink()
-                    self.path.rmdir()
+        """Keep other processes out: see ``rooftop.files.claimed``."""
+        with claimed(self.path):
+            yield
 
 
 class MetricsFile:

@@ -4,6 +4,7 @@ Run with a Python that has jax-tpu-embedding==0.1.0, hypothesis, numba and click
 
     python tests/oracles/compare_embed_host.py [CASES]             # compare, with both kernels
     python tests/oracles/compare_embed_host.py [CASES] FILE.npz    # write what the reference made of cases 0, 1, ...
+    python tests/oracles/compare_embed_host.py --digests CASES FILE.npz    # the same in a few numbers a case
 
 It prints how many cases were compared. Where limits are exceeded and nothing may be dropped the reference aborts the
 process: we must refuse such a case, and it is not given to the reference.
@@ -23,7 +24,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 logging.disable(logging.WARNING)
 
-from embed_host_cases import Case, Expected, check, draw  # noqa: E402
+from embed_host_cases import Case, Digest, Expected, check, draw  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec  # noqa: E402
@@ -146,9 +147,26 @@ def write(cases: int, file: Path) -> None:
     np.savez_compressed(file, **arrays)
 
 
+def write_digests(cases: int, file: Path) -> None:
+    """The digests of what the reference made of the cases that we do not refuse, and which those are."""
+    refused = np.zeros(cases, bool)
+    found = {"whole": np.zeros(cases, np.uint64), "dropped": np.zeros(cases, np.int32)}
+    found |= {name: np.zeros(cases, np.float64) for name in ("along", "sizes")}
+    for seed in range(cases):
+        case = draw(seed)
+        refused[seed] = isinstance(case.run(accelerate=False), RooftopError)
+        if not refused[seed]:
+            for name, value in vars(Digest.of(*reference(case))).items():
+                found[name][seed] = value
+    np.savez_compressed(file, refused=refused, **found)
+
+
 def main() -> None:
     """Compare as many cases as asked for, or write them."""
     warnings.simplefilter("ignore")
+    if sys.argv[1:2] == ["--digests"]:
+        write_digests(int(sys.argv[2]), Path(sys.argv[3]))
+        return
     cases = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
     if len(sys.argv) > 2:
         write(cases, Path(sys.argv[2]))

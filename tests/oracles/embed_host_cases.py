@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,62 @@ def check(case: Case, ours: Preprocessed, minibatches: int, expected: dict[str, 
         assert seen.dropped == other.dropped or (other.ends == other.size // rows).any()
         lost += seen.dropped
     return ("minibatches" if minibatches > 1 else "one pass") + (", dropped" if lost else "")
+
+
+def as_expected(case: Case, ours: Preprocessed) -> dict[str, Expected]:
+    """What we made of a case, as another implementation's would be read."""
+    rows = case.devices if case.minibatching else case.cores
+    used = max(case.cores, 8) * (case.cores_per_device * ours.minibatches if case.minibatching else 1)
+    found = {}
+    for name, mine in ours.buffers.items():
+        pointers = mine.row_pointers.reshape(rows, -1)[:, :used]
+        parts = [part.reshape(rows, -1) for part in (mine.embedding_ids, mine.sample_ids, mine.gains)]
+        there = np.arange(parts[0].shape[1]) < -(-pointers.max(axis=1) // 8)[:, None] * 8
+        seen = ours.statistics.stacks[name]
+        found[name] = Expected(
+            size=mine.embedding_ids.size,
+            max_ids=seen.max_ids.reshape(-1),
+            max_unique_ids=seen.max_unique_ids.reshape(-1),
+            buffer=seen.buffer.reshape(-1),
+            dropped=seen.dropped,
+            pointers=pointers,
+            ids=parts[0][there],
+            samples=parts[1][there],
+            gains=parts[2][there],
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digest:
+    """A case in a few numbers: all that is whole as one, gains as their sum along a direction and of their sizes.
+
+    ``dropped`` is -1 where a buffer is full: what is cut off then, the reference counts merged and we as it came.
+    """
+
+    whole: int
+    along: float
+    sizes: float
+    dropped: int
+
+    @classmethod
+    def of(cls, minibatches: int, stacks: dict[str, Expected]) -> Digest:
+        digest = hashlib.sha256(str(minibatches).encode())
+        along = sizes = 0.0
+        dropped, full = 0, False
+        for name, one in stacks.items():
+            digest.update(f"{name} {one.size}".encode())
+            for part in (one.max_ids, one.max_unique_ids, one.buffer, one.pointers, one.ids, one.samples):
+                digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+            there = ~np.isnan(one.gains)
+            digest.update(there.tobytes())
+            gains = np.asarray(one.gains, np.float64)[there]
+            along += float(gains @ np.cos(np.arange(len(gains))))
+            sizes += float(np.abs(gains).sum())
+            dropped += int(one.dropped)
+            full |= bool((one.ends == one.size // len(one.pointers)).any())
+        whole = int.from_bytes(digest.digest()[:8], "little")
+        return cls(whole=whole, along=along, sizes=sizes, dropped=-1 if full else dropped)
 
 
 def draw(seed: int) -> Case:
