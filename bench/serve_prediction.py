@@ -8,6 +8,8 @@ times at which requests were sent, and as step times the means that the engine c
 fitted. What passes outside the engine, ``outside_ttft_ms`` in the mean, it does not know of. A replay before the first
 one warms both sides up. Where others use the machine (``load_average``, of the last minute), steps of one program take
 now this and now that long, and a simulation in which each takes the mean is not of what was measured.
+
+``--engine`` has copies serve, or two parts. The file has one such table after another.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import csv
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,7 +31,7 @@ from typing import Any
 from serve_cpu import MODELS, make_checkpoint
 
 from rooftop.checkpoints.tokenizer import train_bpe
-from rooftop.serve.prediction import Told, measured_times, outside_s, predict
+from rooftop.serve.prediction import Told, deployment_of, measured_times, outside_s, predict
 from rooftop.serve.replay import Target, prompts_of, replay
 from rooftop.simulate.serving_metrics import Targets
 from rooftop.simulate.serving_traces import Lengths, draw_trace
@@ -44,6 +47,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="32:256")
     parser.add_argument("--generate", default="16:64")
     parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument("--engine", default="", help="more options of rooftop serve: '--mesh data=2 --devices 2'")
     parser.add_argument("--port", type=int, default=8017)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
@@ -56,6 +60,7 @@ def main() -> None:
         command = [
             sys.executable, "-m", "rooftop", "serve", str(folder), "--port", str(options.port),
             "--max-batch", str(options.max_batch), "--max-model-len", "512", "--json",
+            *shlex.split(options.engine),
         ]  # fmt: skip
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
@@ -91,10 +96,11 @@ def ask(options: argparse.Namespace, *, rate: float, seed: int) -> dict[str, Any
     assert before is not None and after is not None and len(replayed.served) == len(trace)
     policy, _ = after.policy
     measured = replayed.to_json()
-    predicted = predict(replayed.trace(), measured_times(before, after), policy, False, Targets())
+    deployment = deployment_of(after, measured_times(before, after), policy=policy, prefix_cache=False)
+    predicted = predict(replayed.trace(), deployment, Targets())
     row: dict[str, Any] = {
-        "model": options.model, "requests_per_second": rate, "seed": seed, "requests": len(trace),
-        "prompt": options.prompt, "generate": options.generate,
+        "model": options.model, "engine": options.engine or "one server", "requests_per_second": rate, "seed": seed,
+        "requests": len(trace), "prompt": options.prompt, "generate": options.generate,
     }  # fmt: skip
     for name in ("ttft", "tpot"):
         ours, theirs = (each[f"{name}_s"]["p50"] for each in (predicted, measured))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import pytest
 
 from rooftop.cli.main import main
 from rooftop.explain.measured import explain
+from rooftop.explain.training import Refusal, compile_plan
+from rooftop.hardware import Slice
+from rooftop.models import MoE, load_model
+from rooftop.plan import Problem, Workload, plan_training
 from rooftop.schemas import schema
 
 Run = Callable[..., Any]
@@ -72,6 +77,27 @@ def test_a_plan_and_its_program_side_by_side(rooftop: Run, folder: Path) -> None
     assert "once compiled" in lines[1]
     for part in ("Per step on one device", "layers/mlp/up", "all_gather fsdp", "HBM of a device", "operations that"):
         assert part in tables.out
+
+
+@pytest.mark.slow
+def test_stages_that_share_no_dense_layer_do_what_is_planned() -> None:
+    """A dense layer, then two of experts, on two stages: its weights on both, its sums per microbatch, done again."""
+    small = replace(
+        load_model("mixtral-8x7b"), layers=3, d_model=512, d_ff=1024, heads=4, kv_heads=4, d_head=128, vocab=2048,
+        moe=MoE(experts=8, active=2, d_ff=512, dense_layers=1),
+    )  # fmt: skip
+    problem = Problem(
+        model=small, slice=Slice.parse("v5e:2x2"), workload=Workload(batch_tokens=16 * 512, seq_len=512),
+        axes={"stage": 2, "expert": 2}, remat="block", microbatches=4,
+    )  # fmt: skip
+    answer = compile_plan(plan_training(problem, alternatives=0).plan, timeout_s=1200)
+    assert not isinstance(answer, Refusal)
+    checks = {check["name"]: check for check in answer.to_json()["checks"]}
+    assert checks["matmul FLOPs"]["ratio"] == pytest.approx(1.0, abs=1e-3)
+    # So small an unembedding has its gradient summed in float32.
+    assert 0.9 < checks["collectives over expert"]["ratio"] <= 1.0
+    # Besides what is planned both neighbours' permutes stand in every slot.
+    assert 0.5 < checks["collectives over stage"]["ratio"] <= 1.0
 
 
 def test_a_function_is_compiled_by_name(rooftop: Run) -> None:

@@ -19,9 +19,10 @@ from curves import mesh_of, program_of
 
 from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model, presets
+from rooftop.models.segments import segments
 from rooftop.programs.checkpoint_names import entries, from_checkpoint, to_checkpoint
 from rooftop.programs.context_order import sequence_order
-from rooftop.programs.describe import describe, segments
+from rooftop.programs.describe import describe
 from rooftop.programs.layer import Computation
 from rooftop.programs.parameters import Batch, Transformer
 from rooftop.programs.sharding import Specs

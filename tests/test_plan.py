@@ -185,13 +185,61 @@ def test_pipelines_that_no_program_runs_say_why() -> None:
         return "; ".join(best(sweep(asked)).obstacles)
 
     assert not obstacles(microbatches=8)
-    experts = replace(load_model("deepseek-v2-lite"), layers=28)
-    mixed = replace(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block", microbatches=8), model=experts)
-    assert "begins with dense layers" in "; ".join(best(sweep(mixed)).obstacles)
     several = obstacles(seqs=96, microbatches=6, schedule="interleaved", chunks=2)
     assert "multiple of 4 microbatches, not 6" in several
     plan = best(sweep(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block,qkv=offload", microbatches=8)))
     assert plan.obstacles == ["no program offloads activations from a pipeline stage"]
+
+
+def test_layers_that_stages_do_not_share_are_done_by_one_of_them_and_held_by_all() -> None:
+    """DeepSeek-V2-Lite: one dense layer, then 26 of experts, of which each of two stages has 13."""
+
+    def planned(stages: int, layers: int = 27, remat: str = "block") -> TrainingPlan:
+        asked = problem(
+            "deepseek-v2-lite", "v5p:2x2x4", seqs=128, axes={"stage": stages, "expert": 16 // stages}, remat=remat,
+            microbatches=8,
+        )  # fmt: skip
+        return best(sweep(replace(asked, model=replace(asked.model, layers=layers))))
+
+    def times(plan: TrainingPlan, scope: str, phase: str = "forward") -> float:
+        return sum(float(row.count) for row in plan.ledger if (row.scope, row.phase) == (scope, phase)) / 8
+
+    two = planned(2)
+    assert not two.obstacles
+    assert float(two.step.layers.item()) == 14
+    assert (times(two, "layers/mlp/up"), times(two, "layers/moe/router"), times(two, "layers/attn/qkv")) == (1, 13, 28)
+    # The dense layer is not kept from task to task, whatever the policy: its backward pass begins with the tokens.
+    every = planned(2, remat="none")
+    flops = [float(row.flops.get("bf16", 0.0)) for row in every.ledger if row.key == ("layers/mlp/up", "recompute")]
+    assert flops[0] > 0 and times(every, "embed", "recompute") == times(two, "embed", "recompute") == 1
+    one = planned(1)
+    assert (times(one, "layers/mlp/up"), times(one, "layers/moe/router"), times(one, "embed")) == (1, 26, 1)
+    assert not times(one, "embed", "recompute")
+    # A stage's 13 layers keep two microbatches, the dense layer one while it is done.
+    kept = [each.memory["activations"] / float(each.step.tokens.item()) for each in (two, planned(2, layers=53))]
+    layer = (kept[1] - kept[0]) / (2 * 13)
+    assert kept[0] == pytest.approx((2 * 13 + 1) * layer)
+    # Every stage has the tables and the dense layer: their gradients are summed over stages.
+    summed = sum(
+        float(one.bytes) for row in two.ledger if row.scope == "gradients"
+        for one in row.collectives if "stage" in one.axes
+    )  # fmt: skip
+    step = two.step
+    shared_by_none = step.held_parameters["vocab"] + step.layer_parameters["attn"] + step.layer_parameters["mlp"]
+    assert summed == pytest.approx(2 * float(shared_by_none.item()))
+    with pytest.raises(RooftopError, match=r"mesh axis stage.*a divisor of the 26 layers that stages share"):
+        planned(4)
+
+
+def test_stages_share_whole_periods_of_layers() -> None:
+    """Gemma 3 27B: ten periods of six layers, and two layers that the last stage does alone."""
+    asked = problem("gemma3-27b", "v5p:4x4x4", axes={"stage": 2, "fsdp": 32}, remat="block", microbatches=4)
+    plan = best(sweep(asked))
+    assert not plan.obstacles and float(plan.step.layers.item()) == 32
+    forward = [float(row.count) / 4 for row in plan.ledger if (row.scope, row.phase) == ("layers/mlp/up", "forward")]
+    assert forward == [32]
+    with pytest.raises(RooftopError, match=r"mesh axis stage.*a divisor of the 10 periods of 6 layers that stages"):
+        best(sweep(replace(asked, axes={"stage": 4, "fsdp": 16})))
 
 
 def test_experts_are_exchanged_and_counted() -> None:

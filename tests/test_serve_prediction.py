@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rooftop.errors import RooftopError
+from rooftop.scheduling.serving import Policy
 from rooftop.serve.configuration import Shapes
-from rooftop.serve.prediction import Told, measured_times, outside_s
+from rooftop.serve.counters import Counters
+from rooftop.serve.prediction import Told, deployment_of, measured_times, outside_s
 from rooftop.simulate.serving_measured import MeasuredTimes, Program, prefill_rows
 
 GENERATE = (("context_tokens", "512"), ("generating", "0"), ("sequences", "4"), ("tokens", "0"))
@@ -36,6 +40,46 @@ def test_step_times_are_means_of_what_ran_in_between_and_of_what_goes_by_beside_
     assert times.mixed_s([(40, 0)], 3, 30) == pytest.approx(0.1 + 0.2 + 1.2)
     with pytest.raises(RooftopError, match="measured programs"):
         measured_times(told(1), told(1))
+
+
+def test_servers_that_step_at_once_share_steps_and_have_pages_of_their_own() -> None:
+    def at(scale: float, **more: float) -> Told:
+        found = told(scale)
+        changed = {(f"rooftop_{name}", ()): value for name, value in more.items()}
+        return Told(values={**found.values, **changed})
+
+    policy = Policy(max_batch=9)
+    # Programs took 8 of 10 s; two at a time they were under way in 5 of them, in 20 steps.
+    two = measured_times(at(1, busy_seconds_total=2.5), at(3, servers=2, busy_seconds_total=7.5))
+    assert (two.overhead_s, two.kv_tokens) == (pytest.approx(5 / 20), 256)
+    copies = deployment_of(at(3, servers=2), two, policy=policy, prefix_cache=True)
+    assert (copies.replicas, copies.policy.max_batch, copies.lockstep, copies.prefill_servers) == (2, 5, True, 0)
+    # A server that prefills has 12 of 32 pages; the KV of a sequence takes as long as it did, or part of a step.
+    apart = replace(policy, batching="disaggregated")
+    parts = {"prefill_kv_pages": 12, "prefill_kv_groups": 2}
+    sent = measured_times(told(1), at(3, handovers_total=4, handover_seconds_total=0.2, **parts))
+    assert (sent.kv_tokens, sent.prefill_kv_tokens, sent.prefill_kv_groups) == (320, 192, 2)
+    assert sent.transfer_s(1) == sent.transfer_s(999) == pytest.approx(0.05)
+    processes = deployment_of(told(3), sent, policy=apart, prefix_cache=False)
+    assert (processes.replicas, processes.prefill_servers, processes.lockstep) == (1, 1, False)
+    within = measured_times(told(1), at(3, servers=2, **parts))
+    assert within.transfer_s(1) == 0 and within.kv_tokens == 320
+    assert deployment_of(at(3, servers=2), within, policy=apart, prefix_cache=False).lockstep
+    with pytest.raises(RooftopError, match="transfers were not measured"):
+        measured_times(told(1), told(3)).transfer_s(1)
+
+
+def test_a_step_whose_end_nobody_saw_took_no_longer_than_its_programs_do() -> None:
+    counters, short, long = Counters(), (4, 1, 64, 0), (1, 64, 64, 0)
+    for _ in range(2):
+        counters.ran([short], 1.0)
+        counters.stepped()
+    # Both servers step: the first one was waited for, 9 s.
+    counters.ran([long], 9.0)
+    counters.ran([short], 9.0, at_most=True)
+    counters.stepped()
+    assert (counters.steps, counters.busy_s) == (3, 11.0)
+    assert {each.tokens: (each.runs, each.seconds) for each in counters.program_times()} == {0: (3, 3.0), 64: (1, 9.0)}
 
 
 def test_what_passes_outside_the_engine_is_what_its_own_ttft_lacks() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import again, checkpoint, engine
+from engines import CONFIGURATION, again, checkpoint, engine
 from test_serve_groups import GROUPED
 
-from rooftop.scheduling.serving import Policy, Step
+from rooftop.scheduling.serving import Policy, Scheduler, Step
 from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.scheduling.serving_groups import GroupedScheduler, GroupedStep
 from rooftop.serve.engine import PagedEngine
+from rooftop.serve.prediction import Told, deployment_of
 from rooftop.serve.requests import Request, Sampling, Token
 from rooftop.simulate.serving import simulate
 from rooftop.simulate.serving_deployment import Deployment
@@ -89,6 +90,94 @@ class Decisions:
             [sequence.id for sequence in step.preempted],
             [sequence.id for sequence in step.resumed],
         )
+
+
+class Rounds(Decisions):
+    """The same of servers that take their steps at once: rounds of them, each with what every server did.
+
+    ``steps`` has the server's number and its step; ``came`` counts rounds.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.steps, self.came, self.new = list[Any](), dict[int, int](), list[int]()
+        self.rounds, self.taken = 0, 0
+        servers = list[Scheduler]()
+        submit, next_step, complete = Scheduler.submit, Scheduler.next_step, Scheduler.complete
+
+        def submitted(scheduler: Scheduler, sequence: Held, *, first: bool = False) -> None:
+            if sequence.id not in self.came and sequence.id not in self.new:
+                self.new.append(sequence.id)
+            submit(scheduler, sequence, first=first)
+
+        def decided(scheduler: Scheduler, others: int = 0, *, generate: bool = True) -> Step | None:
+            if scheduler not in servers:
+                servers.append(scheduler)
+            if scheduler is servers[0]:
+                self.rounds += self.taken
+                self.taken = 0
+                self.came |= dict.fromkeys(self.new, self.rounds)
+                self.new.clear()
+            return next_step(scheduler, others, generate=generate)
+
+        def completed(scheduler: Scheduler, step: Step, repeats: int = 1) -> None:
+            did = (
+                [(chunk.sequence.id, chunk.start, chunk.tokens) for chunk in step.chunks],
+                step.generating,
+                [sequence.id for sequence in step.preempted],
+                [sequence.id for sequence in step.resumed],
+            )
+            self.steps += [(self.rounds + each, servers.index(scheduler), did) for each in range(repeats)]
+            complete(scheduler, step, repeats)
+            if not self.taken:
+                self.taken = repeats
+                self.after(self.rounds + repeats)
+
+        patch.setattr(Scheduler, "submit", submitted)
+        patch.setattr(Scheduler, "next_step", decided)
+        patch.setattr(Scheduler, "complete", completed)
+
+
+@pytest.fixture(scope="module", params=["copies", "parts"])
+def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
+    """Two copies, or a part that prefills and one that generates, with 12 pages each."""
+    if request.param == "copies":
+        how: dict[str, Any] = {"mesh": (("data", 2),), "policy": Policy(max_batch=8, chunk_tokens=12)}
+    else:
+        how = {"prefill_devices": 1, "policy": Policy(max_batch=4, batching="disaggregated")}
+    given = replace(CONFIGURATION, prefix_cache=False, pages=12, host_pages=16, **how)
+    return engine(checkpoint("llama", tmp_path_factory.mktemp("several")), given)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_servers_of_one_process_are_simulated_as_they_step(several: PagedEngine, preemption: str) -> None:
+    """Who gets a request, and what each server does in every step."""
+    policy = replace(several.policy, preemption=preemption)
+    serving, chance = again(several, policy=policy), random.Random(repr(policy))
+    prompts = [[chance.randrange(96) for _ in range(chance.randint(3, 12))] for _ in range(16)]
+    outputs = [chance.randint(8, 20) for _ in prompts]
+    trace = Trace(
+        arrival_s=np.sort(np.array([chance.choice([0.0, 0.0, 5.0, 9.5, 17.0, 200.0, 203.0]) for _ in prompts])),
+        prompt_tokens=np.array([len(prompt) for prompt in prompts]),
+        output_tokens=np.array(outputs),
+    )
+    room = 12 * PAGE_TOKENS
+    told = Told(values={("rooftop_servers", ()): serving.stats().servers})
+    times = SecondsOfOne(kv_tokens=room, prefill_kv_tokens=room, kv_groups=1, prefill_kv_groups=1)
+    deployment = deployment_of(told, times, policy=policy, prefix_cache=False)
+    with pytest.MonkeyPatch.context() as patch:
+        simulated = Rounds(patch)
+        found = simulate(trace, replace(deployment, host_kv_tokens=16 * PAGE_TOKENS))
+    with pytest.MonkeyPatch.context() as patch:
+        ran = Rounds(patch)
+        run(serving, prompts, outputs, simulated.came, ran)
+    assert ran.came == simulated.came
+    assert sorted(ran.steps, key=lambda step: step[:2]) == sorted(simulated.steps, key=lambda step: step[:2])
+    assert {server for _, server, _ in ran.steps} == {0, 1}
+    stats = serving.stats()
+    assert sum(found.requests.preemptions) == stats.preemptions > 0
+    assert stats.steps == len({number for number, *_ in ran.steps})
+    assert (stats.pages, stats.prefill_pages) == (24, 12 if policy.batching == "disaggregated" else 0)
+    assert stats.kv_groups == 1 and stats.busy_s <= stats.step_s
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,18 @@ from rooftop.plan.serving import ServingPlan
 from rooftop.plan.serving_answer import plan_serving
 from rooftop.plan.serving_assumptions import ServingAssumptions
 from rooftop.plan.serving_fleet import LOAD, candidate_slices, front, recommend
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placement, together
 from rooftop.plan.serving_problem import SERVING_AXES, ServingProblem
 from rooftop.plan.serving_rows import chunk_pairs
-from rooftop.plan.serving_search import MOST_SEQUENCES, batch_grid, best_prefill, most_sequences, sweep_generate
+from rooftop.plan.serving_search import (
+    MOST_SEQUENCES,
+    batch_grid,
+    best_prefill,
+    most_sequences,
+    server_memory,
+    sweep_generate,
+    token_s,
+)
 from rooftop.plan.serving_workload import Draft, ServingNumerics, ServingWorkload
 from rooftop.roofline.achievable import fractions
 
@@ -74,6 +82,21 @@ def test_a_ring_hides_behind_no_more_attention_than_there_is() -> None:
     attention_s = float(core.expected_s) - float(ring.exposed_s)
     assert float(ring.expected_s) > 2 * attention_s
     assert float(ring.exposed_s) == pytest.approx(float(ring.expected_s) - attention_s)
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "interleaved"])
+@pytest.mark.parametrize(
+    ("model", "on"), [("deepseek-v2", "v5e:4x4"), ("gemma2-9b", "v5p:2x2x4"), ("llama3-8b", "h100:8x2")]
+)
+def test_placements_that_are_priced_at_once_are_priced_as_each_by_itself(model: str, on: str, mode: str) -> None:
+    given = problem(load_model(model), on, mode=mode)
+    placements, batches = given.generate_placements(), np.array([1.0, 7.0, 300.0])
+    assert sum(1 for _ in together(placements)) < len(placements) / 2
+    for sizes in (batches, batches[:1]):
+        found = sweep_generate(given, placements, sizes)
+        for row, placement in enumerate(placements):
+            np.testing.assert_array_equal(found.expected_s[row], token_s(given, placement, sizes))
+            np.testing.assert_array_equal(found.memory_bytes[row], server_memory(given, placement, sizes))
 
 
 def test_weights_and_cache_are_read_once() -> None:

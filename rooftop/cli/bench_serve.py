@@ -153,7 +153,7 @@ def _prediction(
 
     from rooftop.errors import RooftopError
     from rooftop.scheduling.serving import Policy
-    from rooftop.serve.prediction import measured_times, outside_s, predict
+    from rooftop.serve.prediction import deployment_of, measured_times, outside_s, predict
 
     outside = None
     if before is not None and after is not None:
@@ -167,7 +167,9 @@ def _prediction(
     try:
         policy, cached = (Policy(max_batch=plan.batch), False) if after is None else after.policy
         times = plan.step_times() if plan is not None else measured_times(before, after)  # type: ignore[arg-type]
-        predicted = predict(served, times, policy, cached and served.hashes is not None, targets)
+        told = after if plan is None else None
+        cached = cached and served.hashes is not None
+        predicted = predict(served, deployment_of(told, times, policy=policy, prefix_cache=cached), targets)
     except RooftopError as error:
         return found | {"predicted_by": str(error)}
     by = f"the plan for {plan.problem.slice.name}" if plan is not None else "step times that the server measured"

@@ -12,6 +12,7 @@ from rooftop.arrays.mesh import AXES
 from rooftop.errors import RooftopError
 from rooftop.models.activations import POLICIES, parse_policy
 from rooftop.models.config import ModelConfig
+from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.problem import Problem
 from rooftop.plan.strategies import Choice, Strategies, choices
@@ -50,7 +51,7 @@ def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes worth searching and what each must divide."""
     model = problem.model
     columns = gcd(model.heads, model.d_ff if model.dense_layers else 0)
-    divides = {"tensor": columns, "context": problem.workload.seq_len, "stage": model.layers}
+    divides = {"tensor": columns, "context": problem.workload.seq_len, "stage": stage_parts(model)[0]}
     if model.moe is not None:
         divides["tensor"] = gcd(columns, model.moe.d_ff)
         divides["expert"] = model.moe.experts
@@ -75,9 +76,10 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
             f"(yours is {product}), such as {_nearest(sizes, devices)}",
         )  # fmt: skip
     model = problem.model
+    parts, what = stage_parts(model)
     for name, of, size in (
         ("tensor", "attention heads", model.heads),
-        ("stage", "layers", model.layers),
+        ("stage", what, parts),
         ("expert", "experts", 1 if model.moe is None else model.moe.experts),
     ):
         if size % sizes.get(name, 1):
@@ -148,14 +150,14 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
     else:
         good &= counts == counts.min()
     stages = layouts.along("stage")[:, None]
-    parts = (problem.chunks == 1) | (problem.model.layers % (stages * problem.chunks) == 0)
-    if not parts.any():
-        layers = problem.model.layers
-        most = [layers // int(each) for each in np.unique(stages) if layers % each == 0]
+    parts, what = stage_parts(problem.model)
+    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
+    if not even_parts.any():
+        most = [parts // int(each) for each in np.unique(stages) if parts % each == 0]
         fitting = sorted({n for each in most for n in range(2, each + 1) if each % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
-        raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {layers} layers)")
-    good &= parts
+        raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
+    good &= even_parts
     if not good.any():
         raise RooftopError(
             "microbatches",

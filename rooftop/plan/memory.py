@@ -54,7 +54,7 @@ def training_memory(step: TrainingStep) -> Memory:
         weights=np.where(at_loss, weights, weights - copies),
         optimizer=held * numerics.optimizer_bytes,
         gradients=np.where(at_loss, sums, gradients),
-        activations=saved_per_layer(step, "save") * step.layers * in_flight(step) * _own(step) * step.element_bytes,
+        activations=saved_bytes(step, "save"),
         workspace=np.where(at_loss, loss, layer),
     )
 
@@ -68,16 +68,39 @@ def book_memory(step: TrainingStep) -> Memory:
 
 
 def saved_per_layer(step: TrainingStep, action: str) -> Number:
-    """Elements per token and layer under ``action``, averaged over dense layers and layers of experts, [1, K]."""
-    share, strategies = step.dense_share, step.strategies
+    """Elements per token and layer under ``action``, averaged over dense layers and layers of experts, [C, K]."""
+    share = step.dense_share
+    return sum((of * kept for of, kept in zip((share, 1 - share), _kept(step, action), strict=True)), 0.0)
+
+
+def saved_bytes(step: TrainingStep, action: str) -> Number:
+    """Bytes of what a device holds under ``action``, of all its layers and the microbatches in flight, [C, K].
+
+    What layers keep that a pipeline's first stage or its last does alone, they keep within one task.
+    """
+    alone, dense = step.layers_alone, step.dense_layers
     total: Number = 0.0
-    for of, moe_layer in ((share, False), (1 - share, True)):
-        if of:
-            total = total + of * strategies.kept(action, step.model, moe_layer=moe_layer)
+    for layers, once, kept in zip(
+        (dense, step.layers - dense),
+        (alone.every_dense, alone.every - alone.every_dense),
+        _kept(step, action),
+        strict=True,
+    ):
+        total = total + ((layers - once) * in_flight(step) + once) * kept
+    return total * _own(step) * step.element_bytes
+
+
+def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
+    """Elements per token of a dense layer and of one of experts under ``action``, [1, K]; 0 where there is none."""
+    model, strategies = step.model, step.strategies
     # TPU kernels write heads of whole registers.
-    d_v, lanes = attention_head_sizes(step.model)[1], _LANES if step.slice.chip.kind == "tpu" else 1
+    d_v, lanes = attention_head_sizes(model)[1], _LANES if step.slice.chip.kind == "tpu" else 1
     padding = -(-d_v // lanes) * lanes / d_v - 1
-    return total + padding * strategies.kept(action, step.model, moe_layer=False, names=("attn_core",))
+    more = padding * strategies.kept(action, model, moe_layer=False, names=("attn_core",))
+    return (
+        strategies.kept(action, model, moe_layer=False) + more if model.dense_layers else 0.0,
+        strategies.kept(action, model, moe_layer=True) + more if model.moe_layers else 0.0,
+    )
 
 
 def in_flight(step: TrainingStep) -> Number:
@@ -97,7 +120,7 @@ def in_flight(step: TrainingStep) -> Number:
 
 def host_bytes(step: TrainingStep) -> Number:
     """Bytes of offloaded activations that one device keeps in its host's memory, [C, K]."""
-    return saved_per_layer(step, "offload") * step.layers * in_flight(step) * _own(step) * step.element_bytes
+    return saved_bytes(step, "offload")
 
 
 def _own(step: TrainingStep) -> Number:
@@ -115,7 +138,7 @@ def _layer_backward(step: TrainingStep) -> Number:
     model, sizes, moe = step.model, step.layer_parameters, step.model.moe
     weights, hidden, sent = sizes["attn"], 0.0, 0.0
     matrix: Number = 0.0
-    if step.dense_share:
+    if model.dense_layers:
         weights, hidden = weights + sizes["mlp"], float(model.d_ff)
         matrix = model.d_model * model.d_ff / step.tensor
     if moe is not None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rooftop.ledger import Number
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import Matmul, parameters
@@ -39,12 +41,14 @@ def matmuls(
     gathered: Number | None = None,
     scattered: Number | None = None,
     residual: bool = False,
+    copies: tuple[str, ...] = ("expert", "context"),
 ) -> list[Work]:
     """Forward, recompute and backward of ``each`` matmul of those that share an input or feed one output.
 
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
-    residual stream.
+    residual stream. ``copies`` are the axes besides data that have copies of the weights: in pipeline stages their
+    gradients are summed at once, elsewhere once a step.
     """
     if not each:
         return []
@@ -67,7 +71,10 @@ def matmuls(
     dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in each), 0.0)
     dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in each), 0.0)
     gather_weight = (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
-    scatter_weight = (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
+    scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
+    if np.any(step.staged):
+        own = weights / step.strategies.devices("fsdp")
+        scatter_weight += (Transfer("all_reduce", copies, own, "gradient_scatter", step.staged),)
     gather_input = () if gathered is None else (Transfer("all_gather", ("tensor",), gathered, "tensor"),)
     scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
     gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)

@@ -7,7 +7,7 @@ group's computation, up to the share that the assumptions allow and to the time 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,13 +27,14 @@ _WINDOW = {"forward": "forward", "recompute": "backward", "backward": "backward"
 class Transfer:
     """A collective to be priced, over its axes one after another; kind 'permute_ring' is a full rotation.
 
-    ``hides`` names the assumption that it falls under.
+    ``hides`` names the assumption that it falls under; ``when`` is 1 where it takes place and 0 where it does not.
     """
 
     kind: str
     axes: tuple[str, ...]
     payload: Number
     hides: str
+    when: Number = 1.0
 
     @property
     def priced_as(self) -> str:
@@ -84,7 +85,7 @@ def _duration_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Num
         whole = (
             strategies.devices(*transfer.axes) * strategies.layouts.slice.num_slices == strategies.layouts.slice.devices
         )
-        other = Transfer("all_reduce", transfer.axes, transfer.payload, transfer.hides)
+        other = replace(transfer, kind="all_reduce")
         return np.where(whole, _duration_s(other, strategies, rates), _time_s(transfer, strategies, rates))
     return _time_s(transfer, strategies, rates)
 
@@ -93,7 +94,7 @@ def _time_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Number:
     kind = transfer.priced_as
     efficiency, start_s = rates.network_efficiency(kind), rates.collective_start_s
     prices = (strategies.price(kind, axis) for axis in transfer.axes)
-    return sum((found.expected_s(transfer.payload, efficiency, start_s) for found in prices), 0.0)
+    return transfer.when * sum((found.expected_s(transfer.payload, efficiency, start_s) for found in prices), 0.0)
 
 
 def _exposed_shares(
@@ -180,13 +181,13 @@ def _collective(transfer: Transfer, expected_s: Number, shown: Number, strategie
     time_s: dict[str, Number] = {}
     for axis in transfer.axes:
         found = strategies.price(transfer.priced_as, axis)
-        wire = wire + transfer.payload * found.wire_per_byte
+        wire = wire + transfer.when * transfer.payload * found.wire_per_byte
         for resource, seconds in found.bound_s(transfer.payload).items():
-            time_s[resource] = time_s.get(resource, 0.0) + seconds
+            time_s[resource] = time_s.get(resource, 0.0) + transfer.when * seconds
     return Collective(
         kind="permute" if rotation else transfer.kind,
         axes=transfer.axes,
-        bytes=wire if rotation else transfer.payload,
+        bytes=wire if rotation else transfer.when * transfer.payload,
         wire_bytes=wire,
         critical=transfer.hides in CRITICAL,
         time_s=time_s,

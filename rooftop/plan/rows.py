@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rooftop.ledger import Number
+from rooftop.models.activations import POLICIES
 from rooftop.plan import passes
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
@@ -55,17 +56,29 @@ _EXPERT_CHECKPOINTS = {
 
 def training_work(step: TrainingStep) -> list[Work]:
     """Every piece of work of a step, in the order in which it is first done."""
-    every = step.layers * step.strategies.microbatches
-    work = [*_embed(step), *_attention(step, every)]
-    moe = step.model.moe
-    if step.dense_share:
-        work += _mlp(step, every * step.dense_share)
-    if moe is not None:
-        work += _experts(step, every * (1 - step.dense_share))
+    each, alone = step.strategies.microbatches, step.layers_alone
+    dense = step.dense_layers - alone.first_dense
+    work = [*_embed(step), *_layers(step, dense * each, (step.layers - alone.first - dense) * each)]
+    if np.any(alone.first):
+        # What the first stage does alone is not kept from task to task: its backward pass begins with the tokens.
+        begun = replace(step, strategies=step.strategies.with_policy(POLICIES["block"]))
+        again = _embed(step, (alone.first > 0) * each)[0]
+        work += [replace(again, phase="recompute")]
+        work += _layers(begun, alone.first_dense * each, (alone.first - alone.first_dense) * each)
     return [*work, *_head(step), *_update(step), *_pipeline(step)]
 
 
-def _embed(step: TrainingStep) -> list[Work]:
+def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
+    """Layers of both kinds, as often as each is done."""
+    work = _attention(step, dense + experts)
+    if step.model.dense_layers:
+        work += _mlp(step, dense)
+    if step.model.moe is not None:
+        work += _experts(step, experts)
+    return work
+
+
+def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
     model, element = step.model, step.element_bytes
     rows = step.tokens * model.d_model * element / step.tensor
@@ -75,15 +88,17 @@ def _embed(step: TrainingStep) -> list[Work]:
     )
     # Every device looks up the tokens of its whole fsdp group, whose int32 ids it gathers first.
     ids = Transfer("all_gather", ("fsdp",), 4.0 * step.tokens * step.strategies.devices("fsdp"), "all_to_all")
+    # In stages a table's gradient is made where all of the experts' tokens have met.
+    meet = Transfer("all_gather", ("expert",), rows * step.strategies.devices("expert"), "all_to_all", step.staged)
     table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
-    microbatches = step.strategies.microbatches
+    count = step.strategies.microbatches if count is None else count
     return [
         Work(
-            scope="embed", phase="forward", count=microbatches, hbm_bytes=2 * rows, collectives=(ids, *exchange),
+            scope="embed", phase="forward", count=count, hbm_bytes=2 * rows, collectives=(ids, *exchange),
             formula="T D bytes looked up, exchanged over fsdp and tensor",
         ),
         Work(
-            scope="embed", phase="backward", count=microbatches, hbm_bytes=2 * rows + table, collectives=exchange,
+            scope="embed", phase="backward", count=count, hbm_bytes=2 * rows + table, collectives=(*exchange, meet),
             formula="the transpose: rows exchanged, then added into the table's shard",
         ),
     ]  # fmt: skip
@@ -216,14 +231,28 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         passes.recompute(move, recomputed("mlp_normed")),
         passes.backward(move, 1.0),
         *passes.matmuls(
-            step, "layers/moe/experts", count * local, up, per_expert, gathered=gathered / local, again=again
+            step,
+            "layers/moe/experts",
+            count * local,
+            up,
+            per_expert,
+            gathered=gathered / local,
+            again=again,
+            copies=("context",),
         ),
         shares,
         passes.recompute(shares, 1.0),
         replace(passes.backward(shares, 1.0), collectives=scattered),
         *passes.activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
         *passes.matmuls(
-            step, "layers/moe/experts", count * local, down, per_expert, scattered=gathered / local, again=0.0
+            step,
+            "layers/moe/experts",
+            count * local,
+            down,
+            per_expert,
+            scattered=gathered / local,
+            again=0.0,
+            copies=("context",),
         ),
         back,
         passes.backward(back, 1.0),
@@ -283,9 +312,12 @@ def _update(step: TrainingStep) -> list[Work]:
         ("data", "expert", "context"): held["dense"] + held["vocab"] - partial,
         ("data", "expert", "context", "tensor"): partial,
     }
+    # Stages sum what expert and context hold copies of where it is made, and all of them hold some weights.
+    of_stages = {("data",): total, ("stage",): held["vocab"] + step.parameters_alone}
     reduce = tuple(
-        Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce")
-        for axes, elements in (*sums.items(), *step.vectors.items())
+        Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce", when)
+        for found, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1.0))
+        for axes, elements in found.items()
     )
     more = np.maximum(step.strategies.microbatches - 1, 0)
     return [

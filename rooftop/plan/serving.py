@@ -16,7 +16,8 @@ from rooftop.models import ModelConfig, kv_bytes_per_token
 from rooftop.plan import serving_rules as rules
 from rooftop.plan.reasons import Reason
 from rooftop.plan.serving_assumptions import SHARES, ServingAssumptions
-from rooftop.plan.serving_phase import Placement, serving_rules
+from rooftop.plan.serving_phase import serving_rules
+from rooftop.plan.serving_placement import Placement
 from rooftop.plan.serving_pricing import scalar_ledger
 from rooftop.plan.serving_problem import ServingMemory, ServingProblem
 from rooftop.plan.serving_reasons import serving_reasons

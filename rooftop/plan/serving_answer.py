@@ -11,7 +11,7 @@ import numpy as np
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.plan.serving import ServingPlan
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placement
 from rooftop.plan.serving_problem import ServingProblem
 from rooftop.plan.serving_search import (
     batch_grid,

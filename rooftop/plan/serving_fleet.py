@@ -18,7 +18,7 @@ import numpy as np
 from rooftop.errors import Infeasible, unknown
 from rooftop.hardware import Slice
 from rooftop.plan.serving import ServingPlan
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placement
 from rooftop.plan.serving_problem import ServingProblem
 from rooftop.plan.serving_rules import interleaved_token_s, queue_wait_s
 from rooftop.plan.serving_search import batch_grid, best_prefill, most_sequences, pareto, slices_of, sweep_generate

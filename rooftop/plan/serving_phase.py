@@ -11,73 +11,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
-from rooftop.arrays import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.errors import unknown
-from rooftop.hardware import Slice
 from rooftop.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.counting import kv_cache_bytes
+from rooftop.plan.serving_placement import Placed
 from rooftop.plan.serving_rules import distinct_experts
 from rooftop.plan.serving_workload import ServingNumerics
 from rooftop.plan.shapes import Matmul, attention_matmuls, mlp_matmuls
 from rooftop.quantities import dtype_bytes
-from rooftop.roofline.collectives import Price, price
 from rooftop.roofline.rates import Rates
 
 #: Bytes of an activation.
 ACTIVATION_BYTES = 2.0
 PHASES = ("prefill", "generate")
-#: What ``context`` splits of the cache.
-KV_SPLITS = ("batch", "seq")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where a phase runs: a mesh, and what of the cache ``context`` splits: 'batch' or 'seq'."""
-
-    mesh: Mesh
-    kv_split: str = "batch"
-
-    def __post_init__(self) -> None:
-        if self.kv_split not in KV_SPLITS:
-            raise unknown("kv-split", self.kv_split, KV_SPLITS)
-
-    @property
-    def slice(self) -> Slice:
-        """The slice under the mesh."""
-        return self.mesh.slice
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Devices along each mesh axis."""
-        return self.mesh.shape
-
-    @cached_property
-    def _ways(self) -> dict[tuple[str, ...], int]:
-        return {}
-
-    def ways(self, axes: tuple[str, ...]) -> int:
-        """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
-        if axes not in self._ways:
-            self._ways[axes] = prod(self.sizes.get(axis, 1) for axis in axes)
-        return self._ways[axes]
-
-    @cached_property
-    def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
-        return {}
-
-    def price(self, kind: str, axes: tuple[str, ...]) -> Price:
-        """The price of a collective over mesh axes together; computed once."""
-        # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
-        key = "all_gather" if kind == "reduce_scatter" else kind, axes
-        if key not in self._prices:
-            self._prices[key] = price(key[0], self.mesh.span(*axes))
-        return self._prices[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +41,17 @@ class Phase:
     phase: str
     model: ModelConfig
     numerics: ServingNumerics
-    placement: Placement
+    placement: Placed
     tokens: Number
     guesses: int = 0
 
-    def ways(self, *axes: str) -> int:
+    def ways(self, *axes: str) -> Number:
         """Devices along mesh axes together."""
         return self.placement.ways(axes)
+
+    def splits(self, *axes: str) -> bool:
+        """Whether there are several devices along mesh axes together, in any of the placements."""
+        return bool(np.any(self.ways(*axes) > 1))
 
     @property
     def generating(self) -> bool:
@@ -110,7 +64,7 @@ class Phase:
         return ("context", "tensor") if self.generating else ("tensor",)
 
     @cached_property
-    def split(self) -> int:
+    def split(self) -> Number:
         """Ways in which heads and hidden columns are split."""
         return self.ways(*self.columns)
 
@@ -126,9 +80,9 @@ class Phase:
         return np.ceil(self.tokens / spread) * (1 + self.guesses)
 
     @cached_property
-    def kv_heads(self) -> float:
+    def kv_heads(self) -> Number:
         """Key and value heads on a device, copies included where there are fewer heads than ways."""
-        return max(self.model.kv_heads / self.ways("tensor"), 1.0)
+        return np.maximum(self.model.kv_heads / self.ways("tensor"), 1.0)
 
     @cached_property
     def attention(self) -> list[Matmul]:
@@ -156,15 +110,15 @@ class Phase:
             return 0.0
         return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways("expert")
 
-    def weight_bytes(self, matmuls: Sequence[Matmul], dtype: str | None = None) -> tuple[float, float]:
+    def weight_bytes(self, matmuls: Sequence[Matmul], dtype: str | None = None) -> tuple[Number, Number]:
         """Bytes of matrices and of their scales on one device: D is split over ``fsdp`` besides."""
         kind = dtype or self.numerics.weights
-        elements = [float(m.parameters) / self.ways("fsdp") for m in matmuls]
-        scales = (self.numerics.weight_scale_bytes(float(m.k), kind) for m in matmuls)
+        elements = [m.parameters / self.ways("fsdp") for m in matmuls]
+        scales = (self.numerics.weight_scale_bytes(m.k, kind) for m in matmuls)
         return sum(elements) * dtype_bytes(kind), sum(n * each for n, each in zip(elements, scales, strict=True))
 
     @cached_property
-    def cache_share(self) -> float:
+    def cache_share(self) -> Number:
         """Share of the heads of a token's KV on a device; a latent (MLA) is copied over ``tensor``."""
         return 1.0 if self.model.mla is not None else self.kv_heads / self.model.kv_heads
 
@@ -186,9 +140,10 @@ class Phase:
         return self.sequences(batch) * self.cached_bytes(context, stored=stored) * self.cache_share
 
     @cached_property
-    def device_weight_bytes(self) -> tuple[float, float]:
+    def device_weight_bytes(self) -> tuple[Number, Number]:
         """Bytes of all weights on one device, and of their scales."""
         model, moe = self.model, self.model.moe
+        parts: list[tuple[Number, tuple[Number, Number]]]
         parts = [(model.layers, self.weight_bytes(self.attention + self.attention_out))]
         if model.dense_layers:
             up, down = self.mlp(model.d_ff)
@@ -229,7 +184,7 @@ class Phase:
         hidden = max(
             model.d_ff if model.dense_layers else 0, 0 if model.moe is None else model.moe.active * model.moe.d_ff
         )
-        projected = sum(float(m.n) for m in self.attention)
+        projected = sum((m.n for m in self.attention), 0.0)
         width = 4 * model.d_model + projected + 3 * hidden / self.split
         logits = 4.0 * (tokens if self.generating else 1) * model.vocab / self.split
         return tokens * width * ACTIVATION_BYTES + logits

@@ -15,7 +15,7 @@ import numpy as np
 from rooftop.ledger import Collective, Ledger, Number, Row
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.serving_assumptions import ServingAssumptions
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placed
 from rooftop.roofline.rates import Rates
 
 
@@ -31,7 +31,7 @@ class _Duration:
         return self.latency_s + self.bytes_s
 
 
-def price_serving(work: Sequence[Work], placement: Placement, rates: Rates, assumptions: ServingAssumptions) -> Ledger:
+def price_serving(work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> Ledger:
     """The ledger of ``work``; figures are scalars, or arrays over batch sizes."""
     share = {name: assumptions.share(name, rates.chip) for name in ("hbm_read", "latency", "bytes", "ring")}
     rate = rates.hbm_bytes_per_s * share["hbm_read"]
@@ -84,7 +84,7 @@ def _row(item: Work, rates: Rates, stream_s: Number, collectives: tuple[Collecti
     )
 
 
-def _duration(transfer: Transfer, placement: Placement, rates: Rates) -> _Duration:
+def _duration(transfer: Transfer, placement: Placed, rates: Rates) -> _Duration:
     found = placement.price(transfer.priced_as, transfer.axes)
     efficiency = rates.network_efficiency(transfer.priced_as)
     latency = found.expected_s(0.0, efficiency, rates.collective_start_s)
@@ -92,7 +92,7 @@ def _duration(transfer: Transfer, placement: Placement, rates: Rates) -> _Durati
     return _Duration(latency_s=latency, bytes_s=total - latency)
 
 
-def _collective(transfer: Transfer, placement: Placement, expected_s: Number, exposed_s: Number) -> Collective:
+def _collective(transfer: Transfer, placement: Placed, expected_s: Number, exposed_s: Number) -> Collective:
     found = placement.price(transfer.priced_as, transfer.axes)
     rotation = transfer.kind == "permute_ring"
     wire = transfer.payload * found.wire_per_byte

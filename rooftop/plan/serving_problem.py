@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from rooftop.arrays.mesh import Mesh, Piece
+from rooftop.arrays.mesh import Mesh
 from rooftop.errors import RooftopError, unknown
 from rooftop.hardware import Slice
 from rooftop.ledger import Ledger, Number
@@ -17,7 +17,8 @@ from rooftop.models import ModelConfig, count_params
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.plan.serving_assumptions import ServingAssumptions
 from rooftop.plan.serving_book import book_generate, book_prefill
-from rooftop.plan.serving_phase import KV_SPLITS, Phase, Placement, cached_bytes
+from rooftop.plan.serving_phase import Phase, cached_bytes
+from rooftop.plan.serving_placement import KV_SPLITS, Placed, Placement
 from rooftop.plan.serving_pricing import price_serving
 from rooftop.plan.serving_rows import generate_work, prefill_work
 from rooftop.plan.serving_workload import Draft, ServingNumerics, ServingWorkload
@@ -133,13 +134,13 @@ class ServingProblem:
         found = count_params(self.model)
         return found.total, found.active
 
-    def phase(self, phase: str, placement: Placement, tokens: Number, model: ModelConfig | None = None) -> Phase:
+    def phase(self, phase: str, placement: Placed, tokens: Number, model: ModelConfig | None = None) -> Phase:
         """A phase of this problem, of the draft model if one is given."""
         return Phase(phase=phase, model=model or self.model, numerics=self.numerics, placement=placement, tokens=tokens)
 
     def generate(
         self,
-        placement: Placement,
+        placement: Placed,
         batch: Number,
         context: Number | None = None,
         *,
@@ -186,18 +187,18 @@ class ServingProblem:
         rate = self.prefill_server.chips * self.slice.chip.pcie_bytes_per_s
         return self.workload.hit_rate * self.prompt_kv_bytes / rate
 
-    def memory(self, placement: Placement, batch: Number, *, prefilling: bool, generating: bool) -> ServingMemory:
+    def memory(self, placement: Placed, batch: Number, *, prefilling: bool, generating: bool) -> ServingMemory:
         """Bytes on one device of a server that holds the KV of ``batch`` sequences and runs one phase or both."""
         if self.book:
             devices = placement.slice.devices
             kv = batch * kv_cache_bytes(self.model, self.numerics.kv, self.held_tokens) / devices
-            weights = self.params[0] * self.numerics.weight_bytes / devices
-            return ServingMemory(weights=weights, scales=0.0, kv=kv, activations=0.0)
+            held_weights = self.params[0] * self.numerics.weight_bytes / devices
+            return ServingMemory(weights=held_weights, scales=0.0, kv=kv, activations=0.0)
         phase = self.phase("generate" if generating else "prefill", placement, batch if generating else 1.0)
         held = self.held_tokens if generating else float(self.workload.prompt)
         activations: Number = phase.activation_bytes if generating else 0.0
         if prefilling:
-            whole = self.phase("prefill", _joined(placement) if generating else placement, self.workload.prompt)
+            whole = self.phase("prefill", placement.joined() if generating else placement, self.workload.prompt)
             activations = np.maximum(activations, whole.activation_bytes)
         weights, scales = phase.device_weight_bytes
         kv = phase.device_kv_bytes(batch, held, stored=True)
@@ -236,7 +237,7 @@ class ServingProblem:
 
     def shared_prefill(self, placement: Placement) -> Placement:
         """Where a prefill runs on a generate server: on the same weights, whose columns stay where they are."""
-        return placement if self.book else _joined(placement)
+        return placement if self.book else placement.joined()
 
     def _sizes(
         self,
@@ -306,17 +307,6 @@ class ServingProblem:
 
 def _lay(slice_: Slice, sizes: Mapping[str, int]) -> Mesh:
     return Mesh.lay(slice_, {name: sizes.get(name, 1) for name in SERVING_AXES})
-
-
-def _joined(placement: Placement) -> Placement:
-    """The same devices with context and tensor as one tensor axis: they lie side by side."""
-    axes = placement.mesh.axes
-    joined: dict[str, Piece] = {}
-    for piece in (*axes["context"], *axes["tensor"]):
-        other = joined.get(piece.axis, Piece(piece.axis, piece.stride, 1))
-        joined[piece.axis] = Piece(piece.axis, min(piece.stride, other.stride), piece.size * other.size)
-    mesh = Mesh(placement.slice, {**axes, "context": (), "tensor": tuple(joined.values())})
-    return Placement(mesh=mesh)
 
 
 def _divisions(value: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rooftop.ledger import Ledger
 from rooftop.plan import serving_rules
 from rooftop.plan.reasons import Reason
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placement
 from rooftop.plan.serving_problem import ServingProblem
 from rooftop.quantities import format_bytes, format_count
 from rooftop.roofline import rules

@@ -136,11 +136,11 @@ def _blocks(phase: Phase) -> list[Work]:
         work += _matmuls(phase, "layers/mlp/down", model.dense_layers, down, tokens, into=False)
     if moe is None:
         return work
-    layers, expert = model.moe_layers, phase.ways("expert")
+    layers = model.moe_layers
     routed = tokens * moe.active
     sent = routed * model.d_model * ACTIVATION_BYTES
     work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None)
-    if expert > 1:
+    if phase.splits("expert"):
         # Every device of a group sends its columns of a token, which its receivers gather.
         there = (
             Transfer("all_to_all", ("expert",), sent / phase.split, "critical"),
@@ -156,7 +156,7 @@ def _blocks(phase: Phase) -> list[Work]:
             _work(phase, "layers/moe/combine", layers, collectives=back, formula="and back, summed"),
         ]
     up, down = phase.mlp(moe.d_ff)
-    into = None if expert > 1 else False
+    into = None if phase.splits("expert") else False
     for scope_matmuls, summed in ((up, None), (down, into)):
         weights = phase.experts_read * sum(phase.weight_bytes(scope_matmuls))
         work += _matmuls(
@@ -166,7 +166,7 @@ def _blocks(phase: Phase) -> list[Work]:
         up, down = phase.mlp(moe.shared_d_ff)
         work += _matmuls(phase, "layers/moe/shared", layers, up, tokens, into=None)
         # Its partial sums are added to those of the experts, where these are summed over the same devices.
-        work += _matmuls(phase, "layers/moe/shared", layers, down, tokens, into=into if expert > 1 else None)
+        work += _matmuls(phase, "layers/moe/shared", layers, down, tokens, into=None)
     return work
 
 
@@ -202,7 +202,7 @@ def _matmuls(
     """
     if not matmuls:
         return []
-    rate, two_d = phase.rates, phase.ways("fsdp") > 1
+    rate, two_d = phase.rates, phase.splits("fsdp")
     own = phase.ways("fsdp")
     flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0) / own
     seconds = sum((rate.matmul_s(tokens, m.k / own, m.n, phase.numerics.flops) for m in matmuls), 0.0)
@@ -210,7 +210,7 @@ def _matmuls(
     stream = rows * phase.model.d_model * ACTIVATION_BYTES
     collectives: tuple[Transfer, ...] = ()
     if two_d and into is not None:
-        partial = rows * sum(float(m.n) for m in matmuls) * ACTIVATION_BYTES
+        partial = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
         gather = Transfer("all_gather", phase.columns, stream / own, "critical")
         scatter = Transfer("reduce_scatter", phase.columns, stream / own, "critical")
         norm = Transfer("all_reduce", ("fsdp", *phase.columns), 4.0 * rows, "critical")
@@ -240,7 +240,7 @@ def _work(
     matmul_s: Number = 0.0,
     collectives: tuple[Transfer, ...] = (),
 ) -> Work:
-    used = tuple(_used(phase, transfer) for transfer in collectives if phase.ways(*transfer.axes) > 1)
+    used = tuple(_used(phase, transfer) for transfer in collectives if phase.splits(*transfer.axes))
     return Work(
         scope=scope,
         phase=phase.phase,
@@ -256,5 +256,5 @@ def _work(
 
 def _used(phase: Phase, transfer: Transfer) -> Transfer:
     """A transfer over those of its axes that have several devices."""
-    axes = tuple(axis for axis in transfer.axes if phase.ways(axis) > 1)
+    axes = tuple(axis for axis in transfer.axes if phase.splits(axis))
     return transfer if axes == transfer.axes else replace(transfer, axes=axes)

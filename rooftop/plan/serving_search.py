@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rooftop.arrays.mesh import Floats
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placed, Placement, together
 from rooftop.plan.serving_problem import ServingProblem
 
 #: The largest batch that is looked at.
@@ -61,9 +61,9 @@ def sweep_generate(problem: ServingProblem, placements: Sequence[Placement], bat
     expected, memory = np.empty(shape), np.empty(shape)
     # One batch is priced with plain numbers, which are several times as fast as arrays of one.
     sizes = float(batches[0]) if len(batches) == 1 else batches
-    for row, placement in enumerate(placements):
-        expected[row] = token_s(problem, placement, sizes)
-        memory[row] = server_memory(problem, placement, sizes)
+    for rows, some in together(placements):
+        expected[rows] = token_s(problem, some, sizes)
+        memory[rows] = server_memory(problem, some, sizes)
     return GenerateSweep(
         problem=problem, placements=placements, batches=batches, expected_s=expected, memory_bytes=memory
     )
@@ -82,7 +82,7 @@ class RoundTimes:
         return self.guess_s + self.check_s
 
 
-def round_times(problem: ServingProblem, placement: Placement, batch: Any) -> RoundTimes:
+def round_times(problem: ServingProblem, placement: Placed, batch: Any) -> RoundTimes:
     """What the draft model and the large one take in a round. The problem has a draft."""
     draft = problem.draft
     assert draft is not None
@@ -91,14 +91,14 @@ def round_times(problem: ServingProblem, placement: Placement, batch: Any) -> Ro
     return RoundTimes(guess_s=draft.length * guess, check_s=check)
 
 
-def token_s(problem: ServingProblem, placement: Placement, batch: Any) -> Any:
+def token_s(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
     """Expected seconds between two tokens of a sequence while nothing else runs: a step, or a round's share."""
     if problem.draft is None:
         return problem.generate(placement, batch).expected_s
     return round_times(problem, placement, batch).round_s / problem.draft.tokens_per_round
 
 
-def server_memory(problem: ServingProblem, placement: Placement, batch: Any) -> Any:
+def server_memory(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
     """Bytes on a device of a generate server, which also prefills where the two are interleaved."""
     return problem.memory(placement, batch, prefilling=problem.mode == "interleaved", generating=True).total
 

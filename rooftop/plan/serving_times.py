@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.plan.serving_assumptions import ServingAssumptions
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placement
 from rooftop.plan.serving_problem import ServingProblem
 from rooftop.plan.serving_rows import chunk_pairs
 from rooftop.plan.shapes import attention_head_sizes

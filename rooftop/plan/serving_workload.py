@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rooftop.errors import RooftopError
+from rooftop.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.plan.serving_rules import speculated_tokens
 from rooftop.quantities import dtype_bytes
@@ -102,11 +105,11 @@ class ServingNumerics:
         """Bytes of one element of the cache, without its scale."""
         return dtype_bytes(self.kv)
 
-    def weight_scale_bytes(self, inputs: float, dtype: str) -> float:
+    def weight_scale_bytes(self, inputs: Number, dtype: str) -> Number:
         """Bytes of scales per weight in a matrix with so many ``inputs`` (rows)."""
         if dtype_bytes(dtype) >= SCALE_BYTES:
             return 0.0
-        return SCALE_BYTES / (inputs if self.weight_group is None else min(inputs, self.weight_group))
+        return SCALE_BYTES / (inputs if self.weight_group is None else np.minimum(inputs, self.weight_group))
 
     def kv_scale_bytes(self, model: ModelConfig) -> float:
         """Bytes of scales per element of the cache: one scale for each head's key and value, or for a latent."""

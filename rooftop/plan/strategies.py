@@ -7,7 +7,7 @@ candidates broadcasts and each formula is evaluated no more often than it varies
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -53,6 +53,10 @@ class Strategies:
         """Some of the layouts, with the prices that are already known."""
         prices = {key: found.map(lambda value: value[index]) for key, found in self.prices.items()}
         return Strategies(self.layouts[index], self.choices, prices)
+
+    def with_policy(self, policy: Mapping[str, str]) -> Strategies:
+        """The same with another remat policy, and the prices that are already known."""
+        return Strategies(self.layouts, [replace(choice, policy=policy) for choice in self.choices], self.prices)
 
     def devices(self, *names: str) -> Floats:
         """Devices along the named axes together, [C, 1]."""

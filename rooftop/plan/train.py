@@ -17,6 +17,7 @@ from rooftop.hardware import Slice
 from rooftop.ledger import Collective, Ledger, Row
 from rooftop.models import ModelConfig, count_params, flops_per_token
 from rooftop.models.activations import parse_policy
+from rooftop.models.segments import stage_parts
 from rooftop.plan.assumptions import Assumptions
 from rooftop.plan.layouts import from_mesh
 from rooftop.plan.memory import host_bytes
@@ -295,19 +296,18 @@ def _obstacles(problem: Problem, mesh: Mesh, choice: Choice) -> list[str]:
     model, workload = problem.model, problem.workload
     found: list[str] = []
     if (stages := mesh.size("stage")) > 1:
-        if model.moe is not None and 0 < model.moe.dense_layers < model.layers:
-            found.append(f"plans price stages that are alike, and {model.name} begins with dense layers")
         if "offload" in choice.policy.values():
             found.append("no program offloads activations from a pipeline stage")
         if choice.chunks > 1 and choice.microbatches > stages and choice.microbatches % stages:
             found.append(f"interleaved stages want a multiple of {stages} microbatches, not {choice.microbatches}")
     batch = mesh.size("data", "fsdp", "expert")
     columns = mesh.size("fsdp", "tensor")
+    parts, what = stage_parts(model)
     checks = [
         (workload.batch_seqs, batch, f"{workload.batch_seqs} sequences", "data x fsdp x expert"),
         (model.d_model, columns, f"a D of {model.d_model}", "fsdp x tensor"),
         (workload.seq_len, mesh.size("context", "tensor"), f"sequences of {workload.seq_len}", "context x tensor"),
-        (model.layers, stages * choice.chunks, f"{model.layers} layers", "stages and their chunks"),
+        (parts, stages * choice.chunks, f"{parts} {what}", "stages and their chunks"),
     ]
     for whole, ways, what, axes in checks:
         if whole % ways:

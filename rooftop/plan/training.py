@@ -17,6 +17,7 @@ from rooftop.arrays.mesh import Floats
 from rooftop.hardware import Slice
 from rooftop.ledger import Ledger, Number
 from rooftop.models import ModelConfig, weights
+from rooftop.models.segments import layers_alone
 from rooftop.plan.assumptions import Assumptions
 from rooftop.plan.pricing import price_work
 from rooftop.plan.rows import training_work
@@ -31,6 +32,26 @@ _SPLIT_VECTORS = {
     "expert": ("experts",),
     "tensor": ("q_bias", "k_bias", "v_bias", "sinks", "gate_bias", "up_bias"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """Layers of the ``first`` and of the ``last`` pipeline stage alone, and those of them that are dense, [C, 1]."""
+
+    first: Floats
+    last: Floats
+    first_dense: Floats
+    last_dense: Floats
+
+    @property
+    def every(self) -> Floats:
+        """Those of both stages."""
+        return self.first + self.last
+
+    @property
+    def every_dense(self) -> Floats:
+        """The dense ones of both stages."""
+        return self.first_dense + self.last_dense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +82,30 @@ class TrainingStep:
         return self.workload.batch_tokens / spread / self.strategies.microbatches
 
     @cached_property
+    def staged(self) -> Floats:
+        """1 where there is a pipeline, and 0 elsewhere, [C, 1]."""
+        return np.where(self.strategies.devices("stage") > 1, 1.0, 0.0)
+
+    @cached_property
+    def layers_alone(self) -> Alone:
+        """Layers that pipeline stages do not share: all hold their weights, the first one or the last does them."""
+        first, last = layers_alone(self.model)
+        return Alone(
+            first=self.staged * len(first),
+            last=self.staged * len(last),
+            first_dense=self.staged * sum(not kind.moe for kind in first),
+            last_dense=self.staged * sum(not kind.moe for kind in last),
+        )
+
+    @cached_property
     def layers(self) -> Floats:
-        """Layers on the busiest pipeline stage, [C, 1]."""
-        return np.ceil(self.model.layers / self.strategies.devices("stage"))
+        """Layers that a pipeline stage holds, [C, 1]: its part of those that are shared, and those that are not.
+
+        It is priced as if it did them all.
+        """
+        alone = self.layers_alone.every
+        found: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices("stage")) + alone
+        return found
 
     @cached_property
     def element_bytes(self) -> float:
@@ -93,10 +135,16 @@ class TrainingStep:
         return sizes
 
     @cached_property
-    def dense_share(self) -> float:
-        """Share of the layers whose MLP is dense."""
-        moe = self.model.moe
-        return 1.0 if moe is None else moe.dense_layers / self.model.layers
+    def dense_layers(self) -> Floats:
+        """Those of ``layers`` whose MLP is dense, [C, 1]."""
+        alone = self.layers_alone.every_dense
+        found: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices("stage")) + alone
+        return found
+
+    @cached_property
+    def dense_share(self) -> Floats:
+        """Share of ``layers`` whose MLP is dense, [C, 1]."""
+        return self.dense_layers / self.layers
 
     @cached_property
     def held_parameters(self) -> dict[str, Floats]:
@@ -110,6 +158,14 @@ class TrainingStep:
             "experts": self.layers * (1 - share) * sizes["experts"] / fsdp,
             "vocab": tables * self.model.vocab * self.model.d_model / self.tensor / fsdp,
         }
+
+    @cached_property
+    def parameters_alone(self) -> Floats:
+        """Those of ``held_parameters`` in layers that no stage shares, [C, 1]: stages sum their gradients."""
+        sizes, alone = self.layer_parameters, self.layers_alone
+        experts = (alone.every - alone.every_dense) * (sizes["experts"] + sizes.get("shared", 0.0))
+        found: Floats = alone.every * sizes["attn"] + alone.every_dense * sizes["mlp"] + experts
+        return found / self.strategies.devices("fsdp")
 
     @cached_property
     def vectors(self) -> dict[tuple[str, ...], Number]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from rooftop.errors import RooftopError
 from rooftop.models.config import ModelConfig
-from rooftop.programs.describe import describe, segments
+from rooftop.models.segments import segments
+from rooftop.programs.describe import describe
 from rooftop.programs.parameters import Layer, MoE, Parameter, Transformer
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -26,8 +26,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
 from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig
+from rooftop.models.segments import Kind, segments
 from rooftop.programs import loss as losses
-from rooftop.programs.describe import Kind, describe, segments
+from rooftop.programs.describe import describe
 from rooftop.programs.layer import Computation, attention, feed_forward
 from rooftop.programs.page_groups import Groups
 from rooftop.programs.page_parts import Parts

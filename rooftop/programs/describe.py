@@ -1,4 +1,4 @@
-"""From a ModelConfig to the description of its weights: which layers are alike, and each parameter's shape and dims.
+"""From a ModelConfig to the description of its weights: each parameter's shape and dims.
 
 Dims: D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary, E experts, n layers of one
 kind that a scan runs over.
@@ -6,13 +6,14 @@ kind that a scan runs over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
+from rooftop.models.segments import Kind, segments, shared_segment
 from rooftop.programs.parameters import (
     MLP,
     Attention,
@@ -24,53 +25,6 @@ from rooftop.programs.parameters import (
     Transformer,
 )
 from rooftop.programs.sharding import Dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What tells one layer from another: its window (None for all positions), and whether its MLP is a mixture."""
-
-    window: int | None
-    moe: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Layers ``first`` to ``first + repeats x len(kinds)`` repeat a period of ``kinds``: one scan over ``repeats``."""
-
-    first: int
-    repeats: int
-    kinds: tuple[Kind, ...]
-
-    def layer(self, position: int, repeat: int) -> int:
-        """The index in the model of one layer."""
-        return self.first + repeat * len(self.kinds) + position
-
-
-def segments(model: ModelConfig) -> tuple[Segment, ...]:
-    """The layers as few scans: from the first layer on, the period that repeats most often, the shortest of equals."""
-    kinds = [Kind(window=window, moe=layer >= model.dense_layers) for layer, window in enumerate(model.windows)]
-    found, first = list[Segment](), 0
-    while first < len(kinds):
-        rest = kinds[first:]
-        repeats, period = max((_repeats(rest, period), -period) for period in range(1, len(rest) // 2 + 2))
-        found.append(Segment(first=first, repeats=repeats, kinds=tuple(rest[:-period])))
-        first += repeats * -period
-    return tuple(found)
-
-
-def shared_segment(model: ModelConfig) -> int:
-    """Which of the segments pipeline stages share: the one with the most layers, by its index."""
-    sizes = [segment.repeats * len(segment.kinds) for segment in segments(model)]
-    return sizes.index(max(sizes))
-
-
-def _repeats(kinds: list[Kind], period: int) -> int:
-    """How often the first ``period`` kinds follow one another."""
-    count = 1
-    while kinds[count * period : (count + 1) * period] == kinds[:period]:
-        count += 1
-    return count
 
 
 def describe(model: ModelConfig) -> Transformer[Parameter]:

@@ -131,7 +131,7 @@ class Layer(Generic[Leaf]):
 class Transformer(Generic[Leaf]):
     """The whole decoder: embed [V, D], learned positions [max_seq_len, D], unembed [D, V] (None if tied).
 
-    ``layers[s][j]``: the weights of the layers at position j of segment s's period (see ``rooftop.programs.describe``).
+    ``layers[s][j]``: the weights of the layers at position j of segment s's period (see ``rooftop.models.segments``).
     """
 
     embed: Leaf

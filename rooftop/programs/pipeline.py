@@ -8,7 +8,7 @@ devices of one stage, which do the same task; those between stages stand outside
 The other mesh axes stay explicit. JAX 0.10.2 has no ``reduced`` and ``unreduced`` types beside manual axes, so that in
 here gradients are summed over fsdp, and partial sums over tensor, where the matmul that makes them ends.
 
-Stages share the layers of the longest run of periods (``rooftop.programs.describe.shared_segment``). What stands before
+Stages share the layers of the longest run of periods (``rooftop.models.segments.shared_segment``). What stands before
 it, such as dense layers before those of experts, goes with the embedding, and what stands behind it with the loss: all
 stages have the weights of both, as they have the tables, and the first and the last use them.
 
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import P, lax, named_scope
 
 from rooftop.errors import RooftopError
+from rooftop.models.segments import Segment, segments, shared_segment
 from rooftop.programs import transformer
-from rooftop.programs.describe import Segment, segments, shared_segment
 from rooftop.programs.layer import Computation
 from rooftop.programs.moe import no_load
 from rooftop.programs.parameters import Batch, Transformer

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax, named_scope
 
+from rooftop.models.segments import Segment
 from rooftop.programs import transformer
-from rooftop.programs.describe import Segment
 from rooftop.programs.layer import Computation
 from rooftop.programs.parameters import Batch, Transformer
 from rooftop.programs.pipeline_passes import Layers, Passes, Stream, varying

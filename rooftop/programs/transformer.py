@@ -22,8 +22,8 @@ from jax.sharding import reshard
 
 from rooftop.errors import RooftopError
 from rooftop.models.activations import parse_policy
+from rooftop.models.segments import Kind, Segment, segments
 from rooftop.programs import loss as losses
-from rooftop.programs.describe import Kind, Segment, segments
 from rooftop.programs.elementwise import norm
 from rooftop.programs.layer import Computation, attention, causal, feed_forward
 from rooftop.programs.parameters import Batch, Layer, Transformer

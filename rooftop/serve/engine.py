@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from rooftop.scheduling.serving import Policy
 from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.scheduling.serving_routing import Routing
 from rooftop.serve.configuration import Configuration
-from rooftop.serve.counters import Counters
+from rooftop.serve.counters import Counters, stats_of
 from rooftop.serve.replica import COPIED, Compilations, Replica
 from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
 from rooftop.serve.running import Running
@@ -55,7 +56,7 @@ class PagedEngine:
         self._running = dict[int, Running]()
         self._counters = Counters()
         self._compilations = Compilations()
-        self._programs = self._requests = self._finished = 0
+        self._programs = self._requests = self._finished = self._routed = 0
         self._began_s = 0.0
         self._wake = threading.Condition()
         self._commands = deque[Callable[[], None]]()
@@ -135,34 +136,16 @@ class PagedEngine:
 
     def stats(self) -> EngineStats:
         """See ``rooftop.serve.requests.Engine``."""
-        counters, groups = self._counters, [each for server in self._servers for each in server.scheduler.groups]
-        caches = [each.cache for each in groups]
-        with self._wake:
-            open_ = len(self._open)
-        running = sum(len(each.generating) + len(each.prefilling) for each in groups)
-        return EngineStats(
-            waiting=max(0, open_ - running),
-            running=running,
-            pages_used=sum(cache.device.used for cache in caches),
-            pages=sum(cache.device.size for cache in caches),
-            host_pages_used=sum(cache.host.used + cache.host.idle for cache in caches),
-            host_pages=sum(cache.host.size for cache in caches),
+        found = stats_of(
+            [server.scheduler for server in self._servers],
+            self._counters,
             page_tokens=self.configuration.page_tokens,
-            requests=self._requests,
-            steps=counters.steps,
-            tokens=counters.tokens,
-            prompt_tokens=counters.prompt_tokens + counters.prefix_tokens,
-            prefix_tokens=counters.prefix_tokens,
-            preemptions=counters.preemptions,
-            host_s=counters.step_s - counters.device_s,
-            step_s=counters.step_s,
             programs=self._programs,
             compilations=self._compilations.count,
-            guessed=counters.guessed,
-            accepted=counters.accepted,
-            kv_groups=len(self._servers[0].scheduler.groups),
-            program_times=counters.program_times(),
         )
+        with self._wake:
+            open_ = len(self._open)
+        return replace(found, waiting=max(0, open_ - found.running), requests=self._requests)
 
     def check(self) -> None:
         """See ``rooftop.serve.requests.Engine``."""
@@ -303,7 +286,9 @@ class PagedEngine:
         """Which replica gets it: one that has the beginning of its prompt, unless others have much less to do."""
         schedulers = [server.scheduler for server in self._servers]
         matches = [max(cache.match(running.sequence) for cache in each.caches) for each in schedulers]
-        return _ROUTING.choose(self._requests, [each.outstanding for each in schedulers], matches)
+        chosen = _ROUTING.choose(self._routed, [each.outstanding for each in schedulers], matches)
+        self._routed += 1
+        return chosen
 
     def _advance(self) -> bool:
         """One step of each server; whether there was anything to do."""
@@ -312,10 +297,11 @@ class PagedEngine:
         sent = [(server, server.send()) for server in self._servers]
         if not any(step for _, step in sent):
             return False
+        behind = False
         for server, step in sent:
             if step is None:
                 continue
-            for running, token in server.collect(step):
+            for running, token in server.collect(step, behind=behind):
                 self._counters.tokens += 1
                 if token.finish is not None:
                     self._end(running.request.id, token)
@@ -323,6 +309,8 @@ class PagedEngine:
                     self._end(running.request.id, Token(id=running.request.id, token=None, finish="cancelled"))
             if self._apart:
                 self._moved(server, step.step.preempted, [chunk.sequence for chunk in step.step.chunks if chunk.last])
+            behind = True
+        self._counters.stepped()
         return True
 
     def _moved(self, server: Server, preempted: Sequence[Held], prefilled: Sequence[Held]) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
@@ -17,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.serve.configuration import Configuration
-from rooftop.serve.counters import Counters
+from rooftop.serve.counters import Counters, stats_of
 from rooftop.serve.handover import Report, page_arrays, pieces, taken, token_fields
 from rooftop.serve.link import Link, LinkLost, Message, accept
 from rooftop.serve.replica import COPIED, Compilations, Replica
-from rooftop.serve.requests import EngineStats
 from rooftop.serve.running import Running
 from rooftop.serve.schedulers import check_scheduler, scheduler_of
 from rooftop.serve.steps import Server
@@ -224,6 +224,7 @@ class Generator:
             if not sequence.host_pages and self._running.pop(sequence.id, None) is not None:
                 self._constraints.pop(sequence.id, None)
                 self._link.send("lost", ticket=sequence.id)
+        self._counters.stepped()
         self._counters.step_s += time.perf_counter() - begun
         return True
 
@@ -280,28 +281,13 @@ class Generator:
                 check_scheduler(scheduler, [running.sequence for running in self._running.values()])
             except AssertionError as error:
                 problem = f"where it generates, {error}"
-        generating, caches = len(scheduler.generating), [each.cache for each in scheduler.groups]
-        stats = EngineStats(
-            waiting=len(self._running) - generating,
-            running=generating,
-            pages_used=sum(cache.device.used for cache in caches),
-            pages=sum(cache.device.size for cache in caches),
-            host_pages_used=sum(cache.host.used + cache.host.idle for cache in caches),
-            host_pages=sum(cache.host.size for cache in caches),
+        stats = stats_of(
+            [scheduler],
+            counters,
             page_tokens=self.configuration.page_tokens,
-            # Requests and their tokens are counted where they are delivered.
-            requests=0,
-            steps=counters.steps,
-            tokens=0,
-            prompt_tokens=0,
-            prefix_tokens=0,
-            preemptions=counters.preemptions,
-            host_s=counters.step_s - counters.device_s,
-            step_s=counters.step_s,
             programs=self._programs,
             compilations=self._compilations.count,
-            guessed=counters.guessed,
-            accepted=counters.accepted,
-            program_times=counters.program_times(),
         )
+        # Requests and their tokens are counted where they are delivered.
+        stats = replace(stats, waiting=len(self._running) - stats.running, tokens=0, prompt_tokens=0, prefix_tokens=0)
         return Report(stats=stats, problem=problem)

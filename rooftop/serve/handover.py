@@ -154,7 +154,10 @@ class Report:
 
 
 #: Of ``EngineStats``, what is held now; the rest counts from the beginning.
-_NOW = ("waiting", "running", "pages_used", "pages", "host_pages_used", "host_pages")
+_NOW = (
+    "waiting", "running", "pages_used", "pages", "host_pages_used", "host_pages", "kv_groups", "prefill_pages",
+    "prefill_kv_groups",
+)  # fmt: skip
 
 
 def summed(stats: Iterable[EngineStats]) -> EngineStats:
@@ -162,7 +165,7 @@ def summed(stats: Iterable[EngineStats]) -> EngineStats:
     first, *others = stats
     found = {each.name: getattr(first, each.name) for each in fields(first)}
     for other in others:
-        for name in found.keys() - {"page_tokens", "kv_groups", "program_times"}:
+        for name in found.keys() - {"page_tokens", "servers", "program_times"}:
             found[name] += getattr(other, name)
         times = {each.shape: each for each in found["program_times"]}
         for each in other.program_times:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from rooftop.scheduling.serving import Policy
+from rooftop.scheduling.serving_routing import Routing
 from rooftop.scheduling.serving_times import StepTimes
 from rooftop.simulate.serving import simulate
 from rooftop.simulate.serving_deployment import Deployment
@@ -46,8 +47,13 @@ class Told:
         return {labels: value for (known, labels), value in self.values.items() if known == f"rooftop_{name}"}
 
     @property
+    def servers(self) -> int:
+        """Copies, or parts, of the engine that take their steps at once."""
+        return int(self.one("servers")) or 1
+
+    @property
     def policy(self) -> tuple[Policy, bool]:
-        """How the server batches, and whether it has a prefix cache."""
+        """How the engine batches, all its copies together, and whether it has a prefix cache."""
         labels = dict(next(iter(self.labelled("policy"))))
         chunk = labels["chunk_tokens"]
         policy = Policy(
@@ -60,7 +66,10 @@ class Told:
 
 
 def measured_times(before: Told, after: Told) -> MeasuredTimes:
-    """The step times of what ran between two times. Raises RooftopError where too little did."""
+    """The step times, and the cache, of one server of the engine, by what ran between two times.
+
+    Raises RooftopError where too little did.
+    """
     runs, seconds = after.labelled("program_runs_total"), after.labelled("program_seconds_total")
     old_runs, old_seconds = before.labelled("program_runs_total"), before.labelled("program_seconds_total")
     programs, spent = list[Program](), 0.0
@@ -71,15 +80,29 @@ def measured_times(before: Told, after: Told) -> MeasuredTimes:
         if new:
             shape = {name: int(value) for name, value in labels}
             programs.append(Program(**shape, seconds=took / new))
-    steps = after.one("steps_total") - before.one("steps_total")
-    beside = after.one("step_seconds_total") - before.one("step_seconds_total") - spent
-    page_tokens = int(after.one("kv_page_tokens"))
+
+    def since(name: str) -> float:
+        return after.one(name) - before.one(name)
+
+    # Programs of several servers run at once: a step lasts as long as the longest. One server need not say.
+    steps, busy = since("steps_total"), since("busy_seconds_total") or spent
+    beside = since("step_seconds_total") - busy
+    page_tokens, pages, prefill_pages = (
+        int(after.one(name)) for name in ("kv_page_tokens", "kv_pages", "prefill_kv_pages")
+    )
+    copies = 1 if prefill_pages else after.servers
+    handovers = since("handovers_total")
+    # Within one process the KV goes over between two steps, and takes its part of what these take beside programs.
+    handover_s = since("handover_seconds_total") / handovers if handovers else 0.0 if after.servers > 1 else None
     return MeasuredTimes(
         page_tokens=page_tokens,
-        kv_tokens=int(after.one("kv_pages")) * page_tokens,
+        kv_tokens=(pages - prefill_pages) // copies * page_tokens,
         programs=tuple(programs),
         overhead_s=max(0.0, beside / steps) if steps else 0.0,
         kv_groups=int(after.one("kv_groups")) or 1,
+        prefill_kv_tokens=prefill_pages * page_tokens,
+        prefill_kv_groups=int(after.one("prefill_kv_groups")) or 1,
+        handover_s=handover_s,
     )
 
 
@@ -93,7 +116,25 @@ def outside_s(before: Told, after: Told, ttft_s: float) -> float | None:
     return ttft_s - (after.one(f"{name}_sum") - before.one(f"{name}_sum")) / answered if answered else None
 
 
-def predict(trace: Trace, times: StepTimes, policy: Policy, prefix_cache: bool, targets: Targets) -> dict[str, Any]:
-    """The figures of a simulation of ``trace`` on one server. Raises RooftopError for what cannot be simulated."""
-    deployment = Deployment(policy=policy, times=times, prefix_cache=prefix_cache)
+def deployment_of(told: Told | None, times: StepTimes, *, policy: Policy, prefix_cache: bool) -> Deployment:
+    """The servers of an engine, as many as are ``told`` of, each with these ``times``.
+
+    Copies in one process take their steps at once, as do the two parts of an engine there; those of two processes go
+    at their own pace. Raises RooftopError for what cannot be simulated.
+    """
+    apart, servers = policy.batching == "disaggregated", 1 if told is None else told.servers
+    copies = 1 if apart else servers
+    return Deployment(
+        policy=replace(policy, max_batch=-(-policy.max_batch // copies)),
+        times=times,
+        replicas=copies,
+        prefill_servers=1 if apart else 0,
+        routing=Routing(kind="affinity" if prefix_cache else "least_loaded"),
+        prefix_cache=prefix_cache,
+        lockstep=servers > 1,
+    )
+
+
+def predict(trace: Trace, deployment: Deployment, targets: Targets) -> dict[str, Any]:
+    """The figures of a simulation of ``trace``. Raises RooftopError for what cannot be simulated."""
     return Metrics(simulation=simulate(trace, deployment), targets=targets).to_json()

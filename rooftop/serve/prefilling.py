@@ -18,6 +18,7 @@ from typing import Any
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.serve.configuration import Configuration
+from rooftop.serve.counters import Handovers
 from rooftop.serve.engine import PagedEngine
 from rooftop.serve.handover import Report, begin_anew, ended, offered, send_pages, summed, token_of
 from rooftop.serve.link import Link, LinkLost, Message
@@ -57,6 +58,7 @@ class PrefillEngine(PagedEngine):
         self._tickets = count(1)
         self._link: Link | None = None
         self._away_tokens = 0
+        self._handovers = Handovers()
         super().__init__([replica], configuration, longest=longest, stops=stops, on_progress=on_progress)
         self.facts, self._other, self._on_link = dict(facts), other, on_link
         self._past = list[EngineStats]()
@@ -110,7 +112,13 @@ class PrefillEngine(PagedEngine):
         found = summed([own, *others])
         with self._wake:
             open_ = len(self._open)
-        return replace(found, tokens=found.tokens + away, waiting=max(0, open_ - found.running))
+        return replace(
+            found,
+            tokens=found.tokens + away,
+            waiting=max(0, open_ - found.running),
+            handovers=self._handovers.count,
+            handover_s=self._handovers.seconds,
+        )
 
     def check(self) -> None:
         """See ``rooftop.serve.requests.Engine``; in both processes."""
@@ -243,6 +251,7 @@ class PrefillEngine(PagedEngine):
             with self._heard:
                 left = list(self._away.values())
                 self._away.clear()
+                self._handovers.lost()
                 self._link = None
                 if not self._closing and self._report is not None:
                     self._past.append(ended(self._report.stats))
@@ -286,6 +295,7 @@ class PrefillEngine(PagedEngine):
                     for each in fields["tokens"]:
                         self._came(link, each)
                 elif message.kind == "wanted":
+                    self._handovers.wanted(fields["ticket"])
                     self._ask(partial(self._send_pages, link, fields["ticket"], fields["pieces"]))
                 elif message.kind == "report":
                     with self._heard:
@@ -297,6 +307,7 @@ class PrefillEngine(PagedEngine):
                     with self._lock:
                         running = self._away.get(fields["ticket"])
                         if running is not None and message.kind == "arrived":
+                            self._handovers.arrived(fields["ticket"])
                             self._ask(partial(self._sent, running.sequence))
                         elif running is not None and message.kind == "lost":
                             del self._away[fields["ticket"]]
@@ -347,4 +358,5 @@ class PrefillEngine(PagedEngine):
         """A request that is away has no one who wants it any more. The lock is held."""
         self._running.pop(running.request.id, None)
         if running.ticket is not None and self._away.pop(running.ticket, None) is not None and self._link is not None:
+            self._handovers.dropped(running.ticket)
             self._link.send("cancel", ticket=running.ticket)

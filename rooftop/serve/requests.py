@@ -164,8 +164,10 @@ class EngineStats:
     ``waiting`` requests have no place yet, ``running`` ones do. ``host_s`` is the time of steps outside XLA, ``step_s``
     that of all steps. ``prefix_tokens`` are those of ``prompt_tokens`` that were found in the prefix cache.
     ``compilations`` are those after warm-up (0, or something is wrong), ``programs`` those of the warm-up. Of
-    ``guessed`` tokens (speculative decoding) ``accepted`` were right. A replica has ``kv_groups`` groups of devices,
-    with a cache each.
+    ``guessed`` tokens (speculative decoding) ``accepted`` were right. So many ``servers`` take their steps at once,
+    each with a cache for each of ``kv_groups`` groups of devices; ``busy_s`` is the time of the longest of those steps.
+    Of ``pages`` a server that only prefills has ``prefill_pages``, in ``prefill_kv_groups`` groups. In ``handover_s``
+    ``handovers`` sequences came from it to the process that generates.
     """
 
     waiting: int
@@ -187,7 +189,13 @@ class EngineStats:
     compilations: int
     guessed: int = 0
     accepted: int = 0
+    busy_s: float = 0.0
+    servers: int = 1
     kv_groups: int = 1
+    prefill_pages: int = 0
+    prefill_kv_groups: int = 0
+    handovers: int = 0
+    handover_s: float = 0.0
     program_times: tuple[ProgramTimes, ...] = ()
 
 

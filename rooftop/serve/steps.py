@@ -108,13 +108,13 @@ class Server:
             prefills=list(self._run_all(generating, prefills)),
         )  # fmt: skip
 
-    def collect(self, sent: Sent) -> list[tuple[Running, Token]]:
-        """Wait for a step; the tokens that it gave, each appended to its request."""
+    def collect(self, sent: Sent, *, behind: bool = False) -> list[tuple[Running, Token]]:
+        """Wait for a step, ``behind`` that of another server; the tokens that it gave, each appended to its request."""
+        over = behind and self._is_over(sent)
         with self.counters.on_device():
             generated = None if sent.generating is None else np.asarray(sent.generating.chosen.tokens)
             drawn = [np.asarray(chosen.tokens) for _, chosen in sent.prefills]
-        self.counters.steps += 1
-        self.counters.ran(sent.programs, perf_counter() - sent.begun_s)
+        self.counters.ran(sent.programs, perf_counter() - sent.begun_s, at_most=over)
         self.scheduler.complete(sent.step)
         found = list[tuple[Running, Token]]()
         if sent.generating is not None and generated is not None:
@@ -138,6 +138,12 @@ class Server:
             if chunk.last:
                 self._prefilled(self.running[chunk.sequence.id])
         return found
+
+    @staticmethod
+    def _is_over(sent: Sent) -> bool:
+        """Whether the device has done all of a step already."""
+        chosen = [each for _, each in sent.prefills] + ([] if sent.generating is None else [sent.generating.chosen])
+        return all(each.tokens.is_ready() for each in chosen)  # type: ignore[attr-defined]
 
     def leave(self, running: Running) -> None:
         """``running`` has no place here any more."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from rooftop.errors import RooftopError
+from rooftop.scheduling.serving import Step
 from rooftop.scheduling.serving_cache import Sequence
 from rooftop.scheduling.serving_routing import Routing
 from rooftop.scheduling.serving_static import StaticScheduler
@@ -48,6 +49,8 @@ class _Events:
             Server(number, role, each) for number, (role, each) in enumerate(zip(roles, [*front, *back], strict=True))
         ]
         self.front, self.back = self.servers[: len(front)], self.servers[len(front) :]
+        for server in self.servers:
+            server.together = self.servers if deployment.lockstep else [server]
         count = len(trace)
         self.arrival_s = trace.arrival_s.tolist()
         self.output = trace.output_tokens.tolist()
@@ -58,6 +61,8 @@ class _Events:
             joining_gap_s=[0.0] * count, server=[-1] * count, refused={},
         )  # fmt: skip
         self.sequences: dict[int, Sequence] = {}
+        #: In lockstep, those that have come during the step under way.
+        self.came: list[Sequence] = []
         self.stays: list[Stay] = []
         self.joining_gaps_s: list[float] = []
         #: Per request that generates: (stay number, server's steps and runs when it joined).
@@ -114,6 +119,11 @@ class _Events:
             return
         sequence = Sequence(id=request, prompt_tokens=prompt, max_tokens=output, keys=keys)
         self.sequences[request] = sequence
+        if self.deployment.lockstep:
+            # The process that drives all servers looks at what has come between two steps.
+            self.came.append(sequence)
+            self.nudge(self.front[0], self.arrival_s[request], certain=True)
+            return
         server = self.route(request, sequence)
         server.scheduler.submit(sequence)
         self.nudge(server, self.arrival_s[request], certain=False)
@@ -133,27 +143,49 @@ class _Events:
 
         The latter if the decision may differ; ``certain`` says that it does.
         """
-        if not server.busy:
-            server.busy = True
-            self.push(now, _WAKE, server)
-        elif server.planned > 1 and (certain or server.scheduler.may_admit()):
-            steps = steps_by(now - server.started_s, server.first_s, server.growth_s, server.planned)
-            if steps < server.planned:
-                server.planned = steps
-                server.version += 1
-                self.push(server.started_s + run_seconds(steps, server.first_s, server.growth_s), _DONE, server)
+        lead = server.together[0]
+        if not lead.busy:
+            lead.busy = True
+            self.push(now, _WAKE, lead)
+        elif lead.planned > 1 and (certain or server.scheduler.may_admit()):
+            steps = steps_by(now - lead.started_s, lead.first_s, lead.growth_s, lead.planned)
+            if steps < lead.planned:
+                for each in lead.together:
+                    each.planned = steps
+                lead.version += 1
+                self.push(lead.started_s + run_seconds(steps, lead.first_s, lead.growth_s), _DONE, lead)
 
-    def begin(self, server: Server, now: float) -> None:
-        """Decide what ``server`` does from ``now`` on."""
-        scheduler = server.scheduler
-        if server.role == "generate":
-            self.receive(server, now)
-        waiting = scheduler.queued
-        step = scheduler.next_step()
-        if step is None:
-            server.busy, server.planned = False, 0
-            server.meter(now)
+    def begin(self, lead: Server, now: float) -> None:
+        """Decide what the servers that step together with ``lead``, their first one, do from ``now`` on."""
+        lead.planned, handed_s = 0, 0.0
+        for sequence in self.came:
+            self.route(sequence.id, sequence).scheduler.submit(sequence)
+        self.came.clear()
+        for server in lead.together:
+            if server.role == "generate":
+                handed_s += self.receive(server, now)
+        if not any([self.decide(server, now) for server in lead.together]):
+            lead.busy = False
             return
+        working = [server for server in lead.together if server.step is not None]
+        # A step lasts as long as the longest of those that are taken together.
+        planned = min(server.planned for server in working)
+        first_s = handed_s + max(server.first_s for server in working)
+        growth_s = max(server.growth_s for server in working)
+        for server in lead.together:
+            server.planned, server.first_s, server.growth_s, server.started_s = planned, first_s, growth_s, now
+        lead.busy = True
+        lead.version += 1
+        self.push(now + run_seconds(planned, first_s, growth_s), _DONE, lead)
+
+    def decide(self, server: Server, now: float) -> bool:
+        """The next step of ``server``, how long it takes, and how often it may be taken; whether there is one."""
+        scheduler = server.scheduler
+        waiting = scheduler.queued
+        step = server.step = scheduler.next_step()
+        if step is None:
+            server.meter(now)
+            return False
         for sequence in step.preempted:
             self.preempted(server, sequence, now)
         for sequence in step.resumed:
@@ -174,14 +206,19 @@ class _Events:
             pages = sum(len(copy.source) for copy in step.copies)
             server.first_s = max(server.first_s, self.times.host_copy_s(pages * self.times.page_tokens))
         server.meter(now)
-        server.step, server.started_s, server.waiting, server.busy = step, now, waiting, True
-        server.version += 1
-        self.push(now + run_seconds(server.planned, server.first_s, server.growth_s), _DONE, server)
+        server.waiting = waiting
+        return True
 
-    def done(self, server: Server, now: float) -> None:
+    def done(self, lead: Server, now: float) -> None:
+        """The steps that ``lead`` and those that step with it had planned are over."""
+        for server in lead.together:
+            if server.step is not None:
+                self.completed(server, server.step, now)
+        self.begin(lead, now)
+
+    def completed(self, server: Server, step: Step, now: float) -> None:
         """The steps of ``server`` that were planned are over."""
-        step, steps, scheduler, requests = server.step, server.planned, server.scheduler, self.requests
-        assert step is not None
+        steps, scheduler, requests = server.planned, server.scheduler, self.requests
         scheduler.complete(step, steps)
         server.meter(now)
         prefilled = 0
@@ -210,7 +247,6 @@ class _Events:
         for chunk in step.chunks:
             if chunk.last:
                 self.prefilled(server, chunk.sequence, now)
-        self.begin(server, now)
 
     def prefilled(self, server: Server, sequence: Sequence, now: float) -> None:
         """The prefill of ``sequence`` has given a token: its first, or the next after a preemption."""
@@ -278,18 +314,30 @@ class _Events:
             front.scheduler.submit(sequence, first=True)
             self.nudge(front, now, certain=True)
 
-    def receive(self, server: Server, now: float) -> None:
-        """Begin to send what ``server`` has room for; take in what has been sent."""
+    def receive(self, server: Server, now: float) -> float:
+        """Begin to send what ``server`` has room for; take in what has been sent.
+
+        In lockstep both servers wait until it has been sent: so many seconds.
+        """
         scheduler = server.scheduler
         assert not isinstance(scheduler, StaticScheduler)
         for sequence in server.landed:
             self.join(server, sequence.id)
         server.landed.clear()
+        seconds = 0.0
         for sequence in scheduler.receive():
             # A prefill server sends one sequence at a time.
             sender = self.servers[self.requests.server[sequence.id]]
+            if server.together is sender.together:
+                assert not isinstance(sender.scheduler, StaticScheduler)
+                seconds += self.times.transfer_s(sequence.length)
+                sender.scheduler.sent(sequence)
+                scheduler.arrived(sequence)
+                self.join(server, sequence.id)
+                continue
             sender.link_free_s = max(now, sender.link_free_s) + self.times.transfer_s(sequence.length)
             self.push(sender.link_free_s, _ARRIVED, server, sequence, sender)
+        return seconds
 
     def landed(self, server: Server, sequence: Sequence, sender: Server, now: float) -> None:
         """The KV of ``sequence`` has come from ``sender``, whose pages are free now."""

@@ -19,7 +19,8 @@ class Deployment:
 
     With ``prefix_cache`` pages of prompts are kept, up to ``host_kv_tokens`` tokens more in the host's memory of each
     server; sequences that are swapped out go there too. Groups of devices have equal parts of all that, but with static
-    batching, which knows of none.
+    batching, which knows of none. In ``lockstep`` all servers are driven by one process: each begins its next step when
+    all have ended theirs.
     """
 
     policy: Policy
@@ -29,6 +30,7 @@ class Deployment:
     routing: Routing = field(default_factory=Routing)
     prefix_cache: bool = False
     host_kv_tokens: int = 0
+    lockstep: bool = False
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

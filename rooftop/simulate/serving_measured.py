@@ -37,7 +37,9 @@ class MeasuredTimes:
     """``StepTimes`` of an engine with static shapes: a step takes as long as the programs that it is padded to.
 
     Only programs that ran are known; what would need another one is priced as the nearest. ``overhead_s`` is what each
-    step takes beside its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together.
+    step takes beside its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together. Of an
+    engine of two parts they are those of the one that generates; the other one has ``prefill_kv_tokens`` in
+    ``prefill_kv_groups``, and sends the KV of a sequence in ``handover_s``.
     """
 
     page_tokens: int
@@ -45,21 +47,14 @@ class MeasuredTimes:
     programs: tuple[Program, ...]
     overhead_s: float = 0.0
     kv_groups: int = 1
+    prefill_kv_tokens: int = 0
+    prefill_kv_groups: int = 1
+    handover_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self._generates or not self._prefills:
             accepted = "programs that prefill and programs that generate: requests that were served before"
             raise RooftopError("measured programs", len(self.programs), accepted)
-
-    @property
-    def prefill_kv_tokens(self) -> int:
-        """One server does both."""
-        return self.kv_tokens
-
-    @property
-    def prefill_kv_groups(self) -> int:
-        """One server does both."""
-        return self.kv_groups
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Pieces by the narrowest program that holds them, as many at a time as one has rows."""
@@ -82,8 +77,10 @@ class MeasuredTimes:
         return self.overhead_s + seconds + sum(self._run_s(run) for run in runs)
 
     def transfer_s(self, tokens: int) -> float:
-        """Raises RooftopError: a server that does both phases sends nothing."""
-        raise RooftopError("batching", "disaggregated", "interleaved: transfers were not measured")
+        """As long as they took in the mean, whatever their size. Raises RooftopError where there were none."""
+        if self.handover_s is None:
+            raise RooftopError("batching", "disaggregated", "interleaved: transfers were not measured")
+        return self.handover_s
 
     def host_copy_s(self, tokens: int) -> float:
         """Raises RooftopError: copies are not measured apart."""

@@ -50,6 +50,8 @@ class Server:
     role: str
     scheduler: AnyScheduler | StaticScheduler
     runs: list[Run] = field(default_factory=list)
+    #: All that begin their steps at once, this one among them; the first has the run that they have in common.
+    together: list[Server] = field(default_factory=list)
     busy: bool = False
     #: Tokens of KV pages held, over time: page-seconds, and the pages held at ``metered_s``.
     page_seconds: float = 0.0

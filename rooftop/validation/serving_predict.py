@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rooftop.ledger import Ledger
 from rooftop.plan.serving_assumptions import ServingAssumptions
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placement
 from rooftop.plan.serving_pricing import price_serving
 from rooftop.plan.serving_problem import ServingProblem
 from rooftop.plan.serving_rows import prefill_work

@@ -13,7 +13,7 @@ from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
 from rooftop.plan.serving import ServingPlan
-from rooftop.plan.serving_phase import Placement
+from rooftop.plan.serving_placement import Placement
 from rooftop.plan.serving_problem import BOUNDS, ServingProblem
 from rooftop.plan.serving_search import at_context, best_prefill, pareto, sweep_generate
 from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload

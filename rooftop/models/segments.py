@@ -1,0 +1,72 @@
+"""Which layers of a model are alike: the runs of them that repeat, and the one that pipeline stages share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftop.models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What tells one layer from another: its window (None for all positions), and whether its MLP is a mixture."""
+
+    window: int | None
+    moe: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Layers ``first`` to ``first + repeats x len(kinds)`` repeat a period of ``kinds``: one scan over ``repeats``."""
+
+    first: int
+    repeats: int
+    kinds: tuple[Kind, ...]
+
+    def layer(self, position: int, repeat: int) -> int:
+        """The index in the model of one layer."""
+        return self.first + repeat * len(self.kinds) + position
+
+
+def segments(model: ModelConfig) -> tuple[Segment, ...]:
+    """The layers as few scans: from the first layer on, the period that repeats most often, the shortest of equals."""
+    kinds = [Kind(window=window, moe=layer >= model.dense_layers) for layer, window in enumerate(model.windows)]
+    found, first = list[Segment](), 0
+    while first < len(kinds):
+        rest = kinds[first:]
+        repeats, period = max((_repeats(rest, period), -period) for period in range(1, len(rest) // 2 + 2))
+        found.append(Segment(first=first, repeats=repeats, kinds=tuple(rest[:-period])))
+        first += repeats * -period
+    return tuple(found)
+
+
+def shared_segment(model: ModelConfig) -> int:
+    """Which of the segments pipeline stages share: the one with the most layers, by its index."""
+    sizes = [segment.repeats * len(segment.kinds) for segment in segments(model)]
+    return sizes.index(max(sizes))
+
+
+def stage_parts(model: ModelConfig) -> tuple[int, str]:
+    """How many equal parts of a model pipeline stages and their chunks have between them, and what these are."""
+    found = segments(model)[shared_segment(model)]
+    layers = found.repeats * len(found.kinds)
+    what = "layers" if len(found.kinds) == 1 else f"periods of {len(found.kinds)} layers"
+    return found.repeats, what if layers == model.layers else f"{what} that stages share"
+
+
+def layers_alone(model: ModelConfig) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
+    """Layers that pipeline stages do not share, by kind: those of the first stage alone, and those of the last."""
+    found, shared = segments(model), shared_segment(model)
+    first, last = (
+        tuple(kind for segment in part for _ in range(segment.repeats) for kind in segment.kinds)
+        for part in (found[:shared], found[shared + 1 :])
+    )
+    return first, last
+
+
+def _repeats(kinds: list[Kind], period: int) -> int:
+    """How often the first ``period`` kinds follow one another."""
+    count = 1
+    while kinds[count * period : (count + 1) * period] == kinds[:period]:
+        count += 1
+    return count
