@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class RooftopError(Exception):
-    """The input is wrong. One line names the field, what was given and what is accepted (exit status 2)."""
+    """The input is wrong. One line names the field, what was given (None: nothing) and what is accepted (status 2)."""
 
     exit_status = 2
 
@@ -15,7 +15,7 @@ class RooftopError(Exception):
         self.field = field
         self.given = given
         self.accepted = accepted
-        super().__init__(f"{field}: got {given!r}; accepted: {accepted}")
+        super().__init__(f"{field}: got {'nothing' if given is None else repr(given)}; accepted: {accepted}")
 
 
 class Infeasible(Exception):
@@ -35,3 +35,9 @@ def unknown(field: str, given: str, known: Iterable[str]) -> RooftopError:
     close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.55)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return RooftopError(field, given, f"{hint}one of {', '.join(names)}")
+
+
+def misread(field: str, error: Exception, accepted: str) -> RooftopError:
+    """A RooftopError for data from outside that a reader could not make sense of: ``error`` says where it gave up."""
+    given = f"data without {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)
+    return RooftopError(field, given, accepted)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and folders of one writer.
+"""Files that are whole or not there, folders of one writer, and caches.
 
 A crash, a kill or a full disk leaves what was there before.
 """
@@ -14,14 +14,30 @@ from pathlib import Path
 from rooftop.errors import RooftopError
 
 
+def cache_folder(kind: str) -> Path:
+    """``rooftop/KIND`` in $XDG_CACHE_HOME, or in ~/.cache. Raises RooftopError where there is neither."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        raise RooftopError("XDG_CACHE_HOME", None, "a folder for what is kept, as you have no home folder") from None
+    return home / "rooftop" / kind
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` in one step. Raises RooftopError if the place cannot be written."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` in one step. Raises RooftopError if the place cannot be written."""
+    """Write ``data`` to ``path`` in one step. Raises RooftopError if the place cannot be written.
+
+    A link keeps pointing where it points. A pipe or a device (/dev/stdout, /dev/null) is written to, and stays one.
+    """
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        path = path.resolve()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
 from rooftop import __version__
 from rooftop.cli import main as main_module
-from rooftop.cli.main import VERBS, main
+from rooftop.cli.interrupts import uninterrupted
+from rooftop.cli.main import VERBS
 from rooftop.cli.output import emit_json
+from rooftop.cli.train_process import prefer_cpus
 from rooftop.errors import Infeasible, RooftopError
 
 HEAVY = ("jax", "jaxlib", "numpy", "rich", "scipy", "rooftop.plan")
@@ -88,23 +92,105 @@ def test_each_failure_is_one_line_and_its_status(rooftop, monkeypatch, raised, s
     assert (answer.status, answer.out, answer.err) == (status, "", f"rooftop: {line}\n")
 
 
-def test_a_reader_that_has_gone_ends_it_quietly(monkeypatch):
-    def fail(**_):
-        raise BrokenPipeError
+@pytest.mark.parametrize("arguments", [["--help"], ["model", "--json"], ["model"], ["plan", "train", "--help"]])
+def test_a_reader_that_has_gone_ends_it_quietly(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "rooftop", *arguments], stdout=writer, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
-    stderr = io.StringIO()
-    monkeypatch.setattr(main_module.cli, "main", fail)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 141
-    assert stderr.closed
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no device that is full")
+@pytest.mark.parametrize("arguments", [["--help"], ["model", "--json"], ["model"]])
+def test_a_full_disk_is_one_line(arguments):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rooftop", *arguments], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    line = b"rooftop: output: got stdout; accepted: a place that can be written (No space left on device)\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["plan", "trian"], "plan: got 'trian'; accepted: did you mean train? one of embed, serve, train"),
+        (["plan", "train"], "model: got nothing; accepted: rooftop plan train [OPTIONS] MODEL"),
+        (
+            ["plan", "train", "llama3-8b"],
+            "on: got nothing; accepted: --on SLICE: CHIP:SHAPE[@SLICES], such as v5p:16x16x16",
+        ),
+        (
+            ["chips", "v5e", "v5p"],
+            "Got unexpected extra argument (v5p); accepted: rooftop chips [OPTIONS] [NAME|SLICE]",
+        ),
+        (["chips", "--jsn"], "option: got '--jsn'; accepted: did you mean --json? one of --help, --json"),
+        (["ui", "--port", "99999"], "port: got 99999; accepted: a whole number from 0 to 65535"),
+        (["ui", "--port", "x"], "port: got 'x'; accepted: a whole number from 0 to 65535"),
+        (
+            ["bench", "collectives", "-o", "/"],
+            "output: File '/' is a directory; accepted: --output FILE: Write the JSON object here",
+        ),
+    ],
+)
+def test_wrong_words_are_one_line_that_says_what_is_accepted(rooftop, arguments, line):
+    answer = rooftop(*arguments)
+    assert (answer.status, answer.out, answer.err) == (2, "", f"rooftop: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("rooftop pl", "plan"), ("rooftop plan t", "train"), ("rooftop chips --j", "--json")]
+)
+def test_a_shell_completes(words, offered):
+    done = _complete(words)
+    assert (done.stdout, done.stderr) == (f"plain,{offered}\n", "")
+
+
+def test_a_shell_that_completes_after_a_word_that_is_no_verb_is_not_told_so():
+    assert _complete("rooftop plam ").stderr == ""
+
+
+def _complete(words):
+    typed = {"_ROOFTOP_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    call = "from rooftop.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", call], env=os.environ | typed, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (1, 1), ("text", 0)])
 def test_an_int_that_a_verb_returns_is_the_exit_status(rooftop, monkeypatch, returned, status):
     monkeypatch.setattr(main_module.cli, "main", lambda **_: returned)
     assert rooftop().status == status
+
+
+def test_ctrl_c_waits_until_an_import_is_done():
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_import_that_is_not_interrupted_leaves_ctrl_c_as_it_was():
+    with uninterrupted():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("here", "platforms"), [([], "cpu"), ([Path("/dev/accel0")], None)])
+def test_jax_is_told_not_to_look_for_accelerators_where_there_are_none(monkeypatch, here, platforms):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(here))
+    prefer_cpus()
+    assert os.environ.get("JAX_PLATFORMS") == platforms
 
 
 def test_json_is_the_object_and_nothing_else(capsys):

@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_status_one(rooftop: Run) -> None:
     ("arguments", "message"),
     [
         (("nowhere.json",), "nowhere.json"),
-        (("config.json",), "without kind"),
+        (("config.json",), "without a kind"),
         (("broken.json",), "not JSON"),
         (("list.json",), "no JSON object"),
         (("plan",), "module:function"),
@@ -167,6 +167,7 @@ def test_what_does_not_fit_is_status_one(rooftop: Run) -> None:
         (("nomodule:fn", "--on", "v5e:2x2"), "nomodule"),
         (("step:product",), "a slice"),
         (("step:product", "--on", "v5e:4x5"), "v5e"),
+        (("step:product", "--on", "v5e:1x1", "--args", "bf16[2]"), "function: got 'step:product'"),
         (("step:product", "--on", "v5e:4x4", "--mesh", "X=4"), "16 devices"),
         (("step:product", "--on", "v5e:4x4", "--mesh", "X=4,Y=4", "--layout", "X=x+y"), "layout"),
         (("step:product", "--on", "v5e:4x4", "--args", "bf16[8_x", "--dims", "D=4"), "bf16[B_X"),
@@ -187,7 +188,7 @@ def test_a_plan_of_another_kind_is_refused(rooftop: Run, folder: Path) -> None:
     make_plan("other.json")
     data = json.loads((folder / "other.json").read_text())
     (folder / "other.json").write_text(json.dumps(data | {"kind": "serve"}))
-    _refused(rooftop("compile", "other.json"), "train 1")
+    _refused(rooftop("compile", "other.json"), "of kind 'serve'")
     (folder / "other.json").write_text(json.dumps(data | {"slice": {"name": "v5e:3x3"}}))
     _refused(rooftop("compile", "other.json"), "v5e")
 

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop import files
-from rooftop.errors import Infeasible, RooftopError, unknown
+from rooftop.errors import Infeasible, RooftopError, misread, unknown
 from rooftop.quantities import (
     DTYPE_BYTES,
     dtype_bytes,
@@ -31,6 +32,18 @@ def test_a_wrong_input_names_field_value_and_what_is_accepted():
     error = RooftopError("on", "v5p:4", "CHIP:SHAPE")
     assert str(error) == "on: got 'v5p:4'; accepted: CHIP:SHAPE"
     assert (error.field, error.given, error.accepted, error.exit_status) == ("on", "v5p:4", "CHIP:SHAPE", 2)
+
+
+def test_what_was_not_given_is_nothing():
+    assert str(RooftopError("on", None, "a slice")) == "on: got nothing; accepted: a slice"
+
+
+@pytest.mark.parametrize(
+    ("error", "given_"),
+    [(KeyError("kind"), "data without kind"), (ValueError("too large"), "too large"), (KeyError(), "")],
+)
+def test_data_that_cannot_be_read_says_where_reading_ended(error, given_):
+    assert str(misread("plan", error, "a plan.json")) == f"plan: got {given_!r}; accepted: a plan.json"
 
 
 def test_no_is_an_answer_with_its_own_status():
@@ -256,3 +269,40 @@ def test_what_was_there_survives_a_failure(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path):
     with pytest.raises(RooftopError, match=r"^output file: got '.*plan.json'; accepted: a path that can be written"):
         files.write_text(tmp_path / "nowhere" / "plan.json", "{}")
+
+
+def test_a_link_keeps_pointing_where_it_points(tmp_path):
+    (tmp_path / "newest.json").symlink_to("plan.json")
+    files.write_text(tmp_path / "newest.json", "{}")
+    assert (tmp_path / "newest.json").is_symlink()
+    assert (tmp_path / "plan.json").read_text() == "{}"
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        files.write_text(pipe, "{}")
+        assert os.read(reader, 10) == b"{}"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_cache_lies_where_the_user_has_caches(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert files.cache_folder("jax") == Path("/caches/rooftop/jax")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/one")
+    assert files.cache_folder("jax") == Path("/home/one/.cache/rooftop/jax")
+
+
+def test_without_a_home_a_cache_wants_a_place(monkeypatch):
+    def nobody(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    with pytest.raises(RooftopError, match=r"^XDG_CACHE_HOME: got nothing; accepted: a folder"):
+        files.cache_folder("jax")

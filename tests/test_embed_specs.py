@@ -152,7 +152,7 @@ def test_slots_of_the_optimizers() -> None:
         (('table = "user"', 'table = "usr"'), "features.user_id.table: got 'usr'; accepted: did you mean user"),
         (("width = 32", "width = 0"), "tables.user.width: got 0; accepted: a whole number from 1"),
         (("width = 32", "width = 3.5"), "tables.user.width: got 3.5; accepted: a whole number"),
-        (("width = 32", ""), "tables.user.width: got None; accepted: a value"),
+        (("width = 32", ""), "tables.user.width: got nothing; accepted: a value"),
         (("width = 32", "wdth = 32"), "tables.user: got 'wdth'; accepted: did you mean width"),
         (('"mean"', '"max"'), "tables.user.combiner: got 'max'; accepted: .*one of mean, sqrtn, sum"),
         (('"adam"', '"adm"'), "^tables.item.optimizer.kind: got 'adm'; accepted: did you mean adam"),

@@ -197,7 +197,7 @@ def test_on_the_command_line(rooftop: Callable[..., Any], monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "explain: got 'nothing'; accepted: one of: a run or a trace, --op HLO, --diff A B"),
+        ([], "explain: got nothing; accepted: one of: a run or a trace, --op HLO, --diff A B"),
         (["run", "--op", UP], "explain: got 'RUN and op'; accepted: one of: a run or a trace, --op HLO, --diff A B"),
         (["--op", UP, "--mesh", "X=4"], "mesh: got"),
         (["--op", UP, "--figure", "hop_s=1"], "figure: got 'hop_s=1'; accepted: a chip to override it of: --on CHIP"),

@@ -203,7 +203,7 @@ def test_errors_have_openai_s_form(client: openai.OpenAI) -> None:
         (b"", "body: got ''; accepted: JSON"),
         (b'{"model": "echo", "prompt": "a", "suffix": "x"}', "suffix: got 'x'; accepted: one of model, prompt"),
         (b'{"model": "echo", "prompt": "a", "best_of": 2}', "best_of: got 2; accepted: one of"),
-        (b'{"model": "echo"}', "prompt: got None; accepted: a string that is not empty"),
+        (b'{"model": "echo"}', "prompt: got nothing; accepted: a string that is not empty"),
     ],
 )
 def test_what_is_wrong_is_said_as_it_was_given(served: Served, body: bytes, message: str) -> None:

@@ -109,8 +109,8 @@ def test_a_process_elsewhere_gives_the_same_answers(tiny: Path, split: list[str]
     ("arguments", "message"),
     [
         (["--role", "prefill"], "role: got 'prefill'; accepted: one of generate"),
-        (["--role", "generate"], "link-key: got None"),
-        (["--generate-at", "there:80"], "link-key: got None"),
+        (["--role", "generate"], "link-key: got nothing"),
+        (["--generate-at", "there:80"], "link-key: got nothing"),
         (["--generate-at", "there", "--link-key", "k"], "generate-at: got 'there'; accepted: HOST:PORT"),
         (["--generate-at", "local", "--role", "generate"], "generate-at: got 'local'; accepted: none with --role"),
         (["--generate-at", "local", "--draft", "small"], "draft: got 'small'"),

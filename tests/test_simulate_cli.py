@@ -109,7 +109,7 @@ def test_a_recommended_fleet_is_simulated_as_it_is(rooftop: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        ((), 2, "requests-per-second: got None"),
+        ((), 2, "requests-per-second: got nothing"),
         (("--requests-per-second", "0"), 2, "requests-per-second: got '0'"),
         (("--requests-per-second", "1", "--trace", "x.csv"), 2, "this or --trace, not both"),
         (("--trace", "nowhere.csv"), 2, "a file that can be read"),
@@ -121,7 +121,7 @@ def test_a_recommended_fleet_is_simulated_as_it_is(rooftop: Run, tmp_path: Path)
         (("--requests-per-second", "1", "--ttft", "soon"), 2, "ttft: got 'soon'"),
         (("--requests-per-second", "1", "--prompt", "many"), 2, "prompt: got 'many'"),
         (("--requests-per-second", "1M", "--seconds", "1M"), 2, "requests: got 1000000000000"),
-        (("--requests-per-second", "1", "--seed", "-1"), 2, "--seed"),
+        (("--requests-per-second", "1", "--seed", "-1"), 2, "seed: got -1"),
         (("--requests-per-second", "1", "--prompt", "100M"), 1, "no request can be served: "),
     ],
 )

@@ -457,12 +457,12 @@ def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"run": None}, "run: got None; accepted: --run DIR, a folder to keep the run in"),
-        ({"steps": None}, "steps: got None; accepted: --steps N, a whole number of steps"),
-        ({"data": None}, "data: got None; accepted: --data PATH: a file, a folder or a glob"),
+        ({"run": None}, "run: got nothing; accepted: --run DIR, a folder to keep the run in"),
+        ({"steps": None}, "steps: got nothing; accepted: --steps N, a whole number of steps"),
+        ({"data": None}, "data: got nothing; accepted: --data PATH: a file, a folder or a glob"),
         (
             {"model": None},
-            "model: got None; accepted: PLAN.json, --model (a preset, a config.json or llama:4M) or --init",
+            "model: got nothing; accepted: PLAN.json, --model (a preset, a config.json or llama:4M) or --init",
         ),
         (
             {"mesh": "fsdp=2"},
@@ -472,6 +472,7 @@ def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
         ({"seq": 65}, "seq: got 65; accepted: at most 64, the longest of the model"),
         ({"profile": "10"}, "profile: got '10'; accepted: steps=A..B with A up to B, counted from 1: steps=10..13"),
         ({"lr": -1}, "lr: got '-1'; accepted: a number from 0"),
+        ({"export": Path("/")}, "export folder: got '/'; accepted: a path where nothing is yet"),
         ({"on": "v5e:4x4"}, "on: got 'v5e:4x4'; accepted: local; another slice is what rooftop plan is asked for"),
         ({"as_is": True}, "as-is or on: got 'no plan'; accepted: a PLAN.json of rooftop plan train"),
         ({"hold_out": 2}, "share of documents for evaluation: got 2.0; accepted: more than 0 and less than 1"),

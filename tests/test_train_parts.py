@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import signal
 import struct
 from dataclasses import replace
 from functools import cache
@@ -38,6 +40,7 @@ from rooftop.train.local import map_plan, shrink, shrunk_plan
 from rooftop.train.metrics import Divergence, Rates
 from rooftop.train.schedule import DECAYS, Schedule, ScheduledOptimizer
 from rooftop.train.sizing import small_llama
+from rooftop.train.stopping import Signals, Stopped
 from rooftop.xla.local import chip_of_kind, local_devices, mesh_of
 
 TINY = {
@@ -310,3 +313,29 @@ def test_a_folder_in_which_nothing_began_goes_again(tmp_path: Path) -> None:
     with new.claimed():
         new.write({})
     assert new.read() is not None
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_a_signal_before_the_first_step_is_raised() -> None:
+    with pytest.raises(Stopped, match="stopped by SIGINT before the first step"), Signals():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost() -> None:
+    """Raised there it would be printed and forgotten, which fails as a warning that nobody can catch."""
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and phase == "start":
+            signal.raise_signal(signal.SIGINT)
+
+    gc.disable()
+    gc.callbacks.append(on_collection)
+    try:
+        with Signals() as signals:
+            gc.collect()
+    finally:
+        gc.callbacks.remove(on_collection)
+        gc.enable()
+    assert signals.caught is signal.SIGINT

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rooftop.errors import Infeasible, RooftopError
 from rooftop.models import count_params
 from rooftop.plan import Assumptions
-from rooftop.validation import Report, Run, accuracy, load_published, load_reasons, load_runs, summarise
+from rooftop.validation import Report, Run, accuracy, load_published, load_reasons, summarise
 from rooftop.validation.conventions import CONVENTIONS, full_attention_and_remat, step_seconds
 from rooftop.validation.readings import source_facts
 from rooftop.validation.table import COLUMNS, read_table
@@ -315,10 +315,10 @@ def test_bad_tables(tmp_path: Path, text: str, message: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RooftopError, match="No such file"):
-        load_runs(tmp_path / "none.csv")
+        load_published(tmp_path / "none.csv")
     (tmp_path / "latin.csv").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(RooftopError, match="not UTF-8"):
-        load_runs(tmp_path / "latin.csv")
+        load_published(tmp_path / "latin.csv")
 
 
 # --- accuracy ---

@@ -219,11 +219,13 @@ class Mesh:
 
     @classmethod
     def from_layout(cls, slice_: Slice, text: str) -> Mesh:
-        """A mesh from ``--layout`` text: 'fsdp=x+y,tensor=z[1:4],context=z[4:4]'."""
+        """A mesh from ``--layout`` text: 'fsdp=x+y,tensor=z[1:4],context=z[4:4]'. Raises RooftopError."""
         lengths = {axis.name: axis.size for axis in slice_.physical_axes}
         axes: dict[str, tuple[Piece, ...]] = {}
         for entry in text.split(","):
-            name, _, pieces = entry.strip().partition("=")
+            name, equals, pieces = (part.strip() for part in entry.partition("="))
+            if not equals or name in axes:
+                raise RooftopError("layout", text, "AXIS=PIECES for each axis once, such as fsdp=x+y,tensor=z[1:4]")
             axes[name] = tuple(_parse_piece(piece, lengths) for piece in pieces.split("+"))
         return cls(slice_, axes)
 

@@ -119,6 +119,18 @@ def _opened(path: Path) -> Iterator[Any]:
         yield file
 
 
+def require_new(folder: Path) -> None:
+    """Raises RooftopError unless a checkpoint can be written to ``folder``: nothing is there, and it can be made."""
+    if folder.exists():
+        raise RooftopError("export folder", str(folder), "a path where nothing is yet")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}."):
+            pass
+    except OSError as error:
+        raise RooftopError("export folder", str(folder), f"a path that can be written ({error.strerror})") from None
+
+
 def write_checkpoint(
     folder: Path,
     tensors: Sequence[Tensor],
@@ -133,8 +145,7 @@ def write_checkpoint(
     """
     if shard_bytes < 1:
         raise RooftopError("bytes of a file", shard_bytes, "a positive whole number")
-    if folder.exists():
-        raise RooftopError("export folder", str(folder), "a path where nothing is yet")
+    require_new(folder)
     files = _files(tensors, shard_bytes)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

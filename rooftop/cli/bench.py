@@ -12,12 +12,13 @@ import click
 
 from rooftop.cli.bench_serve import command as serve
 from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.usage import Group
 
 if TYPE_CHECKING:
     from rooftop.algebra.pricing import Prices
 
 
-@click.group(name="bench")
+@click.group(name="bench", cls=Group)
 def command() -> None:
     """Measure: collectives on the devices that are here, a server under load."""
 
@@ -73,6 +74,8 @@ def _collectives(
 ) -> dict[str, Any]:
     """The answer as JSON values. Raises RooftopError naming the option that is wrong."""
     from rooftop.arrays import parse_axes
+    from rooftop.cli.interrupts import uninterrupted
+    from rooftop.cli.train_process import prefer_cpus
     from rooftop.errors import unknown
     from rooftop.ledger import COLLECTIVES
     from rooftop.quantities import dtype_bytes, parse_quantity
@@ -89,7 +92,9 @@ def _collectives(
         _require_axes(_list(axis) or list(shape), shape)
         _prices(slice_, shape)
 
-    from rooftop.profile.collectives import measure
+    prefer_cpus()
+    with uninterrupted():
+        from rooftop.profile.collectives import measure
     from rooftop.profile.timing import device_mesh, devices, empty_call, provenance
 
     shape = shape or {"X": len(devices())}

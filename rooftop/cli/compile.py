@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rooftop.cli.interrupts import uninterrupted
 from rooftop.cli.output import emit_json, json_option
 from rooftop.cli.plan_files import read_plan_file
 
@@ -141,7 +142,8 @@ def _progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | No
 
 def _compiled_plan(file: str, data: Mapping[str, Any], how: Mapping[str, Any]) -> Report | Refusal:
     plan = _training_plan(file, data)
-    from rooftop.xla.compiling import require_compiler
+    with uninterrupted():
+        from rooftop.xla.compiling import require_compiler
 
     require_compiler()
     from rooftop.explain.training import compile_plan
@@ -159,9 +161,14 @@ def _training_plan(file: str, data: Mapping[str, Any]) -> TrainingPlan:
     from rooftop.plan import TrainingPlan
     from rooftop.schemas import schema
 
+    kind = data.get("kind")
+    if kind != "train":
+        given = f"of kind {kind!r}" if "kind" in data else "without a kind"
+        raise RooftopError("plan", file, f"a plan.json written by rooftop plan train or embed (this one is {given})")
     absent = [name for name in schema("plan")["required"] if name not in data]
     if absent:
-        raise RooftopError("plan", file, f"a plan.json written by rooftop plan (without {', '.join(absent)})")
+        some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
+        raise RooftopError("plan", file, f"a plan.json written by rooftop plan (without {some})")
     return TrainingPlan.from_json(data)
 
 
@@ -180,7 +187,9 @@ def _compiled_function(
     from rooftop.cli.matmul import parse_sizes
     from rooftop.errors import RooftopError
     from rooftop.hardware import Slice
-    from rooftop.xla.compiling import require_compiler
+
+    with uninterrupted():
+        from rooftop.xla.compiling import require_compiler
 
     require_compiler()
     from rooftop.explain.function import inspect, laid_mesh

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rooftop.cli.interrupts import uninterrupted
 from rooftop.cli.output import console, emit_json
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 def compiled_tables(data: Mapping[str, Any], check: str | None, how: Mapping[str, Any]) -> EmbedReport | EmbedRefusal:
     """Compile the plan in ``data``. Raises RooftopError for what is no such plan."""
     from rooftop.plan.embed import EmbedPlan
-    from rooftop.xla.compiling import require_compiler
+
+    with uninterrupted():
+        from rooftop.xla.compiling import require_compiler
 
     plan = EmbedPlan.from_json(data)
     require_compiler()

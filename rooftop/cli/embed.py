@@ -12,13 +12,14 @@ import click
 
 from rooftop.cli.embed_train import export, train
 from rooftop.cli.output import console, emit_json, json_option, progress_bar
+from rooftop.cli.usage import Group
 from rooftop.errors import RooftopError
 
 _Batch = TypeVar("_Batch")
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.group(name="embed")
+@click.group(name="embed", cls=Group)
 def command() -> None:
     """Large embedding tables on SparseCores: limits from data, training, export.
 

@@ -65,9 +65,7 @@ def command(
     given = {"RUN": path, "op": lines, "diff": diff}
     asked = [name for name, value in given.items() if value]
     if len(asked) != 1:
-        raise RooftopError(
-            "explain", " and ".join(asked) or "nothing", "one of: a run or a trace, --op HLO, --diff A B"
-        )
+        raise RooftopError("explain", " and ".join(asked) or None, "one of: a run or a trace, --op HLO, --diff A B")
     of_trace = {"plan": plan, "hlo": hlo, "mesh": mesh, "report": report}
     useless = [name for name, value in of_trace.items() if value and path is None]
     useless += [name for name, value in (("on", chip), ("figure", figures)) if value and diff]
@@ -100,7 +98,8 @@ def _operations(lines: tuple[str, ...], chip: Chip | None, as_json: bool) -> Non
     from rooftop.explain.inferred import infer
     from rooftop.explain.operation import operation_json, read_operation
 
-    texts = [line for text in lines for line in text.splitlines() if line.strip()]
+    # No line at all is refused like any other that is no instruction.
+    texts = [line for text in lines for line in text.splitlines() if line.strip()] or [""]
     read = [read_operation(each) for each in texts]
     inferred = infer(read)
     data = {

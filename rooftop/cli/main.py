@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
 from rooftop import __version__
-from rooftop.errors import Infeasible, RooftopError, unknown
+from rooftop.cli.usage import Group, usage_line
+from rooftop.errors import Infeasible, RooftopError
 
 #: Verb -> (module, one line of help). The module holds a click command named ``command``.
 VERBS: dict[str, tuple[str, str]] = {
@@ -29,7 +34,19 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
-class _Verbs(click.Group):
+class _ReaderGone(Exception):
+    """Whoever read stdout (a pager, ``head``) has gone. No OSError: click would end with the status of a no."""
+
+
+@contextmanager
+def _reader_may_go() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise _ReaderGone from None
+
+
+class _Verbs(Group):
     """A group that lists its verbs without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -41,12 +58,15 @@ class _Verbs(click.Group):
         command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in VERBS:
-            raise unknown("verb", args[0], VERBS)
-        return super().resolve_command(ctx, args)
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with _reader_may_go():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _reader_may_go():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
@@ -75,15 +95,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         click.echo(error.format_message(), err=True)
         sys.exit(2)
     except click.UsageError as error:
-        _fail(error.format_message().replace("\n", " "), 2)
+        _fail(usage_line(error), 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
-    except BrokenPipeError:
-        # The reader (a pager, `head`) has gone: nothing is left to say, and flushing would raise again.
-        sys.stderr.close()
+    except _ReaderGone:
+        # Nothing is left to say, and Python's last flush would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        # A disk that is full or broken is no fault of the program; any other failure of the system that a verb let pass
+        # is one.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _fail(f"output: got {error.filename or 'stdout'}; accepted: a place that can be written ({error.strerror})", 2)
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -113,7 +113,12 @@ def _answer(
 
         data |= compile_and_compare(asked, prices)
     if measure:
-        from rooftop.profile.strategies import measure as run_and_time
+        from rooftop.cli.interrupts import uninterrupted
+        from rooftop.cli.train_process import prefer_cpus
+
+        prefer_cpus()
+        with uninterrupted():
+            from rooftop.profile.strategies import measure as run_and_time
 
         data |= run_and_time(asked, prices, count, overlapped=not no_overlap, on_progress=on_progress)
     return data

@@ -30,9 +30,13 @@ def console() -> Console:
     """The console for tables; imported late, because rich costs more than a plan does."""
     from rich.console import Console
 
+    class Page(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # the exit status of it is main's to decide
+
     # Piped output has no width of its own; 80 columns would cut tables that every terminal shows whole.
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=110)
+    found = Page(highlight=False)
+    return found if found.is_terminal else Page(highlight=False, width=110)
 
 
 @contextmanager

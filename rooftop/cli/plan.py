@@ -12,6 +12,7 @@ import click
 from rooftop.cli.output import emit_json, json_option
 from rooftop.cli.plan_embed import embed
 from rooftop.cli.plan_serve import serve
+from rooftop.cli.usage import Group
 
 if TYPE_CHECKING:
     from rooftop.plan import TrainingPlan
@@ -20,7 +21,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@click.group(name="plan")
+@click.group(name="plan", cls=Group)
 def command() -> None:
     """Predict time, memory, cost and what binds, and choose the sharding."""
 
@@ -151,7 +152,8 @@ def _problem(
     from rooftop.plan import Assumptions, Numerics, Problem, Workload
     from rooftop.quantities import parse_count, parse_quantity
 
-    where = Slice.parse(slice_)
+    # What is asked about comes first: whose model is misspelt need not first say how large a batch of it is.
+    what, where = load_model(model), Slice.parse(slice_)
     if price is not None:
         chip = where.chip.replace(price_usd_per_hour=parse_quantity(price, "price"))
         where = Slice(chip, where.shape, where.num_slices)
@@ -171,7 +173,7 @@ def _problem(
         raise unknown("bounds", bounds, ("usable", "book"))
     assumptions = Assumptions() if hidden is None else Assumptions().with_hidden(hidden)
     return Problem(
-        model=load_model(model),
+        model=what,
         slice=where,
         workload=Workload(
             batch_tokens=batch,

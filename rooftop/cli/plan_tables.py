@@ -27,9 +27,11 @@ def show_training(answer: TrainingAnswer, data: dict[str, Any], output: Path | N
         _summary(plan, data),
         _ledger(plan),
         why(plan.reasons),
-        _alternatives(answer),
-        _what_if(answer),
     ]
+    if answer.alternatives:
+        parts.append(_alternatives(answer))
+    if answer.what_if:
+        parts.append(_what_if(answer))
     if plan.obstacles:
         parts.insert(2, _obstacles(answer))
     if output is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +38,14 @@ def made(given: Path) -> Path:
 
     from rooftop.checkpoints.huggingface import save_weights
     from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
+    from rooftop.files import cache_folder
     from rooftop.programs.describe import describe
     from rooftop.programs.parameters import Parameter
 
     size = str(given).removeprefix(PREFIX)
     trained = train_bpe([_TEXT], _VOCAB)
     model = small_llama(parse_count(size, "checkpoint"), trained.vocab, _LONGEST)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rooftop" / "models"
+    home = cache_folder("models")
     folder = home / f"{model.name}-random"
     if folder.exists():
         return folder

@@ -165,9 +165,10 @@ def _train(
     recorded: dict[str, Any] | None,
     as_json: bool,
 ) -> int:
+    keep_compilations()
     import jax
 
-    keep_compilations()
+    from rooftop.checkpoints.huggingface_files import require_new
     from rooftop.checkpoints.state import Checkpoints
     from rooftop.cli.train_options import count, course_of, request_of, sampling_of
     from rooftop.train.engine import Engine
@@ -187,6 +188,9 @@ def _train(
     course = course_of(options)
     request = request_of(options, explicit, folder, recorded)
     sampling = sampling_of(options)
+    if first and options["export"] is not None:
+        # Found now, and not after the last step.
+        require_new(Path(options["export"]))
     with Signals() as signals:
         try:
             with folder.claimed() if first else _nothing():

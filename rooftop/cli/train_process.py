@@ -13,7 +13,9 @@ from typing import Any
 
 import click
 
+from rooftop.cli.interrupts import uninterrupted
 from rooftop.errors import Infeasible, RooftopError
+from rooftop.files import cache_folder
 from rooftop.quantities import parse_count
 
 #: What training imports, by the names of modules.
@@ -38,13 +40,21 @@ def prepare_environment(
         count = parse_count(options["devices"], "devices")
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)] + [f"{_COUNT_FLAG}={count}"]
-    elif "JAX_PLATFORMS" not in os.environ and not any(any(Path("/dev").glob(each)) for each in _ACCELERATORS):
-        # libtpu, where it is installed to compile with, looks for TPUs on the network and complains.
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    else:
+        prefer_cpus()
     for flag in _PATIENCE_FLAGS:
         if not any(each.startswith(flag.partition("=")[0]) for each in flags):
             flags.append(flag)
     os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+def prefer_cpus() -> None:
+    """Have JAX, which has not been imported yet, look for no TPUs or GPUs where there are none, unless told to.
+
+    libtpu, where it is installed to compile with, looks for them on the network and complains.
+    """
+    if "JAX_PLATFORMS" not in os.environ and not any(any(Path("/dev").glob(each)) for each in _ACCELERATORS):
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def require_packages(packages: tuple[str, ...], extra: str) -> None:
@@ -66,11 +76,11 @@ def parse_profile(text: str | None) -> tuple[int, int] | None:
 
 def keep_compilations() -> None:
     """Keep what XLA compiles in the user's cache: what is started again compiles nothing anew."""
-    import jax
+    with uninterrupted():
+        import jax
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home).expanduser() / "rooftop" / "jax"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder("jax")))
 
 
 def train_together(options: dict[str, Any], train: Callable[[], int]) -> int:

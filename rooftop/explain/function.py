@@ -57,7 +57,13 @@ def inspect(
     if isinstance(function, str):
         texts = [_text(each) for each in arguments]
         asked = replace(request, arguments=given | {"arrays": texts})
-        compiled = compile_ahead_of_time(asked, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
+        try:
+            compiled = compile_ahead_of_time(asked, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
+        except RooftopError as error:
+            if error.given != PROGRAM:
+                raise
+            # What was not lowered or compiled is the user's function, not what lowers it.
+            raise RooftopError("function", function, error.accepted) from None
     else:
         # libtpu reads these when it is first used.
         for name, value in ENVIRONMENT.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -173,11 +172,6 @@ class Slice:
         return self._rate(dtype) / self.chip.devices
 
     @property
-    def device_vector_flops_per_s(self) -> float:
-        """Elementwise peak of one device."""
-        return self.chip.vector_flops_per_s / self.chip.devices
-
-    @property
     def device_hbm_bytes_per_s(self) -> float:
         """HBM bandwidth of one device."""
         return self.chip.hbm_bytes_per_s / self.chip.devices
@@ -186,20 +180,6 @@ class Slice:
     def device_hbm_usable_bytes(self) -> float:
         """HBM that a program may fill on one device."""
         return self.chip.hbm_usable_bytes
-
-    def sub_slices(self) -> tuple[Slice, ...]:
-        """Shapes that this slice divides into evenly, itself among them, as single slices; smallest first.
-
-        Each is a slice of its own, with the wraparound that its own shape gets.
-        """
-        sizes = itertools.product(*(_divisors(size) for size in self.shape))
-        whole = self.shape[0]
-        shapes = [
-            shape
-            for shape in sizes
-            if _exists(self.chip, shape) and (self.chip.kind == "tpu" or shape[1] == 1 or shape[0] == whole)
-        ]
-        return tuple(Slice(self.chip, shape) for shape in sorted(shapes, key=lambda s: (math.prod(s), s)))
 
     def _rate(self, dtype: str) -> float:
         try:
@@ -296,10 +276,6 @@ def _cubes(spec: Chip) -> list[Shape]:
 def _name(spec: Chip, shape: Shape) -> str:
     """A slice's name; one node of GPUs is named by its GPUs alone."""
     return f"{spec.name}:{_text(shape[:1] if spec.kind == 'gpu' and shape[1:] == (1,) else shape)}"
-
-
-def _divisors(size: int) -> list[int]:
-    return [part for part in range(1, size + 1) if size % part == 0]
 
 
 def _text(shape: Shape) -> str:

@@ -266,7 +266,7 @@ def _build(cls: type[_Config], data: Mapping[str, Any], prefix: str) -> _Config:
             raise unknown(f"{prefix}field", name, known)
     for name, field in known.items():
         if name not in data and field.default is dataclasses.MISSING:
-            raise RooftopError(f"{prefix}{name}", "nothing", "a value: the field is required")
+            raise RooftopError(f"{prefix}{name}", None, "a value: the field is required")
     return cls(**data)
 
 

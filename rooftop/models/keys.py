@@ -87,7 +87,7 @@ class Keys:
         if value is None:
             meant = null if key in self.data and null is not REQUIRED else default
             if meant is REQUIRED:
-                raise RooftopError(self.field(key), "nothing", f"{accepted}; the key is required")
+                raise RooftopError(self.field(key), None, f"{accepted}; the key is required")
             return meant
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise RooftopError(self.field(key), value, accepted)

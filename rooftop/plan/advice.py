@@ -15,6 +15,7 @@ from rooftop.plan.assumptions import Assumptions
 from rooftop.plan.problem import Problem
 from rooftop.plan.search import Sweep, best_of, sweep
 from rooftop.plan.strategies import Strategies
+from rooftop.plan.workload import MOST_TOKENS
 from rooftop.roofline.overlap import overlap
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def what_if(found: Sweep, best: TrainingPlan) -> list[dict[str, Any]]:
 
 def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     workload, assumptions, chip = problem.workload, problem.assumptions, problem.slice.chip
-    yield "twice the batch", replace(problem, workload=replace(workload, batch_tokens=2 * workload.batch_tokens))
+    if 2 * workload.batch_tokens <= MOST_TOKENS:
+        yield "twice the batch", replace(problem, workload=replace(workload, batch_tokens=2 * workload.batch_tokens))
     shares = assumptions.shares(overlap(chip.name))
     if shares["tensor"] < 1:
         yield (

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rooftop.arrays.mesh import AXES, Ints, Mesh, Piece, Span, span
+from rooftop.errors import unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
 #: At most so many logical axes share one physical axis: a third would be shorter than what a torus axis carries well.
@@ -78,11 +79,13 @@ class Layouts:
 
 
 def from_mesh(mesh: Mesh) -> Layouts:
-    """A given mesh as one layout."""
+    """A given mesh as one layout. Raises RooftopError on an axis that no plan has."""
     physical = [axis.name for axis in mesh.slice.physical_axes]
     size = np.ones((1, len(AXES), len(physical)), np.int64)
     stride = np.ones_like(size)
     for name, pieces in mesh.axes.items():
+        if name not in AXES:
+            raise unknown("mesh axis", name, AXES)
         for piece in pieces:
             where = 0, AXES.index(name), physical.index(piece.axis)
             size[where], stride[where] = piece.size, piece.stride

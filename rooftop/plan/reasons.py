@@ -221,5 +221,5 @@ def shortfall(problem: Problem, classes: dict[str, float]) -> str:
     largest = max(classes, key=lambda name: classes[name])
     return (
         f"{format_bytes(total - problem.capacity)} over the {format_bytes(problem.capacity)} of a "
-        f"{problem.slice.chip.name} device; {largest} take {format_bytes(classes[largest])} of {format_bytes(total)}"
+        f"{problem.slice.chip.name} device; of {format_bytes(total)}, {format_bytes(classes[largest])} are {largest}"
     )

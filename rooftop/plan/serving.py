@@ -9,7 +9,7 @@ from typing import Any
 
 from rooftop import __version__
 from rooftop.arrays.mesh import Mesh
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.errors import Infeasible, RooftopError, misread
 from rooftop.hardware import Slice
 from rooftop.ledger import Ledger
 from rooftop.models import ModelConfig, kv_bytes_per_token
@@ -360,9 +360,7 @@ class ServingPlan:
                 batch=int(data["generate"]["batch"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise RooftopError(
-                "plan", f"{type(error).__name__} {error}", "a plan.json written by rooftop plan serve"
-            ) from None
+            raise misread("plan", error, "a plan.json written by rooftop plan serve") from None
 
 
 def _busy(ledger: Ledger) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from rooftop import __version__
 from rooftop.arrays.mesh import AXES, Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.errors import Infeasible, RooftopError, misread
 from rooftop.hardware import Slice
 from rooftop.ledger import Collective, Ledger, Row
 from rooftop.models import ModelConfig, count_params, flops_per_token
@@ -239,9 +239,7 @@ class TrainingPlan:
             )
             return cls(problem=problem, mesh=Mesh.from_json(slice_, data["mesh"]), choice=choice)
         except (KeyError, TypeError, ValueError) as error:
-            raise RooftopError(
-                "plan", f"{type(error).__name__} {error}", "a plan.json written by rooftop plan"
-            ) from None
+            raise misread("plan", error, "a plan.json written by rooftop plan") from None
 
 
 @dataclass(frozen=True, kw_only=True)

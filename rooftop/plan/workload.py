@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rooftop.errors import RooftopError, unknown
 from rooftop.quantities import dtype_bytes
 
+#: Tokens of a step at the most: products of them with anything that is counted here stay exact in 64 bits.
+MOST_TOKENS = 10**12
 #: Optimizers and the number of moments each keeps per parameter.
 OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
@@ -21,8 +23,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "seq_len"):
-            if getattr(self, name) < 1:
-                raise RooftopError(name, getattr(self, name), "a positive whole number")
+            if not 1 <= getattr(self, name) <= MOST_TOKENS:
+                raise RooftopError(name, getattr(self, name), f"a whole number from 1 to {MOST_TOKENS:,}")
         if self.batch_tokens % self.seq_len:
             below = self.batch_tokens // self.seq_len * self.seq_len
             nearest = f"{below} or " if below else ""

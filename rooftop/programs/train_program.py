@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError, unknown
+from rooftop.errors import RooftopError, misread, unknown
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
@@ -129,7 +129,7 @@ class TrainProgram:
                 optimizer=Optimizer(name=plan["optimizer"], moments=dtypes["moments"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise RooftopError("plan", f"{type(error).__name__} {error}", "a plan.json of rooftop plan train") from None
+            raise misread("plan", error, "a plan.json of rooftop plan train") from None
 
     def specs(self, mesh: Mesh | AbstractMesh) -> Specs:
         """The specs of arrays on ``mesh``: the rules without the axes that split nothing there."""

@@ -18,8 +18,6 @@ from rooftop.scheduling.serving import Policy
 
 #: The most alternatives of ``Sampling.logprobs``, as OpenAI has it.
 MOST_TOP = 20
-#: Why a request gives no more tokens.
-FINISHES: tuple[str, ...] = ("stop", "length", "cancelled", "error")
 
 
 class Constraint(Protocol):
@@ -112,7 +110,8 @@ class Token:
 
     ``token`` is None with the finishes 'cancelled' and 'error' (``message`` says what happened), else never.
     ``logprob`` and ``top``, the likeliest tokens with their log-probabilities, best first, are there if asked for.
-    ``finish`` is one of ``FINISHES`` on the last one of a request, which every request that was submitted gets.
+    ``finish`` is 'stop', 'length', 'cancelled' or 'error' on the last one of a request, which every request that was
+    submitted gets.
     """
 
     id: int

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import RooftopError, unknown
+from rooftop.errors import RooftopError
 from rooftop.quantities import parse_count
 
 Floats = npt.NDArray[np.float64]
@@ -135,7 +135,7 @@ def read_trace(path: Path, *, hash_tokens: int = 512) -> Trace:
     """
     readers = {".jsonl": _read_jsonl, ".csv": _read_csv}
     if path.suffix not in readers:
-        raise unknown("trace file", path.suffix or path.name, readers)
+        raise RooftopError("trace file", str(path), f"a file whose name ends with {' or '.join(readers)}")
     arrivals, prompts, outputs, hashes = [], [], [], list[tuple[int, ...]]()
     try:
         for line, row in readers[path.suffix](path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
 from rooftop.errors import RooftopError
+from rooftop.files import cache_folder
 from rooftop.train.corpus import Corpus, documents, find_corpus
 from rooftop.train.folder import RunFolder
 from rooftop.train.loading import Loader, hold_out
@@ -76,8 +76,7 @@ def open_dataset(
     if tokenizer is None:
         store = token_arrays(corpus, vocab=vocab, progress=progress)
     else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rooftop" / "tokens"
-        store = tokenise(corpus, tokenizer, cache, vocab=vocab, field=source.field, progress=progress)
+        store = tokenise(corpus, tokenizer, cache_folder("tokens"), vocab=vocab, field=source.field, progress=progress)
     if held_share and store.documents < 2:
         raise RooftopError("hold-out", held_share, "0 with one document, of which nothing can be held out")
     kept, held = hold_out(store.documents, held_share, seed) if held_share else (None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from types import FrameType, TracebackType
 
@@ -51,7 +52,9 @@ class Signals:
         if self.caught is not None:
             raise KeyboardInterrupt
         self.caught = signal.Signals(number)
-        if not self.deferred:
+        # An exception in a callback of the garbage collector (JAX has one) is printed and lost: the first step stops.
+        collecting = frame is not None and any(frame.f_code is getattr(each, "__code__", None) for each in gc.callbacks)
+        if not self.deferred and not collecting:
             raise Stopped(f"stopped by {self.caught.name} before the first step")
 
 

@@ -99,7 +99,8 @@ def tokenise(
                 shutil.rmtree(partial, ignore_errors=True)
             store = _opened(place, key)
     except OSError as error:
-        raise RooftopError("token store", str(folder), f"a folder that can be written ({error.strerror})") from None
+        accepted = f"a folder that can be written ({error.strerror}); XDG_CACHE_HOME names the place of another"
+        raise RooftopError("token store", str(folder), accepted) from None
     assert store is not None
     return store
 

@@ -1,7 +1,7 @@
 """Our predictions beside published measurements, misses included."""
 
 from rooftop.validation.accuracy import Comparison, Errors, Group, Report, load_reasons, summarise
-from rooftop.validation.runs import PublishedRuns, Run, Unusable, load_published, load_runs
+from rooftop.validation.runs import PublishedRuns, Run, Unusable, load_published
 
 __all__ = [
     "Comparison",
@@ -13,6 +13,5 @@ __all__ = [
     "Unusable",
     "load_published",
     "load_reasons",
-    "load_runs",
     "summarise",
 ]

@@ -104,11 +104,6 @@ class PublishedRuns:
     serving_rows: int
 
 
-def load_runs(path: Path | None = None) -> list[Run]:
-    """The usable training runs of a table; without a path, of the one that comes with rooftop."""
-    return list(load_published(path).runs)
-
-
 def load_published(path: Path | None = None, *, training: bool = True) -> PublishedRuns:
     """Merge the rows of a table (columns: ``table.COLUMNS``, and optionally 'slice') into runs, in the table's order.
 

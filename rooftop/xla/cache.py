@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.errors import RooftopError
-from rooftop.files import write_text
+from rooftop.files import cache_folder, write_text
 
 #: Packages that decide what a request becomes; those that are not installed count as absent.
 _PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "numpy")
@@ -43,8 +43,7 @@ class Cache:
     @classmethod
     def of_user(cls) -> Cache:
         """The cache of the user: ``rooftop/compiled`` in $XDG_CACHE_HOME, or in ~/.cache."""
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return cls(folder=Path(home).expanduser() / "rooftop" / "compiled")
+        return cls(folder=cache_folder("compiled"))
 
     def find(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer to ``request``, None if there is none that still holds. A damaged file is no answer."""

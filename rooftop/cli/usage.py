@@ -1,0 +1,59 @@
+"""Words of a command line that fit no command, option or argument: one line says which, and what is accepted."""
+
+from __future__ import annotations
+
+import click
+
+from rooftop.errors import RooftopError, unknown
+
+
+class Group(click.Group):
+    """A group of commands that lists them where a word is none of them."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names. Raises RooftopError; while a shell completes a line, returns none."""
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known and not ctx.resilient_parsing:
+            raise unknown("verb" if ctx.parent is None else f"{ctx.info_name}", args[0], known)
+        return super().resolve_command(ctx, args)
+
+
+def usage_line(error: click.UsageError) -> str:
+    """What click found wrong, in the words of a RooftopError: the field, what was given, what is accepted."""
+    said = error.format_message().replace("\n", " ")
+    if error.ctx is None:
+        return said
+    params = error.ctx.command.get_params(error.ctx)
+    if isinstance(error, click.NoSuchOption):
+        options = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+        return str(unknown("option", error.option_name, options))
+    if not isinstance(error, click.BadParameter) or error.param is None:
+        return f"{said.rstrip('.')}; accepted: {_usage(error.ctx)}"
+    field, accepted = _field(error.param), _accepted(error.param, error.ctx)
+    if isinstance(error, click.MissingParameter):
+        return str(RooftopError(field, None, accepted))
+    # Click does not keep what was given; of a number its sentence begins with it.
+    given, is_number, _ = error.message.partition(" is not ")
+    return f"{field}: {f'got {given}' if is_number else error.message.rstrip('.')}; accepted: {accepted}"
+
+
+def _usage(ctx: click.Context) -> str:
+    return " ".join((ctx.command_path, *ctx.command.collect_usage_pieces(ctx)))
+
+
+def _field(param: click.Parameter) -> str:
+    if isinstance(param, click.Option):
+        return max(param.opts, key=len).lstrip("-")
+    return (param.name or "argument").rstrip("_").replace("_", "-")
+
+
+def _accepted(param: click.Parameter, ctx: click.Context) -> str:
+    if not isinstance(param, click.Option):
+        return _usage(ctx)
+    if isinstance(param.type, click.IntRange):
+        most = "or more" if param.type.max is None else f"to {param.type.max}"
+        return f"a whole number from {param.type.min} {most}"
+    option = f"{max(param.opts, key=len)} {param.make_metavar(ctx)}"
+    return f"{option}: {param.help.rstrip('.')}" if param.help else option
