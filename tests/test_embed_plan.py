@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -274,3 +275,22 @@ def test_what_cannot_be_is_one_line(
     file.write_text(TOML)
     said = rooftop("plan", "embed", str(file), *arguments)
     assert said.status == status and text in said.err and said.err.count("\n") == 1
+
+
+def test_a_sample_of_more_ids_than_a_chip_takes_is_an_obstacle() -> None:
+    """Host preprocessing refuses such batches, unless ids may be dropped."""
+    asked = problem()
+    (feature,) = asked.tables.features
+
+    def obstacles(ids: float, **config: Any) -> list[str]:
+        tables = dataclasses.replace(
+            asked.tables,
+            features=(dataclasses.replace(feature, ids_per_sample=ids),),
+            config=dataclasses.replace(asked.tables.config, **config),
+        )
+        return EmbedPlan(problem=dataclasses.replace(asked, tables=tables)).obstacles
+
+    assert obstacles(64) == [] and obstacles(65, allow_id_dropping=True) == []
+    (said,) = obstacles(65)
+    assert said.startswith("65 ids are expected of a sample") and "max_ids_per_chip_per_sample, 64" in said
+    assert obstacles(65, max_ids_per_chip_per_sample=65) == []

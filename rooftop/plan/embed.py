@@ -291,6 +291,13 @@ class EmbedPlan:
             for stack in self.problem.stacking.stacks
             if not stack.optimizer.elementwise
         ]
+        tables = self.problem.tables
+        expected = sum(one.ids_per_sample * one.rows_per_sample for one in tables.features)
+        if expected > (bound := tables.config.max_ids_per_chip_per_sample) and not tables.config.allow_id_dropping:
+            found.append(
+                f"{expected:g} ids are expected of a sample: host preprocessing refuses batches of more than"
+                f" config.max_ids_per_chip_per_sample, {bound}, each"
+            )
         try:
             self.require_fit()
         except Infeasible as no:
