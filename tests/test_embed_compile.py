@@ -270,11 +270,16 @@ def test_the_compilers_marks_stand_beside_the_plans(
 def test_what_no_tile_holds_is_refused_by_the_compiler_too(
     rooftop: Callable[..., Answer], plan_file: Path, own_cache: None
 ) -> None:
+    # A narrow table for small tiles: next to a full one programs take long to compile.
+    job = ("plan", "embed", str(plan_file.with_name("tables.toml")), "--on", "v6e:2x2", "--batch", "4096")
+    assert rooftop(*job, "-o", str(plan_file)).status == 0
     data = json.loads(plan_file.read_text())
-    data["limits"]["user"] = {"max_ids": 16384, "max_unique_ids": 16384, "buffer": 16384 * 16}
+    data["limits"]["tag"] = {"max_ids": 16384, "max_unique_ids": 16384, "buffer": 16384 * 8}
     plan_file.write_text(json.dumps(data))
     answer = rooftop("compile", str(plan_file), "--json")
-    assert answer.status == 1 and answer.json["largest"] is not None
+    assert answer.status == 1 and answer.json["stack"] == "tag" and answer.json["limits_tried"] <= MOST_TRIALS
+    fits, refused = (answer.json[f"{name}_limits"]["tag"]["max_unique_ids"] for name in ("largest", "refused"))
+    assert fits < refused <= fits + 16 and answer.json["larger_refused"]
     assert "which compiles" in answer.err and answer.err.count("\n") == 1
 
 
