@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -241,17 +241,9 @@ def test_a_tower_learns_on_any_number_of_devices() -> None:
     assert float(jnp.abs(found[0][1]["b"]).max()) > 0
 
 
-@pytest.fixture
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-    yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_the_compilers_marks_stand_beside_the_plans(
-    rooftop: Callable[..., Answer], plan_file: Path, own_cache: None, on: str
-) -> None:
+def test_the_compilers_marks_stand_beside_the_plans(rooftop: Callable[..., Answer], plan_file: Path, on: str) -> None:
     folder = plan_file.parent
     job = ("plan", "embed", str(folder / "tables.toml"), "--on", on, "--batch", "4096", "-o", str(plan_file))
     assert rooftop(*job).status == 0
@@ -267,9 +259,7 @@ def test_the_compilers_marks_stand_beside_the_plans(
 
 
 @pytest.mark.slow
-def test_what_no_tile_holds_is_refused_by_the_compiler_too(
-    rooftop: Callable[..., Answer], plan_file: Path, own_cache: None
-) -> None:
+def test_what_no_tile_holds_is_refused_by_the_compiler_too(rooftop: Callable[..., Answer], plan_file: Path) -> None:
     # A narrow table for small tiles: next to a full one programs take long to compile.
     job = ("plan", "embed", str(plan_file.with_name("tables.toml")), "--on", "v6e:2x2", "--batch", "4096")
     assert rooftop(*job, "-o", str(plan_file)).status == 0
@@ -284,7 +274,7 @@ def test_what_no_tile_holds_is_refused_by_the_compiler_too(
 
 
 @pytest.mark.slow
-def test_a_flag_that_libtpu_does_not_know_is_one_line(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_that_libtpu_does_not_know_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     where = Slice.parse("v5p:2x2x1")
     require_checks(CHECKS, where)
     changed = {**CHECKS, "nan": {"xla_sparse_core_enable_id_bound_check": "true"}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -219,16 +219,10 @@ def test_what_is_compiled_is_in_as_many_passes() -> None:
     assert [each.arguments["sample_passes"] for each in asked] == [4, 4]
 
 
-@pytest.fixture
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-    yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_compilers_marks_stand_beside_those_of_passes(
-    rooftop: Callable[..., Answer], tables_file: Path, own_cache: None, on: str
+    rooftop: Callable[..., Answer], tables_file: Path, on: str
 ) -> None:
     file = tables_file.with_name("plan.json")
     job = ("plan", "embed", str(tables_file), "--on", on, "--batch", "4096", "--sample-passes", "4", "-o", str(file))
