@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,14 +195,18 @@ async def _ask(client: httpx.AsyncClient, record: Record, body: Mapping[str, Any
             record.error = f"{answer.status_code}: {_message(text)}"
             return
         whole = False
-        async for line in answer.aiter_lines():
+        async for line in _lines(answer):
             if not line.startswith("data:"):
                 continue
             data = line.removeprefix("data:").strip()
             if data == "[DONE]":
                 whole = True
                 break
-            event = json.loads(data)
+            try:
+                event = json.loads(data)
+            except ValueError:
+                record.error = f"an event that is no JSON: {data[:200]}"
+                return
             if "error" in event:
                 record.error = _message(data)
                 return
@@ -213,6 +217,16 @@ async def _ask(client: httpx.AsyncClient, record: Record, body: Mapping[str, Any
                 record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         if not whole:
             record.error = "the answer broke off"
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """Lines as they come: a line feed ends one and nothing else does. Texts hold Unicode's other ends of lines."""
+    rest = b""
+    async for chunk in answer.aiter_bytes():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+    yield rest.decode(errors="replace")
 
 
 def _message(text: str) -> str:

@@ -1,0 +1,73 @@
+"""A trace against a server of another make, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+
+from rooftop.serve.replay import Record, Target, replay
+from rooftop.simulate.serving_metrics import Targets
+from rooftop.simulate.serving_traces import Trace
+
+
+@contextmanager
+def answering(*pieces: bytes) -> Iterator[str]:
+    """The address of a server that answers everything with these pieces of a stream of events, each sent alone."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            for piece in pieces:
+                self.wfile.write(piece)
+                self.wfile.flush()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def replayed(*pieces: bytes) -> Record:
+    trace = Trace(arrival_s=np.zeros(1), prompt_tokens=np.array([3]), output_tokens=np.array([2]))
+    with answering(*pieces) as url:
+        found = asyncio.run(replay(trace, [[1, 2, 3]], Target(url=url, model="m", vocab=10), Targets()))
+    (record,) = found.records
+    return record
+
+
+def event(text: str) -> bytes:
+    said = {"choices": [{"index": 0, "text": text}]}
+    return f"data: {json.dumps(said, ensure_ascii=False)}\n\n".encode()
+
+
+LAST = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\r\n\r\ndata: [DONE]\n\n'
+
+
+def test_texts_may_hold_what_ends_lines_elsewhere() -> None:
+    """Unicode has seven more ends of lines than streams of events; a character may come in two pieces."""
+    first = event("a\u2028b\u2029c\u0085d\x0b")
+    cut = first.index("\u2028".encode()) + 1
+    record = replayed(first[:cut], first[cut:] + event("e"), LAST)
+    assert record.error is None
+    assert (len(record.times_s), record.prompt_tokens, record.output_tokens) == (2, 3, 2)
+
+
+def test_what_is_no_event_ends_one_request_only() -> None:
+    record = replayed(event("a"), b'data: {"choices": [\n\n', LAST)
+    assert record.error == 'an event that is no JSON: {"choices": ['
+
+
+def test_an_answer_that_breaks_off_is_told() -> None:
+    assert replayed(event("a")).error == "the answer broke off"
