@@ -22,6 +22,8 @@ from rooftop.models.tables_stacking import ALIGNMENT
 NO_ID = np.int32(2**31 - 1)
 NO_GAIN = np.float32(np.nan)
 _LARGE_BLOCK = 31 << 20
+#: Ids of a row below which they are copied with the interpreter's lock held: to let it go takes longer.
+_COPIED_HELD = 30_000
 #: Ids that are written at once: as many as stay, with their indices, in a core's cache.
 _WRITTEN_AT_ONCE = 60_000
 
@@ -82,8 +84,7 @@ class Buffers:
         arrays = (self.embedding_ids, self.sample_ids, self.gains)
         for array, given, pad in zip(arrays, (ids, samples, gains), pads, strict=True):
             own = array.reshape(len(self.filled), -1)[first:last]
-            if where is None and rows == 1 and width < 30_000:
-                # With the interpreter's lock held: to let it go, for so little, takes longer.
+            if where is None and rows == 1 and width < _COPIED_HELD:
                 own[0].data[:width] = given[0].data
             elif where is None:
                 own[:, :width] = given
