@@ -16,7 +16,8 @@ import pytest
 from embedding_run import BATCH, tables, write_clicks
 
 from rooftop.embed.checkpoint import restore
-from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
+from rooftop.embed.criteo import auc, count_batches, read_batches
+from rooftop.embed.criteo_lines import FEATURES
 from rooftop.embed.finite import check_dense, check_finite
 from rooftop.embed.limits import read_limits, write_limits
 from rooftop.embed.train import Trainer

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftop.embed.criteo_lines import FEATURES, count_lines, count_positives, parse, whole_batches
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Tables
-
-COUNTS, CATEGORIES = 13, 26
-#: Features of a model of these data are called C1 to C26, in the order of the columns.
-FEATURES: tuple[str, ...] = tuple(f"C{index + 1}" for index in range(CATEGORIES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +42,9 @@ def read_batches(path: Path, tables: Tables, batch: int, *, start: int = 0) -> I
     sizes = {name: tables.table(tables.feature(name).table).vocabulary for name in names}
     try:
         with path.open("rb") as file:
-            for _ in range(start * batch):
-                if not file.readline():
-                    return
-            number = start * batch
-            lines = list[bytes]()
-            for line in file:
-                lines.append(line)
-                if len(lines) == batch:
-                    yield _parse(lines, sizes, path, number)
-                    number += batch
-                    lines = []
+            for number, text in enumerate(whole_batches(file, batch, skip=start * batch), start):
+                label, counts, ids = parse(text, batch, sizes, path, number * batch)
+                yield CriteoBatch(label=label, dense=np.log1p(np.maximum(counts, 0)), ids=ids)
     except OSError as error:
         raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
 
@@ -65,7 +53,7 @@ def count_batches(path: Path, batch: int) -> int:
     """Whole batches of a file. Raises RooftopError if it cannot be read."""
     try:
         with path.open("rb") as file:
-            return sum(1 for _ in file) // batch
+            return count_lines(file) // batch
     except OSError as error:
         raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
 
@@ -82,39 +70,9 @@ def require_labels(path: Path, batch: int) -> None:
     """Raises RooftopError unless the whole batches of a file have positives and negatives: an AUC needs both."""
     count = require_batches(path, batch) * batch
     with path.open("rb") as file:
-        positive = sum(line.startswith(b"1") for line in islice(file, count))
+        positive = count_positives(file, count)
     if positive in (0, count):
         raise RooftopError("data", str(path), f"positives and negatives, and not {positive} positives of {count}")
-
-
-def _parse(lines: list[bytes], sizes: Mapping[str, int], path: Path, first: int) -> CriteoBatch:
-    label = np.empty(len(lines), np.float32)
-    dense = np.zeros((len(lines), COUNTS), np.float32)
-    ids = {name: np.zeros(len(lines), np.int64) for name in sizes}
-    columns = {name: 1 + COUNTS + FEATURES.index(name) for name in sizes}
-    for at, line in enumerate(lines):
-        fields = line.rstrip(b"\r\n").split(b"\t")
-        try:
-            if len(fields) != 1 + COUNTS + CATEGORIES:
-                raise ValueError(f"{len(fields)} columns")
-            if fields[0] not in (b"0", b"1"):
-                raise ValueError("a label that is neither 0 nor 1")
-            label[at] = float(fields[0])
-            dense[at] = [_count(count) if count else 0 for count in fields[1 : 1 + COUNTS]]
-            for name, column in columns.items():
-                if fields[column]:
-                    ids[name][at] = 1 + int(fields[column], 16) % max(sizes[name] - 1, 1) if sizes[name] > 1 else 0
-        except ValueError as error:
-            accepted = f"a label, {COUNTS} whole numbers and {CATEGORIES} hexadecimal ones, separated by tabs"
-            raise RooftopError(f"{path} line {first + at + 1}", str(error), accepted) from None
-    return CriteoBatch(label=label, dense=np.log1p(np.maximum(dense, 0)), ids=ids)
-
-
-def _count(text: bytes) -> int:
-    found = int(text)
-    if abs(found) >= 2**63:
-        raise ValueError("a count of more than 64 bits")
-    return found
 
 
 def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:

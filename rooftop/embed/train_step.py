@@ -16,7 +16,8 @@ from typing import Any
 import jax
 from jax import P
 
-from rooftop.embed.criteo import COUNTS, check_features
+from rooftop.embed.criteo import check_features
+from rooftop.embed.criteo_lines import COUNTS
 from rooftop.errors import RooftopError, unknown
 from rooftop.models.tables import Tables
 from rooftop.models.tables_files import tables_from_json
