@@ -12,6 +12,7 @@ import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rooftop.embed.checks import check_ids
 from rooftop.embed.inputs import Ragged, as_ragged, from_arrow, from_dense, from_lists, from_scipy, ragged
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Feature
@@ -53,6 +54,20 @@ def test_forms_of_ids(lists: list[list[int]]) -> None:
     behind = pa.array([[7, 7], *lists, [8]], pa.list_(pa.int64()))[1:-1]
     for given_ in (wanted, (values, splits), (values, splits.astype(np.uint8)), lists, rows, dense, *whole, behind):
         same(as_ragged(given_, PLAIN), wanted)
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">i4", ">i8", ">u4"])
+def test_ids_in_the_other_byte_order_are_turned(dtype: str) -> None:
+    """Else 2**24 would pass for 1, and 1 for a number out of range."""
+    values, splits = np.array([1, 0, 300]), np.array([0, 1, 3])
+    turned = values.astype(dtype)
+    for given_ in ((turned, splits.astype(">i8")), Ragged(values=turned, row_splits=splits)):
+        found = as_ragged(given_, PLAIN)
+        same(found, Ragged(values=values, row_splits=splits))
+        assert found.values.dtype.isnative
+    large = Ragged(values=np.array([1 << 24], ">i4"), row_splits=np.array([0, 1]))
+    with pytest.raises(RooftopError, match="1 ids out of range, first 16777216 in row 0"):
+        check_ids(as_ragged(large, PLAIN), 2, feature="f", table="t", policy="error")
 
 
 @given(LISTS)

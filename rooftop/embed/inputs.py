@@ -261,7 +261,8 @@ def _ids(values: Any, name: str) -> NDArray[Any]:
         if ids.size == 0 and ids.dtype.kind == "f":
             return ids.astype(np.int64)
         raise RooftopError(name, f"{_kind(ids)} ids", "whole-number ids")
-    return ids
+    # What reads ids takes their bits as they lie.
+    return ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
 
 
 def _weights(weights: Any, count: int, name: str) -> NDArray[np.float32] | None:
