@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from embedding_stacks import assert_same, made, stacks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,68 +17,10 @@ from rooftop.embed.fields import Fields
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.keys import flags, set_up_to
 from rooftop.embed.lookups import TableBatch, layouts
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.threads import Threads
-from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
+from rooftop.models.tables import Feature, Table, Tables
 from rooftop.models.tables_stacking import Stacking, stack_tables
-
-
-@st.composite
-def stacks(draw: st.DrawFn) -> tuple[Stacking, int, dict[str, Ragged]]:
-    """Tables that lie in one stack, on any number of SparseCores, with ids of any width that have no weights."""
-    devices, per_device = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    combiner, cores = draw(st.sampled_from(["sum", "mean", "sqrtn"])), devices * per_device
-    tables = tuple(
-        Table(
-            name=f"t{index}",
-            vocabulary=draw(st.sampled_from([1, 2, 7, 50, 120])),
-            width=8,
-            combiner=combiner,
-            optimizer=TableOptimizer(kind="sgd"),
-        )
-        for index in range(draw(st.integers(2, 5)))
-    )
-    features = tuple(
-        Feature(name=f"f{index}{own}", table=table.name, length=draw(st.sampled_from([None, None, 3])))
-        for index, table in enumerate(tables)
-        for own in range(draw(st.integers(1, 2)))
-    )
-    model = Tables(tables=tables, features=features, config=SparseCoreConfig(max_ids_per_chip_per_sample=10**6))
-    batch = cores * draw(st.integers(1, 5))
-    stacking = stack_tables(model, cores=cores, cores_per_device=per_device, batch=batch)
-    rng, inputs = np.random.default_rng(draw(st.integers(0, 2**32))), {}
-    for feature in features:
-        splits = np.concatenate([[0], np.cumsum(rng.integers(0, 1 if feature.length else 9, batch))])
-        values = rng.integers(0, model.table(feature.table).vocabulary, splits[-1])
-        dtype = draw(st.sampled_from([np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64]))
-        inputs[feature.name] = Ragged(values=values.astype(dtype), row_splits=splits)
-    return stacking, batch, inputs
-
-
-def made(
-    model: tuple[Stacking, int, dict[str, Ragged]],
-    *,
-    minibatching: bool,
-    threads: int = 1,
-    accelerate: bool = False,
-) -> Preprocessed:
-    stacking, batch, inputs = model
-    one = StackLimits(max_ids=512, max_unique_ids=512, buffer=full_buffer(512, stacking.cores))
-    limits = {stack.name: one for stack in stacking.stacks}
-    return Preprocessor(
-        stacking, batch=batch, limits=limits, minibatching=minibatching, threads=threads, accelerate=accelerate
-    ).preprocess(inputs)
-
-
-def assert_same(ours: Preprocessed, other: Preprocessed) -> None:
-    for name, buffers in other.buffers.items():
-        for field in ("row_pointers", "embedding_ids", "sample_ids", "gains"):
-            np.testing.assert_array_equal(getattr(ours.buffers[name], field), getattr(buffers, field))
-        mine, seen = ours.statistics.stacks[name], other.statistics.stacks[name]
-        for field in ("max_ids", "max_unique_ids", "buffer"):
-            np.testing.assert_array_equal(getattr(mine, field), getattr(seen, field))
-        assert (mine.table_ids, mine.table_unique_ids, mine.ids) == (seen.table_ids, seen.table_unique_ids, seen.ids)
 
 
 @settings(max_examples=100)
@@ -123,13 +66,13 @@ def test_what_numba_does_not_sort_numpy_does(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @settings(max_examples=150)
-@given(stacks(), st.booleans(), st.integers(0, 5), st.sampled_from([0, 1 << 30]), st.booleans())
+@given(stacks(), st.booleans(), st.integers(0, 5), st.booleans())
 def test_in_one_sort_as_table_after_table(
-    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, spare: int, padded: int, apart: bool
+    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, spare: int, apart: bool
 ) -> None:
     """However many sources the keys' bits leave room for in a sort: those of one and ``spare`` more bits.
 
-    With padding sorted along and without, tables in one stack and in stacks of their own.
+    Tables in one stack and in stacks of their own.
     """
     if apart:
         stacking, batch, inputs = model
@@ -137,14 +80,13 @@ def test_in_one_sort_as_table_after_table(
         alone = stack_tables(tables, cores=stacking.cores, cores_per_device=stacking.cores_per_device, batch=batch)
         model = alone, batch, inputs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stack_sort, "_PADDED", padded)
         patch.setattr(kernels, "sort_stacks", lambda *_: None)
         by_table = made(model, minibatching=minibatching)
         found = []
 
         def sort(stacks: Any, *arguments: Any) -> stack_sort.SortedStacks | None:
             patch.setattr(stack_sort, "_KEY_BITS", 32)
-            fields = Fields.of([stack.tables for stack in stacks], 1, 32, padded=not padded)
+            fields = Fields.of([stack.tables for stack in stacks], 1, 32)
             patch.setattr(stack_sort, "_KEY_BITS", 32 if fields is None else fields.source + spare)
             found.append(stack_sort.sort_stacks(stacks, *arguments))
             return found[-1]

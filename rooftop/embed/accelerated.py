@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.embed.emit import Buffers, Space
+from rooftop.embed.emit import Buffers
 from rooftop.embed.fields import Fields
 from rooftop.embed.kernels import Found, NumpyKernels, Prepared
 from rooftop.embed.keys import bits
 from rooftop.embed.lookups import TableBatch
 from rooftop.embed.loops import DIGIT, sort_ids, write_ids
+from rooftop.embed.space import Space
 
 #: Keys are no wider.
 _KEY_BITS = 62

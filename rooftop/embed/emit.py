@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftop.embed import runs
 from rooftop.embed.keys import Layout, Merged
+from rooftop.embed.space import Space
 from rooftop.models.tables_stacking import ALIGNMENT
 
 #: What padding holds: no row, no sample, no number.
 NO_ID = np.int32(2**31 - 1)
 NO_GAIN = np.float32(np.nan)
-_LARGE_BLOCK = 31 << 20
 #: Ids of a row below which they are copied with the interpreter's lock held: to let it go takes longer.
 _COPIED_HELD = 30_000
+#: How much of a row is filled where all of it is written: its padding costs less than a copy of its ids.
+_NEARLY_FULL = 0.8
 #: Ids that are written at once: as many as stay, with their indices, in a core's cache.
 _WRITTEN_AT_ONCE = 60_000
 
@@ -64,36 +67,60 @@ class Buffers:
         )
         return ids, samples, gains, filled
 
-    def write(
-        self,
-        first: int,
-        ids: NDArray[Any],
-        samples: NDArray[Any],
-        gains: NDArray[Any],
-        *,
-        where: NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Fill rows of the buffer from ``first`` on; the arguments have dims [rows, as far as any row reaches].
-
-        With ``where``, which has these dims, they are what it picks, [N], and padding is everywhere else.
-        """
-        rows, width = (ids if where is None else where).shape
+    def write(self, first: int, ids: NDArray[Any], samples: NDArray[Any], gains: NDArray[Any]) -> None:
+        """Fill rows of the buffer from ``first`` on; the arguments have dims [rows, as far as any row reaches]."""
+        rows, width = ids.shape
         last = first + rows
         stale = int(self.filled[first:last].max(initial=0))
         pads = (NO_ID, NO_ID, NO_GAIN)
-        arrays = (self.embedding_ids, self.sample_ids, self.gains)
-        for array, given, pad in zip(arrays, (ids, samples, gains), pads, strict=True):
-            own = array.reshape(len(self.filled), -1)[first:last]
-            if where is None and rows == 1 and width < _COPIED_HELD:
+        for own, given, pad in zip(self._rows(first, last), (ids, samples, gains), pads, strict=True):
+            if rows == 1 and width < _COPIED_HELD:
                 own[0].data[:width] = given[0].data
-            elif where is None:
-                own[:, :width] = given
             else:
-                own[:, :width] = pad
-                own[:, :width][where] = given
+                own[:, :width] = given
             if stale > width:
                 own[:, width:stale] = pad
         self.filled[first:last] = width
+
+    def to_write(self, width: int) -> int:
+        """How far to write rows of which the fullest holds ``width`` ids: to their end, where that is not far."""
+        capacity = self.embedding_ids.size // len(self.filled)
+        return capacity if width >= capacity * _NEARLY_FULL else width
+
+    def write_runs(
+        self,
+        first: int,
+        bounds: NDArray[np.int32],
+        ids: NDArray[np.int32],
+        samples: NDArray[np.int32],
+        gains: NDArray[np.float32],
+        width: int,
+        filled: int,
+        space: Space,
+    ) -> None:
+        """Fill rows from ``first`` on with what lies between ``bounds`` [rows, ..., 2] of the arrays, [N] each.
+
+        In a row that makes ``width``, which is what ``to_write`` says; from ``filled`` on all rows hold padding.
+        """
+        rows, last = len(bounds), first + len(bounds)
+        own = self._rows(first, last)
+        whole = own[0].shape[1] == width
+        if whole:
+            out = [array.reshape(-1) for array in own]
+        else:
+            names = ("written ids", "written samples", "written gains")
+            out = [space.take(name, rows * width, array.dtype.type) for name, array in zip(names, own, strict=True)]
+        runs.join(bounds, ids, samples, out[0], out[1])
+        runs.join(bounds, gains.view(np.int32), gains, out[2].view(np.int32), out[2])
+        if whole:
+            self.filled[first:last] = filled
+        else:
+            self.write(first, *(array.reshape(rows, width) for array in out))
+
+    def _rows(self, first: int, last: int) -> list[NDArray[Any]]:
+        """Ids, samples and gains of these rows, [rows, capacity] each."""
+        arrays = (self.embedding_ids, self.sample_ids, self.gains)
+        return [array.reshape(len(self.filled), -1)[first:last] for array in arrays]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,30 +137,6 @@ class Chunk:
     counts: NDArray[np.int64] | None
     sizes: NDArray[np.int64]
     uniques: NDArray[np.int64]
-
-
-class Space:
-    """Arrays to write over and over: fresh ones cost more in page faults than in what is written to them."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[tuple[str, type[np.generic]], NDArray[Any]] = {}
-        # Some calls only make fresh arrays. glibc gives freed memory back to the system, to fault in again, beyond
-        # twice the largest block that was freed as yet, of those below 32 MiB: this one, of which no page is touched.
-        np.empty(_LARGE_BLOCK, np.uint8)
-
-    def take(self, name: str, count: int, dtype: type[np.generic]) -> NDArray[Any]:
-        """An array of ``count`` elements, of any values, that is free until the name is asked for again."""
-        found = self._arrays.get((name, dtype))
-        if found is None or len(found) < count:
-            found = self._arrays[name, dtype] = np.empty(count + count // 4 + 8, dtype)
-        return found[:count]
-
-    def flags(self, name: str, rows: int, count: int) -> NDArray[np.bool_]:
-        """In each of ``rows``, ``count`` flags of any values and as many more as fill a word of 8, not set."""
-        width = -(-count // 8) * 8
-        found = self.take(name, rows * width, np.bool_).reshape(rows, width)
-        found[:, count:] = False
-        return found
 
 
 def collect(tables: Sequence[tuple[Layout, Merged, int]], space: Space, *, counted: bool) -> Chunk:
@@ -191,19 +194,19 @@ def arrange(sizes: NDArray[np.int64], starts: NDArray[np.int64], total: int, per
     a row.
     """
     tables, sources, cores = sizes.shape
-    runs = np.empty((sources, cores, tables + 1), np.int64)
-    runs[:, :, :tables] = sizes.transpose(1, 2, 0)
-    runs[:, :, tables] = padding(sizes.sum(axis=0))
-    in_row = runs.reshape(sources // per_row, -1)
+    spans = np.empty((sources, cores, tables + 1), np.int64)
+    spans[:, :, :tables] = sizes.transpose(1, 2, 0)
+    spans[:, :, tables] = padding(sizes.sum(axis=0))
+    in_row = spans.reshape(sources // per_row, -1)
     used = in_row.sum(axis=1)
     width = int(used.max(initial=0))
     in_row[:, -1] += width - used
-    # From where each run's ids come, less where they go, so that adding the place gives the index.
-    shifts = np.empty_like(runs)
+    # From where each span's ids come, less where they go, so that adding the place gives the index.
+    shifts = np.empty_like(spans)
     shifts[:, :, :tables] = starts.transpose(1, 2, 0)
-    shifts -= (np.cumsum(runs.reshape(-1)) - runs.reshape(-1)).reshape(runs.shape)
+    shifts -= (np.cumsum(spans.reshape(-1)) - spans.reshape(-1)).reshape(spans.shape)
     shifts[:, :, tables] = total
-    found: NDArray[np.int64] = shifts.reshape(-1).repeat(runs.reshape(-1))
+    found: NDArray[np.int64] = shifts.reshape(-1).repeat(spans.reshape(-1))
     found += np.arange(len(found))
     return found.reshape(sources // per_row, width)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from rooftop.embed.keys import bits
 from rooftop.embed.lookups import TableBatch
-from rooftop.models.tables_stacking import ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +43,14 @@ class Fields:
         most_bits: int,
         *,
         dividing: bool = False,
-        padded: bool = False,
     ) -> Fields | None:
         """For at most ``sources`` sources, and all of the stacks if so many fit; None if not even one source does.
 
-        With ``dividing``, as many sources as divide them without a rest; ``padded``, with a row of ALIGNMENT - 1
-        rows of activations behind those of every table.
+        With ``dividing``, as many sources as divide them without a rest.
         """
         layouts = [one.table.layout for tables in stacks for one in tables]
-        row = max(bits(ALIGNMENT) if padded else 0, *(layout.sample_bits for layout in layouts))
-        table = row + max(bits(layout.place.rows + padded) for layout in layouts)
+        row = max(layout.sample_bits for layout in layouts)
+        table = row + max(layout.row_bits for layout in layouts)
         core = table + bits(max(len(tables) for tables in stacks))
         source = core + bits(layouts[0].cores)
         if source > most_bits:

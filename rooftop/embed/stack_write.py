@@ -7,84 +7,61 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.embed.emit import NO_GAIN, NO_ID, Buffers, Space, padding
-from rooftop.embed.stack_sort import PADS, SortedStacks
+from rooftop.embed.emit import NO_GAIN, NO_ID, Buffers, padding
+from rooftop.embed.space import Space
+from rooftop.embed.stack_sort import SortedStacks
 
 
 def emit_stacks(found: SortedStacks, buffers: Sequence[Buffers | None], first: int, per_row: int, space: Space) -> None:
     """Write sorted stacks, whose first source is ``first``, into their buffers, where there are; see ``emit.emit``."""
-    fields = found.fields
-    partitions = found.sizes.sum(axis=1)
-    sizes, runs = partitions.reshape(-1), found.runs
-    pads, each = padding(sizes), np.arange(PADS)
-    whole = sizes + pads if found.padded else sizes
-    behind = np.cumsum(whole)
-    if found.padded:
-        tables = found.sizes.shape[1]
-        ends_partition = (found.in_table % tables == tables - 1).nonzero()[0]
-        lasts = found.lasts[ends_partition]
-        found.kept[(lasts[:, None] - each)[each < PADS - pads[:, None]]] = False
-        runs[ends_partition] -= PADS - pads
+    fields, in_rows = found.fields, (found.last - found.first) // per_row
+    sizes = found.sizes.sum(axis=1).reshape(len(buffers), in_rows, -1)
+    pads = padding(sizes)
+    used = (sizes + pads).sum(axis=2)
+    reached = used.max(axis=1).tolist()
+    widths = [width if own is None else own.to_write(width) for own, width in zip(buffers, reached, strict=True)]
+    # Behind its last partition a row has padding as far as it is written.
+    pads[:, :, -1] += np.array(widths)[:, None] - used
     ends = found.kept.nonzero()[0]
-    rows, samples = (space.take(name, len(ends), np.uint32) for name in ("rows", "samples"))
-    found.keys.take(ends, out=samples, mode="clip")
-    np.right_shift(samples, np.uint32(fields.row), out=rows)
-    rows &= np.uint32((1 << (fields.table - fields.row)) - 1)
-    samples &= np.uint32((1 << fields.row) - 1)
-    # Duplicates of an id lie before it, and before a partition's first the padding that was left out.
-    gains = space.take("gains", len(ends), np.float32)
+    count, most = len(ends), int(pads.max())
+    # Behind the ids lies padding: as much as the partition has that has most of it.
+    pairs = space.take("pairs", 2 * (count + most), np.uint32).reshape(2, -1)
+    gains = space.take("gains", count + most, np.float32)
+    pairs[:, count:] = NO_ID
+    gains[count:] = NO_GAIN
+    # Local rows and rows of activations, in as few calls: threads wait for each other at each.
+    keys, of_ids = space.take("kept keys", count, np.uint32), pairs[:, :count]
+    found.keys.take(ends, out=keys, mode="clip")
+    np.right_shift(keys, np.array([[fields.row], [0]], np.uint32), out=of_ids)
+    of_ids &= np.array([[(1 << (fields.table - fields.row)) - 1], [(1 << fields.row) - 1]], np.uint32)
+    # Duplicates of an id lie before it.
     gains[0] = ends[0] + 1
-    np.subtract(ends[1:], ends[:-1], out=gains[1:], casting="unsafe")
-    if found.padded:
-        filled = sizes.nonzero()[0]
-        begins = (behind - whole)[filled]
-        gains[begins] = ends[begins] - np.concatenate([[-1], lasts[:-1]])[filled]
-    del ends
+    np.subtract(ends[1:], ends[:-1], out=gains[1:count], casting="unsafe")
     if found.sizes.shape[1] > 1:
-        _into_stacks(found, runs, rows, samples)
-    of_sources = whole.reshape(-1, fields.cores).sum(axis=1)
+        _into_stacks(found, of_ids)
     if any(one.gains is not None for own in found.stacks for one in own.tables):
-        gains *= _scale(found, of_sources, samples)
+        of_sources = found.sizes.sum(axis=(1, 3)).reshape(-1)
+        gains[:count] *= _scale(found, of_sources, of_ids[1])
 
-    ids, of_samples, row = rows.view(np.int32), samples.view(np.int32), first // per_row
-    in_rows = (found.last - found.first) // per_row
-    if found.padded:
-        where = (behind - pads)[:, None] + each
-        empty = where[each < pads[:, None]]
-        ids[empty] = of_samples[empty] = NO_ID
-        gains[empty] = NO_GAIN
-        at = 0
-        for index, width in enumerate(of_sources.reshape(-1, per_row).sum(axis=1).tolist()):
-            own, these = buffers[index // in_rows], slice(at, at + width)
-            if own is not None:
-                own.write(row + index % in_rows, ids[None, these], of_samples[None, these], gains[None, these])
-            at += width
-        return
-    spans = np.stack([sizes, pads], axis=1).reshape(len(buffers), in_rows, -1)
-    used = spans.sum(axis=2)
-    widths = used.max(axis=1)
-    spans[:, :, -1] += widths[:, None] - used
-    there = np.tile([True, False], spans.size // 2).repeat(spans.reshape(-1))
-    at = place = 0
-    for own, count, width in zip(buffers, partitions.sum(axis=(1, 2)).tolist(), widths.tolist(), strict=True):
+    # From and to where each partition lies, and its padding.
+    bounds = np.empty((*sizes.shape, 2, 2), np.int32)
+    bounds[..., 1, 0] = count
+    np.add(pads, count, out=bounds[..., 1, 1], casting="same_kind")
+    bounds[..., 0, 1] = np.cumsum(sizes.reshape(-1)).reshape(sizes.shape)
+    np.subtract(bounds[..., 0, 1], sizes, out=bounds[..., 0, 0], casting="same_kind")
+    ids, samples = pairs.view(np.int32)
+    for own, of_rows, width, filled in zip(buffers, bounds, widths, reached, strict=True):
         if own is not None:
-            filled, these = there[place : place + in_rows * width].reshape(in_rows, width), slice(at, at + count)
-            own.write(row, ids[these], of_samples[these], gains[these], where=filled)
-        at, place = at + count, place + in_rows * width
+            own.write_runs(first // per_row, of_rows, ids, samples, gains, width, filled, space)
 
 
-def _into_stacks(
-    found: SortedStacks, runs: NDArray[np.int64], rows: NDArray[np.uint32], samples: NDArray[np.uint32]
-) -> None:
-    """Rows and rows of activations of tables become those of stacks; ``runs`` [R] of them follow each other."""
+def _into_stacks(found: SortedStacks, pairs: NDArray[np.uint32]) -> None:
+    """Rows, and rows of activations, of tables become those of stacks: ``pairs`` [2, N]."""
     added = np.array(
         [(one.table.layout.place.offset, one.table.first_sample) for own in found.stacks for one in own.tables],
         np.uint32,
     )
-    # Both side by side: repeating keeps other threads from the interpreter.
-    every = added.view(np.uint64).reshape(-1).take(found.in_table).repeat(runs).view(np.uint32)
-    rows += every[::2]
-    samples += every[1::2]
+    pairs += added.T[:, found.in_table].repeat(found.runs, axis=1)
 
 
 def _scale(found: SortedStacks, counts: NDArray[np.int64], samples: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -102,5 +79,4 @@ def _scale(found: SortedStacks, counts: NDArray[np.int64], samples: NDArray[np.u
     begins = np.cumsum([0, *widths])[:-1]
     where: NDArray[np.int64] = begins.repeat(counts)
     where += samples
-    # Clipped, padding takes that of some sample.
-    return np.concatenate(parts).take(where, mode="clip")
+    return np.concatenate(parts).take(where)

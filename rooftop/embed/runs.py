@@ -1,0 +1,100 @@
+"""Runs of arrays, repeated and joined, and keys by digits: loops that SciPy compiles for its sparse matrices.
+
+They leave the interpreter to other threads for all the time that they take: ``ndarray.repeat`` and masks do not. And
+NumPy's own sort of whole numbers takes five times as long on some cores (AMD's with AVX-512) as on others. SciPy comes
+with JAX; where it is not installed NumPy does all of it. The methods of its matrices check and allocate, for longer
+than the loops take in a batch of few samples: so the loops are called themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rooftop.embed.space import Space
+
+try:
+    from scipy.sparse import _sparsetools as _loops
+except ImportError:
+    _loops = None
+
+#: Bits of a digit at most: its counts stay in a core's first caches.
+_DIGIT = 14
+#: Keys below which counting takes longer than NumPy's sort, however slow: a digit has thousands of counts.
+_FEW = 3_000
+#: Keys that a sort is tried on.
+_TRIED = 30_000
+
+
+def join(
+    bounds: NDArray[np.int32],
+    given: NDArray[np.int32],
+    also: NDArray[Any],
+    out: NDArray[np.int32],
+    also_out: NDArray[Any],
+) -> None:
+    """What two arrays [N] hold between each pair of ``bounds`` [..., 2], run behind run, into ``out`` and ``also_out``.
+
+    These are as long as the runs are together, which is not checked, and of the dtypes of the arrays.
+    """
+    bounds = bounds.reshape(-1)
+    if _loops is not None:
+        # A matrix of which every other row is taken.
+        rows = np.arange(0, len(bounds), 2, dtype=np.int32)
+        _loops.csr_row_index(len(rows), rows, bounds, given, also, out, also_out)
+        return
+    lengths = bounds[1::2] - bounds[::2]
+    ends = np.cumsum(lengths)
+    where = np.arange(len(out)) + (bounds[1::2] - ends).repeat(lengths)
+    given.take(where, out=out, mode="clip")
+    also.take(where, out=also_out, mode="clip")
+
+
+def sort(keys: NDArray[np.uint32], low: int, used: int, space: Space) -> None:
+    """Sort keys [N] of ``used`` bits in place; those equal but for their lowest ``low`` bits come in order."""
+    if _loops is not None and len(keys) >= _FEW and _digits_are_faster():
+        _by_digits(keys, low, used, space)
+    else:
+        keys.sort()
+
+
+@cache
+def _digits_are_faster() -> bool:
+    """Whether sorting digit by digit is the faster way here: either gives the same."""
+    space, keys = Space(), np.random.default_rng(0).integers(0, 1 << 26, _TRIED, np.uint32)
+
+    def seconds(turn: int) -> float:
+        own = keys.copy()
+        start = time.perf_counter()
+        if turn % 2:
+            own.sort()
+        else:
+            _by_digits(own, 0, 26, space)
+        return time.perf_counter() - start
+
+    taken = [seconds(turn) for turn in range(8)]
+    # The first of both also bring code and memory in.
+    return min(taken[2::2]) < min(taken[3::2])
+
+
+def _by_digits(keys: NDArray[np.uint32], low: int, used: int, space: Space) -> None:
+    """Stable counting sorts by the bits from ``low`` on, the lowest digit first."""
+    count = len(keys)
+    turns = max(-(-(used - low) // _DIGIT), 0)
+    digits, none = space.take("digits", count, np.int32), space.take("none", count, np.int8)
+    counts, other = space.take("counts", (1 << _DIGIT) + 1, np.int32), space.take("other keys", count, np.int32)
+    own, shift = keys.view(np.int32), low
+    for turn in range(turns):
+        digit = -(-(used - shift) // (turns - turn))
+        np.right_shift(own.view(np.uint32), np.uint32(shift), out=digits.view(np.uint32))
+        if turn + 1 < turns:
+            digits &= np.int32((1 << digit) - 1)
+        # Of a matrix with digits as rows and keys as columns; what its entries are does not matter.
+        _loops.coo_tocsr(1 << digit, count, count, digits, own, none, counts[: (1 << digit) + 1], other, none)
+        own, other, shift = other, own, shift + digit
+    if turns % 2:
+        keys.view(np.int32)[:] = own
