@@ -66,6 +66,20 @@ def test_a_seed_is_that_of_the_run(clicks: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_a_run_reads_the_data_that_it_began_with(clicks: Path, tmp_path: Path) -> None:
+    """Whatever the file is called, and if there is more in it by now: batches are counted from its first."""
+    trainer(clicks, tmp_path / "run", steps=2).train()
+    before = saved_arrays(tmp_path / "run")
+    other, grown = tmp_path / "other.tsv", tmp_path / "grown.tsv"
+    write_clicks(other, BATCHES * BATCH, seed=3)
+    with pytest.raises(RooftopError, match=r"data: got '.*other.tsv'; accepted: a file that begins like that"):
+        trainer(other, tmp_path / "run")
+    assert all(np.array_equal(each, before[name]) for name, each in saved_arrays(tmp_path / "run").items())
+    grown.write_bytes(clicks.read_bytes() + other.read_bytes())
+    longer = trainer(grown, tmp_path / "run")
+    assert longer.done == 2 and len(longer.train()) == 2 * BATCHES - 2
+
+
 def test_slots_of_another_optimizer_are_refused(clicks: Path, tmp_path: Path) -> None:
     trainer(clicks, tmp_path / "run", steps=2).train()
     model = tables()

@@ -30,8 +30,8 @@ _SCHEMA = 1
 _KEPT = 2
 #: What a folder is called at the end until its checkpoint is whole.
 _WRITING = ".writing"
-#: Numbers of a run that its checkpoints hold.
-_FACTS = ("samples", "seed")
+#: What of a run, beside its arrays, its checkpoints hold.
+_FACTS = ("samples", "seed", "data")
 
 Array = NDArray[Any]
 
@@ -41,8 +41,8 @@ class Saved:
     """What a checkpoint holds. Dims: tables [V, W] by name, slots [V, W] or [V, 1] by table; dense arrays by path.
 
     ``step`` counts the updates of the tables, ``batch`` the batches that were read, of ``samples`` each. ``seed`` is
-    the run's, ``optimizers`` the kinds that the slots are of, by table. Checkpoints from before the last three were
-    written down have None, and no kinds.
+    the run's, ``data`` the digest of the first batch of its data, ``optimizers`` the kinds that the slots are of, by
+    table. Checkpoints from before the last four were written down have None, and no kinds.
     """
 
     step: int
@@ -52,6 +52,7 @@ class Saved:
     dense: Mapping[str, Array]
     samples: int | None = None
     seed: int | None = None
+    data: str | None = None
     optimizers: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,15 @@ def require_batches(path: Path, batch: int) -> int:
     if not found:
         raise RooftopError("data", str(path), f"at least one batch of {batch} lines")
     return found
+
+
+def digest_first(path: Path, batch: int) -> str:
+    """SHA-256 of the lines of a file's first batch: a file that grows keeps it. Raises RooftopError."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.sha256(b"".join(islice(file, batch))).hexdigest()
+    except OSError as error:
+        raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
 
 
 def require_labels(path: Path, batch: int) -> None:

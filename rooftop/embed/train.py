@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from rooftop.embed.checkpoint import Saved, require_tables, restore, save, stacked, unstacked
-from rooftop.embed.criteo import CriteoBatch, auc, read_batches, require_batches
+from rooftop.embed.criteo import CriteoBatch, auc, digest_first, read_batches, require_batches
 from rooftop.embed.excess import LimitsExceeded
 from rooftop.embed.finite import check_dense, check_finite
 from rooftop.embed.limits import estimate, grown, observe, read_limits, write_limits
@@ -61,6 +61,7 @@ class Trainer:
         )
         require_memory(self.stacking, batch=options.batch, on_host=first.platform == "cpu")
         self.mesh = jax.make_mesh((options.devices,), ("data",), devices=jax.devices()[: options.devices])
+        self._data = digest_first(options.data, options.batch)
         saved = restore(self.checkpoints)
         if saved is not None:
             self._check(saved)
@@ -80,6 +81,9 @@ class Trainer:
         for name, there in (("batch", saved.samples), ("seed", saved.seed)):
             if None not in (there, given := getattr(options, name)) and given != there:
                 raise RooftopError(name, given, f"{there}, that of the run in {options.run}")
+        if saved.data not in (None, self._data):
+            accepted = f"a file that begins like that of the run in {options.run}, or another folder for a new run"
+            raise RooftopError("data", str(options.data), accepted)
         require_tables(saved, options.tables)
 
     @property
@@ -311,6 +315,7 @@ class Trainer:
                 dense=dense,
                 samples=self.options.batch,
                 seed=self.seed,
+                data=self._data,
                 optimizers={table.name: table.optimizer.kind for table in self.options.tables.tables},
             ),
         )
