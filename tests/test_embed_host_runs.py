@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from embedding_stacks import assert_same, made, stacks
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rooftop.embed import kernels, runs, stack_sort
@@ -33,6 +34,29 @@ def test_runs_are_joined_in_their_order(bounds: list[list[int]], compiled: bool)
         runs.join(np.array(bounds, np.int32).reshape(-1, 1, 2), ints, floats, out, also)
     assert out.tolist() == [100 + at for begin, end in bounds for at in range(begin, end)]
     np.testing.assert_array_equal(also * 3, out - 100)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=9), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_equal_keys_are_merged_up_to_each_end(sorts: list[list[tuple[int, int]]], compiled: bool) -> None:
+    """Keys of 32 bits; equal ones on both sides of an end stay two."""
+    keys = np.array([key for own in sorts for key, _ in own], np.uint32) + np.uint32(2**31 - 2)
+    gains = np.array([gain for own in sorts for _, gain in own], np.float32)
+    ends, wanted, wanted_ends = np.cumsum([len(own) for own in sorts]).tolist(), list[tuple[int, float]](), list[int]()
+    for own in sorts:
+        for key, same in itertools.groupby(own, key=lambda one: one[0]):
+            wanted.append((key + 2**31 - 2, sum(gain for _, gain in same)))
+        wanted_ends.append(len(wanted))
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(runs, "_loops", None)
+        assume(len(keys))
+        assert runs.merge(keys, gains, ends) == wanted_ends
+    left = len(wanted)
+    assert list(zip(keys[:left].tolist(), gains[:left].tolist(), strict=True)) == wanted
 
 
 @settings(max_examples=300)

@@ -1,4 +1,4 @@
-"""Runs of arrays, repeated and joined, and keys by digits: loops that SciPy compiles for its sparse matrices.
+"""Runs of arrays joined, keys merged and sorted by digits: loops that SciPy compiles for its sparse matrices.
 
 They leave the interpreter to other threads for all the time that they take: ``ndarray.repeat`` and masks do not. And
 NumPy's own sort of whole numbers takes five times as long on some cores (AMD's with AVX-512) as on others. SciPy comes
@@ -9,6 +9,7 @@ than the loops take in a batch of few samples: so the loops are called themselve
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -52,6 +53,27 @@ def join(
     where = np.arange(len(out)) + (bounds[1::2] - ends).repeat(lengths)
     given.take(where, out=out, mode="clip")
     also.take(where, out=also_out, mode="clip")
+
+
+def merge(keys: NDArray[np.uint32], gains: NDArray[np.float32], ends: Sequence[int]) -> list[int]:
+    """Equal keys that follow each other become one, in place, and their ``gains`` its gain; both [N].
+
+    They do so up to each of ``ends`` by themselves. Tells where what is left of each ends.
+    """
+    if _loops is not None:
+        bounds = np.array([0, *ends], np.int32)
+        # Rows of a matrix; keys are its columns.
+        _loops.csr_sum_duplicates(len(ends), len(keys), bounds, keys.view(np.int32), gains)
+        found: list[int] = bounds[1:].tolist()
+        return found
+    last = np.empty(len(keys), np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=last[:-1])
+    last[[end - 1 for end in ends if end]] = True
+    where = last.nonzero()[0]
+    sums = np.add.reduceat(gains, np.concatenate([[0], where[:-1] + 1]))
+    keys[: len(where)], gains[: len(where)] = keys[where], sums
+    found = np.searchsorted(where, ends).tolist()
+    return found
 
 
 def sort(keys: NDArray[np.uint32], low: int, used: int, space: Space) -> None:

@@ -36,11 +36,10 @@ _WORDS = (np.dtype(np.int32), np.dtype(np.uint32))
 
 @dataclass(frozen=True, kw_only=True)
 class SortedStacks:
-    """Sorted keys of stacks, with duplicates; see ``kernels.Found``.
+    """Sorted and merged keys of stacks; see ``kernels.Found``.
 
-    Dims: keys [N]; kept [N, up to a multiple of 8], whether an id is the last of its key; R runs of a stack, source,
-    destination and table in the order of the keys: runs [R], their merged ids, and in_table [R], the table of all
-    stacks'. keys and kept are of the thread's space.
+    Dims: keys [N]; gains [N], how many ids each was; R runs of a stack, source, destination and table in the order of
+    the keys: runs [R], their ids, and in_table [R], the table of all stacks'. keys and gains are of the thread's space.
     """
 
     stacks: Sequence[StackIds]
@@ -48,7 +47,7 @@ class SortedStacks:
     first: int
     last: int
     keys: NDArray[np.uint32]
-    kept: NDArray[np.bool_]
+    gains: NDArray[np.float32]
     runs: NDArray[np.int64]
     in_table: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -139,16 +138,22 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
     for begin, end in pairwise((0, *ends)):
         runs.sort(keys[begin:end], fields.row, fields.used, space)
 
+    gains = space.take("merged gains", count, np.float32)
+    gains.fill(1)
+    ends = runs.merge(keys, gains, ends)
+    count = ends[-1]
+    keys, gains = keys[:count], gains[:count]
+
     # The highest bit in which a key differs from the one before says what begins with it.
     differs = space.take("differs", count - 1, np.uint32)
     np.bitwise_xor(keys[1:], keys[:-1], out=differs)
-    flags = space.flags("flags", 3, count)
-    # One call for all three: threads wait for each other at each.
-    below = np.array([[(1 << low) - 1] for low in (0, fields.row, fields.table)], np.uint32)
+    flags = space.flags("flags", 2, count)
+    # One call for both: threads wait for each other at each.
+    below = np.array([[(1 << low) - 1] for low in (fields.row, fields.table)], np.uint32)
     np.greater(differs, below, out=flags[:, : count - 1])
     # All ends with a sort.
     flags[:, [end - 1 for end in ends if end]] = True
-    lasts = flags[2].nonzero()[0]
+    lasts = flags[1].nonzero()[0]
     run = (keys.take(lasts) >> np.uint32(fields.table)).astype(np.int64)
     shape = tuple(
         1 << (end - begin)
@@ -163,7 +168,7 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
         found = of_runs.reshape(-1, *shape[::-1])[:, : fields.stacks, : fields.sources, : fields.cores, :tables]
         return found.reshape(-1, sources, fields.cores, tables)[: len(stacks)].transpose(0, 3, 1, 2)
 
-    ids_in_runs, rows_in_runs = gaps(set_up_to(flags[:2], lasts) - 1)
+    ids_in_runs, rows_in_runs = gaps(lasts), gaps(set_up_to(flags[0], lasts) - 1)
     ids_of, rows_of = np.zeros((2, len(ends) * math.prod(shape)), np.int64)
     ids_of[run], rows_of[run] = ids_in_runs, rows_in_runs
     in_table = run & (shape[0] - 1)
@@ -176,7 +181,7 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
         first=first,
         last=last,
         keys=keys,
-        kept=flags[0],
+        gains=gains,
         runs=ids_in_runs,
         in_table=in_table,
         sizes=sizes,

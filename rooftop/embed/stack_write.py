@@ -22,21 +22,17 @@ def emit_stacks(found: SortedStacks, buffers: Sequence[Buffers | None], first: i
     widths = [width if own is None else own.to_write(width) for own, width in zip(buffers, reached, strict=True)]
     # Behind its last partition a row has padding as far as it is written.
     pads[:, :, -1] += np.array(widths)[:, None] - used
-    ends = found.kept.nonzero()[0]
-    count, most = len(ends), int(pads.max())
+    count, most = len(found.keys), int(pads.max())
     # Behind the ids lies padding: as much as the partition has that has most of it.
     pairs = space.take("pairs", 2 * (count + most), np.uint32).reshape(2, -1)
     gains = space.take("gains", count + most, np.float32)
     pairs[:, count:] = NO_ID
     gains[count:] = NO_GAIN
     # Local rows and rows of activations, in as few calls: threads wait for each other at each.
-    keys, of_ids = space.take("kept keys", count, np.uint32), pairs[:, :count]
-    found.keys.take(ends, out=keys, mode="clip")
-    np.right_shift(keys, np.array([[fields.row], [0]], np.uint32), out=of_ids)
+    of_ids = pairs[:, :count]
+    np.right_shift(found.keys, np.array([[fields.row], [0]], np.uint32), out=of_ids)
     of_ids &= np.array([[(1 << (fields.table - fields.row)) - 1], [(1 << fields.row) - 1]], np.uint32)
-    # Duplicates of an id lie before it.
-    gains[0] = ends[0] + 1
-    np.subtract(ends[1:], ends[:-1], out=gains[1:count], casting="unsafe")
+    gains[:count] = found.gains
     if found.sizes.shape[1] > 1:
         _into_stacks(found, of_ids)
     if any(one.gains is not None for own in found.stacks for one in own.tables):
