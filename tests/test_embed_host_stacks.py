@@ -66,13 +66,13 @@ def test_what_numba_does_not_sort_numpy_does(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @settings(max_examples=150)
-@given(stacks(), st.booleans(), st.integers(0, 5), st.booleans())
+@given(stacks(), st.booleans(), st.integers(0, 5), st.booleans(), st.sampled_from([0, 100_000]))
 def test_in_one_sort_as_table_after_table(
-    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, spare: int, apart: bool
+    model: tuple[Stacking, int, dict[str, Ragged]], minibatching: bool, spare: int, apart: bool, room: int
 ) -> None:
     """However many sources the keys' bits leave room for in a sort: those of one and ``spare`` more bits.
 
-    Tables in one stack and in stacks of their own.
+    Tables in one stack and in stacks of their own; with room for padding beside the gains, and without.
     """
     if apart:
         stacking, batch, inputs = model
@@ -82,6 +82,7 @@ def test_in_one_sort_as_table_after_table(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "sort_stacks", lambda *_: None)
         by_table = made(model, minibatching=minibatching)
+        patch.setattr(stack_sort, "_SPARE", room)
         found = []
 
         def sort(stacks: Any, *arguments: Any) -> stack_sort.SortedStacks | None:

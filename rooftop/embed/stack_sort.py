@@ -29,6 +29,8 @@ _KEY_BITS = 32
 _TOGETHER = 400_000
 #: Ids of a table that are enough where each has calls of its own.
 _WORTH_A_TABLE = 30_000
+#: Gains beside those of the ids: for padding, which rarely needs more.
+_SPARE = 100_000
 #: Ids up to which the places of all, and of the padding behind them, are told by the 32 bits of SciPy's loops.
 _MOST_IDS = 1 << 29
 _WORDS = (np.dtype(np.int32), np.dtype(np.uint32))
@@ -38,8 +40,9 @@ _WORDS = (np.dtype(np.int32), np.dtype(np.uint32))
 class SortedStacks:
     """Sorted and merged keys of stacks; see ``kernels.Found``.
 
-    Dims: keys [N]; gains [N], how many ids each was; R runs of a stack, source, destination and table in the order of
-    the keys: runs [R], their ids, and in_table [R], the table of all stacks'. keys and gains are of the thread's space.
+    Dims: keys [N]; gains, the first N of which are how many ids each was, and others free; R runs of a stack, source,
+    destination and table in the order of the keys: runs [R], their ids, and in_table [R], the table of all stacks'.
+    keys and gains are of the thread's space.
     """
 
     stacks: Sequence[StackIds]
@@ -138,11 +141,11 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
     for begin, end in pairwise((0, *ends)):
         runs.sort(keys[begin:end], fields.row, fields.used, space)
 
-    gains = space.take("merged gains", count, np.float32)
-    gains.fill(1)
-    ends = runs.merge(keys, gains, ends)
+    gains = space.take("gains", count + _SPARE, np.float32)
+    gains[:count] = 1
+    ends = runs.merge(keys, gains[:count], ends)
     count = ends[-1]
-    keys, gains = keys[:count], gains[:count]
+    keys = keys[:count]
 
     # The highest bit in which a key differs from the one before says what begins with it.
     differs = space.take("differs", count - 1, np.uint32)

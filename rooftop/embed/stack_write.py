@@ -25,14 +25,16 @@ def emit_stacks(found: SortedStacks, buffers: Sequence[Buffers | None], first: i
     count, most = len(found.keys), int(pads.max())
     # Behind the ids lies padding: as much as the partition has that has most of it.
     pairs = space.take("pairs", 2 * (count + most), np.uint32).reshape(2, -1)
-    gains = space.take("gains", count + most, np.float32)
+    gains = found.gains
+    if len(gains) < count + most:
+        gains = space.take("more gains", count + most, np.float32)
+        gains[:count] = found.gains[:count]
     pairs[:, count:] = NO_ID
-    gains[count:] = NO_GAIN
+    gains[count : count + most] = NO_GAIN
     # Local rows and rows of activations, in as few calls: threads wait for each other at each.
     of_ids = pairs[:, :count]
     np.right_shift(found.keys, np.array([[fields.row], [0]], np.uint32), out=of_ids)
     of_ids &= np.array([[(1 << (fields.table - fields.row)) - 1], [(1 << fields.row) - 1]], np.uint32)
-    gains[:count] = found.gains
     if found.sizes.shape[1] > 1:
         _into_stacks(found, of_ids)
     if any(one.gains is not None for own in found.stacks for one in own.tables):
