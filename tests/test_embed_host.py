@@ -290,16 +290,19 @@ def test_keys_of_64_bits_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
                 np.testing.assert_array_equal(getattr(wide.buffers[name], field), getattr(buffers, field))
 
 
-def test_weights_of_keys_of_almost_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no place for the input's order is left beside the key."""
+def test_weights_of_keys_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a place for the input's order is left beside the key, and where none is."""
     case = replace(cases().draw(5), weighted=True, max_ids=512, max_unique_ids=512, buffer=1.0, minibatching=False)
     short = case.run(accelerate=False)
-    real = keys._sort_by
-    monkeypatch.setattr(keys, "_sort_by", lambda values, used: real(values, 64))
-    long = case.run(accelerate=False)
-    for name, buffers in short.buffers.items():
-        np.testing.assert_array_equal(long.buffers[name].embedding_ids, buffers.embedding_ids)
-        np.testing.assert_array_equal(long.buffers[name].gains, buffers.gains)
+    monkeypatch.setattr(keys.Layout, "dtype", lambda self, sources: np.uint64)
+    monkeypatch.setattr(keys.Layout, "most_sources", lambda self: 1 << 20)
+    sort = keys._sorted
+    for used in (None, 64):
+        monkeypatch.setattr(keys, "_sorted", lambda values, weights, own, used=used: sort(values, weights, used or own))
+        long = case.run(accelerate=False)
+        for name, buffers in short.buffers.items():
+            np.testing.assert_array_equal(long.buffers[name].embedding_ids, buffers.embedding_ids)
+            np.testing.assert_array_equal(long.buffers[name].gains, buffers.gains)
 
 
 # Limits.

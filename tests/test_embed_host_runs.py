@@ -78,6 +78,23 @@ def test_both_sorts_sort(low: int, used: int, count: int, seed: int, compiled: b
             np.testing.assert_array_equal(keys, wanted)
 
 
+@settings(max_examples=200)
+@given(st.integers(0, 32), st.integers(0, 32), st.integers(0, 400), st.integers(0, 2**32), st.booleans())
+def test_values_are_sorted_with_their_keys(low: int, used: int, count: int, seed: int, compiled: bool) -> None:
+    """Those of equal keys stay in their order."""
+    rng, below, space = np.random.default_rng(seed), min(low, used), Space()
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(runs, "_loops", None)
+        for several in (1, 7):
+            high = rng.integers(0, 1 << used - below, count) // several * several
+            keys = ((high << below) + np.sort(rng.integers(0, 1 << below, count) // 3)).astype(np.uint32)
+            values = np.arange(count, dtype=np.float32)
+            wanted = sorted(zip(keys.tolist(), values.tolist(), strict=True))
+            runs.sort_pairs(keys, values, low, used, space)
+            assert list(zip(keys.tolist(), values.tolist(), strict=True)) == wanted
+
+
 @pytest.mark.parametrize(
     ("compiled", "faster", "count", "counted"),
     [(True, True, 3_000, True), (True, True, 2_999, False), (True, False, 3_000, False), (False, True, 3_000, False)],

@@ -133,8 +133,9 @@ class NumpyKernels:
         return self._collect(tables, self._by_table([tables], first, last, masked).merged[0], counted=True)
 
     def _by_table(self, stacks: Sequence[Sequence[TableBatch]], first: int, last: int, masked: bool) -> MergedTables:
+        space = self._space()
         merged = [
-            [merge(one.table.layout, one.features, one.gains, first, last, masked) for one in tables]
+            [merge(one.table.layout, one.features, one.gains, first, last, masked, space) for one in tables]
             for tables in stacks
         ]
         return MergedTables.of(stacks, merged)

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftop.embed import runs
 from rooftop.embed.inputs import Ragged
+from rooftop.embed.space import Space
 from rooftop.models.tables_stacking import Place
 
 
@@ -115,7 +117,13 @@ def set_up_to(of: NDArray[np.bool_], places: NDArray[np.int64]) -> NDArray[np.in
 
 
 def merge(
-    layout: Layout, features: Sequence[Looked], gains: NDArray[np.float32] | None, first: int, last: int, masked: bool
+    layout: Layout,
+    features: Sequence[Looked],
+    gains: NDArray[np.float32] | None,
+    first: int,
+    last: int,
+    masked: bool,
+    space: Space,
 ) -> Merged:
     """Sort and merge the ids that sources ``first`` to ``last`` (exclusive) look up in one table.
 
@@ -124,12 +132,14 @@ def merge(
     """
     sources = last - first
     keys, weights = _keys(layout, features, first, last, masked)
-    if weights is None:
-        keys.sort()
-        order = None
+    used = layout.source_shift + bits(sources)
+    # Ids come in the order of their samples.
+    if keys.dtype != np.uint32:
+        keys, weights = _sorted(keys, weights, used)
+    elif weights is None:
+        runs.sort(keys, layout.sample_bits, used, space)
     else:
-        keys, order = _sort_by(keys, layout.source_shift + bits(sources))
-        weights = weights[order]
+        runs.sort_pairs(keys, weights, layout.sample_bits, used, space)
     counts = None
     behind = (keys[1:] != keys[:-1]).nonzero()[0]
     if len(behind) + 1 < len(keys):
@@ -190,20 +200,24 @@ def _keys(
     return keys, weights
 
 
-def _sort_by(keys: NDArray[Any], used: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Keys of ``used`` bits sorted, and the order that sorts them, equal keys in the order of the input."""
+def _sorted(
+    keys: NDArray[Any], weights: NDArray[np.float32] | None, used: int
+) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    """Keys of ``used`` bits sorted, and their weights, those of equal keys in the order of the input."""
+    if weights is None:
+        keys.sort()
+        return keys, None
     index_bits = bits(max(len(keys), 1))
     if used + index_bits > 64:
         order = np.argsort(keys, kind="stable")
-        return keys[order], order
+        return keys[order], weights[order]
     # The place in the input, below the key: one sort of numbers is faster than a sort of places.
-    joined = keys.astype(np.uint64)
-    joined <<= np.uint64(index_bits)
-    joined |= np.arange(len(keys), dtype=np.uint64)
-    joined.sort()
-    order = (joined & np.uint64((1 << index_bits) - 1)).astype(np.int64)
-    joined >>= np.uint64(index_bits)
-    return joined.astype(keys.dtype), order
+    keys <<= np.uint64(index_bits)
+    keys |= np.arange(len(keys), dtype=np.uint64)
+    keys.sort()
+    order = (keys & np.uint64((1 << index_bits) - 1)).astype(np.int64)
+    keys >>= np.uint64(index_bits)
+    return keys, weights[order]
 
 
 def _sample_of(layout: Layout, keys: NDArray[Any], sources: int) -> NDArray[Any]:

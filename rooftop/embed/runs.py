@@ -79,9 +79,18 @@ def merge(keys: NDArray[np.uint32], gains: NDArray[np.float32], ends: Sequence[i
 def sort(keys: NDArray[np.uint32], low: int, used: int, space: Space) -> None:
     """Sort keys [N] of ``used`` bits in place; those equal but for their lowest ``low`` bits come in order."""
     if _loops is not None and len(keys) >= _FEW and _digits_are_faster():
-        _by_digits(keys, low, used, space)
+        _by_digits(keys, None, low, used, space)
     else:
         keys.sort()
+
+
+def sort_pairs(keys: NDArray[np.uint32], values: NDArray[np.float32], low: int, used: int, space: Space) -> None:
+    """The same, and ``values`` [N] with them: those of equal keys in their order."""
+    if _loops is not None:
+        _by_digits(keys, values, low, used, space)
+        return
+    order = np.argsort(keys, kind="stable")
+    keys[:], values[:] = keys[order], values[order]
 
 
 @cache
@@ -95,7 +104,7 @@ def _digits_are_faster() -> bool:
         if turn % 2:
             own.sort()
         else:
-            _by_digits(own, 0, 26, space)
+            _by_digits(own, None, 0, 26, space)
         return time.perf_counter() - start
 
     taken = [seconds(turn) for turn in range(8)]
@@ -103,20 +112,23 @@ def _digits_are_faster() -> bool:
     return min(taken[2::2]) < min(taken[3::2])
 
 
-def _by_digits(keys: NDArray[np.uint32], low: int, used: int, space: Space) -> None:
+def _by_digits(keys: NDArray[np.uint32], values: NDArray[np.float32] | None, low: int, used: int, space: Space) -> None:
     """Stable counting sorts by the bits from ``low`` on, the lowest digit first."""
     count = len(keys)
     turns = max(-(-(used - low) // _DIGIT), 0)
-    digits, none = space.take("digits", count, np.int32), space.take("none", count, np.int8)
-    counts, other = space.take("counts", (1 << _DIGIT) + 1, np.int32), space.take("other keys", count, np.int32)
-    own, shift = keys.view(np.int32), low
+    digits, counts = space.take("digits", count, np.int32), space.take("counts", (1 << _DIGIT) + 1, np.int32)
+    # Without values, what goes along does not matter.
+    also: NDArray[Any] = space.take("none", count, np.int8) if values is None else values
+    also_other = also if values is None else space.take("other values", count, np.float32)
+    own, other = (keys.view(np.int32), also), (space.take("other keys", count, np.int32), also_other)
+    shift = low
     for turn in range(turns):
         digit = -(-(used - shift) // (turns - turn))
-        np.right_shift(own.view(np.uint32), np.uint32(shift), out=digits.view(np.uint32))
+        np.right_shift(own[0].view(np.uint32), np.uint32(shift), out=digits.view(np.uint32))
         if turn + 1 < turns:
             digits &= np.int32((1 << digit) - 1)
-        # Of a matrix with digits as rows and keys as columns; what its entries are does not matter.
-        _loops.coo_tocsr(1 << digit, count, count, digits, own, none, counts[: (1 << digit) + 1], other, none)
+        # Of a matrix with digits as rows, keys as columns and values as entries.
+        _loops.coo_tocsr(1 << digit, count, count, digits, *own, counts[: (1 << digit) + 1], *other)
         own, other, shift = other, own, shift + digit
     if turns % 2:
-        keys.view(np.int32)[:] = own
+        other[0][:], other[1][:] = own
