@@ -137,6 +137,13 @@ def test_a_batch_is_what_its_lines_are(path: Path, text: bytes, batch: int, star
         assert told(read_batches(path, TABLES, batch, start=start)) == told(one_by_one(path, batch, start))
 
 
+@pytest.mark.parametrize("label", [b"", b"2", b"01", b"10", b"1 ", b"0\r", b"-1", b"a"])
+def test_a_label_is_one_digit(path: Path, label: bytes) -> None:
+    path.write_bytes(b"1" + b"\t" * 39 + b"\n" + label + b"\t" * 39 + b"\n")
+    with pytest.raises(RooftopError, match="line 2: got 'a label that is neither 0 nor 1'"):
+        list(read_batches(path, TABLES, 2))
+
+
 @given(field=counts)
 def test_a_count_is_what_python_reads(path: Path, field: bytes) -> None:
     path.write_bytes(b"\t".join([b"1", b"5", field, *[b""] * 37]) + b"\n")
