@@ -30,7 +30,7 @@ def test_runs_are_joined_in_their_order(bounds: list[list[int]], compiled: bool)
     out, also = np.full(total, -1, np.int32), np.full(total, -1, np.float32)
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(runs, "_loops", None)
+            patch.setattr(runs, "_loops", lambda: None)
         runs.join(np.array(bounds, np.int32).reshape(-1, 1, 2), ints, floats, out, also)
     assert out.tolist() == [100 + at for begin, end in bounds for at in range(begin, end)]
     np.testing.assert_array_equal(also * 3, out - 100)
@@ -52,7 +52,7 @@ def test_equal_keys_are_merged_up_to_each_end(sorts: list[list[tuple[int, int]]]
         wanted_ends.append(len(wanted))
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(runs, "_loops", None)
+            patch.setattr(runs, "_loops", lambda: None)
         assume(len(keys))
         assert runs.merge(keys, gains, ends) == wanted_ends
     left = len(wanted)
@@ -68,7 +68,7 @@ def test_both_sorts_sort(low: int, used: int, count: int, seed: int, compiled: b
         patch.setattr(runs, "_FEW", 0)
         patch.setattr(runs, "_digits_are_faster", lambda: True)
         if not compiled:
-            patch.setattr(runs, "_loops", None)
+            patch.setattr(runs, "_loops", lambda: None)
         # The second finds what the first left in the space.
         for several in (1, 7):
             high = rng.integers(0, 1 << used - below, count) // several * several
@@ -85,7 +85,7 @@ def test_values_are_sorted_with_their_keys(low: int, used: int, count: int, seed
     rng, below, space = np.random.default_rng(seed), min(low, used), Space()
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
-            patch.setattr(runs, "_loops", None)
+            patch.setattr(runs, "_loops", lambda: None)
         for several in (1, 7):
             high = rng.integers(0, 1 << used - below, count) // several * several
             keys = ((high << below) + np.sort(rng.integers(0, 1 << below, count) // 3)).astype(np.uint32)
@@ -105,9 +105,22 @@ def test_keys_are_counted_where_that_is_faster(
     seen: list[int] = []
     monkeypatch.setattr(runs, "_by_digits", lambda keys, *_: seen.append(len(keys)))
     monkeypatch.setattr(runs, "_digits_are_faster", lambda: faster)
-    monkeypatch.setattr(runs, "_loops", runs._loops if compiled else None)
+    monkeypatch.setattr(runs, "_loops", runs._loops if compiled else lambda: None)
     runs.sort(np.zeros(count, np.uint32), 3, 20, Space())
     assert seen == ([count] if counted else [])
+
+
+def test_more_keys_than_the_loops_count_are_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(runs, "_MANY", 5)
+    monkeypatch.setattr(runs, "_FEW", 0)
+    monkeypatch.setattr(runs, "_digits_are_faster", lambda: True)
+    monkeypatch.setattr(runs, "_by_digits", lambda keys, *_: counted.append(len(keys)))
+    for count in (5, 6):
+        keys, values = np.arange(count, dtype=np.uint32)[::-1].copy(), np.arange(count, dtype=np.float32)
+        runs.sort(keys.copy(), 0, 20, Space())
+        runs.sort_pairs(keys, values, 0, 20, Space())
+    assert counted == [5, 5] and keys.tolist() == [0, 1, 2, 3, 4, 5] and values.tolist() == [5, 4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(("seconds", "faster"), [(0.5, False), (-0.5, True)])
@@ -136,7 +149,7 @@ def test_the_same_with_scipy_and_without_by_either_sort(
         patch.setattr(runs, "_FEW", 0)
         patch.setattr(runs, "_digits_are_faster", lambda: digits)
         if not compiled:
-            patch.setattr(runs, "_loops", None)
+            patch.setattr(runs, "_loops", lambda: None)
         ours = made(model, minibatching=minibatching, threads=threads)
         patch.setattr(kernels, "sort_stacks", lambda *_: None)
         assert_same(ours, made(model, minibatching=minibatching))
@@ -170,7 +183,7 @@ def test_rows_written_to_their_end_and_roomy_ones_keep_no_earlier_ids(
 ) -> None:
     """Batch after batch in the same buffers, each with other ids in a; b has none in some of them."""
     if not compiled:
-        monkeypatch.setattr(runs, "_loops", None)
+        monkeypatch.setattr(runs, "_loops", lambda: None)
     rng, batch, stacking = np.random.default_rng(5), 64, two_stacks(4, 2, 64)
     batches = [{"a": ids_of(rng, batch, a, 600), "b": ids_of(rng, batch, b, 600)} for a, b in
                ((60, 9), (58, 0), (20, 3), (59, 9), (1, 0), (58, 1))]  # fmt: skip

@@ -18,17 +18,24 @@ from numpy.typing import NDArray
 
 from rooftop.embed.space import Space
 
-try:
-    from scipy.sparse import _sparsetools as _loops
-except ImportError:
-    _loops = None
-
 #: Bits of a digit at most: its counts stay in a core's first caches.
 _DIGIT = 14
 #: Keys below which counting takes longer than NumPy's sort, however slow: a digit has thousands of counts.
 _FEW = 3_000
+#: Keys up to which the loops' 32 bits tell the place of each.
+_MANY = (1 << 31) - 1
 #: Keys that a sort is tried on.
 _TRIED = 30_000
+
+
+@cache
+def _loops() -> Any:
+    """SciPy's compiled loops, or None. What only plans imports this module too, and SciPy takes a while to import."""
+    try:
+        from scipy.sparse import _sparsetools
+    except ImportError:
+        return None
+    return _sparsetools
 
 
 def join(
@@ -43,10 +50,10 @@ def join(
     These are as long as the runs are together, which is not checked, and of the dtypes of the arrays.
     """
     bounds = bounds.reshape(-1)
-    if _loops is not None:
+    if (loops := _loops()) is not None:
         # A matrix of which every other row is taken.
         rows = np.arange(0, len(bounds), 2, dtype=np.int32)
-        _loops.csr_row_index(len(rows), rows, bounds, given, also, out, also_out)
+        loops.csr_row_index(len(rows), rows, bounds, given, also, out, also_out)
         return
     lengths = bounds[1::2] - bounds[::2]
     ends = np.cumsum(lengths)
@@ -60,10 +67,10 @@ def merge(keys: NDArray[np.uint32], gains: NDArray[np.float32], ends: Sequence[i
 
     They do so up to each of ``ends`` by themselves. Tells where what is left of each ends.
     """
-    if _loops is not None:
+    if (loops := _loops()) is not None:
         bounds = np.array([0, *ends], np.int32)
         # Rows of a matrix; keys are its columns.
-        _loops.csr_sum_duplicates(len(ends), len(keys), bounds, keys.view(np.int32), gains)
+        loops.csr_sum_duplicates(len(ends), len(keys), bounds, keys.view(np.int32), gains)
         found: list[int] = bounds[1:].tolist()
         return found
     last = np.empty(len(keys), np.bool_)
@@ -78,7 +85,7 @@ def merge(keys: NDArray[np.uint32], gains: NDArray[np.float32], ends: Sequence[i
 
 def sort(keys: NDArray[np.uint32], low: int, used: int, space: Space) -> None:
     """Sort keys [N] of ``used`` bits in place; those equal but for their lowest ``low`` bits come in order."""
-    if _loops is not None and len(keys) >= _FEW and _digits_are_faster():
+    if _loops() is not None and _FEW <= len(keys) <= _MANY and _digits_are_faster():
         _by_digits(keys, None, low, used, space)
     else:
         keys.sort()
@@ -86,7 +93,7 @@ def sort(keys: NDArray[np.uint32], low: int, used: int, space: Space) -> None:
 
 def sort_pairs(keys: NDArray[np.uint32], values: NDArray[np.float32], low: int, used: int, space: Space) -> None:
     """The same, and ``values`` [N] with them: those of equal keys in their order."""
-    if _loops is not None:
+    if _loops() is not None and len(keys) <= _MANY:
         _by_digits(keys, values, low, used, space)
         return
     order = np.argsort(keys, kind="stable")
@@ -120,6 +127,7 @@ def _by_digits(keys: NDArray[np.uint32], values: NDArray[np.float32] | None, low
     # Without values, what goes along does not matter.
     also: NDArray[Any] = space.take("none", count, np.int8) if values is None else values
     also_other = also if values is None else space.take("other values", count, np.float32)
+    loops = _loops()
     own, other = (keys.view(np.int32), also), (space.take("other keys", count, np.int32), also_other)
     shift = low
     for turn in range(turns):
@@ -128,7 +136,7 @@ def _by_digits(keys: NDArray[np.uint32], values: NDArray[np.float32] | None, low
         if turn + 1 < turns:
             digits &= np.int32((1 << digit) - 1)
         # Of a matrix with digits as rows, keys as columns and values as entries.
-        _loops.coo_tocsr(1 << digit, count, count, digits, *own, counts[: (1 << digit) + 1], *other)
+        loops.coo_tocsr(1 << digit, count, count, digits, *own, counts[: (1 << digit) + 1], *other)
         own, other, shift = other, own, shift + digit
     if turns % 2:
         other[0][:], other[1][:] = own
