@@ -169,6 +169,15 @@ def test_an_int_that_a_verb_returns_is_the_exit_status(rooftop, monkeypatch, ret
     assert rooftop().status == status
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises: a shell starts what runs in its background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_waits_until_an_import_is_done():
     done = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():
@@ -178,6 +187,7 @@ def test_ctrl_c_waits_until_an_import_is_done():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_import_that_is_not_interrupted_leaves_ctrl_c_as_it_was():
     with uninterrupted():
         pass
