@@ -214,6 +214,8 @@ def main() -> None:
         f"{name} {importlib.metadata.version(name)}" for name in ("jax-tpu-embedding", "jax", "numpy", "numba")
     )
     command = " ".join(["python bench/embed_host.py", *sys.argv[1:]])
+    if without := os.environ.get("NPY_DISABLE_CPU_FEATURES"):
+        command = f'NPY_DISABLE_CPU_FEATURES="{without}" {command}'
     print(f"# {command}; {versions}; {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}")
     print(COLUMNS)
     for threads in chosen.threads:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def digest_first(path: Path, batch: int) -> str:
     """SHA-256 of the lines of a file's first batch: a file that grows keeps it. Raises RooftopError."""
     try:
         with path.open("rb") as file:
-            return hashlib.sha256(b"".join(islice(file, batch))).hexdigest()
+            return hashlib.sha256(next(whole_batches(file, batch), b"")).hexdigest()
     except OSError as error:
         raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
 

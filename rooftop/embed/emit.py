@@ -94,15 +94,14 @@ class Buffers:
         ids: NDArray[np.int32],
         samples: NDArray[np.int32],
         gains: NDArray[np.float32],
-        width: int,
         filled: int,
         space: Space,
     ) -> None:
         """Fill rows from ``first`` on with what lies between ``bounds`` [rows, ..., 2] of the arrays, [N] each.
 
-        In a row that makes ``width``, which is what ``to_write`` says; from ``filled`` on all rows hold padding.
+        That reaches as far as ``to_write`` says; from ``filled`` on all rows hold padding.
         """
-        rows, last = len(bounds), first + len(bounds)
+        rows, last, width = len(bounds), first + len(bounds), self.to_write(filled)
         own = self._rows(first, last)
         whole = own[0].shape[1] == width
         if whole:
@@ -111,6 +110,7 @@ class Buffers:
             names = ("written ids", "written samples", "written gains")
             out = [space.take(name, rows * width, array.dtype.type) for name, array in zip(names, own, strict=True)]
         runs.join(bounds, ids, samples, out[0], out[1])
+        # Two at a time are joined: the third goes along with itself.
         runs.join(bounds, gains.view(np.int32), gains, out[2].view(np.int32), out[2])
         if whole:
             self.filled[first:last] = filled

@@ -48,9 +48,9 @@ def emit_stacks(found: SortedStacks, buffers: Sequence[Buffers | None], first: i
     bounds[..., 0, 1] = np.cumsum(sizes.reshape(-1)).reshape(sizes.shape)
     np.subtract(bounds[..., 0, 1], sizes, out=bounds[..., 0, 0], casting="same_kind")
     ids, samples = pairs.view(np.int32)
-    for own, of_rows, width, filled in zip(buffers, bounds, widths, reached, strict=True):
+    for own, of_rows, filled in zip(buffers, bounds, reached, strict=True):
         if own is not None:
-            own.write_runs(first // per_row, of_rows, ids, samples, gains, width, filled, space)
+            own.write_runs(first // per_row, of_rows, ids, samples, gains, filled, space)
 
 
 def _into_stacks(found: SortedStacks, pairs: NDArray[np.uint32]) -> None:
