@@ -8,12 +8,16 @@ are drawn from a zipf distribution (exponent 1.05). Routes take turns within a r
 number of threads; limits and buffers are those that the batch needs, and 10 % more. The reference is given its fastest
 input form. Outputs are compared before anything is timed. Times are the fastest and the median of all runs, and
 the least CPU time of the process: machines are noisy. Ratios are to the reference's faster form.
+
+Workers are as many processes as there are threads, of one thread each, which have the ids in their own memory, as they
+do where they read them; theirs is the time of a batch, of several that the caller takes from them one after another.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -21,7 +25,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +37,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 CHIPS, CORES_PER_CHIP, FEATURES, VOCABULARY, EXPONENT = 8, 4, 26, 1_000_000, 1.05
 BATCHES = (1024, 4096, 16384)
+#: Batches taken of workers in a run, and batches that each worker has ready or under way at most.
+TAKEN, AHEAD = 8, 2
 COLUMNS = "threads,batch,stacked,combiner,ids,route,min_ms,median_ms,cpu_ms,ids_per_s,ratio_min,ratio_median,ratio_cpu"
 
 
@@ -49,11 +57,46 @@ def draw(batch: int, seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
+@cache
+def drawn(batch: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What a worker is told of no more than its size: it has drawn it before."""
+    return draw(batch)
+
+
+def split(batch: int) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], None]:
+    """Ids and nothing else."""
+    return drawn(batch), None
+
+
+@dataclass
+class Workers:
+    """Processes that make one batch after another ready."""
+
+    ready: Iterator[Any]
+    ahead: int
+
+    def __call__(self) -> Any:
+        """The next batch."""
+        return next(self.ready).made
+
+    def seconds(self) -> float:
+        """Of a batch. Before and behind it, the processes wait."""
+        for _ in range(self.ahead):
+            self()
+        start = time.perf_counter()
+        for _ in range(TAKEN):
+            self()
+        found = (time.perf_counter() - start) / TAKEN
+        time.sleep(2 * found * self.ahead)
+        return found
+
+
 def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int, dict[str, Callable[[], Any]]]:
     """How many ids there are, and what makes them ready, by route."""
     from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
 
     from rooftop.embed.preprocess import Preprocessor
+    from rooftop.embed.workers import make_ready
     from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
     from rooftop.models.tables_limits import StackLimits
     from rooftop.models.tables_stacking import padded, stack_tables
@@ -139,9 +182,15 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
         ours = Preprocessor(stacking, batch=batch, limits=limits, threads=threads, accelerate=accelerate)
         buffers = ours.buffers()
         found[route] = lambda ours=ours, buffers=buffers: ours.preprocess(inputs, out=buffers)
+    # Workers import what they are given from a module, which this file is not where it is run.
+    from embed_host import split
+
+    for route, accelerate in (("rooftop numpy workers", False), ("rooftop numba workers", True)):
+        make = partial(Preprocessor, stacking, batch=batch, limits=limits, accelerate=accelerate)
+        found[route] = Workers(make_ready(itertools.repeat(batch), split, make, workers=threads), AHEAD * threads)
     outputs = {route: do() for route, do in found.items()}
     theirs = outputs["jax-tpu-embedding ragged"][0]
-    for route in ("rooftop numpy", "rooftop numba"):
+    for route in (route for route in outputs if route.startswith("rooftop")):
         for mine, name in stacks.items():
             given = outputs[route].buffers[mine]
             assert np.array_equal(given.row_pointers.reshape(-1), theirs.lhs_row_pointers[name])
@@ -165,6 +214,9 @@ def measure(threads: int, batch: int, stacked: bool, combiner: str, runs: int) -
     cpus: dict[str, list[float]] = {route: [] for route in found}
     for _ in range(runs):
         for route, do in found.items():
+            if isinstance(do, Workers):
+                walls[route].append(do.seconds())
+                continue
             start, used = time.perf_counter(), time.process_time()
             do()
             walls[route].append(time.perf_counter() - start)
@@ -184,11 +236,11 @@ def measure(threads: int, batch: int, stacked: bool, combiner: str, runs: int) -
             "route": route,
             "min_ms": round(min(walls[route]) * 1e3, 3),
             "median_ms": round(median(walls[route]) * 1e3, 3),
-            "cpu_ms": round(min(cpus[route]) * 1e3, 3),
+            "cpu_ms": round(min(cpus[route]) * 1e3, 3) if cpus[route] else "",
             "ids_per_s": round(ids / min(walls[route])),
             "ratio_min": round(best(lambda r: min(walls[r])) / min(walls[route]), 2),
             "ratio_median": round(best(lambda r: median(walls[r])) / median(walls[route]), 2),
-            "ratio_cpu": round(best(lambda r: min(cpus[r])) / min(cpus[route]), 2),
+            "ratio_cpu": round(best(lambda r: min(cpus[r])) / min(cpus[route]), 2) if cpus[route] else "",
         }
         for route in found
     ]

@@ -17,6 +17,10 @@ class RooftopError(Exception):
         self.accepted = accepted
         super().__init__(f"{field}: got {'nothing' if given is None else repr(given)}; accepted: {accepted}")
 
+    def __reduce__(self) -> tuple[type[RooftopError], tuple[str, object, str]]:
+        # It is raised anew in another process.
+        return type(self), (self.field, self.given, self.accepted)
+
 
 class Infeasible(Exception):
     """The answer is no. One line says what does not hold and by how much (exit status 1)."""

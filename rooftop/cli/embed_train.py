@@ -38,7 +38,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--decay", default="constant", show_default=True, help="Of all learning rates: cosine, linear, constant.")
 @click.option("--decay-steps", metavar="N", help="Where the decay ends. [default: the last batch]")
 @click.option("--final-lr", default=0.1, show_default=True, metavar="X", help="The last, as a share of the largest.")
-@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="That prepare batches.")
+@click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="That prepare a batch.")
+@click.option("--workers", default=0, show_default=True, metavar="N", help="Processes that read and prepare, ahead.")
 @click.option("--seed", type=int, metavar="N", help="[default: the run's own; 0 where it begins]")
 @json_option
 def train(
@@ -62,6 +63,7 @@ def train(
     decay_steps: str | None,
     final_lr: float,
     threads: int,
+    workers: int,
     seed: int | None,
     as_json: bool,
 ) -> int:
@@ -115,6 +117,7 @@ def train(
         share_of=schedule.share if warmup or decay != "constant" else None,
         seed=seed,
         threads=threads,
+        workers=workers,
         checks=parse_checks(check),
         profile=parse_profile(profile),
     )

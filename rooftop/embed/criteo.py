@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,21 +33,50 @@ def check_features(tables: Tables) -> tuple[str, ...]:
     return tuple(feature.name for feature in tables.features)
 
 
-def read_batches(path: Path, tables: Tables, batch: int, *, start: int = 0) -> Iterator[CriteoBatch]:
+class Lines(NamedTuple):
+    """The ``text`` of a batch's lines, behind ``first`` lines of the file."""
+
+    first: int
+    text: bytes
+
+
+def read_lines(path: Path, batch: int, *, start: int = 0) -> Iterator[Lines]:
     """Whole batches of ``batch`` lines, from batch ``start`` on; what is left over at the end of the file is not read.
+
+    Raises RooftopError.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(whole_batches(file, batch, skip=start * batch), start):
+                yield Lines(number * batch, text)
+    except OSError as error:
+        raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
+
+
+def parse_lines(lines: Lines, path: Path, tables: Tables, batch: int) -> CriteoBatch:
+    """The batch that these lines of the file at ``path`` are.
 
     A category's id is 1 + its hash modulo (the vocabulary of its table - 1); a missing one is id 0, a missing count 0.
     Raises RooftopError for a line that is none of this format, naming it.
     """
     names = check_features(tables)
     sizes = {name: tables.table(tables.feature(name).table).vocabulary for name in names}
-    try:
-        with path.open("rb") as file:
-            for number, text in enumerate(whole_batches(file, batch, skip=start * batch), start):
-                label, counts, ids = parse(text, batch, sizes, path, number * batch)
-                yield CriteoBatch(label=label, dense=np.log1p(np.maximum(counts, 0)), ids=ids)
-    except OSError as error:
-        raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
+    label, counts, ids = parse(lines.text, batch, sizes, path, lines.first)
+    return CriteoBatch(label=label, dense=np.log1p(np.maximum(counts, 0)), ids=ids)
+
+
+def split_lines(
+    lines: Lines, path: Path, tables: Tables, batch: int
+) -> tuple[Mapping[str, NDArray[np.int64]], CriteoBatch]:
+    """The ids of the batch that these lines are, and the rest of it. Raises RooftopError."""
+    found = parse_lines(lines, path, tables, batch)
+    return found.ids, replace(found, ids={})
+
+
+def read_batches(path: Path, tables: Tables, batch: int, *, start: int = 0) -> Iterator[CriteoBatch]:
+    """The batches of ``read_lines``, parsed. Raises RooftopError."""
+    check_features(tables)
+    return (parse_lines(lines, path, tables, batch) for lines in read_lines(path, batch, start=start))
 
 
 def count_batches(path: Path, batch: int) -> int:

@@ -58,6 +58,10 @@ class Buffers:
             filled=np.zeros(devices * rows, np.int64),
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies, and what another process has, lie elsewhere.
+        return {name: value for name, value in vars(self).items() if name != "addresses"}
+
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
         """Where embedding_ids, sample_ids, gains and filled begin."""

@@ -163,7 +163,8 @@ def sort_stacks(stacks: Sequence[StackIds], first: int, last: int, space: Space)
         for begin, end in pairwise((fields.table, fields.core, fields.source, fields.stack, fields.used))
     )
     if len(ends) > 1:
-        of_sort = np.diff(np.searchsorted(lasts, ends), prepend=0)
+        behind = [0, *np.searchsorted(lasts, ends).tolist()]
+        of_sort = [end - begin for begin, end in pairwise(behind)]
         run += (np.arange(len(ends)) * math.prod(shape)).repeat(of_sort)
 
     def by_table(of_runs: NDArray[np.int64]) -> NDArray[np.int64]:

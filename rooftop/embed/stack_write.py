@@ -59,7 +59,9 @@ def _into_stacks(found: SortedStacks, pairs: NDArray[np.uint32]) -> None:
         [(one.table.layout.place.offset, one.table.first_sample) for own in found.stacks for one in own.tables],
         np.uint32,
     )
-    pairs += added.T[:, found.in_table].repeat(found.runs, axis=1)
+    # Row by row, and with take: indices of two dims cost as much as all the rest.
+    for own, of_tables in zip(pairs, added.T, strict=True):
+        own += of_tables.take(found.in_table).repeat(found.runs)
 
 
 def _scale(found: SortedStacks, counts: NDArray[np.int64], samples: NDArray[np.uint32]) -> NDArray[np.float32]:

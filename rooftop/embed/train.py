@@ -9,9 +9,10 @@ checkpoint on, so that this too comes out the same when it is killed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ import jax
 import numpy as np
 
 from rooftop.embed.checkpoint import Saved, require_tables, restore, save, stacked, unstacked
-from rooftop.embed.criteo import CriteoBatch, auc, digest_first, read_batches, require_batches
+from rooftop.embed.criteo import (
+    CriteoBatch,
+    auc,
+    digest_first,
+    read_batches,
+    read_lines,
+    require_batches,
+    split_lines,
+)
 from rooftop.embed.excess import LimitsExceeded
 from rooftop.embed.finite import check_dense, check_finite
 from rooftop.embed.limits import estimate, grown, observe, read_limits, write_limits
@@ -30,6 +39,7 @@ from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.statistics import Statistics
 from rooftop.embed.train_options import TrainOptions
 from rooftop.embed.train_step import Target, TrainStep, compiler_options
+from rooftop.embed.workers import Ready, make_ready
 from rooftop.errors import RooftopError
 from rooftop.models.tables_limits import Limits
 from rooftop.models.tables_stacking import Stacking, stack_tables
@@ -115,21 +125,19 @@ class Trainer:
         last = require_batches(options.data, options.batch)
         last = last if options.steps is None else min(last, options.steps)
         found, losses = list[float](), list[Any]()
-        batches = islice(
-            read_batches(options.data, options.tables, options.batch, start=self.done), max(last - self.done, 0)
-        )
-        with jax.set_mesh(self.mesh):
-            for batch in () if stopped() else batches:
+
+        def grow(batch: CriteoBatch) -> None:
+            nonlocal found
+            found += self._checkpoint(losses)
+            self._grow(batch)
+
+        with jax.set_mesh(self.mesh), closing(self._ready(options.data, self.done, last, grow)) as batches:
+            ending = self.done >= last or stopped()
+            while not ending:
                 if on_batch is not None:
                     on_batch(self.done, last)
                 with self._traced(self.done + 1, last):
-                    try:
-                        placed = self._placed(batch)
-                    except LimitsExceeded:
-                        found += self._checkpoint(losses)
-                        self._grow(batch)
-                        placed = self._placed(batch)
-                    self.state, told = self._step(self.state, *placed)
+                    self.state, told = self._step(self.state, *self._placed(next(batches)))
                 losses.append(told)
                 self.done += 1
                 if "nan" in options.checks:
@@ -137,9 +145,33 @@ class Trainer:
                 ending = self.done == last or stopped()
                 if ending or self.done % options.checkpoint_every == 0:
                     found += self._checkpoint(losses)
-                if ending:
-                    break
         return found
+
+    def _ready(
+        self, data: Path, first: int, last: int, grow: Callable[[CriteoBatch], None]
+    ) -> Generator[Ready[CriteoBatch]]:
+        """Batches ``first`` to ``last`` of ``data``, made ready; ``grow`` is told of one that does not fit, before."""
+        tables, batch = self.options.tables, self.options.batch
+        split = partial(split_lines, path=data, tables=tables, batch=batch)
+        grown_for = -1
+        while first < last:
+            lines = islice(read_lines(data, batch, start=first), last - first)
+            made = make_ready(lines, split, self._preprocessor, workers=self.options.workers)
+            try:
+                with closing(made) as ready:
+                    for one in ready:
+                        yield one
+                        first += 1
+            except LimitsExceeded:
+                if grown_for == first:
+                    raise
+            else:
+                if first < last:
+                    raise RooftopError("data", f"{first} batches in {data}", f"the {last} that it had at first")
+                return
+            # All behind it is made ready anew, for the limits that it takes.
+            grow(next(read_batches(data, tables, batch, start=first)))
+            grown_for = first
 
     def _checkpoint(self, losses: list[Any]) -> list[float]:
         """Finish what is under way, record the ``losses``, which are none then, and save. Returns them as numbers."""
@@ -174,28 +206,24 @@ class Trainer:
 
     def evaluate(self, data: Path) -> float:
         """AUC on the whole batches of ``data``."""
-        require_batches(data, self.options.batch)
+        last = require_batches(data, self.options.batch)
         labels, scores = [], []
-        with jax.set_mesh(self.mesh):
-            for batch in read_batches(data, self.options.tables, self.options.batch):
-                try:
-                    inputs, placed = self._placed(batch)
-                except LimitsExceeded:
-                    self._grow(batch)
-                    inputs, placed = self._placed(batch)
+        with jax.set_mesh(self.mesh), closing(self._ready(data, 0, last, self._grow)) as batches:
+            for batch in batches:
+                inputs, placed = self._placed(batch)
                 scores.append(np.asarray(self._step.scores(self.state, inputs, placed.dense)))
-                labels.append(batch.label)
+                labels.append(batch.rest.label)
         return auc(np.concatenate(labels), np.concatenate(scores))
 
-    def _placed(self, batch: CriteoBatch) -> tuple[Any, DlrmBatch[jax.Array]]:
+    def _placed(self, batch: Ready[CriteoBatch]) -> tuple[Any, DlrmBatch[jax.Array]]:
         """One batch on the devices: what is looked up, and the rest."""
-        made = self.preprocessor.preprocess(batch.ids)
+        made, rest = batch.made, batch.rest
         self.dropped += made.statistics.dropped
         self.passes = max(self.passes, made.minibatches)
         split = jax.NamedSharding(self.mesh, jax.P(self.mesh.axis_names))
         # What no device tells of is told to a trace by the host.
         with jax.profiler.TraceAnnotation("place", dropped_ids=made.statistics.dropped, minibatches=made.minibatches):
-            placed = DlrmBatch(dense=jax.device_put(batch.dense, split), label=jax.device_put(batch.label, split))
+            placed = DlrmBatch(dense=jax.device_put(rest.dense, split), label=jax.device_put(rest.label, split))
             return device_inputs(made.buffers, made.minibatches, self.mesh), placed
 
     def _drain(self) -> list[Any]:
@@ -253,7 +281,8 @@ class Trainer:
     def _compile_for(self, limits: Limits) -> None:
         """Make ready for these limits what prepares batches and what runs them; a step is compiled when it is run."""
         options = self.options
-        self.preprocessor = Preprocessor(
+        self._preprocessor = partial(
+            Preprocessor,
             self.stacking,
             batch=options.batch,
             limits=limits,

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from rooftop.embed.criteo import check_features
+from rooftop.embed.workers import check_workers
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Tables
 from rooftop.programs.embedding_pipeline import ShareOf
@@ -24,8 +25,9 @@ class TrainOptions:
     ``checkpoint_every`` batches and at the end; tables are looked over for NaNs then, with the check ``nan`` after
     every batch. ``checks`` are names of ``rooftop.xla.sparsecore_checks.CHECKS``; others than ``nan`` need SparseCores.
     ``limits`` is a file of them to go on with (None: the run's own, which at its begin come from its first batches).
-    ``profile`` is the first and last batch, counted from 1, of a trace. ``share_of`` all learning rates is used at a
-    step, counted from 0 (None: all of them, always). ``seed`` is that of the run (None: 0 where it begins).
+    Batches are read and made ready by ``workers`` processes, ahead of time, or by the run's own (0), with ``threads``
+    threads each. ``profile`` is the first and last batch, counted from 1, of a trace. ``share_of`` all learning rates
+    is used at a step, counted from 0 (None: all of them, always). ``seed`` is that of the run (None: 0 at its begin).
     """
 
     tables: Tables
@@ -42,6 +44,7 @@ class TrainOptions:
     share_of: ShareOf | None = None
     seed: int | None = None
     threads: int = 1
+    workers: int = 0
     limits: Path | None = None
     checks: tuple[str, ...] = ()
     profile: tuple[int, int] | None = None
@@ -51,6 +54,7 @@ class TrainOptions:
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise RooftopError(name, getattr(self, name), "a positive whole number")
+        check_workers(self.workers)
         if self.devices > len(jax.devices()):
             raise RooftopError("devices", self.devices, f"at most the {len(jax.devices())} that are here")
         if not 0 <= self.dense_learning_rate < math.inf:

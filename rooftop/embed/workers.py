@@ -1,0 +1,221 @@
+"""Batches made ready ahead of time, in their order, by processes of their own: the run's has its interpreter to itself.
+
+Threads of one process wait for each other at each short call of NumPy; processes do not.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from rooftop.embed.emit import Buffers
+from rooftop.embed.line import Line
+from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.statistics import Statistics
+from rooftop.errors import RooftopError
+
+_B = TypeVar("_B")
+_R = TypeVar("_R")
+
+#: Batches that a worker has: one that it works on, and one that waits for it or for the caller.
+_AHEAD = 2
+#: Seconds that a worker has to end by itself.
+_PATIENCE = 5.0
+#: Where a worker's task lies; its batches and answers lie at 0 to _AHEAD - 1, their buffers behind these.
+_TASK = 2 * _AHEAD
+#: Most workers.
+MOST_WORKERS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Generic[_R]):
+    """A batch made ready, and the ``rest`` of it. The buffers are written again once the next batch is asked for."""
+
+    rest: _R
+    made: Preprocessed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task(Generic[_B, _R]):
+    """What is done with each batch: ``split`` into ids by feature and the rest, and its ids made ready."""
+
+    split: Callable[[_B], tuple[Mapping[str, Any], _R]]
+    make: Callable[[], Preprocessor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What a worker has of a batch, but for its buffers: the ``rest``, or an error; and the warnings."""
+
+    rest: Any = None
+    minibatches: int = 1
+    statistics: Statistics | None = None
+    error: Exception | None = None
+    said: tuple[str, ...] = ()
+
+
+def check_workers(count: object) -> None:
+    """Raises RooftopError unless there may be so many workers."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_WORKERS:
+        raise RooftopError("workers", count, f"a whole number from 0 to {MOST_WORKERS}")
+
+
+def make_ready(
+    batches: Iterable[_B],
+    split: Callable[[_B], tuple[Mapping[str, Any], _R]],
+    make: Callable[[], Preprocessor],
+    *,
+    workers: int = 0,
+) -> Generator[Ready[_R]]:
+    """Each of ``batches``, made ready by the preprocessor of ``make``; ``split`` gives ids by feature, and the rest.
+
+    ``workers`` processes do so a few batches ahead, until the generator is closed; where there are none the caller's
+    own does, when a batch is asked for. ``split``, ``make`` and batches are pickled for them, and thus to be of modules
+    that can be imported. What is wrong with a batch is raised in its turn. Raises RooftopError.
+    """
+    check_workers(workers)
+    task = _Task(split=split, make=make)
+    return _here(batches, task) if workers == 0 else _ahead(batches, task, workers)
+
+
+def _here(batches: Iterable[_B], task: _Task[_B, _R]) -> Generator[Ready[_R]]:
+    preprocessor = task.make()
+    buffers = preprocessor.buffers()
+    for batch in batches:
+        ids, rest = task.split(batch)
+        yield Ready(rest=rest, made=preprocessor.preprocess(ids, out=buffers))
+
+
+def _ahead(batches: Iterable[_B], task: _Task[_B, _R], count: int) -> Generator[Ready[_R]]:
+    """Batches go to each worker in turn, and come back from it."""
+    wrong, sent, taken = list[Exception](), 0, 0
+
+    def readable() -> Iterator[_B]:
+        # Those before what cannot be read come first.
+        try:
+            yield from batches
+        except Exception as error:
+            wrong.append(error)
+
+    reading = readable()
+    with ExitStack() as ends:
+        workers = [ends.enter_context(_Worker(count)) for _ in range(count)]
+        for one in workers:
+            one.send(_TASK, task)
+        while True:
+            for batch in islice(reading, count * _AHEAD - (sent - taken)):
+                workers[sent % count].send(sent // count % _AHEAD, batch)
+                sent += 1
+            if taken == sent:
+                break
+            yield workers[taken % count].take()
+            taken += 1
+    for error in wrong:
+        raise error
+
+
+class _Worker:
+    """A process that makes batches ready, as seen by the one it does so for. It ends with the context."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._buffers = dict[int, Mapping[str, Buffers]]()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = f"import sys; sys.path[:] = {sys.path!r}; from rooftop.embed.workers import work"
+            # In a session of its own, Ctrl-C is for the caller alone.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"{code}; work({theirs.fileno()})"],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._line = Line(ours)
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.close()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def send(self, place: int, value: object) -> None:
+        """Hand over the task or a batch."""
+        try:
+            self._line.send(place, value)
+        except ConnectionError:
+            raise self._ended() from None
+
+    def take(self) -> Ready[Any]:
+        """The next batch that was handed over, made ready."""
+        try:
+            place, value = self._line.receive()
+            if place >= _AHEAD:
+                self._buffers[place - _AHEAD] = value
+                place, value = self._line.receive()
+        except (EOFError, ConnectionError):
+            raise self._ended() from None
+        answer: _Answer = pickle.loads(value)
+        for message in answer.said:
+            warnings.warn(message, stacklevel=2)
+        if answer.error is not None:
+            raise answer.error
+        assert answer.statistics is not None
+        made = Preprocessed(buffers=self._buffers[place], minibatches=answer.minibatches, statistics=answer.statistics)
+        return Ready(rest=answer.rest, made=made)
+
+    def _ended(self) -> RooftopError:
+        """What to say where the process is gone, for want of memory most likely."""
+        status = self._process.wait()
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        return RooftopError("workers", f"one of {self._count} that ended with {how}", "fewer, or more memory for each")
+
+
+def work(file: int) -> None:
+    """Make batches ready for the process at the other end of the socket ``file``, until it is gone."""
+    line = Line(socket.socket(fileno=file))
+    with suppress(EOFError, ConnectionError):
+        _, task = line.receive()
+        ready: Callable[[Any, int], _Answer] | None = None
+        while True:
+            place, batch = line.receive()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                try:
+                    ready = ready or _readier(task, line)
+                    answer = ready(batch, place)
+                except Exception as error:
+                    answer = _Answer(error=error)
+                    if not isinstance(error, RooftopError):
+                        error.add_note("".join(traceback.format_exception(error)))
+            answer = replace(answer, said=tuple(str(one.message) for one in said))
+            # Within the bytes: the caller may keep what it gets.
+            line.send(place, pickle.dumps(answer, 5))
+
+
+def _readier(task: _Task[Any, Any], line: Line) -> Callable[[Any, int], _Answer]:
+    preprocessor = task.make()
+    buffers = dict[int, Mapping[str, Buffers]]()
+
+    def ready(batch: Any, place: int) -> _Answer:
+        ids, rest = task.split(batch)
+        if place not in buffers:
+            spans = line.send(_AHEAD + place, preprocessor.buffers())
+            buffers[place] = line.shared(_AHEAD + place, spans)
+        made = preprocessor.preprocess(ids, out=buffers[place])
+        return _Answer(rest=rest, minibatches=made.minibatches, statistics=made.statistics)
+
+    return ready

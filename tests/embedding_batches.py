@@ -1,0 +1,54 @@
+"""Batches of two features for workers, which import this module: it takes no JAX."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rooftop.errors import RooftopError
+from rooftop.models.tables import Feature, SparseCoreConfig, Table, Tables
+from rooftop.models.tables_stacking import Stacking, stack_tables
+
+SAMPLES, ROWS = 32, 100
+TABLES = Tables(
+    tables=(Table(name="a", vocabulary=ROWS, width=8, combiner="mean"), Table(name="b", vocabulary=ROWS, width=8)),
+    features=(Feature(name="x", table="a"), Feature(name="y", table="b")),
+    config=SparseCoreConfig(allow_id_dropping=False),
+)
+STACKING: Stacking = stack_tables(TABLES, cores=4, cores_per_device=2, batch=SAMPLES)
+
+Batch = tuple[int, dict[str, Any]]
+
+
+def drawn(number: int, most: int = 6) -> Batch:
+    random = np.random.default_rng(number)
+    found = {}
+    for name in ("x", "y"):
+        splits = np.concatenate([[0], np.cumsum(random.integers(0, most, SAMPLES))])
+        found[name] = (random.integers(0, ROWS, splits[-1]), splits)
+    return number, found
+
+
+def split(batch: Batch) -> tuple[Mapping[str, Any], np.ndarray]:
+    number, ids = batch
+    if number < 0:
+        raise RooftopError("number", number, "one from 0 on")
+    return ids, np.full(3, number)
+
+
+def modules(batch: Batch) -> tuple[Mapping[str, Any], set[str]]:
+    """What the process has imported."""
+    return batch[1], set(sys.modules)
+
+
+def split_or_die(batch: Batch, how: str) -> tuple[Mapping[str, Any], int]:
+    if batch[0] == 2:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("in a worker")
+    return batch[1], batch[0]
