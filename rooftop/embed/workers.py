@@ -5,6 +5,7 @@ Threads of one process wait for each other at each short call of NumPy; processe
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from rooftop.embed.emit import Buffers
 from rooftop.embed.line import Line
@@ -184,8 +185,8 @@ class _Worker:
         return RooftopError("workers", f"one of {self._count} that ended with {how}", "fewer, or more memory for each")
 
 
-def work(file: int) -> None:
-    """Make batches ready for the process at the other end of the socket ``file``, until it is gone."""
+def work(file: int) -> NoReturn:
+    """Make batches ready for the process at the other end of the socket ``file``, until it is gone; then this ends."""
     line = Line(socket.socket(fileno=file))
     with suppress(EOFError, ConnectionError):
         _, task = line.receive()
@@ -204,6 +205,9 @@ def work(file: int) -> None:
             answer = replace(answer, said=tuple(str(one.message) for one in said))
             # Within the bytes: the caller may keep what it gets.
             line.send(place, pickle.dumps(answer, 5))
+    # The caller waits for the end, which takes Python a while and has nothing left to do.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _readier(task: _Task[Any, Any], line: Line) -> Callable[[Any, int], _Answer]:
