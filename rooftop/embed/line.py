@@ -72,11 +72,13 @@ class Line:
         """The next place and what was sent there. Raises EOFError or OSError where the other end is gone."""
         place, spans, size = self._channel.recv()
         if size:
-            _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)
+            _, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+            if not files:
+                raise EOFError
             try:
-                self._theirs[place] = mmap.mmap(file, size)
+                self._theirs[place] = mmap.mmap(files[0], size)
             finally:
-                os.close(file)
+                os.close(files[0])
         return place, _read(self._theirs[place], spans)
 
     def close(self) -> None:
