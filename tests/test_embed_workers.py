@@ -254,8 +254,12 @@ def test_a_line_of_another_format_stops_a_run_where_it_stands(clicks: Path, tmp_
     assert (trainer.done, len(losses)) == (20, 4)
 
 
-def test_workers_from_the_command_line(rooftop: Callable[..., Answer], clicks: Path, tmp_path: Path) -> None:
-    """They end when the run does, however that ends."""
+def test_workers_from_the_command_line(
+    rooftop: Callable[..., Answer], clicks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told of like any other option."""
+    # It would tell this whole process to keep what it compiles.
+    monkeypatch.setattr("rooftop.cli.train_process.keep_compilations", lambda: None)
     toml = tmp_path / "tables.toml"
     toml.write_text(
         "".join(f'[tables.t{n}]\nvocabulary = 40\nwidth = 8\n[features.C{n}]\ntable = "t{n}"\n' for n in (1, 2))
