@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,18 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 # The same examples on every run and no deadline: a failure is then due to the change, not to a slow machine.
 settings.register_profile("rooftop", derandomize=True, deadline=None)
 settings.load_profile("rooftop")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_go_with_their_module() -> Iterator[None]:
+    """JAX keeps what it has compiled, three mappings of memory for each kernel of a CPU.
+
+    A process that comes to vm.max_map_count of them, 65,530 by default, crashes wherever it asks for memory next.
+    """
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @dataclass(frozen=True, kw_only=True)
