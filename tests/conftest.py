@@ -26,6 +26,13 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 _CACHE = tempfile.TemporaryDirectory(prefix="rooftop-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where slow tests are left out, XLA's compiler for CPUs hurries: most of the time is its."""
+    if "not slow" in config.getoption("markexpr"):
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
 # The same examples on every run and no deadline: a failure is then due to the change, not to a slow machine.
 settings.register_profile("rooftop", derandomize=True, deadline=None)
 settings.load_profile("rooftop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -52,6 +53,22 @@ def saved_arrays(run: Path) -> dict[str, np.ndarray]:
     assert saved is not None
     slots = {f"slot of {name} {index}": slot for name, own in saved.slots.items() for index, slot in enumerate(own)}
     return {**saved.tables, **slots, **saved.dense}
+
+
+def compiled_steps() -> int:
+    gc.collect()
+    there = jax.devices()[0].client.live_executables()
+    return sum(each.hlo_modules()[0].name == "jit_sequential_step" for each in there)
+
+
+def test_what_was_compiled_goes_with_its_run(clicks: Path, tmp_path: Path) -> None:
+    """And with limits that were too small: a process has room for so many programs."""
+    before = compiled_steps()
+    made = trainer(clicks, tmp_path / "run", steps=1)
+    made.train()
+    assert compiled_steps() == before + 1
+    del made
+    assert compiled_steps() == before
 
 
 def test_a_seed_is_that_of_the_run(clicks: Path, tmp_path: Path) -> None:

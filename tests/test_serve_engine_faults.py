@@ -17,6 +17,7 @@ from rooftop.serve.configuration import Configuration
 from rooftop.serve.engine import PagedEngine
 from rooftop.serve.loading import configuration_of, load, stop_tokens
 from rooftop.serve.requests import Overloaded, Request, Sampling, Token
+from rooftop.xla import mappings
 
 PROMPT = GREEDY["llama"][0]["prompt"]
 
@@ -191,6 +192,20 @@ def test_two_hundred_at_once(made: PagedEngine) -> None:
     how = [Sampling(max_tokens=len(cases[i % 6]["output"]), temperature=0.0) for i in range(200)]
     found = answers(serving, [cases[i % 6]["prompt"] for i in range(200)], how)
     assert all([token.token for token in each] == cases[i % 6]["output"] for i, each in enumerate(found))
+
+
+def test_programs_without_room_for_their_mappings_are_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Linux gives a process no more mappings of memory it crashes; so nothing is compiled shortly before."""
+    (tmp_path / "most").write_text("70000\n")
+    (tmp_path / "own").write_text("7f8302835000-7f8302838000 r-xp 00000000 00:00 0\n" * 63_001)
+    monkeypatch.setattr(mappings, "MOST", tmp_path / "most")
+    monkeypatch.setattr(mappings, "OWN", tmp_path / "own")
+    with pytest.raises(Infeasible, match=r"^63,001 mappings of memory .* nearly the 70,000 .* vm.max_map_count"):
+        engine(folder).start()
+    monkeypatch.setattr(mappings, "OWN", tmp_path / "none")
+    mappings.require_mappings()
 
 
 def test_what_does_not_fit_or_go_together_is_one_line(folder: Path, tmp_path: Path) -> None:

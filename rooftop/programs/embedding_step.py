@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -31,8 +31,14 @@ def compiled_step(
     step = pipelined_step if pipelined else sequential_step
     after, told = jax.tree.map(lambda _: None, jax.eval_shape(partial(step, program), state, inputs, batch))
     out = dataclasses.replace(after, embedding=jax.tree.map(place_of, state.embedding)), told
+
+    # JAX keeps what it compiled of a function for as long as there is that function.
+    @wraps(step)
+    def own(*arguments: Any) -> Any:
+        return step(*arguments)
+
     return jax.jit(
-        step, static_argnums=0, donate_argnums=1, out_shardings=out, compiler_options=dict(options) if options else None
+        own, static_argnums=0, donate_argnums=1, out_shardings=out, compiler_options=dict(options) if options else None
     )
 
 

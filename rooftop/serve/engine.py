@@ -23,7 +23,8 @@ from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.scheduling.serving_routing import Routing
 from rooftop.serve.configuration import Configuration
 from rooftop.serve.counters import Counters, stats_of
-from rooftop.serve.replica import COPIED, Compilations, Replica
+from rooftop.serve.programs import COPIED, Compilations
+from rooftop.serve.replica import Replica
 from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
 from rooftop.serve.running import Running
 from rooftop.serve.schedulers import check_scheduler, scheduler_of

@@ -21,7 +21,8 @@ from rooftop.serve.configuration import Configuration
 from rooftop.serve.counters import Counters, stats_of
 from rooftop.serve.handover import Report, page_arrays, pieces, taken, token_fields
 from rooftop.serve.link import Link, LinkLost, Message, accept
-from rooftop.serve.replica import COPIED, Compilations, Replica
+from rooftop.serve.programs import COPIED, Compilations
+from rooftop.serve.replica import Replica
 from rooftop.serve.running import Running
 from rooftop.serve.schedulers import check_scheduler, scheduler_of
 from rooftop.serve.steps import Server

@@ -28,7 +28,8 @@ import numpy as np
 
 from rooftop.scheduling.serving_cache import Sequence as Held
 from rooftop.serve.link import Buffer, Link
-from rooftop.serve.replica import COPIED, Replica
+from rooftop.serve.programs import COPIED
+from rooftop.serve.replica import Replica
 from rooftop.serve.requests import Constraint, EngineStats, ProgramTimes, Request, Sampling, Token
 from rooftop.serve.running import Running
 

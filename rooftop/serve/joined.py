@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import P
 
-from rooftop.serve.replica import COPIED, Ints, Replica
+from rooftop.serve.programs import COPIED, Key
+from rooftop.serve.replica import Ints, Replica
 
 
 class Joined(Replica):
@@ -20,12 +20,10 @@ class Joined(Replica):
     def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
         """See ``Replica``."""
         self._role = role
-        programs = super().compile(on_progress, role=role)
-        if role != "prefill":
-            return programs
-        if ("gather",) not in self._programs:
-            self._programs["gather",] = self._program(("gather",))
-        return programs + 1
+        return super().compile(on_progress, role=role)
+
+    def _wanted(self, role: str) -> list[Key]:
+        return super()._wanted(role) + ([("gather",)] if role == "prefill" else [])
 
     def take(self, pages: Ints) -> Sequence[jax.Array]:
         """See ``Replica``."""
@@ -42,14 +40,6 @@ class Joined(Replica):
             for part, leaf in zip(contents, self.pool_leaves, strict=True)
         ]
         self.put(pages, arrays)
-
-    def _gather_program(self) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        take, donated, arguments = self._take_program()
-
-        def gather(pools: list[jax.Array], pages: jax.Array) -> list[jax.Array]:
-            return [jax.sharding.reshard(each, P()) for each in take(pools, pages)]
-
-        return gather, donated, arguments
 
 
 def page_parts(contents: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
