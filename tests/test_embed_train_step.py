@@ -194,7 +194,7 @@ def same(one: Saved, other: Saved) -> bool:
     return (one.step, one.batch) == (other.step, other.batch) and all(np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("pipelined", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_runs_on_sparsecores_are_those_of_the_reference(
     clicks: Path, tmp_path: Path, pipelined: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -105,7 +105,7 @@ def test_one_step_equals_the_unpipelined_one(
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        pytest.param({"stage": 2, "data": 2}, {"schedule": "zero_bubble", "packed": True}, id="copies"),
+        pytest.param({"stage": 2, "data": 2}, {"schedule": "zero_bubble", "packed": True}, id="copies", marks=SLOW),
         pytest.param({"stage": 2, "expert": 2, "tensor": 2}, INTERLEAVED, id="experts", marks=SLOW),
     ],
 )

@@ -248,7 +248,7 @@ def poisoned(state: TrainState[jax.Array], *names: str, layer: int) -> TrainStat
     ],
     ids=["scores", "products", "nothing"],
 )
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_scope_of_the_first_nan_is_found(
     names: tuple[str, ...], layer: int, scope: str | None, microbatches: int
 ) -> None:
