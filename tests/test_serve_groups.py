@@ -30,7 +30,7 @@ from rooftop.scheduling.serving_groups import GroupedScheduler
 from rooftop.serve.configuration import Configuration, Shapes
 from rooftop.serve.engine import PagedEngine
 from rooftop.serve.loading import load
-from rooftop.serve.replica import Replica
+from rooftop.serve.programs import Programs
 from rooftop.serve.requests import Sampling
 from rooftop.serve.schedulers import check_scheduler, rows_of
 from rooftop.xla.topology import topology_mesh
@@ -211,8 +211,10 @@ def test_what_a_step_sends_on_a_tpu_is_what_plans_count(kv_split: str, reader: s
 
     weights = by_layer(model, jax.tree.map(apart, describe(model), decoder.abstract_weights(mesh)))
     shapes = Shapes(batches=(32,), widths=(256,), contexts=(8192,), prefill_tokens=256)
-    replica = Replica(decoder, mesh, weights, pages=4 * 1025 - 1, host_pages=0, slots=32, shapes=shapes)
-    text = replica._program(("step", (32, 1, 512))).as_text()  # type: ignore[attr-defined]
+    programs = Programs(decoder, mesh, weights, pages=4 * 1025 - 1, slots=32, shapes=shapes)
+    programs.compile([("step", (32, 1, 512))])
+    text = programs["step", (32, 1, 512)].as_text()
+    assert text is not None
     found = {
         kind: len(re.findall(rf" {kind}(?:-start)?\(.*layers/attn/core", text))
         for kind in ("all-to-all", "all-gather", "reduce-scatter")

@@ -52,9 +52,9 @@ class Programs:
         pages: int,
         slots: int,
         shapes: Shapes,
-        guesses: int,
-        drafts: bool,
-        options: dict[str, Any] | None,
+        guesses: int = 0,
+        drafts: bool = False,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self._decoder, self._mesh, self._shapes = decoder, mesh, shapes
         self._guesses, self._drafts = guesses, drafts
@@ -82,9 +82,9 @@ class Programs:
         self._no_adjustments = partial(Adjustments.none, slots + 1, decoder.model.vocab)
         leaves, self._adjustment_tree = jax.tree.flatten(jax.eval_shape(self._no_adjustments))
         self._adjustments = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=self.whole) for each in leaves]
-        self._compiled = dict[Key, Callable[..., Any]]()
+        self._compiled = dict[Key, jax.stages.Compiled]()
 
-    def __getitem__(self, key: Key) -> Callable[..., Any]:
+    def __getitem__(self, key: Key) -> jax.stages.Compiled:
         return self._compiled[key]
 
     def __contains__(self, key: Key) -> bool:
@@ -116,16 +116,14 @@ class Programs:
                 if on_progress is not None:
                     on_progress(1 + done, len(missing))
 
-    def _program(self, key: Key) -> Callable[..., Any]:
+    def _program(self, key: Key) -> jax.stages.Compiled:
         kind, *sizes = key
-        function: Callable[..., Any] = getattr(self, f"_{kind}_program")
+        function: Callable[..., _Traced] = getattr(self, f"_{kind}_program")
         require_mappings()
         with jax.set_mesh(self._mesh):
             traced, donated, arguments = function(*sizes)
-            compiled: Callable[..., Any] = (
-                jax.jit(traced, donate_argnums=donated).lower(*arguments).compile(compiler_options=self._options)
-            )
-        return compiled
+            lowered = jax.jit(traced, donate_argnums=donated).lower(*arguments)
+            return lowered.compile(compiler_options=self._options)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.whole)
