@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.arrays import parse_axes
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.explain.checks import bytes_by_axes
-from rooftop.explain.compiled import Report
-from rooftop.explain.training import Refusal, compile_plan
-from rooftop.files import write_text
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.files import write_text
+from rooftop.explain.compiled.report import Report, bytes_by_axes
+from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload, plan_training
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
 
 RESULTS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (

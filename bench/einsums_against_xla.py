@@ -24,12 +24,12 @@ from rooftop.algebra.einsums import Einsum, strategies
 from rooftop.algebra.pricing import Prices
 from rooftop.algebra.resharding import shardings
 from rooftop.arrays import Mesh, ShardedArray
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.explain.einsum import check, compiled_program, planned_program
-from rooftop.files import write_text
+from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.machine.schedule import timeline
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.files import write_text
+from rooftop.explain.compiled.einsum import check, compiled_program, planned_program
 from rooftop.hardware import Slice
-from rooftop.xla.compiling import Request, compile_ahead_of_time
-from rooftop.xla.schedule import timeline
 
 DIMS = {"E": 16, "I": 4096, "J": 8192, "K": 2048}
 MESH = {"X": 2, "Y": 4}
@@ -67,7 +67,7 @@ def compare(prices: Prices, asked: Einsum) -> dict[str, object]:
         "expression": str(asked), "dims": DIMS, "slice": prices.mesh.slice.name, "layout": layout, "rank": 0,
         "overlapped": False,
     }  # fmt: skip
-    program = "rooftop.programs.sharded_einsum:lower_strategy"
+    program = "rooftop.programs.einsum.sharded:lower_strategy"
     written = compile_ahead_of_time(Request(mesh=prices.mesh, program=program, arguments=arguments))
     schedule = timeline(written.module, written.mesh)
     best = planned_program(strategies(asked, prices, overlapped=False)[0], prices)

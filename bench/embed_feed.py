@@ -56,8 +56,8 @@ def main() -> None:
     from rooftop.embed.limits import estimate, observe
     from rooftop.embed.preprocess import Preprocessor
     from rooftop.embed.workers import make_ready
-    from rooftop.models.tables import Feature, Table, Tables
-    from rooftop.models.tables_stacking import stack_tables
+    from rooftop.models.embedding_tables.stacking import stack_tables
+    from rooftop.models.embedding_tables.tables import Feature, Table, Tables
 
     names = [f"C{index + 1}" for index in range(FEATURES)]
     model = Tables(

@@ -97,9 +97,9 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
 
     from rooftop.embed.preprocess import Preprocessor
     from rooftop.embed.workers import make_ready
-    from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
-    from rooftop.models.tables_limits import StackLimits
-    from rooftop.models.tables_stacking import padded, stack_tables
+    from rooftop.models.embedding_tables.limits import StackLimits
+    from rooftop.models.embedding_tables.stacking import padded, stack_tables
+    from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
 
     inputs = draw(batch)
     names = [f"t{index:02d}" for index in range(FEATURES)]

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.arrays import Mesh
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.files import write_text
+from rooftop.compiler.compiling import Request
+from rooftop.compiler.sparsecore import compile_with_marks
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.files import write_text
 from rooftop.hardware import Slice
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.plan.embed import EmbedPlan
-from rooftop.plan.embed_problem import EmbedProblem, per_device
-from rooftop.xla.compiling import Request
-from rooftop.xla.sparsecore_marks import compile_with_marks
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.problem import EmbedProblem, per_device
 
 RESULTS = Path(__file__).parent / "results" / "embed_memory.csv"
 SLICES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -104,7 +104,7 @@ def run(case: Case) -> dict[str, Any]:
     memory = plan.stack_memory(problem.stacking.stacks[0])
     request = Request(
         mesh=Mesh.lay(where, {"data": where.devices}),
-        program="rooftop.programs.embedding_lowering:lower_part",
+        program="rooftop.programs.embedding.lowering:lower_part",
         arguments={
             "tables": tables.to_json(),
             "cores_per_device": own,

@@ -1,7 +1,7 @@
 """How much of a step's TensorCore work is scheduled beside its SparseCore work: sequential and pipelined, three chips.
 
 Each step of a small DLRM, of one table or of three in two stacks, is compiled ahead of time by XLA:TPU (no TPU; about
-fifteen seconds each). ``rescheduled`` are compilations with ``rooftop.xla.sparsecore_overlap.PIPELINING_OPTIONS``.
+fifteen seconds each). ``rescheduled`` are compilations with ``rooftop.compiler.sparsecore.PIPELINING_OPTIONS``.
 Writes bench/results/embed_overlap.csv and prints it.
 
     python bench/embed_overlap.py
@@ -16,13 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rooftop.arrays import Mesh
-from rooftop.files import write_text
+from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, sparsecore_overlap
+from rooftop.core.files import write_text
 from rooftop.hardware import Slice
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.plan.embed_problem import per_device, stacking_on
-from rooftop.xla.compiling import Request, compile_ahead_of_time
-from rooftop.xla.sparsecore_overlap import PIPELINING_OPTIONS, sparsecore_overlap
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.plan.embedding.problem import per_device, stacking_on
 
 RESULTS = Path(__file__).parent / "results" / "embed_overlap.csv"
 SLICES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -47,7 +47,7 @@ def run(name: str, kinds: tuple[str, ...], part: str, rescheduled: bool) -> dict
     compiled = compile_ahead_of_time(
         Request(
             mesh=Mesh.lay(where, {"data": where.devices}),
-            program="rooftop.programs.embedding_lowering:lower_part",
+            program="rooftop.programs.embedding.lowering:lower_part",
             arguments={
                 "tables": tables.to_json(),
                 "cores_per_device": per_device(where),

@@ -21,7 +21,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rooftop.timelines.xprof import message as field
+from rooftop.core.timelines.xprof import message as field
 
 #: What the tool promises.
 SECONDS, BYTES = 15.0, 2e9
@@ -86,7 +86,7 @@ def read(path: Path) -> None:
     """Read and measure a trace, and print what that took as JSON."""
     start, used = time.perf_counter(), time.process_time()
     # Importing is a part of what a user waits for.
-    from rooftop.explain.measured import explain
+    from rooftop.explain.measured.report import explain
 
     found = explain(path)
     data = found.to_json()

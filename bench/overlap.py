@@ -16,11 +16,11 @@ import time
 from collections import Counter
 
 from rooftop.arrays import AXES, Mesh
+from rooftop.compiler.compiling import Request, compile_ahead_of_time
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.programs.layer import Computation
-from rooftop.programs.train_program import TrainProgram
-from rooftop.xla.compiling import Request, compile_ahead_of_time
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.training.program import TrainProgram
 
 MODEL = ModelConfig(
     name="toy", family="llama", layers=4, d_model=2048, d_ff=8192, heads=16, kv_heads=8, d_head=128, vocab=8192,
@@ -60,7 +60,7 @@ def main() -> None:
             program = TrainProgram(computation=Computation(model=MODEL, remat="block"), batch=batch, seq_len=2048)
             request = Request(
                 mesh=mesh,
-                program="rooftop.programs.train_step:lower",
+                program="rooftop.programs.training.step:lower",
                 arguments=program.to_json(),
                 options=options,
             )

@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rooftop.arrays import Mesh
-from rooftop.files import write_text
+from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.machine.schedule import timeline
+from rooftop.core.files import write_text
 from rooftop.hardware import Slice
-from rooftop.xla.compiling import Request, compile_ahead_of_time
-from rooftop.xla.schedule import timeline
 
 RESULTS = Path(__file__).parent / "results" / "overlapped_block.csv"
 SIZES = (32768, 24576, 16384, 8192, 4096)
@@ -34,7 +34,7 @@ def main() -> None:
         for version, bidirectional in VERSIONS:
             arguments = {"B": 8192, "D": 8192, "F": width, "version": version, "bidirectional": bidirectional}
             compiled = compile_ahead_of_time(
-                Request(mesh=mesh, program="rooftop.programs.block:lower", arguments=arguments)
+                Request(mesh=mesh, program="rooftop.programs.einsum.block:lower", arguments=arguments)
             )
             ours = timeline(compiled.module, mesh)
             theirs = timeline(compiled.module, mesh, estimates="xla")

@@ -44,10 +44,10 @@ Round = Callable[[list[list[int]], list[int]], tuple[list[list[int]], float]]
 
 def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[[], dict[str, float]], dict[str, str]]:
     """The engine that ``rooftop serve`` starts, without the API."""
-    from rooftop.scheduling.serving import Policy
-    from rooftop.serve.configuration import Configuration, Shapes
-    from rooftop.serve.loading import load
-    from rooftop.serve.requests import Request, Sampling, Token
+    from rooftop.scheduling.serving.scheduler import Policy
+    from rooftop.serve.engine.configuration import Configuration, Shapes
+    from rooftop.serve.engine.loading import load
+    from rooftop.serve.engine.requests import Request, Sampling, Token
 
     concurrent, prompt, longest = asked["concurrent"], asked["prompt"], asked["prompt"] + asked["outputs"][1]
     contexts, copies = -(-longest // 64) * 64, asked["copies"]
@@ -159,7 +159,7 @@ def make_checkpoint(folder: Path, name: str) -> None:
 
     from rooftop.checkpoints.huggingface import save_weights
     from rooftop.models import ModelConfig
-    from rooftop.programs.describe import describe
+    from rooftop.programs.model.describe import describe
 
     layers, d, f, heads, kv_heads, vocab = MODELS[name]
     model = ModelConfig(

@@ -25,14 +25,14 @@ import numpy as np
 
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, load_model
-from rooftop.plan.serving_answer import plan_serving
-from rooftop.plan.serving_problem import ServingProblem
-from rooftop.plan.serving_workload import ServingWorkload
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.configuration import Configuration, Shapes
-from rooftop.serve.engine import PagedEngine
-from rooftop.serve.loading import drawn, load
-from rooftop.serve.requests import EngineStats, Request, Sampling, Token
+from rooftop.plan.serving.answer import plan_serving
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.workload import ServingWorkload
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.configuration import Configuration, Shapes
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.loading import drawn, load
+from rooftop.serve.engine.requests import EngineStats, Request, Sampling, Token
 
 
 def main() -> None:

@@ -28,11 +28,11 @@ def main() -> None:
     import numpy as np
 
     from rooftop.models import load_model
-    from rooftop.scheduling.serving import Policy
-    from rooftop.serve.configuration import KV_SPLITS, Configuration, Shapes
-    from rooftop.serve.engine import PagedEngine
-    from rooftop.serve.loading import drawn, load
-    from rooftop.serve.requests import Request, Sampling, Token
+    from rooftop.scheduling.serving.scheduler import Policy
+    from rooftop.serve.engine.configuration import KV_SPLITS, Configuration, Shapes
+    from rooftop.serve.engine.engine import PagedEngine
+    from rooftop.serve.engine.loading import drawn, load
+    from rooftop.serve.engine.requests import Request, Sampling, Token
 
     model = replace(
         load_model("llama3-8b"), name="small", d_model=512, layers=4, heads=16, kv_heads=2, d_head=32, d_ff=1408,

@@ -31,10 +31,10 @@ from typing import Any
 from serve_cpu import MODELS, make_checkpoint
 
 from rooftop.checkpoints.tokenizer import train_bpe
-from rooftop.serve.prediction import Told, deployment_of, measured_times, outside_s, predict
-from rooftop.serve.replay import Target, prompts_of, replay
-from rooftop.simulate.serving_metrics import Targets
-from rooftop.simulate.serving_traces import Lengths, draw_trace
+from rooftop.serve.client.prediction import Told, deployment_of, measured_times, outside_s, predict
+from rooftop.serve.client.replay import Target, prompts_of, replay
+from rooftop.simulate.serving.metrics import Targets
+from rooftop.simulate.serving.traces import Lengths, draw_trace
 
 
 def main() -> None:

@@ -25,16 +25,16 @@ import numpy as np
 
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan.serving_answer import plan_serving
-from rooftop.plan.serving_problem import ServingProblem
-from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
-from rooftop.scheduling.serving import Policy
-from rooftop.scheduling.serving_routing import Routing
-from rooftop.scheduling.serving_times import StepTimes
-from rooftop.simulate.serving import simulate
-from rooftop.simulate.serving_deployment import Deployment
-from rooftop.simulate.serving_metrics import Metrics, Targets
-from rooftop.simulate.serving_traces import Lengths, Trace, draw_trace
+from rooftop.plan.serving.answer import plan_serving
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
+from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.scheduling.serving.times import StepTimes
+from rooftop.simulate.serving.deployment import Deployment
+from rooftop.simulate.serving.engine import simulate
+from rooftop.simulate.serving.metrics import Metrics, Targets
+from rooftop.simulate.serving.traces import Lengths, Trace, draw_trace
 
 RATE, SECONDS = 20, 3600
 

@@ -57,13 +57,13 @@ def rooftop_step(asked: dict[str, Any], folder: Path) -> tuple[Step, dict[str, s
     import numpy as np
 
     from rooftop.checkpoints.huggingface import load_weights
+    from rooftop.compiler.devices import local_devices, mesh_of
     from rooftop.models import ModelConfig
-    from rooftop.programs.layer import Computation
-    from rooftop.programs.optimizer import Optimizer
+    from rooftop.programs.model.layer import Computation
     from rooftop.programs.parameters import Batch
-    from rooftop.programs.train_program import TrainProgram
-    from rooftop.programs.train_step import TrainState, abstract_batch, abstract_state, init_state, train_step
-    from rooftop.xla.local import local_devices, mesh_of
+    from rooftop.programs.training.optimizer import Optimizer
+    from rooftop.programs.training.program import TrainProgram
+    from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
 
     model, here, tokens = ModelConfig.from_json(asked["model"]), local_devices(), np.load(folder / "tokens.npy")
     compute = asked["set"]["compute_dtype"]
@@ -188,11 +188,11 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
     import numpy as np
 
     from rooftop.checkpoints.huggingface import save_weights
+    from rooftop.compiler.devices import local_devices, mesh_of
     from rooftop.models import ModelConfig
-    from rooftop.programs.layer import Computation
-    from rooftop.programs.train_program import TrainProgram
-    from rooftop.programs.train_step import init_state
-    from rooftop.xla.local import local_devices, mesh_of
+    from rooftop.programs.model.layer import Computation
+    from rooftop.programs.training.program import TrainProgram
+    from rooftop.programs.training.step import init_state
 
     layers, d_model, d_ff, heads, kv_heads, vocab, batch, seq_len = MODELS[name]
     model = ModelConfig(

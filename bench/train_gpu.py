@@ -33,20 +33,22 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from rooftop.errors import Infeasible
+from rooftop.compiler.devices import Local, local_devices, mesh_of
+from rooftop.compiler.hlo.places import place_of
+from rooftop.compiler.hlo.text import parse
+from rooftop.core.errors import Infeasible
+from rooftop.core.quantities import format_bytes
+from rooftop.core.scopes import PHASES, SCOPES, UNSCOPED
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, load_model
-from rooftop.plan import Numerics, Problem, TrainingPlan, Workload, plan_training
-from rooftop.profile.timing import provenance, usable_bytes
+from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.profile.microbench.timing import provenance, usable_bytes
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import abstract_batch, abstract_state, init_state, train_step
-from rooftop.quantities import format_bytes
-from rooftop.scopes import PHASES, SCOPES, UNSCOPED
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import abstract_batch, abstract_state, init_state, train_step
 from rooftop.train.metrics import Rates
-from rooftop.xla.hlo import parse
-from rooftop.xla.local import Local, local_devices, mesh_of
-from rooftop.xla.places import place_of
 
 TOY = ModelConfig(
     name="toy", family="llama", layers=2, d_model=128, d_ff=384, heads=4, kv_heads=2, d_head=32, vocab=512,

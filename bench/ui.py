@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
-from rooftop.files import write_text
+from rooftop.core.files import write_text
 from rooftop.ui.explorers import EXPLORERS, explorer
 
 #: States besides the default one whose sliders are moved: larger slices, the planner's own arithmetic.

@@ -13,5 +13,5 @@ __all__ = ["__version__", "inspect"]
 def __getattr__(name: str) -> Any:
     """Public functions, imported when they are first used: ``rooftop.inspect`` needs JAX, planning does not."""
     if name == "inspect":
-        return importlib.import_module("rooftop.explain.function").inspect
+        return importlib.import_module("rooftop.explain.compiled.function").inspect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,7 +31,7 @@ def main() -> None:
     from jax import P
     from jax.sharding import NamedSharding
 
-    from rooftop.checkpoints.state import Checkpoints
+    from rooftop.runs.checkpoints import Checkpoints
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
@@ -84,7 +84,7 @@ def copy(folder: Path) -> None:
     from rooftop.arrays.rules import Rules
     from rooftop.checkpoints.huggingface import load_weights, save_weights
     from rooftop.models import from_huggingface
-    from rooftop.programs.describe import describe
+    from rooftop.programs.model.describe import describe
     from rooftop.programs.parameters import abstract
     from rooftop.programs.sharding import Specs
 

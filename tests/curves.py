@@ -11,11 +11,11 @@ import numpy as np
 
 from rooftop.arrays import AXES
 from rooftop.models import ModelConfig
-from rooftop.programs.context_order import sequence_order
-from rooftop.programs.layer import Computation
+from rooftop.programs.attention.context import sequence_order
+from rooftop.programs.model.layer import Computation
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import TrainState, abstract_batch, init_state, train_step
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import TrainState, abstract_batch, init_state, train_step
 
 MODEL = ModelConfig(
     name="tiny", family="llama", layers=8, d_model=32, d_ff=48, heads=4, kv_heads=2, d_head=8, vocab=64,

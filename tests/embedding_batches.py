@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.errors import RooftopError
-from rooftop.models.tables import Feature, SparseCoreConfig, Table, Tables
-from rooftop.models.tables_stacking import Stacking, stack_tables
+from rooftop.core.errors import RooftopError
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, Tables
 
 SAMPLES, ROWS = 32, 100
 TABLES = Tables(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rooftop.embed.inputs import Ragged
-from rooftop.models.tables import Table, TableOptimizer
+from rooftop.models.embedding_tables.tables import Table, TableOptimizer
 
 
 def combine_weights(ids: Ragged, combiner: str) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
 
 FEATURES = 4
 BATCH = 64
@@ -42,8 +42,8 @@ def write_clicks(path: Path, lines: int, seed: int) -> None:
 
 def main(data: Path, run: Path, devices: int, pipelined: bool) -> None:
     """Train to the end of ``data``."""
-    from rooftop.embed.train import Trainer
-    from rooftop.embed.train_options import TrainOptions
+    from rooftop.embed.train.options import TrainOptions
+    from rooftop.embed.train.trainer import Trainer
 
     options = TrainOptions(
         tables=tables(), data=data, run=run, batch=BATCH, devices=devices, pipelined=pipelined, checkpoint_every=4

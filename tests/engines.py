@@ -13,12 +13,12 @@ from typing import Any
 from test_families import ORACLES, QUICKLY, case
 
 from rooftop.checkpoints.huggingface import save_weights
-from rooftop.programs.checkpoint_names import from_checkpoint
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.configuration import Configuration, Shapes
-from rooftop.serve.engine import PagedEngine
-from rooftop.serve.loading import load
-from rooftop.serve.requests import Request, Sampling, Token
+from rooftop.checkpoints.names import from_checkpoint
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.configuration import Configuration, Shapes
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.loading import load
+from rooftop.serve.engine.requests import Request, Sampling, Token
 
 GREEDY: dict[str, Any] = json.loads((ORACLES / "greedy.json").read_text())
 NAMES = sorted(set(GREEDY) - {"made_with"})

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
-from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.requests import Deliver, EngineStats, Overloaded, Request, Token
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.requests import Deliver, EngineStats, Overloaded, Request, Token
 
 #: What begins and ends a turn of the chats here.
 TURN, END = "<|turn|>", "<|end|>"
@@ -155,10 +155,9 @@ class EchoEngine:
 
 def main() -> None:
     """Serve an EchoEngine: what a test says in JSON on the command line. Says where when it is ready."""
-    from rooftop.serve.api import Settings
-    from rooftop.serve.logs import start_logging
-    from rooftop.serve.server import Serving, bind
-    from rooftop.serve.texts import Texts
+    from rooftop.serve.api.app import Settings
+    from rooftop.serve.api.texts import Texts
+    from rooftop.serve.server import Serving, bind, start_logging
 
     options = json.loads(sys.argv[1])
     folder = Path(sys.argv[2])

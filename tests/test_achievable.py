@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import catalogue, chip
-from rooftop.ledger import COLLECTIVES
-from rooftop.roofline.achievable import (
-    MEASURED_DIMS,
-    NO_MEASUREMENT,
-    attention_seconds,
-    fractions,
-    matmul_fraction,
-)
+from rooftop.roofline.achievable import MEASURED_DIMS, NO_MEASUREMENT, attention_seconds, fractions, matmul_fraction
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "compiler_fractions.csv"
 with RESULTS.open(encoding="utf-8") as file:

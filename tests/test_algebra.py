@@ -18,7 +18,7 @@ from rooftop.algebra.pricing import Prices
 from rooftop.algebra.resharding import Paths, reshard, shardings
 from rooftop.algebra.steps import Step
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.roofline.routing import route
 

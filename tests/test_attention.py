@@ -14,18 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import P
 
-from rooftop.errors import RooftopError
+from rooftop.compiler.hlo import text as hlo
+from rooftop.core.errors import RooftopError
+from rooftop.core.scopes import scope_and_phase
 from rooftop.hardware import chip
 from rooftop.plan.shapes import attended_pairs
-from rooftop.programs import splash_attention
-from rooftop.programs.attention import attend, kernel_flops, kernel_scope
-from rooftop.programs.attention_scores import Scores, block_size, declared, executed_pairs, runs
-from rooftop.programs.context_order import sequence_order
-from rooftop.programs.gathered_attention import gathered_attend
-from rooftop.programs.ring_attention import ring_attend
+from rooftop.programs.attention import splash as splash_attention
+from rooftop.programs.attention.attend import attend, kernel_flops, kernel_scope
+from rooftop.programs.attention.context import gathered_attend, ring_attend, sequence_order
+from rooftop.programs.attention.scores import Scores, block_size, declared, executed_pairs, runs
 from rooftop.roofline import achievable
-from rooftop.scopes import scope_and_phase
-from rooftop.xla import hlo
 
 Arrays = tuple[jax.Array, ...]
 

@@ -23,14 +23,14 @@ from curves import mesh_of
 from jax import P
 from jax.sharding import NamedSharding
 
-from rooftop.checkpoints import state as state_module
-from rooftop.checkpoints.state import Checkpoints
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.models import from_huggingface
-from rooftop.programs.layer import Computation
-from rooftop.programs.optimizer import Optimizer
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import abstract_state
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import abstract_state
+from rooftop.runs import checkpoints as state_module
+from rooftop.runs.checkpoints import Checkpoints
 
 ORACLES = Path(__file__).parent / "oracles"
 
@@ -273,7 +273,7 @@ KILLED = """
 import sys
 from pathlib import Path
 import numpy as np
-from rooftop.checkpoints.state import Checkpoints
+from rooftop.runs.checkpoints import Checkpoints
 import jax
 checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
 for step in range(1, 1000):

@@ -14,11 +14,10 @@ import pytest
 
 from rooftop import __version__
 from rooftop.cli import main as main_module
-from rooftop.cli.interrupts import uninterrupted
 from rooftop.cli.main import VERBS
 from rooftop.cli.output import emit_json
-from rooftop.cli.train_process import prefer_cpus
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.cli.process import prefer_cpus, uninterrupted
+from rooftop.core.errors import Infeasible, RooftopError
 
 HEAVY = ("jax", "jaxlib", "numpy", "rich", "scipy", "rooftop.plan")
 
@@ -216,7 +215,7 @@ def test_json_refuses_what_json_has_not(value):
         emit_json({"time_s": value})
 
 
-@pytest.mark.parametrize("statement", ["import rooftop", "import rooftop.cli.main", "import rooftop.errors"])
+@pytest.mark.parametrize("statement", ["import rooftop", "import rooftop.cli.main", "import rooftop.core.errors"])
 def test_import_brings_nothing_heavy(statement):
     assert imported_by(statement) == []
 
@@ -230,4 +229,4 @@ def test_help_brings_nothing_heavy():
 
 
 def test_the_ledger_needs_numpy_alone():
-    assert imported_by("import rooftop.ledger") == ["numpy"]
+    assert imported_by("import rooftop.core.ledger") == ["numpy"]

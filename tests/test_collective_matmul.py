@@ -15,12 +15,12 @@ import pytest
 from jax import P
 
 from rooftop.arrays import Mesh
-from rooftop.errors import RooftopError
+from rooftop.compiler.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.compiler.machine.schedule import timeline
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
-from rooftop.programs.block import lower, overlapped_mlp
-from rooftop.programs.collective_matmul import all_gather_einsum, einsum_all_reduce, einsum_reduce_scatter
-from rooftop.xla.compiling import Compiled, Request, compile_ahead_of_time
-from rooftop.xla.schedule import timeline
+from rooftop.programs.einsum.block import lower, overlapped_mlp
+from rooftop.programs.einsum.collective_matmul import all_gather_einsum, einsum_all_reduce, einsum_reduce_scatter
 
 Operation = Callable[..., jax.Array]
 gather_left, gather_right = (partial(all_gather_einsum, gathered=operand) for operand in (0, 1))
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused(
 def compile_block(**arguments: Any) -> Compiled:
     mesh = Mesh.from_layout(Slice.parse("v5e:4x4"), "X=x,Y=y")
     fields = {"B": 8192, "D": 8192, "F": 32768, "bidirectional": False} | arguments
-    request = Request(mesh=mesh, program="rooftop.programs.block:lower", arguments=fields)
+    request = Request(mesh=mesh, program="rooftop.programs.einsum.block:lower", arguments=fields)
     return compile_ahead_of_time(request, timeout_s=1200)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.arrays import Mesh, Piece, Span, span
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import PhysicalAxis, Slice
 from rooftop.roofline.collectives import FORMS, price
 

@@ -13,12 +13,14 @@ import jsonschema
 import pytest
 
 from rooftop.cli.main import main
-from rooftop.explain.measured import explain
-from rooftop.explain.training import Refusal, compile_plan
+from rooftop.core.schemas import schema
+from rooftop.explain.compiled.training import Refusal, compile_plan
+from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice
 from rooftop.models import MoE, load_model
-from rooftop.plan import Problem, Workload, plan_training
-from rooftop.schemas import schema
+from rooftop.plan.training.plan import plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
 
 Run = Callable[..., Any]
 TOY = {

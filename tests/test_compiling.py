@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.compiler import cache as cache_module
+from rooftop.compiler.cache import Cache, digest
+from rooftop.compiler.compiling import ENVIRONMENT, PHASES, Request, compile_ahead_of_time
+from rooftop.compiler.memory import OutOfMemory
+from rooftop.compiler.worker import header, load, pack
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
-from rooftop.xla import cache as cache_module
-from rooftop.xla.cache import Cache, digest
-from rooftop.xla.compiling import ENVIRONMENT, PHASES, Request, compile_ahead_of_time
-from rooftop.xla.executable import header, load, pack
-from rooftop.xla.memory import OutOfMemory
 
 MESH = Mesh(Slice.parse("v5e:1x1"), dict.fromkeys(AXES, ()))
 
@@ -170,7 +170,7 @@ def test_a_time_out_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_ends_with_its_caller(tmp_path: Path) -> None:
     question = tmp_path / "request.json"
     question.write_text(json.dumps(request("stay", tell=os.devnull).to_json()))
-    command = [sys.executable, "-m", "rooftop.xla.worker", str(question), str(tmp_path / "result.json")]
+    command = [sys.executable, "-m", "rooftop.compiler.worker", str(question), str(tmp_path / "result.json")]
     with subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE) as worker:
         # Its caller's end of the pipe closes, as it does when that process dies.
         worker.communicate()
@@ -180,7 +180,7 @@ def test_a_worker_ends_with_its_caller(tmp_path: Path) -> None:
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
-ASKED = {"program": "rooftop.programs.train_step:lower", "arguments": {"batch": 8}}
+ASKED = {"program": "rooftop.programs.training.step:lower", "arguments": {"batch": 8}}
 RESULT = {"hlo_text": "HloModule", "peak_bytes": 7}
 
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop import files
-from rooftop.errors import Infeasible, RooftopError, misread, unknown
-from rooftop.quantities import (
+from rooftop.core import files
+from rooftop.core.errors import Infeasible, RooftopError, misread, unknown
+from rooftop.core.quantities import (
     DTYPE_BYTES,
     dtype_bytes,
     format_bytes,

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.checkpoints.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
-from rooftop.errors import RooftopError
-from rooftop.train import tokens
-from rooftop.train.corpus import documents, find_corpus
-from rooftop.train.tokens import TokenStore, token_arrays, tokenise, unigram_entropy
+from rooftop.core.errors import RooftopError
+from rooftop.train.data import tokens
+from rooftop.train.data.corpus import documents, find_corpus
+from rooftop.train.data.tokens import TokenStore, token_arrays, tokenise, unigram_entropy
 
 TEXTS = ["one mesh, one mesh, two axes", "a slice of chips", "naïve ☃ \x00 \r\n\t end", "one mesh of two axes " * 9]
 BPE = train_bpe(TEXTS, 300)

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from rooftop.arrays.rules import Rules
 from rooftop.checkpoints.tokenizer import train_bpe
-from rooftop.errors import RooftopError
-from rooftop.programs.context_order import sequence_order
+from rooftop.core.errors import RooftopError
+from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Batch
 from rooftop.programs.sharding import Specs
-from rooftop.train import loading, packing
-from rooftop.train.corpus import find_corpus
-from rooftop.train.loading import Loader, Permutation, hold_out, place, prefetch
-from rooftop.train.packing import fill, pack
-from rooftop.train.tokens import TokenStore, tokenise
+from rooftop.train.data import loading, packing
+from rooftop.train.data.corpus import find_corpus
+from rooftop.train.data.loading import Loader, Permutation, hold_out, place, prefetch
+from rooftop.train.data.packing import fill, pack
+from rooftop.train.data.tokens import TokenStore, tokenise
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

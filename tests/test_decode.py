@@ -13,15 +13,15 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.models import load_model
-from rooftop.programs import paged
-from rooftop.programs.attention_scores import Scores
-from rooftop.programs.decode import ADJUSTED, DRAWN, HEAD, SLOT, TEMPERATURE, heads_of_each, only_likeliest
-from rooftop.programs.paged import Pages, Rows, attend_heads, best_reader, require_reader
+from rooftop.programs.attention.scores import Scores
+from rooftop.programs.model.projection import project_left
 from rooftop.programs.parameters import Parameter
-from rooftop.programs.projection import project_left
-from rooftop.programs.quantised import FORMATS, Turned, in_full, quantise, require_format
+from rooftop.programs.serving import paged
+from rooftop.programs.serving.decode import ADJUSTED, DRAWN, HEAD, SLOT, TEMPERATURE, heads_of_each, only_likeliest
+from rooftop.programs.serving.paged import Pages, Rows, attend_heads, best_reader, require_reader
+from rooftop.programs.serving.quantised import FORMATS, Turned, in_full, quantise, require_format
 
 PAGES, KV_HEADS, HEADS = 32, 2, 4
 #: Tokens before the new ones, and new ones, of each row; the third row is padding, and the last one generates.

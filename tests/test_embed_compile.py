@@ -18,19 +18,17 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from rooftop.arrays import Mesh
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.explain.embedding import EmbedRefusal, EmbedReport, compile_embed_plan
-from rooftop.explain.embedding_limits import MOST_TRIALS
-from rooftop.explain.embedding_programs import Compilation, step_options
+from rooftop.compiler.compiling import Compiled, Request
+from rooftop.compiler.memory import OutOfMemory
+from rooftop.compiler.sparsecore import CHECKS, TILE_MEMORY, Marks, check_options, parse_checks, require_checks
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.schemas import schema
+from rooftop.explain.embedding.compiled import MOST_TRIALS, EmbedRefusal, EmbedReport, compile_embed_plan
+from rooftop.explain.embedding.programs import Compilation, step_options
 from rooftop.hardware import Slice
-from rooftop.models.tables_limits import StackLimits
-from rooftop.plan.embed import EmbedPlan
-from rooftop.programs.tower import Tower
-from rooftop.schemas import schema
-from rooftop.xla.compiling import Compiled, Request
-from rooftop.xla.memory import OutOfMemory
-from rooftop.xla.sparsecore_checks import CHECKS, check_options, parse_checks, require_checks
-from rooftop.xla.sparsecore_marks import TILE_MEMORY, Marks
+from rooftop.models.embedding_tables.limits import StackLimits
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.programs.embedding.lowering import Tower
 
 
 @pytest.fixture
@@ -278,7 +276,7 @@ def test_a_flag_that_libtpu_does_not_know_is_one_line(monkeypatch: pytest.Monkey
     where = Slice.parse("v5p:2x2x1")
     require_checks(CHECKS, where)
     changed = {**CHECKS, "nan": {"xla_sparse_core_enable_id_bound_check": "true"}}
-    monkeypatch.setattr("rooftop.xla.sparsecore_checks.CHECKS", changed)
+    monkeypatch.setattr("rooftop.compiler.sparsecore.CHECKS", changed)
     with pytest.raises(RooftopError, match="xla_sparse_core_enable_id_bound_check"):
         require_checks(["nan"], where)
 

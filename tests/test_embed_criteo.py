@@ -12,11 +12,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rooftop.embed import criteo_lines
-from rooftop.embed.criteo import CriteoBatch, count_batches, read_batches, require_labels
-from rooftop.embed.criteo_lines import CATEGORIES, COUNTS, parse_line
-from rooftop.errors import RooftopError
-from rooftop.models.tables import MOST_ROWS, Feature, Table, Tables
+from rooftop.core.errors import RooftopError
+from rooftop.embed import criteo as criteo_lines
+from rooftop.embed.criteo import (
+    CATEGORIES,
+    COUNTS,
+    CriteoBatch,
+    count_batches,
+    parse_line,
+    read_batches,
+    require_labels,
+)
+from rooftop.models.embedding_tables.tables import MOST_ROWS, Feature, Table, Tables
 
 SIZES = {"C26": 2, "C1": 40, "C2": 1, "C3": MOST_ROWS, "C14": 100_003}
 TABLES = Tables(

@@ -13,11 +13,11 @@ from embedding_run import BATCH, tables, write_clicks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.cli.embed_train import export as export_command
-from rooftop.cli.embed_train import train as train_command
+from rooftop.cli.embed.train import export as export_command
+from rooftop.cli.embed.train import train as train_command
+from rooftop.core.errors import RooftopError
 from rooftop.embed.export import LEVELS, export, load, quantize
-from rooftop.errors import RooftopError
-from rooftop.models.tables import Quantization
+from rooftop.models.embedding_tables.tables import Quantization
 
 
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-6, 1e6), same=st.booleans())
@@ -85,7 +85,7 @@ table = "t2"
 
 def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It would tell this whole process to keep what it compiles.
-    monkeypatch.setattr("rooftop.cli.train_process.keep_compilations", lambda: None)
+    monkeypatch.setattr("rooftop.cli.process.keep_compilations", lambda: None)
     write_clicks(tmp_path / "train.tsv", 6 * BATCH, seed=0)
     (tmp_path / "tables.toml").write_text(TOML)
     paths = [str(tmp_path / name) for name in ("tables.toml", "train.tsv", "run", "out")]

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed import keys
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
-from rooftop.errors import RooftopError
-from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.models.tables_stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
 
 ORACLES = Path(__file__).parent / "oracles"
 KERNELS = [False, True] if importlib.util.find_spec("numba") else [False]

@@ -16,9 +16,9 @@ from rooftop.embed.emit import Buffers
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.embed.space import Space
-from rooftop.models.tables import Feature, SparseCoreConfig, Table, Tables
-from rooftop.models.tables_limits import StackLimits
-from rooftop.models.tables_stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.limits import StackLimits
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, Tables
 
 
 @settings(max_examples=200)

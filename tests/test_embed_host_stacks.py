@@ -19,8 +19,8 @@ from rooftop.embed.keys import flags, set_up_to
 from rooftop.embed.lookups import TableBatch, layouts
 from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.threads import Threads
-from rooftop.models.tables import Feature, Table, Tables
-from rooftop.models.tables_stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.tables import Feature, Table, Tables
 
 
 @settings(max_examples=100)

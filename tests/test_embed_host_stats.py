@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rooftop.cli.embed import command
+from rooftop.cli.embed.command import command
+from rooftop.core.errors import RooftopError
 from rooftop.embed.batches import parquet_batches
 from rooftop.embed.limits import read_limits
-from rooftop.errors import RooftopError
-from rooftop.models.tables_files import tables_from_toml
-from rooftop.models.tables_stacking import stack_tables
+from rooftop.models.embedding_tables.files import tables_from_toml
+from rooftop.models.embedding_tables.stacking import stack_tables
 
 TOML = """
 [tables.user]

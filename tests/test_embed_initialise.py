@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from rooftop.models.tables import Feature, Initializer, SparseCoreConfig, Table, TableOptimizer, Tables
-from rooftop.models.tables_stacking import pack, stack_tables, unpack
-from rooftop.programs.embedding_state import initialise
+from rooftop.models.embedding_tables.stacking import pack, stack_tables, unpack
+from rooftop.models.embedding_tables.tables import Feature, Initializer, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.programs.embedding.state import initialise
 
 KINDS = {
     "normal": {"mean": 1.0, "stddev": 0.5},

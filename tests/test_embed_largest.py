@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.explain.embedding import EmbedRefusal, compile_embed_plan
-from rooftop.explain.embedding_limits import MOST_TRIALS, NEAR, largest_share
-from rooftop.explain.embedding_programs import Compilation
+from rooftop.explain.embedding.compiled import MOST_TRIALS, NEAR, EmbedRefusal, compile_embed_plan, largest_share
+from rooftop.explain.embedding.programs import Compilation
 from rooftop.hardware import Slice
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.plan.embed import EmbedPlan
-from rooftop.plan.embed_problem import EmbedProblem, per_device
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.problem import EmbedProblem, per_device
 
 
 @given(

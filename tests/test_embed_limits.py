@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed.limits import compare, estimate, expected, feed_back, observe, read_limits, rung, write_limits
 from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.statistics import Statistics
-from rooftop.errors import RooftopError
-from rooftop.models.tables import Feature, SparseCoreConfig, Table, Tables
-from rooftop.models.tables_limits import StackLimits
-from rooftop.models.tables_stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.limits import StackLimits
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, Tables
 
 BATCH = 64
 

@@ -21,20 +21,20 @@ from embedding_run import write_clicks
 from jax import lax
 from test_embed_programs import BATCH, batch_of, gradients_of, inputs_of, limits_for, mesh_of, model
 
-import rooftop.programs.embedding as programs
-from rooftop.embed.checkpoint import restore
+import rooftop.programs.embedding.lookup as programs
+from rooftop.core.errors import RooftopError
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.train import Trainer
-from rooftop.embed.train_options import TrainOptions
-from rooftop.embed.train_step import Target
-from rooftop.errors import RooftopError
-from rooftop.models.tables import OPTIMIZERS, TableOptimizer
-from rooftop.models.tables_limits import StackLimits
-from rooftop.models.tables_stacking import Stacking, stack_tables, unpack
-from rooftop.programs.embedding import EmbeddingProgram, update
-from rooftop.programs.embedding_buffers import StackInputs, read_places
-from rooftop.programs.embedding_sparsecore import NO_SUM, RowRule
-from rooftop.programs.embedding_state import EmbeddingState, begin_sums, device_inputs, host_state, initialise
+from rooftop.embed.train.checkpoint import restore
+from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.step import Target
+from rooftop.embed.train.trainer import Trainer
+from rooftop.models.embedding_tables.limits import StackLimits
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables, unpack
+from rooftop.models.embedding_tables.tables import OPTIMIZERS, TableOptimizer
+from rooftop.programs.embedding.buffers import StackInputs, read_places
+from rooftop.programs.embedding.lookup import EmbeddingProgram, update
+from rooftop.programs.embedding.sparsecore import NO_SUM, RowRule
+from rooftop.programs.embedding.state import EmbeddingState, begin_sums, device_inputs, host_state, initialise
 
 PASSES, PER_DEVICE = 4, 2
 ELEMENTWISE = [kind for kind in OPTIMIZERS if TableOptimizer(kind=kind).elementwise]
@@ -77,8 +77,8 @@ def bind(*operands: jax.Array, rule: RowRule, count: int, config: str) -> list[j
 
 @pytest.fixture
 def operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftop.programs.embedding_sparsecore._update", SimpleNamespace(bind=bind))
-    monkeypatch.setattr("rooftop.programs.embedding._lookup_on_sparsecores", programs._lookup)
+    monkeypatch.setattr("rooftop.programs.embedding.sparsecore._update", SimpleNamespace(bind=bind))
+    monkeypatch.setattr("rooftop.programs.embedding.lookup._lookup_on_sparsecores", programs._lookup)
 
 
 def updated(
@@ -172,8 +172,8 @@ def test_a_run_in_passes_is_that_of_one_pass(
         and passes.limits_file.name == "limits-2-4-passes.json"
     )
     target = SimpleNamespace(of=lambda *_: Target(kernel="sparsecore", cores_per_device=2))
-    monkeypatch.setattr("rooftop.embed.train.Target", target)
-    monkeypatch.setattr("rooftop.embed.train.compiler_options", lambda *_, **__: {})
+    monkeypatch.setattr("rooftop.embed.train.trainer.Target", target)
+    monkeypatch.setattr("rooftop.embed.train.trainer.compiler_options", lambda *_, **__: {})
     adagrad = [dataclasses.replace(each, optimizer=TableOptimizer(kind="adagrad")) for each in click_tables().tables]
     tables = dataclasses.replace(click_tables(), tables=tuple(adagrad))
     # Killed after four batches, and gone on with: nothing that a checkpoint lacks is under way.

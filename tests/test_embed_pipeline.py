@@ -13,11 +13,11 @@ from test_embed_programs import BATCH, batch_of, every_pair, host, in_passes, in
 
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.models.tables import Tables
-from rooftop.models.tables_stacking import stack_tables
-from rooftop.programs.embedding import EmbeddingProgram
-from rooftop.programs.embedding_pipeline import ModelState, StepProgram, pipelined_step, sequential_step
-from rooftop.programs.embedding_state import device_inputs, initialise
+from rooftop.models.embedding_tables.stacking import stack_tables
+from rooftop.models.embedding_tables.tables import Tables
+from rooftop.programs.embedding.lookup import EmbeddingProgram
+from rooftop.programs.embedding.pipeline import ModelState, StepProgram, pipelined_step, sequential_step
+from rooftop.programs.embedding.state import device_inputs, initialise
 
 STEPS = 6
 

@@ -18,15 +18,15 @@ from embedding_programs import TOML
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.schemas import schema
 from rooftop.hardware import Slice
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.plan.embed import UNITS, EmbedPlan
-from rooftop.plan.embed_exchange import cheapest_exchange, exchanged_bytes
-from rooftop.plan.embed_memory import document_stack_bytes, least_tile_bytes, replica_factor, stack_bytes, tile_room
-from rooftop.plan.embed_problem import EmbedProblem, per_device
-from rooftop.schemas import schema
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.plan.embedding.exchange import cheapest_exchange, exchanged_bytes
+from rooftop.plan.embedding.memory import document_stack_bytes, least_tile_bytes, replica_factor, stack_bytes, tile_room
+from rooftop.plan.embedding.plan import UNITS, EmbedPlan
+from rooftop.plan.embedding.problem import EmbedProblem, per_device
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "embed_memory.csv"
 

@@ -16,18 +16,18 @@ from embedding_programs import TOML
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rooftop.core.errors import RooftopError
+from rooftop.core.schemas import schema
 from rooftop.embed.limits import expected, write_limits
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.errors import RooftopError
-from rooftop.explain.embedding_programs import part_request, step_request
+from rooftop.explain.embedding.programs import part_request, step_request
 from rooftop.hardware import Slice
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.plan.embed import EmbedPlan
-from rooftop.plan.embed_limits import limits_in_passes
-from rooftop.plan.embed_memory import stack_bytes, tile_room
-from rooftop.plan.embed_problem import EmbedProblem, per_device, stacking_on
-from rooftop.schemas import schema
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.plan.embedding.limits import limits_in_passes
+from rooftop.plan.embedding.memory import stack_bytes, tile_room
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.problem import EmbedProblem, per_device, stacking_on
 
 
 def plan(

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from embedding_reference import DenseTable, look_up, table_gradient, updated
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed.inputs import PAD, Ragged
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.errors import RooftopError
-from rooftop.models.tables import (
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables, unpack
+from rooftop.models.embedding_tables.tables import (
     COMBINERS,
     OPTIMIZERS,
     Feature,
@@ -25,12 +27,10 @@ from rooftop.models.tables import (
     TableOptimizer,
     Tables,
 )
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.models.tables_stacking import Stacking, stack_tables, unpack
-from rooftop.plan.embed_exchange import EXCHANGES
-from rooftop.programs.embedding import EmbeddingProgram, lookup, update
-from rooftop.programs.embedding_optimizers import row_rule
-from rooftop.programs.embedding_state import EmbeddingState, device_inputs, initialise
+from rooftop.plan.embedding.exchange import EXCHANGES
+from rooftop.programs.embedding.lookup import EmbeddingProgram, lookup, update
+from rooftop.programs.embedding.optimizers import row_rule
+from rooftop.programs.embedding.state import EmbeddingState, device_inputs, initialise
 
 BATCH = 32
 #: Beside the defaults, values that let every parameter of the optimizers count.

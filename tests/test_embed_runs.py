@@ -21,16 +21,14 @@ import pytest
 from conftest import Answer
 from embedding_run import BATCH, tables, write_clicks
 
-from rooftop.embed.checkpoint import restore
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.files import claimed
 from rooftop.embed.criteo import read_batches, require_labels
-from rooftop.embed.memory import require_memory
-from rooftop.embed.metrics import append_metrics, keep_metrics
-from rooftop.embed.train import Trainer
-from rooftop.embed.train_options import TrainOptions
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.files import claimed
-from rooftop.models.tables import SparseCoreConfig, TableOptimizer
-from rooftop.models.tables_stacking import stack_tables
+from rooftop.embed.train.checkpoint import restore
+from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.trainer import Trainer, append_metrics, keep_metrics, require_memory
+from rooftop.models.embedding_tables.stacking import stack_tables
+from rooftop.models.embedding_tables.tables import SparseCoreConfig, TableOptimizer
 from rooftop.train.schedule import Schedule
 
 BATCHES = 8
@@ -220,7 +218,7 @@ def test_emulated_devices_take_one_step_at_a_time(
         waited.append(given)
         return real(given)
 
-    monkeypatch.setattr("rooftop.embed.train_step.jax.block_until_ready", wait)
+    monkeypatch.setattr("rooftop.embed.train.step.jax.block_until_ready", wait)
     begun.train()
     assert len(waited) == (0 if devices == 1 else 2)
 
@@ -302,7 +300,7 @@ def test_one_line_for_what_a_run_cannot_be(
     words: tuple[str, ...], says: str,
 ) -> None:  # fmt: skip
     # It would tell this whole process to keep what it compiles.
-    monkeypatch.setattr("rooftop.cli.train_process.keep_compilations", lambda: None)
+    monkeypatch.setattr("rooftop.cli.process.keep_compilations", lambda: None)
     (tmp_path / "t.toml").write_text(TOML)
     answer = rooftop(
         "embed", "train", str(tmp_path / "t.toml"), str(clicks), str(tmp_path / "run"), "--batch", str(BATCH), *words

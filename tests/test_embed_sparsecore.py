@@ -11,19 +11,25 @@ import pytest
 from embedding_programs import HLO
 
 from rooftop.arrays import Mesh
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.hlo.text import parse
+from rooftop.compiler.sparsecore import (
+    PIPELINING_OPTIONS,
+    compile_with_marks,
+    read_marks,
+    refusal,
+    refuses_larger,
+    sparsecore_overlap,
+)
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.models.tables_stacking import stack_tables
-from rooftop.plan.embed_memory import stack_bytes, tile_capacity, tile_room
-from rooftop.plan.embed_problem import per_device
-from rooftop.programs.embedding import EmbeddingProgram
-from rooftop.programs.embedding_lowering import lower_part
-from rooftop.xla.compiling import Request, compile_ahead_of_time
-from rooftop.xla.hlo import parse
-from rooftop.xla.sparsecore_marks import compile_with_marks, read_marks, refusal, refuses_larger
-from rooftop.xla.sparsecore_overlap import PIPELINING_OPTIONS, sparsecore_overlap
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.stacking import stack_tables
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.plan.embedding.memory import stack_bytes, tile_capacity, tile_room
+from rooftop.plan.embedding.problem import per_device
+from rooftop.programs.embedding.lookup import EmbeddingProgram
+from rooftop.programs.embedding.lowering import lower_part
 
 SLICES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
@@ -38,7 +44,7 @@ def request(on: str, part: str, kind: str, *, unique: int = 256, ids: int = 512,
     limits = StackLimits(max_ids=ids, max_unique_ids=unique, buffer=full_buffer(ids, cores))
     return Request(
         mesh=Mesh.lay(where, {"data": where.devices}),
-        program="rooftop.programs.embedding_lowering:lower_part",
+        program="rooftop.programs.embedding.lowering:lower_part",
         arguments={
             "tables": tables.to_json(),
             "cores_per_device": per_device(where),

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
-from rooftop.models.tables import (
+from rooftop.core.errors import RooftopError
+from rooftop.models.embedding_tables.files import load_tables, tables_from_json, tables_from_toml
+from rooftop.models.embedding_tables.tables import (
     COMBINERS,
     INITIALIZERS,
     OPTIMIZERS,
@@ -21,7 +22,6 @@ from rooftop.models.tables import (
     TableOptimizer,
     Tables,
 )
-from rooftop.models.tables_files import load_tables, tables_from_json, tables_from_toml
 
 TOML = """
 [config]

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
-from rooftop.models.tables import Feature, Quantization, SparseCoreConfig, Table, TableOptimizer, Tables
-from rooftop.models.tables_stacking import Stacking, pack, padded, report, stack_tables, unpack
+from rooftop.core.errors import RooftopError
+from rooftop.models.embedding_tables.stacking import Stacking, pack, padded, report, stack_tables, unpack
+from rooftop.models.embedding_tables.tables import (
+    Feature,
+    Quantization,
+    SparseCoreConfig,
+    Table,
+    TableOptimizer,
+    Tables,
+)
 
 
 def model(*sizes: tuple[int, int], **config: bool) -> Tables:

@@ -15,18 +15,16 @@ import numpy as np
 import pytest
 from embedding_run import BATCH, tables, write_clicks
 
-from rooftop.embed.checkpoint import restore
-from rooftop.embed.criteo import auc, count_batches, read_batches
-from rooftop.embed.criteo_lines import FEATURES
-from rooftop.embed.finite import check_dense, check_finite
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
 from rooftop.embed.limits import read_limits, write_limits
-from rooftop.embed.train import Trainer
-from rooftop.embed.train_options import TrainOptions
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.explain.measured import explain
-from rooftop.models.tables import Initializer
-from rooftop.models.tables_limits import StackLimits
-from rooftop.models.tables_stacking import stack_tables
+from rooftop.embed.train.checkpoint import restore
+from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.trainer import Trainer, check_dense, check_finite
+from rooftop.explain.measured.report import explain
+from rooftop.models.embedding_tables.limits import StackLimits
+from rooftop.models.embedding_tables.stacking import stack_tables
+from rooftop.models.embedding_tables.tables import Initializer
 from rooftop.profile.planes import read_trace
 
 BATCHES = 24

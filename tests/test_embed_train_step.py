@@ -13,18 +13,17 @@ import pytest
 from embedding_run import BATCH, tables, write_clicks
 
 from rooftop.arrays import Mesh
-from rooftop.embed.checkpoint import Saved, restore
-from rooftop.embed.train import Trainer
-from rooftop.embed.train_options import TrainOptions
-from rooftop.embed.train_step import STAGES, Target, compiler_options, lower_step
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.compiler.compiling import Request
+from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, compile_with_marks, refusal, sparsecore_overlap
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.embed.train.checkpoint import Saved, restore
+from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.step import STAGES, Target, compiler_options, lower_step
+from rooftop.embed.train.trainer import Trainer
 from rooftop.hardware import Slice
-from rooftop.models.tables import Feature, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.plan.embed_problem import per_device, stacking_on
-from rooftop.xla.compiling import Request
-from rooftop.xla.sparsecore_marks import compile_with_marks, refusal
-from rooftop.xla.sparsecore_overlap import PIPELINING_OPTIONS, sparsecore_overlap
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.plan.embedding.problem import per_device, stacking_on
 
 BATCHES = 6
 SLICES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -53,7 +52,7 @@ def request(on: str, stage: str) -> Request:
     stacks = stacking_on(elementwise(), where, 128 * cores).stacks
     return Request(
         mesh=Mesh.lay(where, {"data": where.devices}),
-        program="rooftop.embed.train_step:lower_step",
+        program="rooftop.embed.train.step:lower_step",
         arguments={
             "tables": elementwise().to_json(),
             "batch": 128 * cores,
@@ -162,18 +161,19 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sparsecores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs for SparseCores whose operations are the reference's: all but these operations is as on a TPU."""
     monkeypatch.setattr(
-        "rooftop.embed.train.Target", SimpleNamespace(of=lambda *_: Target(kernel="sparsecore", cores_per_device=2))
+        "rooftop.embed.train.trainer.Target",
+        SimpleNamespace(of=lambda *_: Target(kernel="sparsecore", cores_per_device=2)),
     )
-    monkeypatch.setattr("rooftop.embed.train.compiler_options", lambda *_, **__: {})
-    monkeypatch.setattr("rooftop.programs.embedding._lookup_on_sparsecores", _reference("_lookup"))
+    monkeypatch.setattr("rooftop.embed.train.trainer.compiler_options", lambda *_, **__: {})
+    monkeypatch.setattr("rooftop.programs.embedding.lookup._lookup_on_sparsecores", _reference("_lookup"))
     monkeypatch.setattr(
-        "rooftop.programs.embedding._update_on_sparsecores",
+        "rooftop.programs.embedding.lookup._update_on_sparsecores",
         lambda *given: (*_reference("_update")(*given[:-1]), given[-1]),
     )
 
 
 def _reference(name: str) -> Any:
-    import rooftop.programs.embedding as programs
+    import rooftop.programs.embedding.lookup as programs
 
     return getattr(programs, name)
 

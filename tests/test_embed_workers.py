@@ -24,16 +24,16 @@ from conftest import Answer
 from embedding_batches import ROWS, SAMPLES, STACKING, Batch, drawn, modules, split, split_or_die
 from embedding_run import BATCH, tables, write_clicks
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed import line
 from rooftop.embed.emit import Buffers
 from rooftop.embed.excess import LimitsExceeded
 from rooftop.embed.limits import estimate, observe
 from rooftop.embed.line import Line
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
-from rooftop.embed.train import Trainer
-from rooftop.embed.train_options import TrainOptions
+from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.trainer import Trainer
 from rooftop.embed.workers import Ready, make_ready
-from rooftop.errors import RooftopError
 
 
 def preprocessor(**asked: Any) -> Callable[[], Preprocessor]:
@@ -146,7 +146,7 @@ def test_workers_end_with_what_they_were_asked_for() -> None:
 
 def test_workers_import_neither_jax_nor_what_the_run_is_of() -> None:
     (one,) = make_ready([drawn(0)], modules, preprocessor(), workers=1)
-    assert "rooftop.embed.preprocess" in one.rest and not one.rest & {"jax", "rooftop.embed.train", "click"}
+    assert "rooftop.embed.preprocess" in one.rest and not one.rest & {"jax", "rooftop.embed.train.trainer", "click"}
 
 
 @pytest.mark.parametrize("wrong", [-1, 257, 1.5, True, "2"])
@@ -259,7 +259,7 @@ def test_workers_from_the_command_line(
 ) -> None:
     """Told of like any other option."""
     # It would tell this whole process to keep what it compiles.
-    monkeypatch.setattr("rooftop.cli.train_process.keep_compilations", lambda: None)
+    monkeypatch.setattr("rooftop.cli.process.keep_compilations", lambda: None)
     toml = tmp_path / "tables.toml"
     toml.write_text(
         "".join(f'[tables.t{n}]\nvocabulary = 40\nwidth = 8\n[features.C{n}]\ntable = "t{n}"\n' for n in (1, 2))

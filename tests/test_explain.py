@@ -10,21 +10,22 @@ import jax.numpy as jnp
 import pytest
 
 from rooftop.arrays import Mesh
-from rooftop.errors import RooftopError
-from rooftop.explain.checks import Check, bytes_by_axes, verdict
-from rooftop.explain.compiled import Report
-from rooftop.explain.findings import Findings, find
-from rooftop.explain.function import inspect, laid_mesh
+from rooftop.compiler.collectives.logical import LogicalCollective
+from rooftop.compiler.machine.schedule import Scheduled
+from rooftop.compiler.memory import Buffer, OutOfMemory, PeakMemory
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Collective, Ledger, Row
+from rooftop.explain.compiled.findings import Findings, find
+from rooftop.explain.compiled.function import inspect, laid_mesh
+from rooftop.explain.compiled.report import Check, Report, bytes_by_axes, verdict
+from rooftop.explain.compiled.rooflines import Operation
+from rooftop.explain.compiled.training import Refusal, nearest_fit, request
 from rooftop.explain.join import join
-from rooftop.explain.rooflines import Operation
-from rooftop.explain.training import Refusal, nearest_fit, request
 from rooftop.hardware import Slice
-from rooftop.ledger import Collective, Ledger, Row
 from rooftop.models import ModelConfig
-from rooftop.plan import Problem, TrainingPlan, Workload, plan_training
-from rooftop.xla.collectives import LogicalCollective
-from rooftop.xla.memory import Buffer, OutOfMemory, PeakMemory
-from rooftop.xla.schedule import Scheduled
+from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
 
 MESH = Mesh.from_layout(Slice.parse("v5e:4x4"), "fsdp=x,tensor=y")
 TOY = ModelConfig(

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rooftop.explain.advice import Advice
-from rooftop.explain.measured import Explained, explain
+from rooftop.explain.measured.advice import Advice
+from rooftop.explain.measured.report import Explained, explain
 
 HERE = Path(__file__)
 

@@ -18,19 +18,21 @@ from jax import P
 from test_profile_synthetic import GATHER, GATHERED, LOOP, REDUCE, Event, fusion, plane, step, tpu, xspace
 from test_train import QUICK_FLAGS, command, environment, write_corpus
 
-from rooftop.cli.explain_tables import show_trace
+from rooftop.cli.explain.tables import show_trace
 from rooftop.cli.main import VERBS
-from rooftop.errors import RooftopError
-from rooftop.explain.difference import difference, read_side
-from rooftop.explain.function import inspect
-from rooftop.explain.measured import Explained, explain
-from rooftop.explain.modules import program_of, read_module
+from rooftop.compiler.machine.run import COMPUTE
+from rooftop.core.errors import RooftopError
+from rooftop.core.schemas import schema
+from rooftop.explain.compiled.function import inspect
+from rooftop.explain.measured.difference import difference, read_side
+from rooftop.explain.measured.modules import program_of, read_module
+from rooftop.explain.measured.report import Explained, explain
 from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
-from rooftop.plan import Problem, Workload, plan_training
-from rooftop.schemas import schema
-from rooftop.train.folder import RunFolder
-from rooftop.xla.machine import COMPUTE
+from rooftop.plan.training.plan import plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
+from rooftop.runs.folder import RunFolder
 
 V5E = {
     "device_type_string": "TPU v5 lite",
@@ -297,7 +299,7 @@ def test_two_traces_row_by_row(tmp_path: Path) -> None:
 
 
 def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
     paths = [tmp_path / f"{name}.json" for name in ("one", "two")]
     for path, mesh in zip(paths, ("fsdp=16", "fsdp=4,tensor=4"), strict=True):
         common = ("--on", "v5e:4x4", "--batch-seqs", "16", "--seq", "2048", "--remat", "block", "--microbatches", "1")
@@ -340,7 +342,7 @@ def test_a_run_that_computes_in_another_dtype_than_planned_says_so(tmp_path: Pat
 def test_json_follows_its_schema_and_tables_print(
     rooftop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
     trace, module = tmp_path / "host.xplane.pb", tmp_path / "step.hlo"
     trace.write_bytes(xspace(tpu(stats=V5E)))
     module.write_text(MODULE)
@@ -395,7 +397,7 @@ def test_what_xla_makes_for_a_tpu_is_measured_as_its_timeline_runs(tmp_path: Pat
 def test_a_run_of_rooftop_train_with_its_plan(
     rooftop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
     folder, plan, run = write_corpus(tmp_path), tmp_path / "plan.json", tmp_path / "run"
     planned = (
         "--on",

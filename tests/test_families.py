@@ -18,17 +18,17 @@ import pytest
 from curves import mesh_of, program_of
 
 from rooftop.arrays.rules import Rules
+from rooftop.checkpoints.names import entries, from_checkpoint, to_checkpoint
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model, presets
 from rooftop.models.segments import segments
-from rooftop.programs.checkpoint_names import entries, from_checkpoint, to_checkpoint
-from rooftop.programs.context_order import sequence_order
-from rooftop.programs.describe import describe
-from rooftop.programs.layer import Computation
+from rooftop.programs.attention.context import sequence_order
+from rooftop.programs.model.describe import describe
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.model.transformer import logits, loss
 from rooftop.programs.parameters import Batch, Transformer
 from rooftop.programs.sharding import Specs
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import abstract_batch, init_state, train_step
-from rooftop.programs.transformer import logits, loss
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import abstract_batch, init_state, train_step
 
 #: Tiny programs take longer to optimise than to run.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

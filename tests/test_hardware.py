@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Chip, Slice, catalogue, chip
 from rooftop.hardware.chips import UNITS
-from rooftop.quantities import DTYPE_BYTES
 
 CHIPS = list(catalogue().values())
 TPUS = [spec for spec in CHIPS if spec.kind == "tpu"]

@@ -23,17 +23,17 @@ from jax import P, named_scope
 from jax.experimental import pallas as pl
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.compiler.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.compiler.devices import topology_mesh
+from rooftop.compiler.hlo import text as hlo
+from rooftop.compiler.hlo.groups import replica_groups, varying_axes
+from rooftop.compiler.hlo.kernels import declared_flops
+from rooftop.compiler.hlo.matmuls import matmul_flops
+from rooftop.compiler.ledger import read_ledger
+from rooftop.compiler.worker import compile_here
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.ledger import Ledger
 from rooftop.hardware import Slice
-from rooftop.ledger import Ledger
-from rooftop.xla import hlo
-from rooftop.xla.compiled import read_ledger
-from rooftop.xla.compiling import Compiled, Request, compile_ahead_of_time
-from rooftop.xla.groups import replica_groups, varying_axes
-from rooftop.xla.kernels import declared_flops
-from rooftop.xla.matmuls import matmul_flops
-from rooftop.xla.topology import topology_mesh
-from rooftop.xla.worker import compile_here
 
 TRIPS = 3
 
@@ -574,7 +574,7 @@ def test_a_program_that_does_not_fit_is_infeasible(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_request_that_is_wrong() -> None:
-    request = Request(mesh=mesh_on("v5e:1x1"), program="rooftop.programs.train_step:raise_it")
+    request = Request(mesh=mesh_on("v5e:1x1"), program="rooftop.programs.training.step:raise_it")
     with pytest.raises(RooftopError, match=r"program: got 'rooftop\.programs\.train_step:raise_it'"):
         compile_ahead_of_time(request)
     assert Request.from_json(request.to_json()) == request

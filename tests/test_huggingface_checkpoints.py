@@ -22,12 +22,11 @@ from jax.sharding import AxisType, Mesh
 
 from rooftop.arrays import AXES
 from rooftop.arrays.rules import Rules
-from rooftop.checkpoints.huggingface import load_weights, save_weights
-from rooftop.checkpoints.huggingface_config import to_huggingface
-from rooftop.errors import RooftopError
+from rooftop.checkpoints.huggingface import load_weights, save_weights, to_huggingface
+from rooftop.checkpoints.names import entries, from_checkpoint, region, tensor_shape
+from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface, load_model, presets
-from rooftop.programs.checkpoint_names import entries, from_checkpoint, region, tensor_shape
-from rooftop.programs.describe import describe
+from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Transformer, abstract
 from rooftop.programs.sharding import Specs
 

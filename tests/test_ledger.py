@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
-from rooftop.ledger import COLLECTIVES, RESOURCES, Collective, Ledger, Row
-from rooftop.quantities import DTYPE_BYTES
-from rooftop.scopes import PHASES, SCOPES, UNSCOPED
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import COLLECTIVES, RESOURCES, Collective, Ledger, Row
+from rooftop.core.quantities import DTYPE_BYTES
+from rooftop.core.scopes import PHASES, SCOPES, UNSCOPED
 
 LEAVES = tuple(scope.replace("*", "user_id") for scope in SCOPES)
 

@@ -24,11 +24,11 @@ from rooftop.algebra.einsums import strategies
 from rooftop.algebra.expression import parse
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, parse_axes
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import Slice
-from rooftop.ledger import COLLECTIVES
-from rooftop.profile import collectives, timing
-from rooftop.profile import strategies as measured
+from rooftop.profile.microbench import collectives, timing
+from rooftop.profile.microbench import strategies as measured
 from tests.conftest import Answer
 
 MESH = {"X": 2, "Y": 4}
@@ -154,7 +154,7 @@ def test_more_devices_than_there_are_is_refused() -> None:
 
 @pytest.mark.parametrize(("flags", "count", "devices"), [("", 12, 12), ("", 3, 3), ("", None, 8), ("=2", 2, 2)])
 def test_a_cpu_emulates_what_is_asked_for(flags: str, count: int | None, devices: int) -> None:
-    code = f"from rooftop.profile.timing import devices; print(len(devices({count})))"
+    code = f"from rooftop.profile.microbench.timing import devices; print(len(devices({count})))"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags and f"--xla_force_host_platform_device_count{flags}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert int(done.stdout) == devices
@@ -311,5 +311,5 @@ def test_what_cannot_be_is_one_line(
 
 
 def test_the_command_starts_without_jax() -> None:
-    code = "import sys, rooftop.cli.bench; assert not {'jax', 'numpy', 'rich'} & set(sys.modules)"
+    code = "import sys, rooftop.cli.bench.command; assert not {'jax', 'numpy', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, Mesh
+from rooftop.compiler.compiling import Compiled, Request
+from rooftop.compiler.hlo import text as hlo
+from rooftop.compiler.memory import CLASSES, Buffer, OutOfMemory, PeakMemory, argument_class, read_memory
+from rooftop.compiler.worker import compile_here
 from rooftop.hardware import Slice
-from rooftop.xla import hlo
-from rooftop.xla.assignment import argument_class, read_memory
-from rooftop.xla.compiling import Compiled, Request
-from rooftop.xla.memory import CLASSES, Buffer, OutOfMemory, PeakMemory
-from rooftop.xla.worker import compile_here
 
 MESH = Mesh(Slice.parse("v5e:1x1"), dict.fromkeys(AXES, ()))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rooftop.arrays import Mesh, Piece, ShardedArray, parse_axes
 from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 
 V5P = Slice.parse("v5p:4x4x8")

@@ -12,15 +12,8 @@ from typing import Any
 
 import pytest
 
-from rooftop.errors import RooftopError
-from rooftop.models import (
-    ModelConfig,
-    RopeScaling,
-    from_huggingface,
-    load_model,
-    preset_source,
-    presets,
-)
+from rooftop.core.errors import RooftopError
+from rooftop.models import ModelConfig, RopeScaling, from_huggingface, load_model, preset_source, presets
 
 PRESETS = Path(__file__).parents[1] / "rooftop" / "models" / "presets"
 

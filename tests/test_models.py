@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.scopes import is_scope
 from rooftop.models import (
     MLA,
     ModelConfig,
@@ -29,7 +30,6 @@ from rooftop.models import (
     weights,
 )
 from rooftop.models.counting import COMPONENTS
-from rooftop.scopes import is_scope
 
 ORACLES = Path(__file__).parent / "oracles"
 GOLDEN: dict[str, dict[str, Any]] = json.loads((ORACLES / "parameter_counts.json").read_text())["models"]

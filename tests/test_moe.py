@@ -22,23 +22,24 @@ from jax.sharding import NamedSharding
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError
+from rooftop.compiler.devices import topology_mesh
+from rooftop.compiler.hlo import text as hlo
+from rooftop.compiler.ledger import read_ledger
+from rooftop.core.errors import RooftopError
 from rooftop.explain.join import Joined, join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 from rooftop.models import MoE as Mixture
 from rooftop.models.activations import parse_policy
-from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
-from rooftop.plan.strategies import Choice
-from rooftop.programs import grouped_matmul
-from rooftop.programs.moe import activate, moe_mlp
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice
+from rooftop.plan.training.workload import Workload
+from rooftop.programs.model import grouped_matmul
+from rooftop.programs.model.moe import Slots, activate, capacity, from_slots, moe_mlp, route, to_slots
 from rooftop.programs.parameters import MoE, Norm
-from rooftop.programs.routing import route
 from rooftop.programs.sharding import Dim, Specs, axes_of, named_reshard
-from rooftop.programs.slots import Slots, capacity, from_slots, to_slots
-from rooftop.xla import hlo
-from rooftop.xla.compiled import read_ledger
-from rooftop.xla.topology import topology_mesh
 
 Weights = dict[str, np.ndarray]
 

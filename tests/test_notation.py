@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.arrays.notation import ShardedArray
-from rooftop.errors import RooftopError
-from rooftop.quantities import DTYPE_BYTES, dtype_bytes
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import DTYPE_BYTES, dtype_bytes
 
 MESH = {"X": 2, "Y": 4, "Z": 3, "W": 5, "fsdp": 2, "DP": 3, "X1": 2, "x": 2, "1": 2}
 STYLES = ("ascii", "unicode", "latex")

@@ -18,19 +18,19 @@ import pytest
 from curves import mesh_of, program_of
 
 from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface
-from rooftop.programs.context_order import sequence_order
-from rooftop.programs.describe import describe
-from rooftop.programs.layer import Computation
-from rooftop.programs.optimizer import Optimizer
+from rooftop.programs.attention.context import sequence_order
+from rooftop.programs.model.describe import describe
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.model.moe import balance, load
+from rooftop.programs.model.positions import within_segments
+from rooftop.programs.model.transformer import logits, objective
 from rooftop.programs.parameters import Batch, Transformer, initialise
-from rooftop.programs.positions import within_segments
-from rooftop.programs.routing import balance, load
 from rooftop.programs.sharding import Specs
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import Metrics, abstract_batch, init_state, lower, train_step
-from rooftop.programs.transformer import logits, objective
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import Metrics, abstract_batch, init_state, lower, train_step
 
 #: Tiny programs take longer to optimise than to run.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -15,17 +15,19 @@ from curves import MODEL, mesh_of, program, train
 from jax.extend.core import jaxpr_as_fun
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, load_model
 from rooftop.models.activations import parse_policy
-from rooftop.plan import Problem, TrainingPlan, Workload
-from rooftop.plan.strategies import Choice
-from rooftop.programs.optimizer import Optimizer
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice
+from rooftop.plan.training.workload import Workload
 from rooftop.programs.parameters import Layer
-from rooftop.programs.split import split
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import TrainState, init_state, lower
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.passes import split
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import TrainState, init_state, lower
 
 SLOW = pytest.mark.slow
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
-from rooftop.plan import strategies as plan
-from rooftop.scheduling.buffers import Buffer, places
-from rooftop.scheduling.pipeline import SCHEDULES, Op, Table, Task, pipeline_table
+from rooftop.core.errors import RooftopError
+from rooftop.plan.training import strategies as plan
+from rooftop.scheduling.pipeline import SCHEDULES, Buffer, Op, Table, Task, pipeline_table, places
 from rooftop.simulate.pipeline import Durations, bubble, idle_over_busy, lockstep, most_in_flight, run
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]

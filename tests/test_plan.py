@@ -14,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, parse_axes
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.schemas import schema
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS
-from rooftop.plan import Assumptions, Numerics, Problem, TrainingPlan, Workload, plan_training, sweep
-from rooftop.plan.search import Sweep
 from rooftop.plan.shapes import attended_pairs
-from rooftop.schemas import schema
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.workload import Numerics, Workload
 
 SLICES = [
     "v5e:4x4",

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rooftop.schemas import schema
+from rooftop.core.schemas import schema
 
 Run = Callable[..., Any]
 JOB = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq", "4096", "--tokens", "1T")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import chip
 from rooftop.profile.facts import facts_of
 from rooftop.profile.idle import INSIDE, UNKNOWN
@@ -420,7 +420,7 @@ def test_the_newest_session_of_a_folder_counts_with_all_its_hosts(tmp_path: Path
 
 
 def test_a_chip_by_the_type_that_a_trace_tells() -> None:
-    from rooftop.explain.roofs import roofs
+    from rooftop.explain.measured.roofs import roofs
 
     trace = trace_of([space_of(xspace(tpu(stats={"device_type_string": "TPU v5 lite"})), host="h")])
     roof = roofs(trace, None)

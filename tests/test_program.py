@@ -14,20 +14,22 @@ from curves import QUICKLY, mesh_of, program_of
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
 from rooftop.models.activations import parse_policy
-from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
-from rooftop.plan.strategies import Choice
-from rooftop.plan.workload import Numerics
-from rooftop.programs.context_order import sequence_order
-from rooftop.programs.describe import describe
-from rooftop.programs.optimizer import Optimizer
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice
+from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.programs.attention.context import sequence_order
+from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Batch, Transformer, initialise, shardings
 from rooftop.programs.sharding import Specs
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import (
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import (
     Metrics,
     TrainState,
     abstract_batch,

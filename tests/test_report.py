@@ -18,18 +18,20 @@ from hypothesis import strategies as st
 from test_explain_traces import MODULE, V5E
 from test_profile_synthetic import Event, plane, tpu, xspace
 
-from rooftop.errors import RooftopError
-from rooftop.explain.measured import explain
-from rooftop.explain.measured_page import measured_lanes, measured_page, typical_step
-from rooftop.explain.report import Material, page
-from rooftop.explain.report.html import Html, join, table, tag
-from rooftop.explain.report.ledgers import of_explained, of_ledgers
-from rooftop.explain.report.plots import linear_ticks, log_ticks
-from rooftop.explain.report.timeline import MOST_BARS, timeline
+from rooftop.core.errors import RooftopError
+from rooftop.core.timelines import COMPUTE, TRANSFER, WAIT, Lane, Lanes, Span
+from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan import Problem, Workload, plan_training
-from rooftop.timelines import COMPUTE, TRANSFER, WAIT, Lane, Lanes, Span
+from rooftop.plan.training.plan import plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
+from rooftop.present.report import Material, page
+from rooftop.present.report.html import Html, join, table, tag
+from rooftop.present.report.ledgers import of_explained, of_ledgers
+from rooftop.present.report.plots import linear_ticks, log_ticks
+from rooftop.present.report.timeline import MOST_BARS, timeline
+from rooftop.present.report.trace import measured_lanes, measured_page, typical_step
 
 VOID = {"meta", "br", "link", "img"}
 

@@ -18,23 +18,23 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from rooftop.arrays import Mesh
-from rooftop.errors import RooftopError
+from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
+from rooftop.compiler.compiling import Compiled, Request
+from rooftop.compiler.hlo import text as hlo
+from rooftop.compiler.ledger import read_ledger
+from rooftop.compiler.machine.lanes import compiled_lanes
+from rooftop.compiler.machine.run import COMPUTE
+from rooftop.compiler.machine.schedule import ESTIMATES, Timeline, timeline
+from rooftop.compiler.timed import TimedLedger, compiled_ledger
+from rooftop.compiler.worker import compile_here
+from rooftop.core.errors import RooftopError
+from rooftop.core.timelines import COMPUTE as SPAN_COMPUTE
+from rooftop.core.timelines import MORE, WAIT
+from rooftop.core.timelines.perfetto import trace
 from rooftop.hardware import Slice
 from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.routing import route
-from rooftop.timelines import COMPUTE as SPAN_COMPUTE
-from rooftop.timelines import MORE, WAIT
-from rooftop.timelines.perfetto import trace
-from rooftop.xla import hlo
-from rooftop.xla.collectives import LogicalCollective, logical_collectives
-from rooftop.xla.compiled import read_ledger
-from rooftop.xla.compiling import Compiled, Request
-from rooftop.xla.lanes import compiled_lanes
-from rooftop.xla.machine import COMPUTE
-from rooftop.xla.schedule import ESTIMATES, Timeline, timeline
-from rooftop.xla.timed import TimedLedger, compiled_ledger
-from rooftop.xla.worker import compile_here
 
 ROWS = 512
 ARRAY = f"bf16[{ROWS},512]"

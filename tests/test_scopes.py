@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.scopes import PHASES, SCOPES, UNSCOPED, is_phase, is_scope, scope_and_phase
+from rooftop.core.scopes import PHASES, SCOPES, UNSCOPED, is_phase, is_scope, scope_and_phase
 
 LEAVES = tuple(scope.replace("*", "user_id") for scope in SCOPES)
 

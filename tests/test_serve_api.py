@@ -20,7 +20,7 @@ import serving_echo
 from pydantic import BaseModel
 from serving_process import TEXT, Served, started
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.serve.server import bind
 
 #: A template by which calls are written as Hermes and Qwen write them.

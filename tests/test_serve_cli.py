@@ -20,15 +20,15 @@ import serving_echo
 from serving_process import TEXT, Served, started
 
 from rooftop.checkpoints.huggingface import save_weights
-from rooftop.cli.serve_example import made as example
-from rooftop.cli.serve_options import configuration, on_local, source_of
-from rooftop.errors import RooftopError
+from rooftop.cli.serve.example import made as example
+from rooftop.cli.serve.options import configuration, on_local, source_of
+from rooftop.core.errors import RooftopError
 from rooftop.models import count_params, from_huggingface
-from rooftop.programs.describe import describe
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.loading import configuration_of
-from rooftop.serve.texts import Texts
-from rooftop.simulate.serving_measured import MeasuredTimes, Program
+from rooftop.programs.model.describe import describe
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.api.texts import Texts
+from rooftop.serve.engine.loading import configuration_of
+from rooftop.simulate.serving.measured import MeasuredTimes, Program
 
 LONGEST = 64
 #: What a program does does not depend on how well it is compiled.

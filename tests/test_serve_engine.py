@@ -11,9 +11,9 @@ import pytest
 from engines import CONFIGURATION, GREEDY, NAMES, again, answers, checkpoint, engine, greedy
 
 from rooftop.models import ModelConfig
-from rooftop.programs.decode import Decoder
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.requests import Sampling
+from rooftop.programs.serving.decode import Decoder
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.requests import Sampling
 
 #: Each switch on its own, and several together: what an engine is told, and what must have happened then.
 MODES: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {

@@ -15,13 +15,13 @@ from engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine
 from scipy import stats
 from test_families import case
 
-from rooftop.errors import RooftopError
-from rooftop.programs.checkpoint_names import from_checkpoint
-from rooftop.programs.quantised import FORMATS
-from rooftop.programs.sampling import Adjustments, Choice, choose, filtered
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.engine import PagedEngine
-from rooftop.serve.requests import Constraint, Sampling, Token
+from rooftop.checkpoints.names import from_checkpoint
+from rooftop.core.errors import RooftopError
+from rooftop.programs.serving.quantised import FORMATS
+from rooftop.programs.serving.sampling import Adjustments, Choice, choose, filtered
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.requests import Constraint, Sampling, Token
 
 PROMPTS = [each["prompt"] for each in GREEDY["llama"]]
 
@@ -190,9 +190,9 @@ def penalised(prompt: list[int], how: Sampling) -> list[int]:
     from test_families import QUICKLY
 
     from rooftop.arrays.rules import Rules
-    from rooftop.programs.layer import Computation
+    from rooftop.programs.model.layer import Computation
+    from rooftop.programs.model.transformer import logits
     from rooftop.programs.sharding import Specs
-    from rooftop.programs.transformer import logits
 
     model, _, tensors, _ = case("llama")
     weights = jax.tree.map(jnp.asarray, from_checkpoint(model, tensors))

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine
 
-from rooftop.errors import Infeasible, RooftopError
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.configuration import Configuration
-from rooftop.serve.engine import PagedEngine
-from rooftop.serve.loading import configuration_of, load, stop_tokens
-from rooftop.serve.requests import Overloaded, Request, Sampling, Token
-from rooftop.xla import mappings
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine import programs as mappings
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.loading import configuration_of, load, stop_tokens
+from rooftop.serve.engine.requests import Overloaded, Request, Sampling, Token
 
 PROMPT = GREEDY["llama"][0]["prompt"]
 

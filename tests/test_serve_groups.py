@@ -18,22 +18,22 @@ from jax.sharding import NamedSharding
 from test_serve_engine import MODES
 
 from rooftop.arrays import Mesh
-from rooftop.errors import RooftopError
+from rooftop.compiler.devices import topology_mesh
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.programs.decode import Decoder, by_layer
-from rooftop.programs.describe import describe
+from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Parameter
-from rooftop.scheduling.serving import PREEMPTION, Policy
-from rooftop.scheduling.serving_cache import KvCache, Sequence
-from rooftop.scheduling.serving_groups import GroupedScheduler
-from rooftop.serve.configuration import Configuration, Shapes
-from rooftop.serve.engine import PagedEngine
-from rooftop.serve.loading import load
-from rooftop.serve.programs import Programs
-from rooftop.serve.requests import Sampling
-from rooftop.serve.schedulers import check_scheduler, rows_of
-from rooftop.xla.topology import topology_mesh
+from rooftop.programs.serving.decode import Decoder, by_layer
+from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.groups import GroupedScheduler
+from rooftop.scheduling.serving.scheduler import PREEMPTION, Policy
+from rooftop.serve.engine.configuration import Configuration, Shapes
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.loading import load
+from rooftop.serve.engine.programs import Programs
+from rooftop.serve.engine.requests import Sampling
+from rooftop.serve.engine.schedulers import check_scheduler, rows_of
 
 #: Two groups; prompts are prefilled one at a time by all of them, or two at a time, each by its own.
 GROUPED = replace(

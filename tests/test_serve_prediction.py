@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.configuration import Shapes
-from rooftop.serve.counters import Counters
-from rooftop.serve.prediction import Told, deployment_of, measured_times, outside_s
-from rooftop.simulate.serving_measured import MeasuredTimes, Program, prefill_rows
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.client.prediction import Told, deployment_of, measured_times, outside_s
+from rooftop.serve.engine.configuration import Shapes
+from rooftop.serve.engine.counters import Counters
+from rooftop.simulate.serving.measured import MeasuredTimes, Program, prefill_rows
 
 GENERATE = (("context_tokens", "512"), ("generating", "0"), ("sequences", "4"), ("tokens", "0"))
 PREFILL = (("context_tokens", "512"), ("generating", "0"), ("sequences", "1"), ("tokens", "64"))

@@ -24,15 +24,15 @@ import pytest
 from engines import CONFIGURATION, GREEDY, answers, checkpoint, engine
 from test_families import QUICKLY
 
-from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy
-from rooftop.serve.engine import PagedEngine
-from rooftop.serve.generating import Generator
-from rooftop.serve.link import Link, LinkLost, accept, address, connect
-from rooftop.serve.loading_processes import load_generator, load_prefill
-from rooftop.serve.prefilling import PrefillEngine
-from rooftop.serve.processes import Child, Other, Remote, Told
-from rooftop.serve.requests import Request, Sampling, Token
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.requests import Request, Sampling, Token
+from rooftop.serve.hosts.generating import Generator
+from rooftop.serve.hosts.link import Link, LinkLost, accept, address, connect
+from rooftop.serve.hosts.loading import load_generator, load_prefill
+from rooftop.serve.hosts.prefilling import PrefillEngine
+from rooftop.serve.hosts.processes import Child, Other, Remote, Told
 from rooftop.serve.server import bind
 
 CASES = GREEDY["llama"]
@@ -240,7 +240,7 @@ def test_a_kill_at_any_token_changes_no_answer(folder: Path, made: PrefillEngine
 def test_a_process_that_is_started_ends_with_its_stdin_and_not_by_a_signal(folder: Path) -> None:
     """Ctrl-C and SIGTERM are for the one that started it, which still needs it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rooftop.serve.processes"],
+        [sys.executable, "-m", "rooftop.serve.hosts.processes"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None

@@ -17,7 +17,7 @@ import pytest
 import test_serve_cli
 from serving_process import Served, started
 
-from rooftop.cli.serve_processes import apart
+from rooftop.cli.serve.processes import apart
 
 #: The model of those tests, and a tokenizer.
 tiny = test_serve_cli.folder

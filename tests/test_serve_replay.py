@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from rooftop.serve.replay import Record, Target, replay
-from rooftop.simulate.serving_metrics import Targets
-from rooftop.simulate.serving_traces import Trace
+from rooftop.serve.client.replay import Record, Target, replay
+from rooftop.simulate.serving.metrics import Targets
+from rooftop.simulate.serving.traces import Trace
 
 
 @contextmanager

@@ -13,15 +13,15 @@ import pytest
 from engines import CONFIGURATION, again, checkpoint, engine
 from test_serve_groups import GROUPED
 
-from rooftop.scheduling.serving import Policy, Scheduler, Step
-from rooftop.scheduling.serving_cache import Sequence as Held
-from rooftop.scheduling.serving_groups import GroupedScheduler, GroupedStep
-from rooftop.serve.engine import PagedEngine
-from rooftop.serve.prediction import Told, deployment_of
-from rooftop.serve.requests import Request, Sampling, Token
-from rooftop.simulate.serving import simulate
-from rooftop.simulate.serving_deployment import Deployment
-from rooftop.simulate.serving_traces import Trace
+from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.scheduling.serving.groups import GroupedScheduler, GroupedStep
+from rooftop.scheduling.serving.scheduler import Policy, Scheduler, Step
+from rooftop.serve.client.prediction import Told, deployment_of
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.requests import Request, Sampling, Token
+from rooftop.simulate.serving.deployment import Deployment
+from rooftop.simulate.serving.engine import simulate
+from rooftop.simulate.serving.traces import Trace
 
 PAGE_TOKENS, GROUPS, LONGEST = 4, 2, 32
 

@@ -16,15 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from rooftop.errors import RooftopError
-from rooftop.serve.chat import ChatTemplate
-from rooftop.serve.choices import Choice
-from rooftop.serve.constraint import Grammars
-from rooftop.serve.detokenise import Detokeniser, StopStrings, Vocabulary
-from rooftop.serve.openai import prepare, read_request
-from rooftop.serve.published import document, read_body
-from rooftop.serve.requests import Token
-from rooftop.serve.texts import Texts
+from rooftop.core.errors import RooftopError
+from rooftop.serve.api.choices import Choice
+from rooftop.serve.api.constraint import Grammars
+from rooftop.serve.api.detokenise import Detokeniser, StopStrings, Vocabulary
+from rooftop.serve.api.openai import prepare, read_request
+from rooftop.serve.api.published import document, read_body
+from rooftop.serve.api.texts import ChatTemplate, Texts
+from rooftop.serve.engine.requests import Token
 
 WORDS = [
     "\u2581the",

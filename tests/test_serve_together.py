@@ -17,7 +17,7 @@ from serving_process import Served, started
 from test_serve_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
 from test_train import free_port
 
-from rooftop.serve.together import own_host
+from rooftop.serve.hosts.together import own_host
 
 #: The model of those tests, and a tokenizer.
 tiny = test_serve_cli.folder

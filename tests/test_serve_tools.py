@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rooftop.errors import RooftopError
-from rooftop.serve.chat import ChatTemplate
-from rooftop.serve.choices import Choice
-from rooftop.serve.constraint import Grammars
-from rooftop.serve.detokenise import Vocabulary
-from rooftop.serve.requests import Token
-from rooftop.serve.texts import for_template
-from rooftop.serve.tools import Calling, CallReader, calling
+from rooftop.core.errors import RooftopError
+from rooftop.serve.api.choices import Choice
+from rooftop.serve.api.constraint import Grammars
+from rooftop.serve.api.detokenise import Vocabulary
+from rooftop.serve.api.texts import ChatTemplate, for_template
+from rooftop.serve.api.tools import Calling, CallReader, calling
+from rooftop.serve.engine.requests import Token
 
 F = ("f", '{"a": 1}')
 #: DeepSeek's special tokens, with the wide bars and the marks for blanks that its tokenizers have.

@@ -11,18 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays.mesh import Mesh
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
-from rooftop.plan import serving_rules as rules
-from rooftop.plan.serving import ServingPlan
-from rooftop.plan.serving_answer import plan_serving
-from rooftop.plan.serving_assumptions import ServingAssumptions
-from rooftop.plan.serving_fleet import LOAD, candidate_slices, front, recommend
-from rooftop.plan.serving_placement import Placement, together
-from rooftop.plan.serving_problem import SERVING_AXES, ServingProblem
-from rooftop.plan.serving_rows import chunk_pairs
-from rooftop.plan.serving_search import (
+from rooftop.plan.serving.answer import plan_serving
+from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.fleet import LOAD, candidate_slices, front, recommend
+from rooftop.plan.serving.placement import Placement, together
+from rooftop.plan.serving.plan import ServingPlan
+from rooftop.plan.serving.problem import SERVING_AXES, ServingProblem
+from rooftop.plan.serving.rows import chunk_pairs
+from rooftop.plan.serving.search import (
     MOST_SEQUENCES,
     batch_grid,
     best_prefill,
@@ -31,7 +30,8 @@ from rooftop.plan.serving_search import (
     sweep_generate,
     token_s,
 )
-from rooftop.plan.serving_workload import Draft, ServingNumerics, ServingWorkload
+from rooftop.plan.serving.workload import Draft, ServingNumerics, ServingWorkload
+from rooftop.roofline import rules
 from rooftop.roofline.achievable import fractions
 
 INT8 = ServingNumerics(weights="int8", kv="int8")

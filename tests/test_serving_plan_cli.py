@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rooftop.plan.serving import ServingPlan
-from rooftop.schemas import schema
+from rooftop.core.schemas import schema
+from rooftop.plan.serving.plan import ServingPlan
 
 Run = Callable[..., Any]
 JOB = (

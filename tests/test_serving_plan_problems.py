@@ -12,12 +12,12 @@ import pytest
 from rooftop.hardware import Slice, chip
 from rooftop.models import ModelConfig, count_params, kv_bytes_per_token, load_model
 from rooftop.models.counting import kv_cache_bytes
-from rooftop.plan import serving_rules as rules
-from rooftop.plan.serving_answer import plan_serving
-from rooftop.plan.serving_assumptions import ServingAssumptions
-from rooftop.plan.serving_problem import ServingProblem
-from rooftop.plan.serving_search import smallest_slice
-from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
+from rooftop.plan.serving.answer import plan_serving
+from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.search import smallest_slice
+from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
+from rooftop.roofline import rules
 from rooftop.roofline import rules as roofline_rules
 
 V5E = chip("v5e").replace(hbm_bytes_per_s=8.1e11)

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy, Scheduler, Step
-from rooftop.scheduling.serving_cache import KvCache, Sequence
-from rooftop.scheduling.serving_pages import PagePool
-from rooftop.scheduling.serving_prefixes import PrefixCache
-from rooftop.scheduling.serving_routing import Routing
-from rooftop.scheduling.serving_static import StaticScheduler
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.prefixes import PagePool, PrefixCache
+from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.scheduler import Policy, Scheduler, Step
+from rooftop.scheduling.serving.static import StaticScheduler
 
 Tokens = tuple[int, ...]
 

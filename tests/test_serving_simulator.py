@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftop.errors import RooftopError
-from rooftop.scheduling.serving import Policy, Step
-from rooftop.scheduling.serving_routing import Routing
-from rooftop.scheduling.serving_times import StepTimes
-from rooftop.simulate import serving
-from rooftop.simulate.serving import simulate
-from rooftop.simulate.serving_deployment import Deployment
-from rooftop.simulate.serving_metrics import Metrics, Targets
-from rooftop.simulate.serving_records import Simulation
-from rooftop.simulate.serving_timeline import timeline
-from rooftop.simulate.serving_traces import Lengths, Trace, draw_trace, read_trace
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.scheduler import Policy, Step
+from rooftop.scheduling.serving.times import StepTimes
+from rooftop.simulate.serving import engine as serving
+from rooftop.simulate.serving.deployment import Deployment
+from rooftop.simulate.serving.engine import simulate
+from rooftop.simulate.serving.metrics import Metrics, Targets
+from rooftop.simulate.serving.records import Simulation
+from rooftop.simulate.serving.timeline import timeline
+from rooftop.simulate.serving.traces import Lengths, Trace, draw_trace, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)

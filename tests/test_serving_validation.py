@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.validation.serving import SERVING_LEVELS, serving_report
 from rooftop.validation.serving_runs import load_serving
 from rooftop.validation.table import COLUMNS

@@ -22,7 +22,7 @@ from rooftop.algebra.resharding import Paths, shardings
 from rooftop.algebra.steps import Step
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.hardware import Slice
-from rooftop.programs.sharded_einsum import (
+from rooftop.programs.einsum.sharded import (
     differentiable_program,
     einsum_program,
     partition,

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rooftop.schemas import schema
+from rooftop.core.schemas import schema
 
 Run = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays.tiles import mxu_padding
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import chip
 from rooftop.simulate.systolic import SystolicArray
 

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 import pytest
 
 from rooftop.arrays import AXES, Mesh
+from rooftop.compiler.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.explain.join import Joined, join
 from rooftop.hardware import Slice
-from rooftop.ledger import Collective, Ledger, Row
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
-from rooftop.plan import Assumptions, Problem, TrainingPlan, Workload
-from rooftop.plan.strategies import Choice
-from rooftop.programs.layer import Computation
-from rooftop.programs.train_program import TrainProgram
-from rooftop.xla.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice
+from rooftop.plan.training.workload import Workload
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.training.program import TrainProgram
 
 MODEL = ModelConfig(
     name="toy", family="llama", layers=2, d_model=2048, d_ff=8192, heads=16, kv_heads=8, d_head=128, vocab=8192,
@@ -44,7 +47,7 @@ def compile_step(name: str, layout: str, *, batch: int, remat: str) -> tuple[Tra
     axes = Mesh.from_layout(slice_, layout).axes
     mesh = Mesh(slice_, {name: axes.get(name, ()) for name in AXES})
     program = TrainProgram(computation=Computation(model=MODEL, remat=remat), batch=batch, seq_len=512)
-    request = Request(mesh=mesh, program="rooftop.programs.train_step:lower", arguments=program.to_json())
+    request = Request(mesh=mesh, program="rooftop.programs.training.step:lower", arguments=program.to_json())
     return program, compile_ahead_of_time(request, timeout_s=1200)
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.arrays.tiles import Layout, default_layout, mxu_padding, native_tile, padded_shape
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Slice
-from rooftop.quantities import DTYPE_BYTES
 
 Ints = npt.NDArray[np.int64]
 
@@ -219,7 +219,7 @@ def lower(mesh: Any, arguments: dict[str, Any]) -> Any:
 def test_default_layouts_are_those_that_the_compiler_here_gives() -> None:
     pytest.importorskip("libtpu", reason="libtpu is not installed")
     from rooftop.arrays import Mesh
-    from rooftop.xla.compiling import Request, compile_ahead_of_time
+    from rooftop.compiler.compiling import Request, compile_ahead_of_time
 
     generator = np.random.default_rng(0)
     sizes = [1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 64, 96, 100, 128, 200, 300, 1024]

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 from jax.profiler import ProfileData
 
-from rooftop.explain.measured import explain
+from rooftop.compiler.devices import chip_of_kind
+from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
+from rooftop.core.timelines.perfetto import trace
+from rooftop.core.timelines.xprof import write, xspace
+from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
-from rooftop.plan import Problem, TrainingPlan, Workload, plan_training
+from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.rates import device_stats
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
-from rooftop.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
-from rooftop.timelines.perfetto import trace
-from rooftop.timelines.xprof import write, xspace
-from rooftop.xla.local import chip_of_kind
 
 
 def plan(model: str = "llama3-8b", on: str = "v5e:4x4", **how: Any) -> TrainingPlan:

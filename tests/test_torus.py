@@ -10,13 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays import Mesh, Piece, Span, span
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import PhysicalAxis, Slice
-from rooftop.ledger import COLLECTIVES
 from rooftop.roofline.collectives import price
 from rooftop.roofline.routing import route
-from rooftop.simulate.collectives import gather, permute, send, simulate
-from rooftop.simulate.torus import Run, Torus, Transfer, run
+from rooftop.simulate.network.collectives import gather, permute, send, simulate
+from rooftop.simulate.network.torus import Run, Torus, Transfer, run
 
 LINK, HOP_S = 4.5e10, 1e-6
 LARGE, TINY = 1e12, 1e-6

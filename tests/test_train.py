@@ -21,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from rooftop.scopes import is_scope
+from rooftop.core.scopes import is_scope
 
 #: Tiny programs take longer to optimise than to run.
 QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

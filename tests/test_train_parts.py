@@ -25,23 +25,23 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rooftop.arrays import AXES
 from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError
+from rooftop.compiler.devices import chip_of_kind, local_devices, mesh_of
+from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig, count_params, from_huggingface
-from rooftop.programs.describe import describe
-from rooftop.programs.optimizer import Optimizer
+from rooftop.models.sizing import small_llama
+from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import TrainState, init_state, train_step
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import TrainState, init_state, train_step
+from rooftop.runs.folder import MetricsFile, RunFolder
+from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
-from rooftop.train.events import Events
-from rooftop.train.folder import MetricsFile, RunFolder
-from rooftop.train.local import map_plan, shrink, shrunk_plan
 from rooftop.train.metrics import Divergence, Rates
+from rooftop.train.recording import Events
 from rooftop.train.schedule import DECAYS, Schedule, ScheduledOptimizer
-from rooftop.train.sizing import small_llama
-from rooftop.train.stopping import Signals, Stopped
-from rooftop.xla.local import chip_of_kind, local_devices, mesh_of
+from rooftop.train.start import map_plan, shrink, shrunk_plan
 
 TINY = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 32,

@@ -21,14 +21,16 @@ from ui_figures import FIGURES, found
 
 import rooftop.ui
 from rooftop.arrays import parse_axes
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.schemas import schema
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan import Problem, Workload, sweep
-from rooftop.plan.batches import batch_curves, book_meshes
+from rooftop.plan.training.batches import batch_curves, book_meshes
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.matmul import attainable
-from rooftop.schemas import schema
-from rooftop.simulate.rounds import KINDS, rounds, torus_rounds
+from rooftop.simulate.network.rounds import KINDS, rounds, torus_rounds
 from rooftop.simulate.systolic import SystolicArray
 from rooftop.ui.controls import Control, read_state, slider
 from rooftop.ui.explorers import EXPLORERS, explorer

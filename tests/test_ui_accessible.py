@@ -14,8 +14,8 @@ import pytest
 from test_ui_browser import DESKTOP, PHONE, browser, serving
 from test_ui_reading import write_run
 
-from rooftop.explain.measured import explain
-from rooftop.explain.measured_page import measured_page
+from rooftop.explain.measured.report import explain
+from rooftop.present.report.trace import measured_page
 from rooftop.ui.explorers import EXPLORERS
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")

@@ -13,11 +13,10 @@ import pytest
 from starlette.testclient import TestClient
 from test_profile_synthetic import tpu, xspace
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.ui import reading
 from rooftop.ui.opened import Opened, opened
-from rooftop.ui.reading import Shelf
-from rooftop.ui.runs import first_look
+from rooftop.ui.reading import Shelf, first_look
 from rooftop.ui.server import application
 
 STEPS = 5

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.models import count_params
-from rooftop.plan import Assumptions
+from rooftop.plan.training.assumptions import Assumptions
 from rooftop.validation import Report, Run, accuracy, load_published, load_reasons, summarise
-from rooftop.validation.conventions import CONVENTIONS, full_attention_and_remat, step_seconds
 from rooftop.validation.readings import source_facts
+from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
 from rooftop.validation.table import COLUMNS, read_table
 
 PUBLISHED = load_published()

@@ -17,7 +17,7 @@ from rooftop.algebra.pricing import Prices
 from rooftop.algebra.resharding import TRANSPOSES, Paths
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 
 
 def derivative(array: ShardedArray) -> ShardedArray:

@@ -20,7 +20,7 @@ from rooftop.algebra.pricing import Cost, Prices
 from rooftop.algebra.resharding import Paths
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 
 
 @dataclass(frozen=True, kw_only=True)

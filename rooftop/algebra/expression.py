@@ -12,7 +12,7 @@ from rooftop.algebra import steps
 from rooftop.algebra.einsums import Einsum
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 
 _FORMS = (
     "'A @ B -> C', 'A -> B', 'AllGather_X(A)' or 'A', where an array is written as bf16[B_X, D_YZ]{U_W}; "

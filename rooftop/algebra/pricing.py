@@ -17,9 +17,9 @@ import numpy as np
 from rooftop.algebra.steps import ALL_REDUCE_PARTS, OVERLAPPED_OPS, Step, permuted, shard_order
 from rooftop.arrays import Mesh, ShardedArray
 from rooftop.arrays.mesh import Piece
-from rooftop.errors import unknown
+from rooftop.core.errors import unknown
+from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
-from rooftop.quantities import dtype_bytes
 from rooftop.roofline.collectives import Price, price
 from rooftop.roofline.matmul import flops as matmul_flops
 from rooftop.roofline.rates import Rates
@@ -34,7 +34,7 @@ Laid = tuple[tuple[str, tuple[Piece, ...]], ...]
 class Cost:
     """What one step costs on one device.
 
-    ``bytes`` is the collective's payload as in ``rooftop.ledger.Collective``; ``hbm_bytes`` what a multiplication
+    ``bytes`` is the collective's payload as in ``rooftop.core.ledger.Collective``; ``hbm_bytes`` what a multiplication
     reads and writes. ``resources`` has the seconds that each resource is busy, ``latency_s`` those of the hops, and
     ``time_s`` how long the step takes.
     """
@@ -105,7 +105,7 @@ class Prices:
         return self._bytes[array]
 
     def collective_s(self, kind: str, axes: tuple[str, ...], payload: float) -> float:
-        """Seconds of a collective, ``payload`` as in ``rooftop.ledger.Collective``.
+        """Seconds of a collective, ``payload`` as in ``rooftop.core.ledger.Collective``.
 
         A permute is the shift to the next device: the least that any permute over these axes takes.
         """

@@ -22,7 +22,7 @@ from rooftop.algebra import steps
 from rooftop.algebra.pricing import Prices
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 
 Axes = tuple[str, ...]
 #: The axes of every dim, and the unreduced ones in mesh order: a sharding apart from the array that has it.

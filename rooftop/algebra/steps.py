@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays import ShardedArray
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 
 COLLECTIVE_OPS: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 FREE_OPS: tuple[str, ...] = ("slice", "pad", "mask")

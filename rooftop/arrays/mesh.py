@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
 Ints = npt.NDArray[np.int64]

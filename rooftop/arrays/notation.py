@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.quantities import DTYPE_BYTES, dtype_bytes, parse_count
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import DTYPE_BYTES, dtype_bytes, parse_count
 
 Style = Literal["ascii", "unicode", "latex"]
 Axes = tuple[str, ...]

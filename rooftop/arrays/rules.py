@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 
 #: Logical dims. ``embed`` is D of a parameter; ``residual_seq`` is the sequence dim between matmuls, ``seq`` inside.
 LOGICAL: tuple[str, ...] = (

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.quantities import dtype_bytes
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import dtype_bytes
 
 Shape = tuple[int, ...]
 Ints = npt.NDArray[np.int64]

@@ -20,8 +20,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rooftop.errors import RooftopError
-from rooftop.programs.checkpoint_names import Array
+from rooftop.checkpoints.names import Array
+from rooftop.core.errors import RooftopError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES: dict[str, np.dtype[Any]] = {

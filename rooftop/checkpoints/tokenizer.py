@@ -15,8 +15,8 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from rooftop.errors import RooftopError
-from rooftop.files import write_text
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_text
 
 #: Ids of one text, [tokens] int32.
 Ids = npt.NDArray[np.int32]

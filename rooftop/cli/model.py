@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from rooftop.cli.output import console, emit_json, json_option
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import format_bytes, format_count, parse_count
 from rooftop.models import (
     ModelConfig,
     count_params,
@@ -18,7 +19,6 @@ from rooftop.models import (
     preset_source,
     presets,
 )
-from rooftop.quantities import format_bytes, format_count, parse_count
 
 #: Context at which FLOPs are given unless the caller says; shorter for models that reach less far.
 _DEFAULT_SEQ = 4096

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from rooftop.cli.output import emit_json, json_option, progress_bar
-from rooftop.cli.plan_files import read_plan_file
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.cli.output import console, emit_json, json_option, progress_bar, read_plan_file
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from rooftop.plan.serving import ServingPlan
-    from rooftop.simulate.serving_deployment import Deployment
-    from rooftop.simulate.serving_metrics import Metrics
-    from rooftop.simulate.serving_traces import Trace
+    from rooftop.plan.serving.plan import ServingPlan
+    from rooftop.simulate.serving.deployment import Deployment
+    from rooftop.simulate.serving.metrics import Metrics
+    from rooftop.simulate.serving.traces import Trace
+
 
 #: Seconds of traffic that a timeline shows.
 _TIMELINE_S = 60.0
@@ -74,9 +78,9 @@ def command(
     Examples: rooftop simulate plan.json --requests-per-second 2 --seconds 3600
               rooftop simulate plan.json --trace trace.jsonl --prefix-cache --replicas 4 --routing affinity
     """
-    from rooftop.files import write_text
-    from rooftop.simulate.serving import simulate
-    from rooftop.simulate.serving_metrics import Metrics
+    from rooftop.core.files import write_text
+    from rooftop.simulate.serving.engine import simulate
+    from rooftop.simulate.serving.metrics import Metrics
 
     planned, fleet = _plan(plan)
     deployment = _deployment(planned, fleet, options)
@@ -92,7 +96,7 @@ def command(
     if per_request is not None:
         write_text(per_request, _csv(found))
     if perfetto is not None:
-        from rooftop.simulate.serving_timeline import timeline
+        from rooftop.simulate.serving.timeline import timeline
 
         write_text(perfetto, json.dumps(timeline(found.simulation, _TIMELINE_S), allow_nan=False))
     if output is not None:
@@ -100,25 +104,23 @@ def command(
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.simulate_tables import show
-
         show(data, [str(path) for path in (output, per_request, perfetto) if path is not None])
     return 0
 
 
 def _plan(file: Path) -> tuple[ServingPlan, Mapping[str, Any]]:
     """The plan in a file, and the fleet that it recommends (empty if none). Raises RooftopError."""
-    from rooftop.plan.serving import ServingPlan
+    from rooftop.plan.serving.plan import ServingPlan
 
     data = read_plan_file(file, accepted="a plan.json written by rooftop plan serve")
     return ServingPlan.from_json(data), (data.get("recommendation") or {}).get("best", {})
 
 
 def _deployment(plan: ServingPlan, fleet: Mapping[str, Any], options: Mapping[str, Any]) -> Deployment:
-    from rooftop.quantities import parse_count
-    from rooftop.scheduling.serving import Policy
-    from rooftop.scheduling.serving_routing import Routing
-    from rooftop.simulate.serving_deployment import Deployment
+    from rooftop.core.quantities import parse_count
+    from rooftop.scheduling.serving.routing import Routing
+    from rooftop.scheduling.serving.scheduler import Policy
+    from rooftop.simulate.serving.deployment import Deployment
 
     def count(option: str) -> int | None:
         given = options[option]
@@ -153,8 +155,8 @@ def _deployment(plan: ServingPlan, fleet: Mapping[str, Any], options: Mapping[st
 
 
 def _trace(plan: ServingPlan, options: Mapping[str, Any]) -> Trace:
-    from rooftop.quantities import parse_count, parse_quantity
-    from rooftop.simulate.serving_traces import Lengths, draw_trace, read_trace
+    from rooftop.core.quantities import parse_count, parse_quantity
+    from rooftop.simulate.serving.traces import Lengths, draw_trace, read_trace
 
     rate, file = options["requests_per_second"], options["trace_file"]
     if file is not None:
@@ -178,8 +180,8 @@ def _trace(plan: ServingPlan, options: Mapping[str, Any]) -> Trace:
 
 
 def _targets(plan: ServingPlan, ttft: str | None, tpot: str | None) -> Any:
-    from rooftop.quantities import parse_seconds
-    from rooftop.simulate.serving_metrics import Targets
+    from rooftop.core.quantities import parse_seconds
+    from rooftop.simulate.serving.metrics import Targets
 
     work = plan.problem.workload
     return Targets(
@@ -248,3 +250,100 @@ def _csv(found: Metrics) -> str:
         known = [f"{value:.9g}" if not math.isnan(value) else "" for value in seconds]
         writer.writerow([number, f"{length[0]:.9g}", *length[1:], *known])
     return text.getvalue()
+
+
+_TIMES = (
+    ("TTFT", "ttft_s", "ttft_s"),
+    ("TPOT", "tpot_s", "tpot_s"),
+    ("ITL", "itl_s", None),
+    ("worst ITL", "worst_itl_s", None),
+    ("end to end", "e2e_s", None),
+)
+
+
+def show(data: dict[str, Any], written: list[str]) -> None:
+    """Print the simulation: what was served, what users felt, what servers did."""
+    parts: list[RenderableType] = [_headline(data), _summary(data), _latencies(data), _servers(data)]
+    parts += [Text(f"written to {path}") for path in written]
+    console().print(Group(*parts))
+
+
+def _headline(data: dict[str, Any]) -> Text:
+    plan, deployment = data["plan"], data["deployment"]
+    servers = f"{deployment['replicas']} x {plan['slice']}"
+    if deployment["prefill_servers"]:
+        servers = f"{deployment['prefill_servers']} x {plan['prefill_slice']} for prefill and {servers} to generate"
+    text = Text(f"\n{plan['model']} on {servers}: {deployment['batching']}", style="bold")
+    if deployment["chunk_tokens"] is not None:
+        text.append(f", prefill in chunks of {deployment['chunk_tokens']} tokens a step")
+    text.append(f", batches up to {deployment['max_batch']}")
+    return text
+
+
+def _summary(data: dict[str, Any]) -> Table:
+    requests, tokens, goodput = data["requests"], data["tokens"], data["goodput"]
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    note = f"{requests['per_second']:.4g} a second over {format_seconds(data['duration_s'])}"
+    if requests["refused"]:
+        note += f"; {requests['refused']:,} refused, such as: {requests['refused_why']}"
+    table.add_row("requests", f"{requests['finished']:,}", note)
+    table.add_row(
+        "generated", format_count(tokens["generated"], "tok"), f"{tokens['generated_per_second']:,.0f} tok/s in all"
+    )
+    share = tokens["cached"] / tokens["prompt"] if tokens["prompt"] else 0.0
+    table.add_row(
+        "prefilled",
+        format_count(tokens["prefilled"], "tok"),
+        f"{share:.1%} of the prompts' tokens were cached" if data["deployment"]["prefix_cache"] else "",
+    )
+    if data["preemptions"]:
+        again = f"{format_count(tokens['recomputed'], 'tok')} computed again"
+        table.add_row("preemptions", f"{data['preemptions']:,}", again)
+    wanted = [
+        f"{name} {format_seconds(goodput[key])}"
+        for name, key in (("TTFT", "ttft_target_s"), ("TPOT", "tpot_target_s"))
+        if goodput[key] is not None
+    ]
+    if wanted:
+        table.add_row(
+            "goodput",
+            f"{goodput['requests_per_second']:.4g} a second",
+            f"{goodput['share']:.1%} of the requests within {' and '.join(wanted)}",
+        )
+    return table
+
+
+def _latencies(data: dict[str, Any]) -> Table:
+    table = Table(title="\nWhat users feel", title_justify="left", title_style="bold", box=None)
+    table.add_column("")
+    for name in ("planned", "mean", "p50", "p90", "p95", "p99", "max"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, key, planned in _TIMES:
+        found = data[key]
+        if found is not None:
+            plan = "" if planned is None else format_seconds(data["plan"][planned])
+            table.add_row(name, plan, *(format_seconds(value) for value in found.values()))
+    return table
+
+
+def _servers(data: dict[str, Any]) -> Table:
+    """Servers of a role together: means over them, and the most of any."""
+    table = Table(title="\nWhat servers do (means of a role)", title_justify="left", title_style="bold", box=None)
+    table.add_column("servers", no_wrap=True)
+    for name in ("busy", "prefill", "generate", "mixed", "batch", "KV used", "KV most", "queue most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for role in dict.fromkeys(server["role"] for server in data["servers"]):
+        servers = [server for server in data["servers"] if server["role"] == role]
+        shares = [sum(s["utilisation"][name] for s in servers) / len(servers) for name in _SHARES]
+        table.add_row(
+            f"{len(servers)}" + ("" if role == "both" else f" {role}"),
+            *(f"{share:.1%}" if share else "" for share in shares),
+            "" if role == "prefill" else f"{sum(s['mean_batch'] for s in servers) / len(servers):.1f}",
+            f"{sum(s['kv']['mean_occupancy'] for s in servers) / len(servers):.1%}",
+            f"{max(s['kv']['max_occupancy'] for s in servers):.1%}",
+            f"{max(s['max_waiting'] for s in servers)}",
+        )
+    return table
+
+
+_SHARES = ("busy", "prefill", "generate", "mixed")

@@ -27,7 +27,7 @@ def command(as_json: bool, files: tuple[Path, ...], host: str, port: int, no_ope
               rooftop ui plan.json report.json --port 0
               rooftop ui --list --json
     """
-    from rooftop.errors import RooftopError
+    from rooftop.core.errors import RooftopError
     from rooftop.ui.explorers import EXPLORERS, explorer
 
     if listed:

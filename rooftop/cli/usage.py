@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 
 
 class Group(click.Group):

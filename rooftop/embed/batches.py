@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.models.tables import Tables
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.models.embedding_tables.tables import Tables
 
 #: Behind a weighted feature's name, the column of its weights.
 WEIGHTS = "_weights"

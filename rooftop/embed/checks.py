@@ -6,8 +6,8 @@ import warnings
 
 import numpy as np
 
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.embed.inputs import Ragged
-from rooftop.errors import RooftopError, unknown
 
 #: What may be done about an id outside [0, vocabulary).
 POLICIES: tuple[str, ...] = ("error", "warn", "clamp", "off")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rooftop.embed import runs
 from rooftop.embed.keys import Layout, Merged
 from rooftop.embed.space import Space
-from rooftop.models.tables_stacking import ALIGNMENT
+from rooftop.models.embedding_tables.stacking import ALIGNMENT
 
 #: What padding holds: no row, no sample, no number.
 NO_ID = np.int32(2**31 - 1)

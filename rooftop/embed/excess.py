@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.errors import RooftopError
-from rooftop.models.tables import SparseCoreConfig
-from rooftop.models.tables_limits import StackLimits
-from rooftop.models.tables_stacking import Stack
+from rooftop.core.errors import RooftopError
+from rooftop.models.embedding_tables.limits import StackLimits
+from rooftop.models.embedding_tables.stacking import Stack
+from rooftop.models.embedding_tables.tables import SparseCoreConfig
 
 
 class LimitsExceeded(RooftopError):

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.files import write_bytes, write_text
-from rooftop.models.tables import Quantization, Tables
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.files import write_bytes, write_text
+from rooftop.models.embedding_tables.tables import Quantization, Tables
 
 LEVELS = 256
 #: What tables may be written in.

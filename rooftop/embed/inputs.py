@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.errors import RooftopError
-from rooftop.models.tables import Feature
+from rooftop.core.errors import RooftopError
+from rooftop.models.embedding_tables.tables import Feature
 
 #: What marks a place without an id in a padded dense array.
 PAD = -1

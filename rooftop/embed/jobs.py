@@ -12,7 +12,7 @@ from rooftop.embed.emit import padding
 from rooftop.embed.kernels import Found, Prepared
 from rooftop.embed.overflow import Ordered, sizes_of, uniques_of
 from rooftop.embed.statistics import StackStatistics, Statistics
-from rooftop.models.tables_stacking import Stacking
+from rooftop.models.embedding_tables.stacking import Stacking
 
 
 def _none(*dims: int) -> NDArray[np.int64]:

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed.emit import Buffers, Chunk, collect, emit
 from rooftop.embed.keys import Merged, merge
 from rooftop.embed.lookups import TableBatch
 from rooftop.embed.space import Space
 from rooftop.embed.stack_sort import SortedStacks, StackIds, prepare, sort_stacks
 from rooftop.embed.stack_write import emit_stacks
-from rooftop.errors import RooftopError
 
 
 class Found(Protocol):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rooftop.embed import runs
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.space import Space
-from rooftop.models.tables_stacking import Place
+from rooftop.models.embedding_tables.stacking import Place
 
 
 def bits(count: int) -> int:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_text
 from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.statistics import StackStatistics, Statistics
-from rooftop.errors import RooftopError
-from rooftop.files import write_text
-from rooftop.models.tables_limits import Limits, StackLimits, check_limits, full_buffer
-from rooftop.models.tables_stacking import ALIGNMENT, Stacking, padded
-from rooftop.plan.embed_limits import rung
+from rooftop.models.embedding_tables.limits import Limits, StackLimits, check_limits, full_buffer
+from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking, padded
+from rooftop.plan.embedding.limits import rung
 
 #: What limits have beyond what was observed.
 HEADROOM = 0.1

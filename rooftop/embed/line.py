@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 
 #: Where files lie in memory, if the system has it; they go where temporary files do if it has not, or is full.
 _MEMORY = Path("/dev/shm")

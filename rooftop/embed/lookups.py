@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.embed.checks import check_ids
 from rooftop.embed.inputs import Ragged, as_ragged
 from rooftop.embed.keys import Layout, Looked
-from rooftop.errors import RooftopError, unknown
-from rooftop.models.tables_stacking import Place, Stack, Stacking
+from rooftop.models.embedding_tables.stacking import Place, Stack, Stacking
 
 
 @dataclass(frozen=True, kw_only=True)

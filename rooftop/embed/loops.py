@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from rooftop.embed.emit import NO_GAIN, NO_ID
-from rooftop.models.tables_stacking import ALIGNMENT
+from rooftop.models.embedding_tables.stacking import ALIGNMENT
 
 #: Bits of a digit at most: its counts stay in a core's first cache.
 DIGIT = 13

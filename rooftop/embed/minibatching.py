@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rooftop.embed.lookups import TableLayout
 from rooftop.embed.overflow import Ordered
-from rooftop.models.tables_limits import BUCKETS
+from rooftop.models.embedding_tables.limits import BUCKETS
 
 _KEY = (0x4451E30F87DB9609, 0xCA7358A1FD2737F8, 0x4B2C991FCEE4FDEA, 0x0B2658E18326F6BA)
 #: HighwayHash's initial state: digits of pi.

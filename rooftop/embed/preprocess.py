@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed import kernels
 from rooftop.embed.checks import check_policy
 from rooftop.embed.emit import Buffers, emit, padding, row_pointers
@@ -38,9 +39,8 @@ from rooftop.embed.overflow import (
 )
 from rooftop.embed.statistics import Statistics
 from rooftop.embed.threads import Threads
-from rooftop.errors import RooftopError
-from rooftop.models.tables_limits import BUCKETS, Limits, StackLimits, check_limits, pointers_of_device
-from rooftop.models.tables_stacking import Stack, Stacking
+from rooftop.models.embedding_tables.limits import BUCKETS, Limits, StackLimits, check_limits, pointers_of_device
+from rooftop.models.embedding_tables.stacking import Stack, Stacking
 
 #: Rows of input of a batch below which another thread's help in looking at them costs more than it saves.
 _LOOKED_ALONE = 200_000

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, NoReturn, TypeVar
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed.emit import Buffers
 from rooftop.embed.line import Line
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.embed.statistics import Statistics
-from rooftop.errors import RooftopError
 
 _B = TypeVar("_B")
 _R = TypeVar("_R")

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from rooftop.errors import RooftopError
-from rooftop.xla.groups import Groups, replica_groups
-from rooftop.xla.hlo import Module
+from rooftop.compiler.hlo.groups import Groups, replica_groups
+from rooftop.compiler.hlo.text import Module
+from rooftop.core.errors import RooftopError
 
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")

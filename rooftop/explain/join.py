@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rooftop.ledger import Ledger, Row
-from rooftop.quantities import format_bytes, format_count
+from rooftop.core.ledger import Ledger, Row
+from rooftop.core.quantities import format_bytes, format_count
 
 #: Two figures are equal when they differ by less than this share of the larger.
 TOLERANCE = 1e-6

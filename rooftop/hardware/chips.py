@@ -12,8 +12,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.quantities import DTYPE_BYTES
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import DTYPE_BYTES
 
 #: Figure -> unit. "" is a pure number, a name or a shape in chips.
 UNITS: dict[str, str] = {

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.hardware.chips import Chip, Shape, chip
 
 _TEXT = re.compile(r"\s*([^:@\s]+)\s*:\s*([0-9]{1,6}(?:x[0-9]{1,6})*)\s*(?:@\s*([0-9]{1,6}))?\s*", re.IGNORECASE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.config import ModelConfig
 
 #: Intermediates of a layer, in the order in which they are computed.

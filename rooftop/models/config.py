@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 
 ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "relu")
 NORMS: tuple[str, ...] = ("rms", "layer")

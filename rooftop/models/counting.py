@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from rooftop.errors import unknown
+from rooftop.core.errors import unknown
+from rooftop.core.quantities import dtype_bytes
 from rooftop.models.config import MLA, ModelConfig, MoE
-from rooftop.quantities import dtype_bytes
 
 if TYPE_CHECKING:
-    from rooftop.ledger import Number
+    from rooftop.core.ledger import Number
 
 COMPONENTS: tuple[str, ...] = ("embed", "attn", "mlp", "experts", "shared_experts", "router", "norms", "unembed")
 
@@ -26,7 +26,7 @@ ATTENTION: tuple[str, ...] = ("causal", "full", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of the model: its ``shape``, its ``scope`` (of rooftop.scopes) and how many layers have one.
+    """One tensor of the model: its ``shape``, its ``scope`` (of rooftop.core.scopes) and how many layers have one.
 
     A token uses ``active`` of it: k/E of the experts, all of anything else. ``matmul`` weights are multiplied with
     every token; biases, scales and lookup tables are not.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rooftop.arrays.mesh import AXES, Ints, Mesh, Piece, Span, span
-from rooftop.errors import unknown
+from rooftop.core.errors import unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
 #: At most so many logical axes share one physical axis: a third would be shorter than what a torus axis carries well.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rooftop.ledger import Collective, Ledger, Number, Row
-from rooftop.plan.assumptions import Assumptions
-from rooftop.plan.strategies import Strategies
+from rooftop.core.ledger import Collective, Ledger, Number, Row
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.strategies import Strategies
 from rooftop.roofline.rates import Rates
 
 #: Transfers between two computations that depend on each other.

@@ -1,6 +1,6 @@
 """What an op of a trace is: what kind of work, for which scope and phase, from which line of the program.
 
-A trace alone tells some of it; with the compiled module (``rooftop.explain.modules``) everything is known.
+A trace alone tells some of it; with the compiled module (``rooftop.explain.measured.modules``) everything is known.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rooftop.core.scopes import UNSCOPED, scope_and_phase
 from rooftop.profile.trace import Op
-from rooftop.scopes import UNSCOPED, scope_and_phase
 
 #: What a device does while it runs an op: it computes, moves arrays, communicates, waits for its host, or holds other
 #: ops (a loop), of which only what none of them fills is its own.
@@ -58,7 +58,7 @@ class Facts:
     """What an op is. Figures are of one execution on one device; None: unknown.
 
     ``matmul`` is M, K and N of its largest matmul, and ``dtype`` what that is in. Of a collective: its ``kind``, mesh
-    ``axes``, ``bytes`` (payload as in ``rooftop.ledger.Collective``), ``wire_bytes``, and its ``role``: 'whole' if the
+    ``axes``, ``bytes`` (payload as in ``core.ledger.Collective``), ``wire_bytes``, and its ``role``: 'whole' if the
     device waits for all of it, 'start' or 'done' of one that runs beside the rest. ``started_by`` is the op that began
     what this one ends.
     """

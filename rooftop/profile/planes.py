@@ -19,8 +19,7 @@ import numpy as np
 
 from rooftop.profile.intervals import Ints
 from rooftop.profile.trace import Device, Host, Op, Runs, SparseCore, Steps, Trace, Track, trace_files
-from rooftop.profile.wire import fields
-from rooftop.profile.xplane import Column, Events, Kind, Line, Plane, Space, read_space
+from rooftop.profile.xplane import Column, Events, Kind, Line, Plane, Space, fields, read_space
 
 _HOST = "/host:CPU"
 _PROGRAM = re.compile(r"(.+)\((-?\d+)\)$")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.profile.intervals import Ints
 from rooftop.profile.xplane import Line, Plane
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.programs.sharding import Dim, Specs, axes_of
 
 Leaf = TypeVar("Leaf")

@@ -14,7 +14,7 @@ from jax import P
 from jax.sharding import reshard
 
 from rooftop.arrays.rules import Rules
-from rooftop.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, unknown
 
 #: A dim of an array, as the logical dims whose mesh axes split it, in order: one, several, or none.
 Dim = str | tuple[str, ...] | None

@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import COLLECTIVES, Number
 from rooftop.hardware import Chip
 from rooftop.hardware import chip as find_chip
-from rooftop.ledger import COLLECTIVES, Number
 
 #: Smallest and largest size of a dim among the matmuls that were compiled; what lies outside is priced as the nearest.
 MEASURED_DIMS: tuple[int, int] = (1024, 32768)

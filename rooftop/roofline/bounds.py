@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Span
-from rooftop.ledger import Ledger, Number
+from rooftop.core.ledger import Ledger, Number
 
 
 def ici_lower_s(ledger: Ledger, spans: Mapping[str, Span]) -> Number:

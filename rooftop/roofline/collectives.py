@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Span
-from rooftop.errors import unknown
-from rooftop.ledger import COLLECTIVES, Number
+from rooftop.core.errors import unknown
+from rooftop.core.ledger import COLLECTIVES, Number
 
 RESOURCES = ("ici", "dcn")
 FORMS = ("exact", "book")
@@ -33,7 +33,7 @@ FORMS = ("exact", "book")
 class Price:
     """Price of one kind of collective over one group, by network resource; all [...] over layouts.
 
-    ``seconds_per_byte`` multiplies the collective's logical payload (see ``rooftop.ledger.Collective``);
+    ``seconds_per_byte`` multiplies the collective's logical payload (see ``rooftop.core.ledger.Collective``);
     ``latency_s`` is the fewest hops by which every device can have heard of every other (for a permute, its
     neighbour) times the hop latency; ``wire_per_byte`` is what one device sends per byte of payload.
     """

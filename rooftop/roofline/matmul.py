@@ -8,9 +8,9 @@ from math import prod
 import numpy as np
 
 from rooftop.arrays.notation import ShardedArray
-from rooftop.errors import RooftopError
-from rooftop.ledger import Number
-from rooftop.quantities import dtype_bytes
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Number
+from rooftop.core.quantities import dtype_bytes
 
 
 def flops(m: Number, k: Number, n: Number) -> Number:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Number
 from rooftop.hardware import Chip
-from rooftop.ledger import Number
 from rooftop.roofline.achievable import Fractions, attention_seconds, fractions, matmul_fraction
 from rooftop.roofline.overlap import Overlap, overlap
 

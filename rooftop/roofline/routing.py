@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import PhysicalAxis
 
 

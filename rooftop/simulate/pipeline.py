@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.ledger import Number
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.ledger import Number
 from rooftop.scheduling.pipeline import SCHEDULES, Op, Table, Task, pipeline_table
 
 if TYPE_CHECKING:
-    from rooftop.plan import TrainingPlan
+    from rooftop.plan.training.plan import TrainingPlan
 
 Floats = npt.NDArray[np.float64]
 #: One figure for all stages, or one for each.

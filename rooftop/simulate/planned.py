@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rooftop.ledger import Collective, Ledger, Row
+from rooftop.core.ledger import Collective, Ledger, Row
+from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
 from rooftop.scheduling.pipeline import Op
-from rooftop.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
 
 if TYPE_CHECKING:
-    from rooftop.plan import TrainingPlan
+    from rooftop.plan.training.plan import TrainingPlan
 
 #: Layers that are drawn one by one.
 DRAWN_LAYERS = 2

@@ -17,7 +17,7 @@ from jax import P
 from jax.extend import core
 from jax.sharding import reshard
 
-from rooftop.scopes import UNSCOPED, scope_and_phase
+from rooftop.core.scopes import UNSCOPED, scope_and_phase
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,21 +13,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rooftop.checkpoints.huggingface import load_weights
-from rooftop.checkpoints.state import Checkpoints
-from rooftop.errors import Infeasible
-from rooftop.profile.timing import usable_bytes
+from rooftop.core.errors import Infeasible
+from rooftop.core.quantities import format_bytes
+from rooftop.profile.microbench.timing import usable_bytes
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.train_step import TrainState, abstract_batch, abstract_state, init_state, train_step
-from rooftop.quantities import format_bytes
-from rooftop.train.dataset import Dataset
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
+from rooftop.runs.checkpoints import Checkpoints
+from rooftop.runs.folder import RunFolder
+from rooftop.runs.signals import Agreement, Signals
+from rooftop.train.data.dataset import Dataset
+from rooftop.train.data.loading import place, prefetch
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Evaluation, Forward
-from rooftop.train.folder import RunFolder
-from rooftop.train.loading import place, prefetch
 from rooftop.train.metrics import Rates, StepRecord
 from rooftop.train.recording import Failed, Loop, Watch
-from rooftop.train.stopping import Agreement, Signals
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,15 @@ import numpy as np
 from jax import P
 from jax.sharding import AxisType, Mesh, reshard
 
-from rooftop.programs.describe import describe
-from rooftop.programs.layer import Computation
-from rooftop.programs.optimizer import DTYPES
+from rooftop.checkpoints.tokenizer import Tokenizer
+from rooftop.core.errors import RooftopError
+from rooftop.programs.model.describe import describe
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.model.transformer import logits, objective
 from rooftop.programs.parameters import Batch, Transformer, shardings
-from rooftop.programs.train_program import TrainProgram
-from rooftop.programs.transformer import logits, objective
-from rooftop.train.loading import Loader, place
+from rooftop.programs.training.optimizer import DTYPES
+from rooftop.programs.training.program import TrainProgram
+from rooftop.train.data.loading import Loader, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +133,48 @@ class Forward:
         with jax.set_mesh(self.own_mesh):
             placed = jax.make_array_from_callback(tokens.shape, sharding, lambda index: tokens[index])
             return np.asarray(self._next(weights, placed, jnp.int32(length)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How many samples, of how many tokens behind the ``prompt``; ``temperature`` 0 takes the likeliest each time."""
+
+    count: int
+    tokens: int = 64
+    prompt: str = ""
+    temperature: float = 0.8
+    seed: int = 0
+
+
+def sample(
+    program: TrainProgram, mesh: jax.sharding.Mesh, weights: Transformer[jax.Array], tokenizer: Tokenizer, how: Sampling
+) -> list[str]:
+    """Samples, their prompt included; one that ends its document is cut there. The same seed draws the same.
+
+    Raises RooftopError for a prompt that is empty where nothing begins a document, or that leaves no room.
+    """
+    prompt = ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(how.prompt).tolist()
+    if not prompt:
+        raise RooftopError("prompt", how.prompt, "a text: nothing begins a document in this tokenizer")
+    longest = min(len(prompt) + how.tokens, program.model.max_seq_len)
+    if longest <= len(prompt):
+        raise RooftopError("prompt", f"{len(prompt)} tokens", f"fewer than the model's {longest}")
+    forward = Forward(program, mesh, ("stage", "context"))
+    rows = -(-how.count // forward.rows) * forward.rows
+    ways = math.prod(
+        forward.own_mesh.shape[axis] for axis in program.specs(forward.own_mesh).rules.activations["residual_seq"]
+    )
+    ids = np.zeros((rows, -(-longest // ways) * ways), np.int32)
+    ids[:, : len(prompt)] = prompt
+    laid, random = forward.weights(weights), np.random.default_rng(how.seed)
+    for length in range(len(prompt), longest):
+        scores = forward.next_logits(laid, ids, length)[:, : tokenizer.vocab].astype(np.float64)
+        if how.temperature:
+            # Gumbel (1954): the largest of the perturbed scores is a draw from their softmax.
+            scores = scores / how.temperature + random.gumbel(size=scores.shape)
+        ids[:, length] = scores.argmax(axis=-1)
+    return [tokenizer.decode(_document(row[:longest].tolist(), len(prompt), tokenizer.eos)) for row in ids[: how.count]]
+
+
+def _document(ids: list[int], prompt: int, eos: int | None) -> list[int]:
+    return ids[: ids.index(eos, prompt)] if eos in ids[prompt:] else ids

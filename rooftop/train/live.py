@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rooftop.quantities import format_count, format_seconds
+from rooftop.core.quantities import format_count, format_seconds
 from rooftop.train.metrics import StepRecord
 
 #: Seconds between lines where there is no terminal.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rooftop.models import ModelConfig, flops_per_token
-from rooftop.programs.train_step import Metrics
+from rooftop.programs.training.step import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from rooftop.programs.optimizer import Optimizer
 from rooftop.programs.parameters import Batch
-from rooftop.programs.train_step import Metrics
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.step import Metrics
+from rooftop.runs.folder import MetricsFile, RunFolder
+from rooftop.runs.signals import Agreement, one_at_a_time
+from rooftop.train.data.loading import Fetched
 from rooftop.train.evaluate import Evaluation
-from rooftop.train.events import Events
-from rooftop.train.folder import MetricsFile, RunFolder
-from rooftop.train.loading import Fetched
 from rooftop.train.metrics import Divergence, Rates, StepRecord
 from rooftop.train.schedule import ScheduledOptimizer
-from rooftop.train.stopping import Agreement, one_at_a_time
 
 #: Steps that are dispatched before the metrics of an earlier one are read.
 _AHEAD = 1
@@ -157,3 +157,31 @@ class Loop:
             over = f"the mean loss of {self._divergence.window} steps is {rise:.2f} nats above the lowest before"
             raise Failed(record, f"the loss diverges: {over} (--divergence {self._divergence.nats:g})")
         return agreement.read(posted.vote)
+
+
+class Events:
+    """An event file in ``folder``; TensorBoard shows those of the folder as one run.
+
+    What earlier files have of steps behind ``step`` is void: they are done again. Needs tensorboardX.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        # The name has the second in which the file was made: the step keeps a quick restart from writing over it.
+        self._writer = SummaryWriter(
+            str(folder), purge_step=step + 1 if step else None, filename_suffix=f".behind{step}"
+        )
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """One point for every number of a line of metrics.jsonl, at its step; evaluations under ``eval/``."""
+        for name, value in record.items():
+            if name in ("step", "unix_s") or value is None:
+                continue
+            group, _, rest = name.partition("_")
+            tag = f"eval/{rest}" if group == "eval" else f"train/{name}"
+            self._writer.add_scalar(tag, value, record["step"], walltime=record.get("unix_s"))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.programs.optimizer import Optimizer
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.parameters import Parameter, Transformer
+from rooftop.programs.training.optimizer import Optimizer
 
 DECAYS: tuple[str, ...] = ("cosine", "linear", "constant")
 

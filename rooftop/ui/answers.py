@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
-from rooftop.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.ui.controls import Control, State
 
 #: What a figure is: a bound, what is expected, an exact count, measured, simulated, or a rule of thumb. Never mixed up.

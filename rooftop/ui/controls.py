@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-from rooftop.errors import RooftopError, unknown
-from rooftop.quantities import parse_count
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import parse_count
 
 Kind = Literal["slider", "select", "text", "area"]
 #: The longest text that a control takes.

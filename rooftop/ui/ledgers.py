@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rooftop.core.ledger import Collective, Ledger, Row
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
-from rooftop.ledger import Collective, Ledger, Row
-from rooftop.quantities import format_bytes, format_count, format_seconds
 from rooftop.roofline.matmul import attainable
 from rooftop.roofline.rates import Rates
 from rooftop.ui.answers import Axis, Bar, Bars, Chart, Lines, Series, Spans, Table

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.ui import plans, reports
 from rooftop.ui.answers import Answer
 
@@ -36,7 +36,7 @@ def opened(path: Path) -> Opened:
     if path.is_dir() or path.name.endswith(".xplane.pb"):
         # Traces are read with JAX's own reader, which takes seconds to start.
         try:
-            from rooftop.explain.measured import explain
+            from rooftop.explain.measured.report import explain
         except ImportError as absent:
             raise RooftopError("file", path.name, f"JAX to read it with (no {absent.name} here)") from None
         return opened_json(path.name, explain(path).to_json(top=_TOP))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rooftop.core.ledger import Ledger
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
-from rooftop.ledger import Ledger
-from rooftop.quantities import format_bytes, format_count, format_seconds
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Figure, Lines, Series, Table
 from rooftop.ui.ledgers import embedding_memory, ledger_charts, memory_bars
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from rooftop.core.ledger import Ledger
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
-from rooftop.ledger import Ledger
-from rooftop.quantities import format_bytes, format_count, format_seconds
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Chart, Figure, Lines, Series, Table
 from rooftop.ui.ledgers import ledger_charts, memory_bars, rows_roofline
 

@@ -26,7 +26,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rooftop import __version__
-from rooftop.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.ui.answers import Answer
 from rooftop.ui.controls import read_state
 from rooftop.ui.explorers import EXPLORERS, explorer

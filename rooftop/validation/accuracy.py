@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.validation.runs import Run
 
 LEVELS: tuple[str, ...] = ("bound", "uncalibrated", "calibrated", "null")

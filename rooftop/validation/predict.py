@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rooftop.errors import RooftopError
-from rooftop.plan import Assumptions, Numerics, Problem, TrainingPlan, Workload, sweep
+from rooftop.core.errors import RooftopError
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.validation.runs import Run
 
 #: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's

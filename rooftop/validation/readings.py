@@ -15,10 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Chip, Slice, chip
 from rooftop.models import ModelConfig, MoE, load_model
-from rooftop.quantities import DTYPE_BYTES
 from rooftop.validation.table import TableRow
 
 #: Architecture columns that a model cannot be built without.

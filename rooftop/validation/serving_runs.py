@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import unknown
+from rooftop.core.errors import unknown
+from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.plan.serving_workload import ServingNumerics
-from rooftop.quantities import DTYPE_BYTES
+from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.validation import readings
 from rooftop.validation.readings import Gap
 from rooftop.validation.runs import Unusable

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rooftop.errors import RooftopError
-from rooftop.quantities import parse_count, parse_quantity
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import parse_count, parse_quantity
 
 #: Columns that tell one run from another; the measurement columns follow.
 RUN_COLUMNS: tuple[str, ...] = (

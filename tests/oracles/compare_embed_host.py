@@ -29,7 +29,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec  # noqa: E402
 
-from rooftop.errors import RooftopError  # noqa: E402
+from rooftop.core.errors import RooftopError  # noqa: E402
 
 
 def reference(case: Case) -> tuple[int, dict[str, Expected]]:

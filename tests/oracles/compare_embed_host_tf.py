@@ -30,12 +30,12 @@ from embed_host_cases import Case, draw  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from rooftop.core.errors import RooftopError  # noqa: E402
 from rooftop.embed.inputs import Ragged  # noqa: E402
 from rooftop.embed.minibatching import bucket_of  # noqa: E402
 from rooftop.embed.preprocess import Preprocessed  # noqa: E402
-from rooftop.errors import RooftopError  # noqa: E402
-from rooftop.models.tables_limits import BUCKETS  # noqa: E402
-from rooftop.models.tables_stacking import Stack, Stacking  # noqa: E402
+from rooftop.models.embedding_tables.limits import BUCKETS  # noqa: E402
+from rooftop.models.embedding_tables.stacking import Stack, Stacking  # noqa: E402
 
 #: More than any case needs.
 ROOM = 1 << 12

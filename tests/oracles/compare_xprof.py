@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from rooftop.explain.measured import explain
+from rooftop.explain.measured.report import explain
 
 #: What XProf's interpreter runs: the table of its tool "HLO Stats".
 CONVERT = """

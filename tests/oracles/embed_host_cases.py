@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from rooftop.core.errors import RooftopError
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
-from rooftop.errors import RooftopError
-from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
-from rooftop.models.tables_limits import StackLimits, full_buffer
-from rooftop.models.tables_stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
+from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from rooftop.errors import unknown
+from rooftop.core.errors import unknown
 from rooftop.ui.answers import Explorer
 
 #: Explorer -> what the menu says.

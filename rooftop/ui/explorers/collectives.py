@@ -10,11 +10,11 @@ from rooftop.algebra.expression import parse
 from rooftop.algebra.pricing import PRICES, Cost, Prices
 from rooftop.algebra.steps import Step
 from rooftop.arrays import Mesh, parse_axes
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import format_count
 from rooftop.hardware import Slice
-from rooftop.quantities import format_count
-from rooftop.simulate.collectives import simulate
-from rooftop.simulate.rounds import KINDS, Rounds, torus_rounds
+from rooftop.simulate.network.collectives import simulate
+from rooftop.simulate.network.rounds import KINDS, Rounds, torus_rounds
 from rooftop.ui.answers import PRICE_LEVELS, Answer, Axis, Bar, Bars, Chart, Explorer, Figure, Frames, Lines, Series
 from rooftop.ui.controls import Control, State, select, slider, text
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.embed.limits import expected
-from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
-from rooftop.models.tables_files import tables_from_toml
-from rooftop.plan.embed import EmbedPlan
-from rooftop.plan.embed_problem import EmbedProblem, stacking_on
-from rooftop.quantities import format_bytes, format_seconds
+from rooftop.models.embedding_tables.files import tables_from_toml
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series, Table
 from rooftop.ui.controls import Control, State, slider, text
 from rooftop.ui.ledgers import embedding_memory

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan import Problem, Workload, sweep
-from rooftop.plan.train import TrainingPlan
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.plan.training.workload import Workload
 from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
 from rooftop.simulate.pipeline import Timeline, bubble, durations_of, lockstep, run
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series, Spans

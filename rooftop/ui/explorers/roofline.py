@@ -8,9 +8,9 @@ from rooftop.algebra.expression import parse
 from rooftop.algebra.pricing import Cost, Prices
 from rooftop.algebra.steps import Step, einsum
 from rooftop.arrays import Mesh
+from rooftop.core.quantities import DTYPE_BYTES, format_count
 from rooftop.hardware import Slice, chip
 from rooftop.hardware.chips import catalogue
-from rooftop.quantities import DTYPE_BYTES, format_count
 from rooftop.roofline.matmul import attainable
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import critical_batch

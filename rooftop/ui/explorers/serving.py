@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from rooftop.arrays import parse_axes
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
-from rooftop.plan.serving import ServingPlan
-from rooftop.plan.serving_placement import Placement
-from rooftop.plan.serving_problem import BOUNDS, ServingProblem
-from rooftop.plan.serving_search import at_context, best_prefill, pareto, sweep_generate
-from rooftop.plan.serving_workload import ServingNumerics, ServingWorkload
-from rooftop.quantities import format_bytes, format_count, format_seconds
+from rooftop.plan.serving.placement import Placement
+from rooftop.plan.serving.plan import ServingPlan
+from rooftop.plan.serving.problem import BOUNDS, ServingProblem
+from rooftop.plan.serving.search import at_context, best_prefill, pareto, sweep_generate
+from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series
 from rooftop.ui.controls import Control, State, select, slider, text
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rooftop.core.quantities import format_count
 from rooftop.hardware import chip
 from rooftop.hardware.chips import catalogue
-from rooftop.quantities import format_count
 from rooftop.simulate.systolic import Cycles, SystolicArray
 from rooftop.ui.answers import Answer, Axis, Explorer, Figure, Frames, Lines, Series, Spans
 from rooftop.ui.controls import Control, State, select, slider

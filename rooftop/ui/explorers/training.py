@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from rooftop.errors import RooftopError
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import format_count, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
-from rooftop.plan import Problem, Workload, sweep
-from rooftop.plan.batches import BatchCurve, batch_curves, book_meshes
-from rooftop.plan.train import TrainingPlan
-from rooftop.quantities import format_count, format_seconds
+from rooftop.plan.training.batches import BatchCurve, batch_curves, book_meshes
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.plan.training.workload import Workload
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series
 from rooftop.ui.controls import Control, State, select, slider, text
 

@@ -1,0 +1,302 @@
+"""Where the tensors of a published checkpoint, by the names that transformers gives them, lie in our weights.
+
+``entries`` says it for every tensor of a model; ``from_checkpoint`` and ``to_checkpoint`` follow it both ways, so that
+gradients too can be compared by name. NumPy only: a caller reads files and places arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from rooftop.core.errors import RooftopError
+from rooftop.models.config import ModelConfig
+from rooftop.models.segments import segments
+from rooftop.programs.model.describe import describe
+from rooftop.programs.parameters import Layer, MoE, Parameter, Transformer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor of a checkpoint, or a part of one, and the place of its elements in our weights.
+
+    ``leaf`` is the key path of one of our arrays and ``index`` what picks the tensor's part from its leading dims
+    (layer, expert). Of the tensor's last dim it is part ``part`` of ``parts`` equal ones, one after another or, if
+    ``interleaved``, by turns; if ``transposed``, [out, in] becomes [in, out]; then it takes the shape of what it fills.
+    """
+
+    name: str
+    leaf: str
+    index: tuple[int, ...] = ()
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+    interleaved: bool = False
+
+    def cut(self, width: int) -> slice:
+        """Which of the ``width`` elements of the tensor's last dim it is."""
+        if self.interleaved:
+            return slice(self.part, None, self.parts)
+        return slice(self.part * width // self.parts, (self.part + 1) * width // self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    """A name below a layer, with {expert} where each expert has a tensor of its own; see ``Entry``."""
+
+    name: str
+    as_is: bool = False
+    part: int = 0
+    parts: int = 1
+    interleaved: bool = False
+
+
+def _linear(prefix: str, ours: str, **names: str) -> dict[str, _Tensor]:
+    """Weights and biases of linear maps, by our field names."""
+    found = {}
+    for field, name in names.items():
+        found[f"{ours}.{field}"] = _Tensor(name=f"{prefix}.{name}.weight")
+        found[f"{ours}.{field}_bias"] = _Tensor(name=f"{prefix}.{name}.bias")
+    return found
+
+
+_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_SHARED = {f"shared_{field}": name for field, name in _MLP.items()}
+
+#: Names below a layer that most families use, by the fields of a Layer; ``moe`` is its mlp where that is a mixture.
+_DECODER: Mapping[str, _Tensor] = {
+    "attn.norm.scale": _Tensor(name="input_layernorm.weight"),
+    **_linear("self_attn", "attn", q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
+    "attn.q_norm": _Tensor(name="self_attn.q_norm.weight"),
+    "attn.k_norm": _Tensor(name="self_attn.k_norm.weight"),
+    "attn.sinks": _Tensor(name="self_attn.sinks"),
+    "mlp.norm.scale": _Tensor(name="post_attention_layernorm.weight"),
+    **_linear("mlp", "mlp", **_MLP),
+    "moe.norm.scale": _Tensor(name="post_attention_layernorm.weight"),
+    **_linear("mlp.experts.{expert}", "moe", **_MLP),
+    **_linear("mlp.shared_experts", "moe", **_SHARED),
+    "moe.router": _Tensor(name="mlp.gate.weight"),
+    "moe.correction_bias": _Tensor(name="mlp.gate.e_score_correction_bias"),
+}
+_LATENT: Mapping[str, _Tensor] = {
+    "attn.q_down": _Tensor(name="self_attn.q_a_proj.weight"),
+    "attn.q_norm": _Tensor(name="self_attn.q_a_layernorm.weight"),
+    "attn.kv_down": _Tensor(name="self_attn.kv_a_proj_with_mqa.weight"),
+    "attn.kv_norm": _Tensor(name="self_attn.kv_a_layernorm.weight"),
+    "attn.kv_up": _Tensor(name="self_attn.kv_b_proj.weight"),
+}
+_FOUR_NORMS: Mapping[str, _Tensor] = {
+    "attn.post_norm.scale": _Tensor(name="post_attention_layernorm.weight"),
+    "mlp.norm.scale": _Tensor(name="pre_feedforward_layernorm.weight"),
+    "mlp.post_norm.scale": _Tensor(name="post_feedforward_layernorm.weight"),
+}
+_MIXTRAL: Mapping[str, _Tensor] = {
+    "moe.router": _Tensor(name="block_sparse_moe.gate.weight"),
+    **_linear("block_sparse_moe.experts.{expert}", "moe", gate="w1", up="w3", down="w2"),
+}
+_GPT_OSS: Mapping[str, _Tensor] = {
+    "moe.router": _Tensor(name="mlp.router.weight"),
+    "moe.router_bias": _Tensor(name="mlp.router.bias"),
+    "moe.gate": _Tensor(name="mlp.experts.gate_up_proj", as_is=True, parts=2, interleaved=True),
+    "moe.up": _Tensor(name="mlp.experts.gate_up_proj", as_is=True, part=1, parts=2, interleaved=True),
+    "moe.down": _Tensor(name="mlp.experts.down_proj", as_is=True),
+    "moe.gate_bias": _Tensor(name="mlp.experts.gate_up_proj_bias", parts=2, interleaved=True),
+    "moe.up_bias": _Tensor(name="mlp.experts.gate_up_proj_bias", part=1, parts=2, interleaved=True),
+    "moe.down_bias": _Tensor(name="mlp.experts.down_proj_bias"),
+}
+_GPT2: Mapping[str, _Tensor] = {
+    "attn.norm.scale": _Tensor(name="ln_1.weight"),
+    "attn.norm.bias": _Tensor(name="ln_1.bias"),
+    **{f"attn.{ours}": _Tensor(name="attn.c_attn.weight", as_is=True, part=i, parts=3) for i, ours in enumerate("qkv")},
+    **{f"attn.{ours}_bias": _Tensor(name="attn.c_attn.bias", part=i, parts=3) for i, ours in enumerate("qkv")},
+    "attn.out": _Tensor(name="attn.c_proj.weight", as_is=True),
+    "attn.out_bias": _Tensor(name="attn.c_proj.bias"),
+    "mlp.norm.scale": _Tensor(name="ln_2.weight"),
+    "mlp.norm.bias": _Tensor(name="ln_2.bias"),
+    "mlp.up": _Tensor(name="mlp.c_fc.weight", as_is=True),
+    "mlp.up_bias": _Tensor(name="mlp.c_fc.bias"),
+    "mlp.down": _Tensor(name="mlp.c_proj.weight", as_is=True),
+    "mlp.down_bias": _Tensor(name="mlp.c_proj.bias"),
+}
+#: Families that name some things otherwise.
+_OTHERS: Mapping[str, Mapping[str, _Tensor]] = {"mixtral": _MIXTRAL, "gpt_oss": _GPT_OSS, "gpt2": _GPT2}
+#: Names outside layers: of the layers themselves, tables, the final norm and the unembedding.
+_MODEL = {
+    "layers": "model.layers.{layer}.",
+    "embed": "model.embed_tokens.weight",
+    "final_norm.scale": "model.norm.weight",
+    "unembed": "lm_head.weight",
+}
+_MODELS: Mapping[str, Mapping[str, str]] = {
+    "gemma3": {ours: f"language_model.{name}" for ours, name in _MODEL.items()},
+    "gpt2": {
+        "layers": "transformer.h.{layer}.",
+        "embed": "transformer.wte.weight",
+        "positions": "transformer.wpe.weight",
+        "final_norm.scale": "transformer.ln_f.weight",
+        "final_norm.bias": "transformer.ln_f.bias",
+        "unembed": "lm_head.weight",
+    },
+}
+
+
+def entries(model: ModelConfig) -> tuple[Entry, ...]:
+    """Every tensor of a checkpoint of ``model``, tied ones once."""
+    return tuple(_entries(model))
+
+
+def _entries(model: ModelConfig) -> Iterator[Entry]:
+    described, names = describe(model), _MODELS.get(model.family, _MODEL)
+    for path, _ in _leaves(_Outside.of(described)):
+        yield Entry(name=names[path], leaf=f".{path}", transposed=path == "unembed")
+    table = dict(_DECODER)
+    if model.mla is not None:
+        table |= _LATENT
+        if model.mla.q_rank is not None:
+            table["attn.q"] = _Tensor(name="self_attn.q_b_proj.weight")
+    if model.norms_per_layer == 4:
+        table |= _FOUR_NORMS
+    table |= _OTHERS.get(model.family, {})
+    for s, (segment, stacks) in enumerate(zip(segments(model), described.layers, strict=True)):
+        for j, stack in enumerate(stacks):
+            for path, parameter in _leaves(stack):
+                ours = path.replace("mlp.", "moe.", 1) if isinstance(stack.mlp, MoE) else path
+                for repeat in range(segment.repeats):
+                    prefix = names["layers"].format(layer=segment.layer(j, repeat))
+                    yield from _layer_entries(table[ours], prefix, f".layers[{s}][{j}].{path}", repeat, parameter)
+
+
+def _layer_entries(tensor: _Tensor, prefix: str, leaf: str, repeat: int, parameter: Parameter) -> Iterator[Entry]:
+    experts = range(parameter.shape[1]) if "{expert}" in tensor.name else (None,)
+    for expert in experts:
+        yield Entry(
+            name=prefix + tensor.name.format(expert=expert),
+            leaf=leaf,
+            index=(repeat,) if expert is None else (repeat, expert),
+            transposed=parameter.fan_in is not None and not tensor.as_is,
+            part=tensor.part,
+            parts=tensor.parts,
+            interleaved=tensor.interleaved,
+        )
+
+
+def from_checkpoint(model: ModelConfig, tensors: Mapping[str, Array]) -> Transformer[Array]:
+    """Our weights, in the dtypes of the checkpoint, from tensors by name; what is not asked for is left alone.
+
+    Raises RooftopError for a tensor that is missing or has another number of elements than its place.
+    """
+    described = describe(model)
+    leaves = {jax.tree_util.keystr(path): np.empty(0) for path, _ in jax.tree_util.tree_leaves_with_path(described)}
+    shapes = {
+        jax.tree_util.keystr(path): parameter.shape
+        for path, parameter in jax.tree_util.tree_leaves_with_path(described)
+    }
+    for entry in entries(model):
+        if entry.name not in tensors:
+            raise RooftopError("checkpoint tensor", entry.name, f"a tensor: {model.family} has one of this name")
+        tensor = np.asarray(tensors[entry.name])
+        shape = shapes[entry.leaf][len(entry.index) :]
+        if tensor.size != entry.parts * np.prod(shape, dtype=int):
+            raise RooftopError(f"checkpoint tensor {entry.name}", tensor.shape, f"{shape}, whatever its layout")
+        if not leaves[entry.leaf].size:
+            leaves[entry.leaf] = np.empty(shapes[entry.leaf], tensor.dtype)
+        cut = tensor[..., entry.cut(tensor.shape[-1])]
+        leaves[entry.leaf][entry.index] = (cut.T if entry.transposed else cut).reshape(shape)
+    return jax.tree.unflatten(jax.tree.structure(described), leaves.values())
+
+
+def to_checkpoint(model: ModelConfig, weights: Transformer[Array]) -> dict[str, Array]:
+    """Tensors by name from our weights (or gradients): the inverse of ``from_checkpoint``."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
+    sizes = {jax.tree_util.keystr(path): p for path, p in jax.tree_util.tree_leaves_with_path(describe(model))}
+    found = dict[str, Array]()
+    for entry in entries(model):
+        array = np.asarray(leaves[entry.leaf])[entry.index]
+        array = matrix(array, sizes[entry.leaf], entry)
+        if entry.parts == 1:
+            found[entry.name] = array
+            continue
+        whole = (*array.shape[:-1], array.shape[-1] * entry.parts)
+        found.setdefault(entry.name, np.empty(whole, array.dtype))[..., entry.cut(whole[-1])] = array
+    return found
+
+
+def matrix(array: Array, parameter: Parameter, entry: Entry) -> Array:
+    """Heads and their elements as one dim, and [in, out] as [out, in], as checkpoints have them."""
+    at = _heads(parameter, entry)
+    if at is not None and array.ndim > 1:
+        array = array.reshape(*array.shape[:at], -1)
+    return array.T if entry.transposed else array
+
+
+def tensor_shape(parameter: Parameter, entry: Entry) -> tuple[int, ...]:
+    """The shape in a checkpoint of the tensor that ``entry`` is, or is a part of."""
+    *first, last = _part_shape(parameter, entry)
+    return *first, last * entry.parts
+
+
+def region(parameter: Parameter, entry: Entry, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Which elements of a checkpoint's tensor are those of ``index`` in our array, transposed if ``entry`` says so.
+
+    Of a head it takes all elements; what ``index`` says of the leading dims, from which ``entry.index`` picks, is
+    ignored.
+    """
+    shape, at = parameter.shape[len(entry.index) :], _heads(parameter, entry)
+    spans = [part.indices(size)[:2] for part, size in zip(index[len(entry.index) :], shape, strict=True)]
+    if at is not None:
+        head = math.prod(shape[at + 1 :])
+        spans = [*spans[:at], (spans[at][0] * head, spans[at][1] * head)]
+    *first, (start, stop) = reversed(spans) if entry.transposed else spans
+    if entry.interleaved:
+        last = slice(start * entry.parts + entry.part, (stop - 1) * entry.parts + entry.part + 1, entry.parts)
+    else:
+        before = entry.part * _part_shape(parameter, entry)[-1]
+        last = slice(before + start, before + stop)
+    return *(slice(*span) for span in first), last
+
+
+def _part_shape(parameter: Parameter, entry: Entry) -> tuple[int, ...]:
+    """The shape that ``matrix`` gives."""
+    shape, at = parameter.shape[len(entry.index) :], _heads(parameter, entry)
+    if at is not None:
+        shape = (*shape[:at], math.prod(shape[at:]))
+    return shape[::-1] if entry.transposed else shape
+
+
+def _heads(parameter: Parameter, entry: Entry) -> int | None:
+    """The dim of heads, after those that ``entry.index`` picks from."""
+    heads = [dim in ("heads", "kv_heads") for dim in parameter.dims[len(entry.index) :]]
+    return heads.index(True) if any(heads) else None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Outside:
+    """The weights outside layers."""
+
+    embed: Any
+    positions: Any
+    final_norm: Any
+    unembed: Any
+
+    @classmethod
+    def of(cls, weights: Transformer[Parameter]) -> _Outside:
+        return cls(
+            embed=weights.embed,
+            positions=weights.positions,
+            final_norm=weights.final_norm,
+            unembed=weights.unembed,
+        )
+
+
+def _leaves(tree: Layer[Parameter] | _Outside) -> list[tuple[str, Parameter]]:
+    """Leaves with their paths, 'attn.norm.scale'."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path).lstrip("."), parameter) for path, parameter in leaves]

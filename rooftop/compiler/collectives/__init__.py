@@ -1,0 +1,1 @@
+"""The logical collectives of a compiled program."""

@@ -1,0 +1,314 @@
+"""Rings of permutes, and the AllGather or ReduceScatter that each of them implements.
+
+XLA:TPU and hand-written programs overlap a matmul with its collective by cutting that into permutes. The rule by which
+they are put together again looks at data flow alone, so names, directions and the number of hops do not matter:
+
+- *AllGather*: permutes that carry one array on unchanged (the operand of each is that array, the former's result, or
+  a slice of it), until together they have brought every device the whole array of every other member.
+- *ReduceScatter*: permutes whose results are added to terms that each device computes by itself, until one array holds
+  a term of every member in all its elements (parts of it may have come by different ways). The terms must differ and
+  must not depend on the sum (else it is a pipeline of stages).
+
+Zeros carry nothing. Bodies of loops that are short enough to be a ring are unrolled. Every other permute stays one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.compiler.hlo.dataflow import MOVES, PERMUTES, Flow, Value, is_unrolled
+from rooftop.compiler.hlo.groups import replica_groups, varying_axes
+from rooftop.compiler.hlo.text import Instruction, Module
+
+#: Members of the group of device 0 by their place in it; -1 where a permute brings nothing.
+_Origins = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """A logical collective of ``members`` devices along ``axes`` that is made of permutes.
+
+    ``kind`` is 'all_gather' or 'reduce_scatter', ``bytes`` its payload (an AllGather's output, a ReduceScatter's
+    input), ``sent_bytes`` what one device sends in its ``hops`` permutes: more than it must where some carry zeros or
+    what is there already. ``permutes`` are the instructions, as (computation, instruction), and ``executions`` is how
+    often the whole ring runs in one execution of the module.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    members: int
+    bytes: float
+    sent_bytes: float
+    hops: int
+    executions: int
+    permutes: tuple[tuple[str, str], ...]
+
+
+def find_rings(module: Module, mesh: Mapping[str, int]) -> tuple[Ring, ...]:
+    """The rings of a scheduled module, in order of execution. ``mesh`` has axes and sizes in order, as compiled for."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], Ring] = {}
+    for name, times in module.executions.items():
+        if times and not is_unrolled(module, name):
+            for ring in _Frame(Flow(module, name), mesh).rings():
+                key = ring.kind, frozenset(ring.permutes)
+                before = found[key].executions if key in found else 0
+                found[key] = replace(ring, executions=before + times)
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Permute:
+    """Where a permute brings things from: ``source`` [members], over the group of device 0."""
+
+    axes: tuple[str, ...]
+    source: _Origins
+    elements: int
+    nbytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Term:
+    """A part of a sum and, if it was permuted along ``axes``, the member that it comes from, on every member."""
+
+    value: Value
+    elements: int
+    axes: tuple[str, ...] = ()
+    origins: _Origins | None = None
+
+    def sent(self, permute: _Permute) -> _Term | None:
+        """The term after a permute; None if it has come along other axes."""
+        if self.origins is not None and self.axes != permute.axes:
+            return None
+        origins = np.arange(len(permute.source)) if self.origins is None else self.origins
+        return _Term(self.value, self.elements, permute.axes, _arrive(origins, permute))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Carried:
+    """What a permute brings: (a ``part`` of) the array ``whole``, and from which member, on every member.
+
+    ``chain`` is the permute that sent it off.
+    """
+
+    whole: Value
+    part: Value
+    chain: Value
+    axes: tuple[str, ...]
+    origins: _Origins
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """One computation with the short loops in it: rings begin and end here."""
+
+    flow: Flow
+    mesh: Mapping[str, int]
+    _terms: dict[Value, list[_Term]] = field(default_factory=dict)
+    _complete: dict[Value, bool] = field(default_factory=dict)
+
+    def rings(self) -> Iterator[Ring]:
+        """ReduceScatters first: over two devices a permute of what is added on arrival would pass for an AllGather."""
+        used: set[Value] = set()
+        for ring, permutes in self._reduce_scatters():
+            if not used & permutes:
+                used |= permutes
+                yield ring
+        yield from self._all_gathers(used)
+
+    @cached_property
+    def permutes(self) -> dict[Value, _Permute]:
+        """Every permute of one array in the frame, trip by trip, in order of execution."""
+        found = {}
+        for value, instruction in self.flow.instructions():
+            if instruction.opcode in PERMUTES and len(instruction.operands) == 1:
+                permute = _permute(self.flow.instruction(self.flow.operands(value)[0]), instruction, self.mesh)
+                if permute is not None:
+                    found[value] = permute
+        return found
+
+    # ---- AllGather ------------------------------------------------------------------------------------------------
+
+    def _all_gathers(self, used: set[Value]) -> Iterator[Ring]:
+        carried: dict[Value, _Carried] = {}
+        for value, permute in self.permutes.items():
+            if value in used or self.flow.is_zero(whole := self.flow.source(self._sent(value), "slice")):
+                continue
+            origins, before = np.arange(len(permute.source)), carried.get(whole)
+            if before is not None and before.axes == permute.axes:
+                carried[value] = replace(before, origins=_arrive(before.origins, permute))
+            else:
+                carried[value] = _Carried(
+                    whole=whole,
+                    part=self.flow.source(self._sent(value)),
+                    chain=value,
+                    axes=permute.axes,
+                    origins=_arrive(origins, permute),
+                )
+        for group in _groups(carried, lambda each: (each.whole, each.axes)):
+            # Slices that go different ways bring one array together; else each slice is an array of its own.
+            found = list(self._gathers(carried[next(iter(group))].whole, group))
+            if not found:
+                parts = _groups(group, lambda each: each.part)
+                found = [ring for part in parts for ring in self._gathers(carried[next(iter(part))].part, part)]
+            yield from found
+
+    def _gathers(self, root: Value, group: Mapping[Value, _Carried]) -> Iterator[Ring]:
+        """Rings that bring every member all elements of ``root`` from every other: several if it is gathered again."""
+        taken: list[Value] = []
+        found: list[list[Value]] = []
+        for chain in _groups(group, lambda each: each.chain):
+            taken += chain
+            members = np.arange(len(self.permutes[taken[0]].source))
+            brought = np.diag(np.full(len(members), float(self.flow.elements(root))))
+            for value in taken:
+                origins = group[value].origins
+                brought[members[origins >= 0], origins[origins >= 0]] += self.permutes[value].elements
+            if (brought >= self.flow.elements(root)).all() and (len(members) > 2 or self._stays(root, taken)):
+                found, taken = [*found, taken], []
+        for index, values in enumerate(found):
+            sent = self.permutes[values[0]]
+            payload = self.flow.elements(root) * sent.nbytes / sent.elements * len(sent.source)
+            # What is left over has been sent for nothing.
+            yield self._ring("all_gather", values + (taken if index == len(found) - 1 else []), payload=payload)
+
+    def _sent(self, permute: Value) -> Value:
+        return self.flow.operands(permute)[0]
+
+    def _stays(self, root: Value, values: list[Value]) -> bool:
+        """Whether a device reads the array itself besides sending it: else two devices only exchange theirs."""
+        path, sent = values[0].path, {value.name for value in values}
+
+        def producer(value: Value) -> tuple[str, str]:
+            inside = len(value.path) > len(path) and value.path[: len(path)] == path
+            return value.path[len(path)][:2] if inside else (value.computation, value.name)
+
+        computation = self.flow.module.computations[values[0].computation]
+        return any(
+            producer(self.flow.source(Value(path, computation.name, operand), "slice")) == producer(root)
+            for instruction in computation
+            if instruction.name not in sent
+            and instruction.opcode not in (*MOVES, "tuple", "get-tuple-element", "slice", "slice-start", "slice-done")
+            for operand in instruction.operands
+        )
+
+    # ---- ReduceScatter --------------------------------------------------------------------------------------------
+
+    def _reduce_scatters(self) -> Iterator[tuple[Ring, set[Value]]]:
+        """Sums that hold a term of every member, those of fewer permutes first, each with its permutes."""
+        complete: list[tuple[Value, list[Value]]] = []
+        for value in self.permutes:
+            # In order of execution, so that what follows finds every earlier answer and need not go deep.
+            self._is_complete(self._sent(value))
+        for value in self._sums():
+            last = [leaf for leaf in self.flow.parts(value) if leaf in self.permutes]
+            if last and self._is_complete(value):
+                permutes = self._upstream_permutes(last)
+                terms = [term.value for term in self._contributions(value)]
+                received = set(permutes)
+                if len(set(terms)) == len(terms) and not any(self.flow.depends(term, received) for term in terms):
+                    complete.append((value, permutes))
+        for value, permutes in sorted(complete, key=lambda found: len(found[1])):
+            sent = self.permutes[permutes[0]]
+            payload = self.flow.elements(value) * sent.nbytes / sent.elements * len(sent.source)
+            yield self._ring("reduce_scatter", permutes, payload=payload), set(permutes)
+
+    def _contributions(self, value: Value) -> list[_Term]:
+        """The terms that a sum is made of."""
+        if value not in self._terms:
+            terms: list[_Term] = []
+            for leaf in self.flow.parts(value):
+                if leaf not in self.permutes:
+                    terms.append(_Term(leaf, self.flow.elements(leaf)))
+                    continue
+                sent = self._sent(leaf)
+                # What every member has contributed to is a new array: another ring may carry it on.
+                whole = self._is_complete(sent)
+                before = [_Term(sent, self.flow.elements(sent))] if whole else self._contributions(sent)
+                terms += [term for each in before if (term := each.sent(self.permutes[leaf])) is not None]
+            self._terms[value] = terms
+        return self._terms[value]
+
+    def _upstream_permutes(self, last: list[Value]) -> list[Value]:
+        """The permutes that a sum has come through, in order, up to those that carry a complete sum."""
+        found, left = set[Value](), list(last)
+        while left:
+            value = left.pop()
+            if value not in found and value in self.permutes:
+                found.add(value)
+                if not self._is_complete(self._sent(value)):
+                    left += self.flow.parts(self._sent(value))
+        return [value for value in self.permutes if value in found]
+
+    def _is_complete(self, value: Value) -> bool:
+        """Whether every member holds, in all elements of ``value``, a term of every member of one group."""
+        if value not in self._complete:
+            terms = self._contributions(value)
+            received = [term.origins for term in terms if term.origins is not None]
+            if not received or len({term.axes for term in terms if term.axes}) > 1:
+                self._complete[value] = False
+            else:
+                everyone = np.arange(len(received[0]))
+                held = np.zeros((len(everyone), len(everyone)))
+                for term in terms:
+                    origins = everyone if term.origins is None else term.origins
+                    held[everyone[origins >= 0], origins[origins >= 0]] += term.elements
+                self._complete[value] = bool((held >= self.flow.elements(value)).all())
+        return self._complete[value]
+
+    def _sums(self) -> Iterator[Value]:
+        """Results that may be a sum with something that was received."""
+        least = min((permute.elements for permute in self.permutes.values()), default=0)
+        for value, instruction in self.flow.instructions() if least else ():
+            if instruction.opcode in ("add", "fusion"):
+                for index, tensor in enumerate(instruction.shape):
+                    if tensor.elements >= least:
+                        yield replace(value, element=index if len(instruction.shape) > 1 else None)
+
+    def _ring(self, kind: str, values: list[Value], *, payload: float) -> Ring:
+        first = self.permutes[values[0]]
+        return Ring(
+            kind=kind,
+            axes=first.axes,
+            members=len(first.source),
+            bytes=payload,
+            sent_bytes=sum(self.permutes[value].nbytes for value in values),
+            hops=len(values),
+            executions=1,
+            permutes=tuple(dict.fromkeys((value.computation, value.name) for value in values)),
+        )
+
+
+def _groups(carried: Mapping[Value, _Carried], key: Callable[[_Carried], object]) -> list[dict[Value, _Carried]]:
+    groups: dict[object, dict[Value, _Carried]] = {}
+    for value, each in carried.items():
+        groups.setdefault(key(each), {})[value] = each
+    return list(groups.values())
+
+
+def _arrive(origins: _Origins, permute: _Permute) -> _Origins:
+    """Origins of what the members hold after ``permute``."""
+    return np.where(permute.source >= 0, origins[permute.source], -1)
+
+
+def _permute(sent: Instruction, permute: Instruction, mesh: Mapping[str, int]) -> _Permute | None:
+    """A permute along whole axes of the mesh; None for any other."""
+    devices = math.prod(mesh.values())
+    pairs = replica_groups(permute.attributes, devices)
+    axes = varying_axes(pairs, mesh)
+    grid = np.arange(devices).reshape(tuple(mesh.values()))
+    group = grid[tuple(slice(None) if axis in axes else 0 for axis in mesh)].reshape(-1)
+    place = {int(device): index for index, device in enumerate(group)}
+    source = np.full(len(group), -1)
+    for sender, receiver in pairs:
+        if (sender in place) != (receiver in place):
+            return None
+        if receiver in place:
+            source[place[receiver]] = place[sender]
+    tensor = sent.shape[0]
+    return _Permute(axes=axes, source=source, elements=tensor.elements, nbytes=tensor.nbytes) if axes else None

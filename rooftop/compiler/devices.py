@@ -1,0 +1,141 @@
+"""The devices that are here: which chips they are, and meshes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.experimental import topologies
+from jax.sharding import AxisType
+from jax.sharding import Mesh as DeviceMesh
+
+from rooftop.arrays import AXES, Mesh
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Chip, Slice, catalogue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """What is here: all ``devices`` of all processes, and the ``chip`` they are, None if the catalogue has no such."""
+
+    devices: tuple[jax.Device, ...]
+    chip: Chip | None
+
+    @property
+    def name(self) -> str:
+        """As a person would say it: '8 x cpu'."""
+        return f"{len(self.devices)} x {self.devices[0].device_kind}"
+
+    def is_slice(self, wanted: Slice) -> bool:
+        """Whether these devices are that slice."""
+        return self.chip is not None and (self.chip.name, len(self.devices)) == (wanted.chip.name, wanted.devices)
+
+    def attention(self, compute_dtype: str) -> str:
+        """The attention kernel for these devices (see ``rooftop.programs.attention.attend``)."""
+        platform = self.devices[0].platform
+        if platform == "tpu":
+            return "splash"
+        return "cudnn" if platform == "gpu" and compute_dtype == "bf16" else "chunked"
+
+    def flops_per_s(self, dtype: str) -> float | None:
+        """Peak matmul FLOP/s of one device, None where the catalogue has no figure."""
+        rate = None if self.chip is None else self.chip.flops_per_s.get(dtype)
+        return None if rate is None or self.chip is None else rate / self.chip.devices
+
+
+def local_devices() -> Local:
+    """The devices of all processes. Starts JAX."""
+    found = tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    return Local(devices=found, chip=chip_of_kind(found[0].device_kind))
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """The chip by JAX's ``device_kind``: a TPU's is an alias in the catalogue, a GPU's has its name somewhere."""
+    kind, chips = kind.lower(), catalogue().values()
+    named = (chip for chip in chips if kind in (chip.name, *chip.aliases) or (chip.kind == "gpu" and chip.name in kind))
+    return next(named, None)
+
+
+def write_axes(sizes: Mapping[str, int]) -> str:
+    """As ``--mesh`` takes it, axes of one device left out: 'fsdp=2,tensor=2'."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
+
+
+def mesh_of(sizes: Mapping[str, int], here: Local, *, layout: Mesh | None = None) -> DeviceMesh:
+    """A mesh of all ``AXES`` in explicit mode on the devices here; ``layout``: where each of a TPU slice stands.
+
+    Raises RooftopError if there are too few devices, or if a process would have none of its own in the mesh.
+    """
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    count = math.prod(shape)
+    if count > len(here.devices):
+        more = f"; --devices {count} emulates them" if here.devices[0].platform == "cpu" else ""
+        raise RooftopError("mesh", write_axes(sizes), f"at most the {here.name} that are here{more}")
+    if count < len(here.devices) and jax.process_count() > 1:
+        raise RooftopError("mesh", write_axes(sizes), f"all {here.name} of the {jax.process_count()} processes")
+    types = (AxisType.Explicit,) * len(AXES)
+    devices = here.devices[:count]
+    if devices[0].platform == "tpu" and layout is not None:
+        names = tuple(layout.shape)
+        return DeviceMesh(laid(devices, layout), names, axis_types=(AxisType.Explicit,) * len(names))
+    if devices[0].platform == "tpu":
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    return DeviceMesh(np.array(devices, dtype=object).reshape(shape), AXES, axis_types=types)
+
+
+def topology_mesh(mesh: Mesh) -> DeviceMesh:
+    """The mesh over described devices, in explicit mode, every device where the layout has its coordinates.
+
+    JAX must have been imported under ``rooftop.compiler.compiling.ENVIRONMENT``. Raises RooftopError for a slice that
+    libtpu cannot describe.
+    """
+    slice_, described = mesh.slice, _describe(mesh.slice)
+    if (count := len(_by_place(described, slice_))) != slice_.devices:
+        raise RooftopError("slice", slice_.name, f"a slice that libtpu knows; it lists {count} devices here")
+    names = tuple(mesh.shape)
+    return DeviceMesh(laid(described, mesh), names, axis_types=(AxisType.Explicit,) * len(names))
+
+
+def laid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
+    """The devices of a TPU slice, described or real, each where the layout of ``mesh`` has its coordinates."""
+    found, wanted = _by_place(devices, mesh.slice), mesh.device_coordinates()
+    placed = np.empty(wanted.shape[:-1], dtype=object)
+    for index in np.ndindex(placed.shape):
+        placed[index] = found[tuple(int(place) for place in wanted[index])]
+    return placed
+
+
+def _describe(slice_: Slice) -> list[Any]:
+    """libtpu's devices for a slice."""
+    if slice_.chip.kind != "tpu":
+        raise RooftopError("slice", slice_.name, "a TPU slice, such as v5e:4x4; nothing else is compiled for here")
+    name = f"{slice_.chip.name}:{'x'.join(map(str, slice_.shape))}"
+    # A slice smaller than a host has fewer chips on it than the 2x2 that libtpu expects.
+    options: dict[str, Any] = {"chips_per_host_bounds": (min(2, slice_.shape[0]), min(2, slice_.shape[1]), 1)}
+    if slice_.num_slices > 1:
+        options["num_slices"] = slice_.num_slices
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+        if len(devices) == 2 * slice_.devices:
+            # libtpu lists the two cores of a chip unless they are told to work as one device.
+            options["chip_config_name"] = "megacore"
+            devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    except Exception as error:  # libtpu raises several kinds, all for an unknown slice
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RooftopError("slice", slice_.name, f"a slice that libtpu knows ({reason})") from None
+    return list(devices)
+
+
+def _by_place(devices: Sequence[Any], slice_: Slice) -> dict[tuple[int, ...], Any]:
+    """Devices by their places along the physical axes of the slice."""
+    found = {}
+    for device in devices:
+        x, y, z = device.coords
+        place = {"x": x, "y": y, "z": z, "core": device.core_on_chip, "dcn": getattr(device, "slice_index", 0)}
+        found[tuple(place[axis.name] for axis in slice_.physical_axes)] = device
+    return found

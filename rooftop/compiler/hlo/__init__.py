@@ -1,0 +1,1 @@
+"""Scheduled HLO as data: text, data flow, matmuls, costs and scopes of instructions."""

@@ -1,0 +1,109 @@
+"""Who talks to whom in a collective: replica groups in every spelling of XLA, and the mesh axes that they vary over."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.core.errors import RooftopError
+
+Groups = tuple[tuple[int, ...], ...]
+
+_LISTS = re.compile(r"\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))? ?\{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?")
+
+
+def replica_groups(attributes: str, devices: int) -> Groups:
+    """The groups of a collective as logical device ids, from the attributes of its instruction.
+
+    The spellings are
+
+    - ``{{0,4},{1,5}}``, or ``{}`` for all ``devices``;
+    - ``[4,4]<=[16]`` and ``[4,4]<=[4,4]T(1,0)``: an iota reshaped, transposed and cut into rows;
+    - ``mesh['a'=4,'b'=4] {'a'}``: rows along axes of a mesh, with ``device_ids=([4,4]T(1,0))`` or
+      ``device_ids=(0,2,1,3)`` when its ids are not in order; ``'a':(2)4`` is the part of size 4 of an axis below a
+      major part of size 2;
+    - of a permute, its ``source_target_pairs``.
+
+    Raises RooftopError for any other spelling.
+    """
+    if (found := re.search(r"source_target_pairs=", attributes)) and (lists := _LISTS.match(attributes, found.end())):
+        return _lists(lists.group(1))
+    found = re.search(r"replica_groups=", attributes)
+    start = found.end() if found else len(attributes)
+    if lists := _LISTS.match(attributes, start):
+        return _lists(lists.group(1)) or (tuple(range(devices)),)
+    if iota := _IOTA.match(attributes, start):
+        dims, reshape, permutation = (_integers(group) for group in iota.groups())
+        return _rows(_transposed(reshape, permutation).reshape(dims))
+    if mesh := _MESH.match(attributes, start):
+        return _mesh_groups(*mesh.groups())
+    given = attributes[start : start + 80]
+    raise RooftopError("replica_groups", given, "lists of ids, an iota tile assignment, or a mesh and its axes")
+
+
+def varying_axes(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which members of a group differ, in mesh order; () when every group has one member.
+
+    ``mesh`` gives the axes in the order in which logical device ids count them. Raises RooftopError for an id that is
+    outside the mesh.
+    """
+    shape, size = tuple(mesh.values()), math.prod(mesh.values())
+    if any(not 0 <= member < size for group in groups for member in group):
+        raise RooftopError("replica_groups", max(map(max, groups)), f"ids of the mesh's {size} devices")
+    varies = [False] * len(shape)
+    for group in groups:
+        coordinates = np.array(np.unravel_index(np.array(group), shape))
+        varies = [seen or bool(np.ptp(row)) for seen, row in zip(varies, coordinates, strict=True)]
+    return tuple(name for name, seen in zip(mesh, varies, strict=True) if seen)
+
+
+def _mesh_groups(mesh: str, reshape: str | None, permutation: str | None, ids: str | None, selected: str) -> Groups:
+    axes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", mesh)}
+    chosen = [
+        (name, int(before or 1), int(before or 1) * int(size or axes[name]))
+        for name, before, size in _MESH_AXIS.findall(selected)
+    ]
+    # Cut every axis where a chosen part of it begins and ends; a chosen part is then a run of whole pieces.
+    pieces: list[int] = []
+    picked: list[int] = []
+    for name, size in axes.items():
+        cuts = sorted({1, size} | {edge for axis, begin, end in chosen if axis == name for edge in (begin, end)})
+        for begin, end in itertools.pairwise(cuts):
+            if any(axis == name and low <= begin and end <= high for axis, low, high in chosen):
+                picked.append(len(pieces))
+            pieces.append(end // begin)
+    if ids is not None:
+        order = np.array(_integers(ids))
+    elif reshape is not None:
+        order = _transposed(_integers(reshape), _integers(permutation))
+    else:
+        order = np.arange(math.prod(pieces))
+    grid = order.reshape(pieces)
+    width = math.prod(pieces[index] for index in picked)
+    rest = [index for index in range(len(pieces)) if index not in picked]
+    return _rows(grid.transpose(rest + picked).reshape(-1, width))
+
+
+def _transposed(reshape: tuple[int, ...], permutation: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    ids = np.arange(math.prod(reshape), dtype=np.int64).reshape(reshape)
+    return ids.transpose(permutation).reshape(-1) if permutation else ids.reshape(-1)
+
+
+def _integers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",")) if text else ()
+
+
+def _lists(text: str) -> Groups:
+    return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", text))
+
+
+def _rows(array: npt.NDArray[np.int64]) -> Groups:
+    return tuple(tuple(int(member) for member in row) for row in array)

@@ -1,0 +1,1 @@
+"""A simple machine that runs a scheduled program to see what waits."""

@@ -1,0 +1,384 @@
+"""The simple machine on which a compiled program is run to see what it waits for.
+
+It has one compute stream, which takes the instructions in the order of the text, and the links of the network, on which
+transfers take turns. See ``rooftop.compiler.machine.schedule``, which hands out what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.arrays import Mesh
+from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
+from rooftop.compiler.hlo.costs import is_host_copy, moved_bytes, work
+from rooftop.compiler.hlo.dataflow import rendezvous
+from rooftop.compiler.hlo.groups import replica_groups
+from rooftop.compiler.hlo.places import holders
+from rooftop.compiler.hlo.text import Computation, Instruction, Module
+from rooftop.hardware import PhysicalAxis
+from rooftop.roofline.collectives import price
+from rooftop.roofline.rates import Rates
+from rooftop.roofline.routing import Route, route
+
+COMPUTE = "compute"
+#: Trips of a loop of which every event is kept; those after them are one event.
+DETAILED_TRIPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something on the timeline. ``track`` is 'compute', 'hbm' or 'pcie' (copies beside the rest), or a network link.
+
+    On the compute track an instruction computes, or waits (``waits``) for a ``flight``, the number of a transfer; on
+    the others a transfer of that number is under way, begun (maybe earlier, if links were busy) at ``issued_s``.
+    ``collective`` is its index among the logical ones. ``trips`` tells how often a loop's body runs in one event.
+    """
+
+    track: str
+    place: Place
+    start_s: float
+    end_s: float
+    waits: bool = False
+    flight: int | None = None
+    issued_s: float = 0.0
+    collective: int | None = None
+    trips: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    """An asynchronous transfer: its number, when it will have finished, and whose it is."""
+
+    number: int
+    finish_s: float
+    shares: Mapping[int, float]
+
+
+class Machine:
+    """The state while a program runs: the clock, how long each link is taken, and what is in flight."""
+
+    def __init__(self, module: Module, mesh: Mesh, rates: Rates, estimates: str) -> None:
+        self.module, self.rates, self.estimates = module, rates, estimates
+        self.collectives = logical_collectives(module, mesh.shape, mesh)
+        self.network = Network(module=module, mesh=mesh, rates=rates, collectives=self.collectives)
+        count = len(self.collectives)
+        self.accounts = {
+            (computation.name, instruction.name): 3 + 2 * count + index
+            for index, (computation, instruction) in enumerate(
+                (each, instruction) for each in scheduled(module) for instruction in each
+            )
+        }
+        # The clock, compute, other waits; prices and waits of every collective; then what each instruction takes, waits
+        # for collectives left out. All of it is what a repeated loop multiplies.
+        self.sums = np.zeros(3 + 2 * count + len(self.accounts))
+        self.first: dict[int, list[float]] = {}
+        self.free: dict[str, float] = {}
+        self.flights: dict[object, _Flight] = {}
+        self.kernels: dict[str, None] = {}
+        self.seconds: dict[Place, float] = {}
+        self.events: list[Event] = []
+        self.detailed, self.started = True, 0
+
+    @property
+    def now(self) -> float:
+        """The clock."""
+        return float(self.sums[0])
+
+    def run(self, computation: Computation) -> None:
+        """Every instruction of a computation, in order."""
+        for instruction in computation:
+            place = computation.name, instruction.name
+            if instruction.opcode == "while":
+                self._loop(computation, instruction)
+            elif instruction.opcode in ("call", "conditional"):
+                self.run(_longest(self.module, instruction))
+            elif place in self.network.places or instruction.opcode.startswith("collective-permute"):
+                self._communicate(computation, instruction)
+            elif instruction.opcode.endswith("-start"):
+                self._prefetch(instruction, place)
+            elif instruction.opcode.endswith("-done") and instruction.opcode != "send-done":
+                self._wait(_started(computation, instruction), place)
+            else:
+                self._compute(computation, instruction)
+
+    def _loop(self, computation: Computation, loop: Instruction) -> None:
+        """Trip after trip; once a trip takes as long as the one before, in all that is summed up, so do the rest."""
+        body = self.module.computations[loop.called_as("body")]
+        trips = self.module.trip_count(computation, loop) or 1
+        detailed, before, left = self.detailed, None, (0.0, 0)
+        for trip in range(trips):
+            start = self.sums.copy()
+            if trip == DETAILED_TRIPS:
+                left, self.detailed = (self.now, trips - trip), False
+            self.run(body)
+            spent = self.sums - start
+            if before is not None and np.allclose(spent, before, rtol=1e-9, atol=0.0):
+                rest = (trips - trip - 1) * spent
+                left = left if left[1] else (self.now, trips - trip - 1)
+                self.sums += rest
+                self.free = {link: until + float(rest[0]) for link, until in self.free.items()}
+                break
+            before = spent
+        self.detailed = detailed
+        if left[1]:
+            whole = computation.name, loop.name
+            self._record(Event(track=COMPUTE, place=whole, start_s=left[0], end_s=self.now, trips=left[1]))
+
+    def _compute(self, computation: Computation, instruction: Instruction) -> None:
+        place = computation.name, instruction.name
+        if place not in self.seconds:
+            done = work(self.module, computation, instruction)
+            if done.kernel and done.kernel.flops is None:
+                self.kernels[instruction.name] = None
+            ours = self.estimates == "rooftop"
+            self.seconds[place] = done.expected_s(self.rates) if ours else done.estimated_s(self.rates)
+        seconds = self.seconds[place]
+        if seconds:
+            self._record(Event(track=COMPUTE, place=place, start_s=self.now, end_s=self.now + seconds))
+            self.sums[:2] += seconds
+            self.sums[self.accounts[place]] += seconds
+
+    def _communicate(self, computation: Computation, instruction: Instruction) -> None:
+        """A collective that is synchronous, or begins, goes on or ends here."""
+        place = computation.name, instruction.name
+        if instruction.opcode.endswith("-done"):
+            self._wait(_started(computation, instruction), place)
+            return
+        if instruction.opcode == "fusion" and not self.collectives[self.network.places[place][0]].synchronous:
+            # One step of an asynchronous collective: the first begins it, one that calls for it ends it.
+            chain = "chain", *self.network.places[place]
+            if chain not in self.flights:
+                self.flights[chain] = self._begin(self.network.transmission(computation, instruction), place)
+            self._compute(computation, instruction)
+            fused = self.module.computations[instruction.called[0]]
+            if any("AsyncCollectiveDone" in each.attributes for each in fused):
+                self._wait(chain, place)
+            return
+        self.flights[place] = self._begin(self.network.transmission(computation, instruction), place)
+        if instruction.opcode != "send" and not instruction.opcode.endswith("-start"):
+            self._wait(place, place)
+
+    def _prefetch(self, instruction: Instruction, place: Place) -> None:
+        """A copy between HBM and VMEM, or to and from the host."""
+        moved = moved_bytes(instruction)
+        if is_host_copy(instruction):
+            transfer = Transmission(links=("pcie",), seconds=moved / self.rates.pcie_bytes_per_s, shares={})
+        else:
+            transfer = Transmission(links=("hbm",), seconds=float(self.rates.hbm_s(moved)), shares={})
+        if moved:
+            self.flights[place] = self._begin(transfer, place)
+
+    def _begin(self, transfer: Transmission, place: Place) -> _Flight:
+        start = max([self.now, *(self.free.get(link, 0.0) for link in transfer.links)])
+        finish = start + transfer.seconds
+        self.free |= dict.fromkeys(transfer.links, finish)
+        self.started += 1
+        for link in transfer.links:
+            self._record(
+                Event(
+                    track=link,
+                    place=place,
+                    start_s=start,
+                    end_s=finish,
+                    flight=self.started,
+                    issued_s=self.now,
+                    collective=_only(transfer.shares),
+                )
+            )
+        for index, share in transfer.shares.items():
+            self.sums[3 + index] += share * transfer.seconds
+            seen = self.first.setdefault(index, [])
+            if len(seen) < 2 * max(1, self.collectives[index].hops):
+                seen += [start, finish]
+        return _Flight(number=self.started, finish_s=finish, shares=transfer.shares)
+
+    def _wait(self, key: object, place: Place) -> None:
+        flight = self.flights.pop(key, None)
+        if flight is None:
+            return
+        waited = max(0.0, flight.finish_s - self.now)
+        self._record(
+            Event(
+                track=COMPUTE,
+                place=place,
+                start_s=self.now,
+                end_s=self.now + waited,
+                waits=True,
+                flight=flight.number,
+                collective=_only(flight.shares),
+            )
+        )
+        self.sums[0] += waited
+        if not flight.shares:
+            self.sums[2] += waited
+            self.sums[self.accounts[place]] += waited
+        for index, share in flight.shares.items():
+            self.sums[3 + len(self.collectives) + index] += share * waited
+
+    def _record(self, event: Event) -> None:
+        if self.detailed:
+            self.events.append(event)
+
+
+def scheduled(module: Module) -> Iterator[Computation]:
+    """The computations whose instructions run one after the other: the entry, bodies of loops and what is called.
+
+    Of the branches of a conditional the longest stands for all.
+    """
+    seen, left = set[str](), [module.entry]
+    while left:
+        name = left.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        yield module.computations[name]
+        for instruction in module.computations[name]:
+            if instruction.opcode == "while":
+                left.append(instruction.called_as("body"))
+            elif instruction.opcode in ("call", "conditional"):
+                left.append(_longest(module, instruction).name)
+
+
+def _longest(module: Module, instruction: Instruction) -> Computation:
+    """What a call runs; of the branches of a conditional the longest."""
+    return max((module.computations[name] for name in instruction.called), key=lambda each: len(each.instructions))
+
+
+def _only(shares: Mapping[int, float]) -> int | None:
+    """The collective that a transfer is for: the first, if it carries several."""
+    return next(iter(shares), None)
+
+
+def _started(computation: Computation, done: Instruction) -> tuple[str, str]:
+    """The instruction that began what ``done`` waits for."""
+    source = computation.operands(done)[0]
+    while source.opcode == "get-tuple-element":
+        source = computation.operands(source)[0]
+    if source.opcode == "recv":
+        # It waits for what the other slices send at the rendezvous, as this one does.
+        meeting = rendezvous(source)
+        source = next((each for each in computation if each.opcode == "send" and rendezvous(each) == meeting), source)
+    return computation.name, source.name
+
+
+#: An instruction, as (computation, instruction).
+Place = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transmission:
+    """Something under way: ``links`` are busy for ``seconds``, of which logical collectives have their ``shares``."""
+
+    links: tuple[str, ...]
+    seconds: float
+    shares: Mapping[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network as a program uses it that was compiled for ``mesh``; ``collectives`` are its logical ones.
+
+    A link is a physical axis with a direction, such as 'x+'.
+    """
+
+    module: Module
+    mesh: Mesh
+    rates: Rates
+    collectives: tuple[LogicalCollective, ...]
+
+    @cached_property
+    def places(self) -> Mapping[Place, list[int]]:
+        """Which collectives each scheduled instruction belongs to: the fusion or call that holds them, if one does."""
+        found: dict[Place, list[int]] = {}
+        for index, each in enumerate(self.collectives):
+            for computation, name in each.instructions:
+                for place in _held(self.module, computation, name):
+                    found.setdefault(place, []).append(index)
+        return found
+
+    def transmission(self, computation: Computation, instruction: Instruction) -> Transmission:
+        """The price of one instruction that communicates, and which links it takes."""
+        place = computation.name, instruction.name
+        if place not in self._known:
+            logical = {index: self.collectives[index] for index in self.places.get(place, ())}
+            if instruction.opcode.startswith("collective-permute"):
+                self._known[place] = self._permute(computation, instruction, tuple(logical))
+            else:
+                self._known[place] = self._collective(logical)
+        return self._known[place]
+
+    def bound_s(self, index: int) -> dict[str, float]:
+        """Lower bound on one execution of a collective by network resource."""
+        each = self.collectives[index]
+        computation, name = each.instructions[0]
+        inside = self.module.computations[computation]
+        first = inside.instructions[name]
+        if each.kind == "permute" and first.opcode.startswith("collective-permute"):
+            return dict(self._route(inside, first)[0].seconds)
+        bound = price(each.kind, self.mesh.span(*each.axes)).bound_s(each.bytes)
+        return {resource: float(seconds) for resource, seconds in bound.items()}
+
+    @cached_property
+    def _known(self) -> dict[Place, Transmission]:
+        return {}
+
+    def _collective(self, logical: Mapping[int, LogicalCollective]) -> Transmission:
+        first = next(iter(logical.values()))
+        group = self.mesh.span(*first.axes)
+        payload = sum(each.bytes for each in logical.values())
+        seconds = price(first.kind, group).expected_s(
+            payload, self.rates.network_efficiency(first.kind), self.rates.collective_start_s
+        )
+        used = [axis.name for axis, size in zip(group.physical, group.size, strict=True) if size > 1]
+        return Transmission(
+            links=tuple(f"{name}{way}" for name in used for way in "+-"),
+            seconds=float(seconds),
+            shares={index: each.bytes / payload for index, each in logical.items()},
+        )
+
+    def _permute(self, computation: Computation, instruction: Instruction, logical: tuple[int, ...]) -> Transmission:
+        routed, links = self._route(computation, instruction)
+        efficiency = self.rates.network_efficiency("permute")
+        busy = sum(seconds / efficiency[resource] for resource, seconds in routed.seconds.items())
+        seconds = self.rates.collective_start_s + routed.latency_s + busy if links else 0.0
+        return Transmission(links=links, seconds=seconds, shares=dict.fromkeys(logical, 1.0 / max(1, len(logical))))
+
+    def _route(self, computation: Computation, instruction: Instruction) -> tuple[Route, tuple[str, ...]]:
+        """The pairs of a permute by shortest paths, of which the busiest link decides, and the links."""
+        sent = sum(tensor.nbytes for each in computation.operands(instruction) for tensor in each.shape)
+        physical = self.mesh.slice.physical_axes
+        # Devices of one slice: a permute between slices is no permute in the text.
+        places = self.mesh.device_coordinates().reshape(-1, len(physical))
+        places = places[(places[:, [axis.kind == "dcn" for axis in physical]] == 0).all(axis=1)]
+        pairs = np.array(replica_groups(instruction.attributes, len(places)))
+        source, target = places[pairs[:, 0]], places[pairs[:, 1]]
+        links = (
+            axis.name + way
+            for column, axis in enumerate(physical)
+            for way in _ways(axis, target[:, column] - source[:, column])
+        )
+        return route(physical, source, target, sent), tuple(links)
+
+
+def _ways(axis: PhysicalAxis, moved: npt.NDArray[np.int64]) -> str:
+    """The directions of an axis that messages take which move so far along it: '+', '-', both or none."""
+    if not moved.any():
+        return ""
+    if axis.kind != "torus":
+        return "+-"
+    up, down = (moved % axis.size, -moved % axis.size) if axis.wrapped else (moved, -moved)
+    short = np.minimum(up, down) if axis.wrapped else np.abs(moved)
+    return "".join(way for way, far in (("+", up), ("-", down)) if ((far == short) & (far > 0)).any())
+
+
+def _held(module: Module, computation: str, name: str) -> Iterator[Place]:
+    held = holders(module, computation)
+    if not held:
+        yield computation, name
+    for outer, holder in held:
+        yield from _held(module, outer.name, holder.name)

@@ -1,0 +1,260 @@
+"""What the compiler says of SparseCores' memory: its high-water marks, which no memory analysis includes.
+
+libtpu writes them to its log when it is told to before it starts, so that a worker of its own compiles.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from rooftop.arrays import Mesh
+from rooftop.compiler.cache import Cache
+from rooftop.compiler.compiling import (
+    Compiled,
+    Progress,
+    Request,
+    ask_worker,
+    compile_ahead_of_time,
+    read_result,
+    require_compiler,
+)
+from rooftop.compiler.hlo.text import Instruction, Module
+from rooftop.compiler.memory import OutOfMemory, read_exceeded
+from rooftop.core.errors import Infeasible, RooftopError, unknown
+from rooftop.hardware import Chip, Slice
+from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
+from rooftop.models.embedding_tables.tables import Feature, Table, Tables
+from rooftop.plan.embedding.problem import per_device
+
+#: What makes libtpu write the marks.
+LOGGING: Mapping[str, str] = {
+    "LIBTPU_INIT_ARGS": "--xla_sc_enable_logging_memory_high_water_marks=true",
+    "TPU_MIN_LOG_LEVEL": "0",
+    "TPU_STDERR_LOG_LEVEL": "0",
+}
+#: What there is too little of where limits are too large, as ``Infeasible.what``.
+TILE_MEMORY = "a SparseCore's tile memory"
+#: The units of the log: HBM in granules of 8 floats, a tile's memory in words. Found by changing one limit at a time.
+_HBM_UNIT, _TILE_UNIT = 32, 4
+_MARK = re.compile(r"\] (HBM|TileSpmem) high water mark: (\d+)")
+_NO_ROOM = re.compile(
+    r"Can't fit a single row\.[^\n\")]*|Fixed size allocations[^\n\"]*|Gather operand too large[^\n\"]*"
+    r"|E3001: [^\n)]*"
+)
+#: How an update is refused, and the code of that in a message's first line.
+_NO_REPLICAS, _CODE = "No viable logical replica count", "E3001: CompileTimeSparseCoreInvalidReplicaCount"
+#: What of that refusal says how many bytes there are and how many are wanted.
+_OF_REPLICAS = re.compile(
+    _NO_REPLICAS
+    + r"[^\n]*\bfixed_size_allocation_bytes = (\d+), row_dependent_size_allocation_bytes = (\d+), "
+    + r"total_spmem_size_bytes = (\d+)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """The largest marks of a program's SparseCore computations, in bytes: HBM of one SparseCore, memory of one tile.
+
+    The compiler keeps that HBM beside what its own memory analysis counts, for each SparseCore.
+    """
+
+    hbm_bytes: int
+    tile_bytes: int
+    compiled: Compiled
+
+
+def read_marks(log: str) -> tuple[int, int] | None:
+    """HBM of one SparseCore and memory of one tile, in bytes, as libtpu's log has them; None if it has none."""
+    found: dict[str, int] = {}
+    for kind, mark in _MARK.findall(log):
+        found[kind] = max(found.get(kind, 0), int(mark))
+    return (found["HBM"] * _HBM_UNIT, found["TileSpmem"] * _TILE_UNIT) if len(found) == 2 else None
+
+
+def refusal(said: str) -> Infeasible | None:
+    """The compiler's refusal as an answer, where it found no room in a tile's memory or in HBM; None otherwise."""
+    if counted := _OF_REPLICAS.search(said):
+        unique, shared, room = (int(each) for each in counted.groups())
+        by = f"{unique:,} bytes of unique ids and {shared:,} of ids, which replicas share, in a tile of {room:,}"
+        return Infeasible(TILE_MEMORY, f"{_NO_REPLICAS}: {by}")
+    if refused := _NO_ROOM.search(said):
+        return Infeasible(TILE_MEMORY, refused.group().strip())
+    if exceeded := read_exceeded(said):
+        return OutOfMemory("a program", needed_bytes=exceeded[0], available_bytes=exceeded[1], at_peak=None)
+    return None
+
+
+def refuses_larger(no: Infeasible) -> bool:
+    """Whether the compiler's reason holds for larger limits too: it has counted bytes that rise with them."""
+    return no.what != TILE_MEMORY or no.by.startswith((_NO_REPLICAS, _CODE))
+
+
+def compile_with_marks(
+    request: Request, *, timeout_s: float | None = 600.0, cache: bool = True, on_progress: Progress | None = None
+) -> Marks:
+    """Compile ``request`` ahead of time and read the SparseCores' marks, unless the ``cache`` has them, or a refusal.
+
+    Raises Infeasible where the compiler finds no room in a tile's memory (OutOfMemory: in HBM), RooftopError where it
+    refuses otherwise or the program has no SparseCore computation.
+    """
+    require_compiler()
+    asked, store = {**request.to_json(), "marks": True}, Cache.of_user()
+    known = store.find(asked) if cache else None
+    if known is not None:
+        compiled = read_result(request, known["result"], cached=True)
+        return Marks(hbm_bytes=known["hbm_bytes"], tile_bytes=known["tile_bytes"], compiled=compiled)
+    said = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress, environment=LOGGING)
+    if said.answer is None or "error" in said.answer:
+        error = {} if said.answer is None else said.answer["error"]
+        no = refusal(said.log) or refusal(str(error))
+        if no is None:
+            raise RooftopError(**error) if error else said.failure
+        if cache and said.answer is not None:
+            store.keep(asked, {"result": _as_result(no)}, said.answer["sources"])
+        raise no
+    try:
+        compiled = read_result(request, said.answer["result"], cached=False)
+    except Infeasible:
+        if cache:
+            store.keep(asked, {"result": said.answer["result"]}, said.answer["sources"])
+        raise
+    marks = read_marks(said.log)
+    if marks is None:
+        raise RooftopError("program", request.program, "one with a SparseCore computation")
+    if cache:
+        result = {"result": said.answer["result"], "hbm_bytes": marks[0], "tile_bytes": marks[1]}
+        store.keep(asked, result, said.answer["sources"])
+    return Marks(hbm_bytes=marks[0], tile_bytes=marks[1], compiled=compiled)
+
+
+def _as_result(no: Infeasible) -> dict[str, Any]:
+    """A refusal as a worker's result says it."""
+    if isinstance(no, OutOfMemory):
+        return {"out_of_memory": no.to_json()}
+    return {"infeasible": {"what": no.what, "by": no.by}}
+
+
+#: Compiler options with which a pipelined step overlaps: without, the compiler may schedule before it knows which
+#: computations are the SparseCores'.
+PIPELINING_OPTIONS: Mapping[str, bool | int | str] = {"xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment": True}
+#: What TensorCores compute with, as opcodes; the rest of a schedule moves, names or waits.
+_COMPUTES = ("fusion", "convolution", "dot", "reduce", "scatter", "gather", "sort", "all-reduce", "select-and-scatter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseCoreOverlap:
+    """SparseCore calls of a step, TensorCore computations in all, and those while a SparseCore call is under way."""
+
+    calls: int
+    computations: int
+    beside: int
+
+    @property
+    def share(self) -> float:
+        """The part of the TensorCores' computations that has SparseCore work beside it, 0 to 1."""
+        return self.beside / self.computations if self.computations else 0.0
+
+
+def sparsecore_overlap(module: Module) -> SparseCoreOverlap:
+    """Read the schedule of a compiled step, its outermost computation."""
+    under_way, calls, computations, beside = set[str](), 0, 0, 0
+    for instruction in module.computations[module.entry]:
+        if _is_sparsecore(instruction, "call-start"):
+            under_way.add(instruction.name)
+            calls += 1
+        elif instruction.opcode == "call-done":
+            under_way -= set(instruction.operands)
+        elif instruction.opcode in _COMPUTES:
+            computations += 1
+            beside += bool(under_way)
+    return SparseCoreOverlap(calls=calls, computations=computations, beside=beside)
+
+
+def _is_sparsecore(instruction: Instruction, opcode: str) -> bool:
+    return instruction.opcode == opcode and "sparse" in instruction.attribute("async_execution_thread")
+
+
+Options = Mapping[str, bool | int | str]
+
+#: Check -> compiler options. ``nan``: NaNs in what SparseCores read and write; ``bounds``: accesses outside a buffer
+#: (strided ones may be false alarms); ``buffers``: buffers that others have changed, launches that do not belong
+#: together. All cost time: they are for looking for a fault.
+CHECKS: Mapping[str, Options] = {
+    "nan": {"xla_sc_detect_nan": "true"},
+    "bounds": {"xla_sc_assert_level": "bounds"},
+    "buffers": {
+        "xla_tpu_buffer_contents_sanitizer_config": (
+            "cores_to_sanitize: [TC, SC_SCS, SC_TILE], sanitizer_mode: LOCAL_ONLY"
+        ),
+        "xla_tpu_verify_launch_id_across_cores": "true",
+    },
+}
+
+PROGRAM = "rooftop.programs.embedding.lowering:lower_part"
+
+
+def parse_checks(text: str | None) -> tuple[str, ...]:
+    """Names of CHECKS from 'nan,bounds'. Raises RooftopError for another."""
+    names = tuple(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
+    for name in names:
+        if name not in CHECKS:
+            raise unknown("check", name, CHECKS)
+    return names
+
+
+def check_options(names: Iterable[str]) -> dict[str, bool | int | str]:
+    """The compiler options of all these checks."""
+    return {option: value for name in names for option, value in CHECKS[name].items()}
+
+
+def smallest_slice(chip: Chip) -> Slice:
+    """A host's chips of a kind that has SparseCores: what programs are tried for."""
+    return Slice.parse(f"{chip.name}:{'2x2' if chip.name == 'v6e' else '2x2x1'}")
+
+
+def require_checks(
+    names: Iterable[str],
+    slice_: Slice,
+    *,
+    timeout_s: float | None = None,
+    cache: bool = True,
+    on_progress: Progress | None = None,
+) -> None:
+    """Try each check on a small lookup for ``slice_``. Raises RooftopError where the compiler does not take it."""
+    for name in names:
+        try:
+            compile_ahead_of_time(
+                _small(slice_, CHECKS[name]), timeout_s=timeout_s, cache=cache, on_progress=on_progress
+            )
+        except (RooftopError, Infeasible) as error:
+            if isinstance(error, RooftopError) and error.field == "timeout_s":
+                raise
+            version = importlib.metadata.version("libtpu") if find_spec("libtpu") else "not installed"
+            reason = " ".join(str(error).split())[-200:]
+            accepted = f"a check that libtpu {version} knows, which does not take {', '.join(CHECKS[name])} ({reason})"
+            raise RooftopError("check", name, accepted) from None
+
+
+def _small(slice_: Slice, options: Options) -> Request:
+    own = per_device(slice_)
+    cores = own * slice_.devices
+    tables = Tables(tables=(Table(name="t", vocabulary=8 * cores, width=8),), features=(Feature(name="f", table="t"),))
+    limits = StackLimits(max_ids=8, max_unique_ids=8, buffer=full_buffer(8, cores))
+    return Request(
+        mesh=Mesh.lay(slice_, {"data": slice_.devices}),
+        program=PROGRAM,
+        arguments={
+            "tables": tables.to_json(),
+            "cores_per_device": own,
+            "batch": 8 * cores,
+            "limits": {"t": vars(limits)},
+            "part": "lookup",
+            "kernel": "sparsecore",
+        },
+        options=options,
+    )

@@ -1,0 +1,115 @@
+"""The compiled ledger with its times: what every scope computes, moves and waits for, from the scheduled order.
+
+Rows add up to the timeline: the sum of counts times expected seconds is its ``total_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from rooftop.compiler.compiling import Compiled
+from rooftop.compiler.hlo.costs import Work, is_host_copy, work
+from rooftop.compiler.hlo.places import purpose, users
+from rooftop.compiler.ledger import Draft, counted, in_order
+from rooftop.compiler.machine.run import scheduled
+from rooftop.compiler.machine.schedule import Timeline, timeline
+from rooftop.core.ledger import Ledger
+from rooftop.roofline.rates import Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of one execution: busy at peak rates by resource; waiting for each network; expected; without overlap."""
+
+    mxu_s: float
+    vpu_s: float
+    hbm_s: float
+    exposed_ici_s: float
+    exposed_dcn_s: float
+    expected_s: float
+    serial_s: float
+
+    def to_json(self) -> dict[str, float]:
+        """The figures by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedLedger:
+    """A compiled program as rows with times, with the schedule that they come from."""
+
+    ledger: Ledger
+    timeline: Timeline
+    step: StepTimes
+
+
+def compiled_ledger(compiled: Compiled, rates: Rates | None = None) -> TimedLedger:
+    """The rows of a compiled program with times, at ``rates`` (those of the chip unless given).
+
+    ``time_s`` is the bound by resource at peak rates, ``expected_s`` what a row adds to the timeline, with exposed
+    collectives, and ``serial_s`` the same if nothing overlapped. A fusion's time, elementwise work and HBM traffic
+    belong to the scope of its matmuls, or of its name; a copy between memories to the work that it is made for.
+    """
+    rates = rates or Rates.of(compiled.mesh.slice.chip)
+    module, line = compiled.module, timeline(compiled.module, compiled.mesh, rates)
+    rows = counted(module)
+    for draft in rows.values():
+        draft.time_s["mxu"] = _mxu_s(draft, rates)
+    for computation in scheduled(module):
+        used_by = users(computation)
+        for instruction in computation:
+            done = work(module, computation, instruction)
+            spent_s = line.spent_s.get((computation.name, instruction.name), 0.0)
+            if spent_s or done != Work():
+                place = purpose(module, computation, instruction, used_by)
+                key = (*place, module.executions[computation.name])
+                _add(rows.setdefault(key, Draft()), done, spent_s / key[2], rates, is_host_copy(instruction))
+    for each in line.collectives:
+        found = each.collective
+        draft = rows.setdefault((found.scope, found.phase, found.executions), Draft())
+        draft.collectives.append(each.ledger_entry)
+        draft.expected_s += each.exposed_s
+        draft.serial_s += each.price_s
+        for resource, seconds in each.time_s.items():
+            draft.time_s[resource] = draft.time_s.get(resource, 0.0) + seconds
+    ledger = in_order({key: draft for key, draft in rows.items() if _matters(draft)})
+    return TimedLedger(ledger=ledger, timeline=line, step=_step(ledger, line))
+
+
+def _add(draft: Draft, done: Work, spent_s: float, rates: Rates, to_host: bool) -> None:
+    """Add one instruction's work, and the seconds that it takes, to its row."""
+    draft.vector_flops += done.vector_ops
+    draft.hbm_bytes += done.hbm_bytes
+    draft.expected_s += spent_s
+    draft.serial_s += spent_s
+    bound = done.bound_s(rates)
+    # That of the matrix unit is the row's: FLOPs are counted where they stand.
+    busy = {name: bound[name] for name in ("vpu", "hbm")}
+    if to_host:
+        busy["pcie"] = done.hbm_bytes / rates.pcie_bytes_per_s
+    for resource, seconds in busy.items():
+        draft.time_s[resource] = draft.time_s.get(resource, 0.0) + seconds
+
+
+def _mxu_s(draft: Draft, rates: Rates) -> float:
+    peaks: Mapping[str, float] = rates.flops_per_s
+    matmuls = sum(flops / peaks.get(dtype, peaks["bf16"]) for dtype, flops in draft.flops.items())
+    return matmuls + draft.kernel_flops / peaks["bf16"]
+
+
+def _matters(draft: Draft) -> bool:
+    return bool(draft.expected_s or draft.collectives or any(draft.time_s.values()))
+
+
+def _step(ledger: Ledger, line: Timeline) -> StepTimes:
+    exposed = {"ici": 0.0, "dcn": 0.0}
+    for each in line.collectives:
+        for resource, seconds in each.by_resource(each.exposed_s).items():
+            exposed[resource] += each.collective.executions * seconds
+    return StepTimes(
+        **{f"{name}_s": float(ledger.total(name)) for name in ("mxu", "vpu", "hbm")},
+        **{f"exposed_{name}_s": seconds for name, seconds in exposed.items()},
+        expected_s=line.total_s,
+        serial_s=float(ledger.serial_s),
+    )

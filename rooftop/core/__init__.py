@@ -1,0 +1,1 @@
+"""The ground floor: the ledger and its scopes, quantities, errors, files, timelines and JSON schemas."""

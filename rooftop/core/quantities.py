@@ -1,0 +1,106 @@
+"""Quantities as people write and read them: SI and binary suffixes, dtypes and their bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+from rooftop.core.errors import RooftopError, unknown
+
+#: Bytes of one element, by dtype name. int4 packs two to a byte.
+DTYPE_BYTES: dict[str, float] = {
+    "bf16": 2.0,
+    "f32": 4.0,
+    "f16": 2.0,
+    "int8": 1.0,
+    "int4": 0.5,
+    "f8_e4m3": 1.0,
+    "f8_e5m2": 1.0,
+}
+
+_SECONDS = re.compile(r"\s*([0-9.eE+-]+?)\s*(us|ms|s|)\s*")
+_SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+
+#: Suffixes, in lower case. There is none for 1e18: '1E' is more likely an unfinished '1e3'.
+_SUFFIX: dict[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "p": 10**15} | {
+    prefix + "i": 2 ** (10 * power) for power, prefix in enumerate("kmgtp", start=1)
+}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)\s*")
+
+
+def dtype_bytes(dtype: str, field: str = "dtype") -> float:
+    """Bytes of one element of ``dtype``. Raises RooftopError on a name that is not a dtype."""
+    try:
+        return DTYPE_BYTES[dtype]
+    except KeyError:
+        raise unknown(field, dtype, DTYPE_BYTES) from None
+
+
+def parse_quantity(text: str | float | int, field: str) -> float:
+    """A positive number with an optional suffix: '4M' is 4e6, '4Mi' is 4 * 2**20, '15T' is 1.5e13.
+
+    'B' (billion) is accepted as 1e9, as model sizes are written. Raises RooftopError, naming ``field``.
+    """
+    return float(_parse(text, field))
+
+
+def parse_count(text: str | float | int, field: str) -> int:
+    """A positive whole number with an optional suffix. Raises RooftopError, naming ``field``."""
+    value = _parse(text, field)
+    if value != int(value):
+        raise RooftopError(field, text, "a whole number")
+    return int(value)
+
+
+def _parse(text: str | float | int, field: str) -> Decimal:
+    # Decimal: 2.01k is 2010, and in binary floating point it is not.
+    match = _QUANTITY.fullmatch(str(text))
+    number, suffix = match.groups() if match else ("0", "")
+    value = Decimal(number) * _SUFFIX.get(suffix.lower(), 0)
+    if not 0 < float(value) < math.inf:
+        accepted = "a positive number, with a suffix if wanted: 4M (4e6), 4Mi (4194304), 15T"
+        raise RooftopError(field, text, accepted)
+    return value
+
+
+def parse_seconds(text: str, field: str) -> float:
+    """A duration in seconds: '500ms', '30us', '0.5s', '0.5'. Raises RooftopError naming ``field``."""
+    match = _SECONDS.fullmatch(text)
+    try:
+        seconds = float(match[1]) * _SECONDS_OF[match[2]] if match else 0.0
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise RooftopError(field, text, "a time, such as 500ms or 0.5s")
+    return seconds
+
+
+def format_count(value: float, unit: str = "") -> str:
+    """A number with three significant digits and an SI prefix: 4.19 M, 15 T."""
+    return _format(value, unit, ["", "k", "M", "G", "T", "P", "E", "Z", "Y"])
+
+
+def format_bytes(value: float) -> str:
+    """Bytes in decimal units, as data sheets and the book write them: 2.4 GB."""
+    return _format(value, "B", ["", "k", "M", "G", "T", "P", "E"])
+
+
+def format_seconds(value: float) -> str:
+    """A duration: 3.2 us, 12.4 ms, 1.9 s; hours and days from two of them on."""
+    for scale, unit in ((86400.0, "days"), (3600.0, "h")):
+        if value >= 2 * scale:
+            return f"{value / scale:.4g} {unit}"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-9:.3g} ns" if value else "0 s"
+
+
+def _format(value: float, unit: str, prefixes: list[str]) -> str:
+    magnitude, index = abs(float(value)), 0
+    while magnitude >= 999.5 and index < len(prefixes) - 1:
+        magnitude /= 1000
+        index += 1
+    sign = "-" if value < 0 else ""
+    return f"{sign}{magnitude:.3g} {prefixes[index]}{unit}".rstrip()

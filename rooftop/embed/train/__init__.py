@@ -1,0 +1,1 @@
+"""Training of a DLRM on embedding tables: steps, checkpoints and metrics."""

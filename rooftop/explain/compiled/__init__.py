@@ -1,0 +1,1 @@
+"""Compiled beside planned: findings, checks and rooflines of a compiled program."""

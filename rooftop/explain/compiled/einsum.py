@@ -1,0 +1,224 @@
+"""A strategy of the algebra beside what XLA:TPU makes of the same einsum, or resharding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rooftop.algebra.einsums import Einsum, Strategy, priced, strategies
+from rooftop.algebra.expression import Reshard
+from rooftop.algebra.pricing import Prices
+from rooftop.algebra.resharding import reshard
+from rooftop.algebra.steps import Step
+from rooftop.arrays import ShardedArray
+from rooftop.compiler.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.compiler.ledger import read_ledger
+from rooftop.compiler.machine.schedule import Timeline, timeline
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Collective
+from rooftop.core.quantities import dtype_bytes, format_seconds
+
+#: Prices that differ by less are called the same.
+SAME = 0.01
+
+#: A collective by what must agree: kind, mesh axes and payload.
+Key = tuple[str, frozenset[str], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program by what it communicates and computes on one device, priced alike for plan and compiler.
+
+    ``communication_s`` and ``compute_s`` are one after the other; nothing is assumed to overlap.
+    """
+
+    collectives: tuple[Collective, ...]
+    counts: tuple[int, ...]
+    flops: float
+    communication_s: float
+    compute_s: float
+
+    @property
+    def time_s(self) -> float:
+        """Seconds without any overlap."""
+        return self.communication_s + self.compute_s
+
+    @property
+    def keys(self) -> Counter[Key]:
+        """The collectives as a bag."""
+        bag: Counter[Key] = Counter()
+        for each, count in zip(self.collectives, self.counts, strict=True):
+            bag[each.kind, frozenset(each.axes), round(float(each.bytes))] += count
+        return bag
+
+    def __str__(self) -> str:
+        named = [
+            f"{each.kind} over {','.join(each.axes)}" + (f" x {count}" if count > 1 else "")
+            for each, count in zip(self.collectives, self.counts, strict=True)
+        ]
+        return ", ".join(named) or "no collectives"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """``agrees``: the compiler's collectives are those of the best strategy, or of one that costs the same."""
+
+    planned: Program
+    compiled: Program
+    schedule: Timeline
+    agrees: bool
+    verdict: str
+
+
+def planned_program(strategy: Strategy, prices: Prices) -> Program:
+    """A strategy as a program. Collectives of one device alone are left out."""
+    found = [
+        Collective(kind=step.collective, axes=step.axes, bytes=cost.bytes, wire_bytes=0.0, critical=True)
+        for step, cost in zip(strategy.steps, strategy.costs, strict=True)
+        if step.collective is not None and prices.mesh.size(*step.axes) > 1
+    ]
+    moving = sum(cost.time_s for step, cost in zip(strategy.steps, strategy.costs, strict=True) if step.collective)
+    dtype = next((step.inputs[0].dtype for step in strategy.steps if step.multiplies), "bf16")
+    return Program(
+        collectives=tuple(found),
+        counts=(1,) * len(found),
+        flops=strategy.flops,
+        communication_s=moving,
+        compute_s=_compute_s(strategy.flops, dtype, prices),
+    )
+
+
+def compiled_program(compiled: Compiled, schedule: Timeline, prices: Prices, dtype: str) -> Program:
+    """What the compiler made, its collectives priced as ours are."""
+    seconds = [
+        prices.collective_s(each.collective.kind, each.collective.axes, each.collective.bytes)
+        for each in schedule.collectives
+    ]
+    entries = tuple(
+        replace(each.ledger_entry, time_s=each.by_resource(price_s))
+        for each, price_s in zip(schedule.collectives, seconds, strict=True)
+    )
+    counts = tuple(each.collective.executions for each in schedule.collectives)
+    flops = float(read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh).flops())
+    return Program(
+        collectives=entries,
+        counts=counts,
+        flops=flops,
+        communication_s=sum(count * price_s for count, price_s in zip(counts, seconds, strict=True)),
+        compute_s=_compute_s(flops, dtype, prices),
+    )
+
+
+def compare(candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, dtype: str = "bf16") -> Comparison:
+    """Set a compiled program beside strategies without overlap, best first."""
+    schedule = timeline(compiled.module, compiled.mesh)
+    theirs = compiled_program(compiled, schedule, prices, dtype)
+    ours = [planned_program(each, prices) for each in candidates]
+    best = ours[0]
+    like = next((place for place, each in enumerate(ours) if each.keys == theirs.keys), None)
+    same = like == 0 or (like is not None and _near(ours[like].time_s, best.time_s))
+    return Comparison(
+        planned=best,
+        compiled=theirs,
+        schedule=schedule,
+        agrees=same,
+        verdict=_verdict(best, theirs, like, same),
+    )
+
+
+def check(asked: object, prices: Prices) -> dict[str, Any]:
+    """Compile an expression for the slice and compare; JSON values ``compiled``, ``planned``, ``agrees``, ``verdict``.
+
+    Raises RooftopError for what cannot be compiled: a single array, arrays on hosts or single chips, GPUs.
+    """
+    if prices.mesh.slice.chip.kind != "tpu":
+        raise RooftopError("check", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
+    request, candidates, dtype = _request(asked, prices)
+    compiled = compile_ahead_of_time(request)
+    found = compare(candidates, compiled, prices, dtype)
+    collectives = [
+        asdict(entry)
+        | {"axes": list(entry.axes), "time_s": dict(entry.time_s), "count": count}
+        | {"ring": each.collective.hops > 0, "synchronous": each.collective.synchronous}
+        | {"hidden_s": each.hidden_s, "source": each.collective.source}
+        for entry, count, each in zip(
+            found.compiled.collectives, found.compiled.counts, found.schedule.collectives, strict=True
+        )
+    ]
+    return {
+        "compiled": {
+            "collectives": collectives,
+            "flops": found.compiled.flops,
+            "communication_s": found.compiled.communication_s,
+            "compute_s": found.compiled.compute_s,
+            "time_s": found.compiled.time_s,
+            "schedule": {
+                "total_s": found.schedule.total_s,
+                "compute_s": found.schedule.compute_s,
+                "exposed_s": found.schedule.exposed_s,
+            },
+            "peak_bytes": compiled.peak_bytes,
+            "compile_s": compiled.compile_s,
+            "versions": dict(compiled.versions),
+        },
+        "planned": {
+            "collectives": [[each.kind, list(each.axes), each.bytes] for each in found.planned.collectives],
+            "flops": found.planned.flops,
+            "communication_s": found.planned.communication_s,
+            "compute_s": found.planned.compute_s,
+            "time_s": found.planned.time_s,
+        },
+        "agrees": found.agrees,
+        "verdict": found.verdict,
+    }
+
+
+def _request(asked: object, prices: Prices) -> tuple[Request, Sequence[Strategy], str]:
+    """What to compile, the strategies to set beside it, and the dtype of the multiplication."""
+    if isinstance(asked, Einsum):
+        arrays: tuple[ShardedArray, ...] = (asked.left, asked.right, asked.output)
+        candidates: Sequence[Strategy] = strategies(asked, prices, overlapped=False)
+        dtype = max(asked.left.dtype, asked.right.dtype, key=dtype_bytes)
+        return _plain(arrays, prices), candidates, dtype
+    if isinstance(asked, Reshard):
+        if asked.source.at or asked.target.at:
+            raise RooftopError("check", str(asked.source), "arrays in the HBM of the mesh, which XLA can reshard")
+        path = reshard(asked.source, asked.target, prices)
+        arrays = (asked.source, asked.target)
+        return _plain(arrays, prices), [priced(path, arrays[:1], prices)], asked.source.dtype
+    if isinstance(asked, Step):
+        name = str(asked).split(" -> ")[0]
+        arguments = {"expression": name, "dims": dict(prices.dims)}
+        request = Request(mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower_steps", arguments=arguments)
+        return request, [priced((asked,), asked.inputs, prices)], asked.output.dtype
+    raise RooftopError("check", str(asked), "an einsum, a resharding or a collective")
+
+
+def _plain(arrays: Iterable[ShardedArray], prices: Prices) -> Request:
+    arguments = {"arrays": [str(array) for array in arrays], "dims": dict(prices.dims)}
+    return Request(mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower", arguments=arguments)
+
+
+def _compute_s(flops: float, dtype: str, prices: Prices) -> float:
+    return flops / prices.mesh.slice.device_flops_per_s(dtype) if flops else 0.0
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME * max(one, other)
+
+
+def _verdict(best: Program, theirs: Program, like: int | None, same: bool) -> str:
+    """Who found what, by the same prices."""
+    times = f"{format_seconds(theirs.time_s)} against {format_seconds(best.time_s)} without overlap"
+    if like == 0:
+        return f"XLA's collectives are those of the best strategy ({theirs})."
+    if same:
+        return f"XLA chose another strategy of the same price ({theirs}; ours: {best})."
+    if _near(theirs.time_s, best.time_s):
+        return f"other collectives of the same price: XLA {theirs}; ours {best}."
+    if theirs.time_s < best.time_s:
+        return f"XLA found better: {theirs}, {times} for {best}."
+    which = f", number {like + 1} of ours" if like is not None else ""
+    return f"the plan is better: XLA chose {theirs}{which}, {times} for {best}."

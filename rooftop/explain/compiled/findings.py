@@ -1,0 +1,351 @@
+"""What plan and compiler disagree about, item by item, each with its bytes, its cost, its source line and its reason.
+
+A reason is a rule that has evidence in the compiled program. What no rule explains says so: it is what to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rooftop.arrays import Mesh
+from rooftop.compiler.machine.schedule import Scheduled
+from rooftop.core.ledger import Ledger
+from rooftop.explain.compiled.rooflines import Operation
+from rooftop.explain.join import TOLERANCE, Joined, JoinedCollective, stands_for
+
+#: A collective of fewer bytes a step needs no reason.
+SMALL = 64 * 1024
+MATMUL = "matmul"
+#: The rule of a sum over slices that the compiler takes in steps.
+IN_STEPS = "in_steps"
+
+_SMALL = "less than 64 KiB a step"
+_EDGE = "XLA repeats it rather than keep its result: the step is at the edge of HBM"
+
+Key = tuple[str, str, str, frozenset[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One disagreement, per device and step.
+
+    ``kind`` is a collective's or 'matmul', of which ``bytes`` or ``flops`` say how much. ``cost_s`` is how long it
+    takes by our prices, hidden or not. ``rule`` names the reason ('' if none is known) and ``why`` puts it in words.
+    """
+
+    scope: str
+    phase: str
+    kind: str
+    axes: tuple[str, ...] = ()
+    bytes: float = 0.0
+    flops: float = 0.0
+    cost_s: float = 0.0
+    source: str = ""
+    instructions: tuple[str, ...] = ()
+    rule: str = ""
+    why: str = ""
+
+    @property
+    def amount(self) -> float:
+        """FLOPs of a matmul, bytes of a collective."""
+        return self.flops if self.kind == MATMUL else self.bytes
+
+    def part(self, amount: float) -> Finding:
+        """The same of so many FLOPs or bytes only."""
+        if amount == self.amount:
+            return self
+        part = replace(self, cost_s=self.cost_s * amount / self.amount)
+        return replace(part, flops=amount) if self.kind == MATMUL else replace(part, bytes=amount)
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as plain JSON values."""
+        return {
+            "scope": self.scope,
+            "phase": self.phase,
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "bytes": self.bytes,
+            "flops": self.flops,
+            "cost_s": self.cost_s,
+            "source": self.source,
+            "rule": self.rule,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """``unexpected``: compiled and not planned; ``missing``: planned and not compiled; ``recomputed``: done twice.
+
+    ``spelled`` are collectives that are as planned, under another name.
+    """
+
+    unexpected: tuple[Finding, ...]
+    missing: tuple[Finding, ...]
+    recomputed: tuple[Finding, ...]
+    spelled: tuple[Finding, ...]
+
+    @property
+    def unexplained(self) -> tuple[Finding, ...]:
+        """Collectives that were not planned and for which no rule gives a reason."""
+        return tuple(each for each in self.unexpected if each.kind != MATMUL and not each.rule)
+
+
+def find(
+    joined: Iterable[Joined],
+    planned: Ledger,
+    collectives: Sequence[Scheduled],
+    operations: Sequence[Operation],
+    mesh: Mesh,
+) -> Findings:
+    """The findings of rows that are joined; ``collectives`` and ``operations`` are those of the compiled program."""
+    rows = list(joined)
+    kernels = {(each.scope, each.phase) for each in operations if each.kernel}
+    no_kernels = {row.key for row in planned if row.kernel_flops} - kernels
+    prices = _planned_prices(planned)
+    scheduled = _by_key(collectives)
+    unexpected: list[Finding] = []
+    missing: list[Finding] = []
+    spelled: list[Finding] = []
+    for row in rows:
+        found = [_collective(row, each, scheduled, prices) for each in row.collectives]
+        found.append((_matmuls(row, operations, prices), row.compiled_flops - row.planned_flops))
+        for draft, excess in found:
+            if abs(excess) > TOLERANCE * max(draft.amount, abs(excess)):
+                (unexpected if excess > 0 else missing).append(draft.part(abs(excess)))
+        for each, (draft, _) in zip(row.collectives, found, strict=False):
+            if each.spelled:
+                spelled.append(_spelling(draft, each, mesh))
+    unexpected, missing = _in_steps(*_moved(unexpected, missing), mesh)
+    return Findings(
+        unexpected=_ordered(_explained(each, kernels) for each in unexpected),
+        missing=_ordered(_absent(each, no_kernels) for each in missing),
+        recomputed=_ordered(_recomputed(rows, operations, collectives)),
+        spelled=_ordered(spelled),
+    )
+
+
+def _collective(
+    row: Joined, each: JoinedCollective, scheduled: Mapping[Key, list[Scheduled]], prices: Mapping[Key, float]
+) -> tuple[Finding, float]:
+    """All of a collective on the side that has more of it, and by how many bytes the compiled side exceeds."""
+    planned, compiled = each.planned_bytes or 0.0, each.compiled_bytes or 0.0
+    kinds = each.compiled_kinds or (each.kind,)
+    found = [item for kind in kinds for item in scheduled.get((row.scope, row.phase, kind, frozenset(each.axes)), ())]
+    price = prices.get((row.scope, row.phase, each.kind, frozenset(each.axes)), 0.0)
+    draft = Finding(
+        scope=row.scope,
+        phase=row.phase,
+        kind=kinds[-1] if compiled > planned else each.kind,
+        axes=each.axes,
+        bytes=max(planned, compiled),
+        cost_s=sum(item.collective.executions * item.price_s for item in found) if compiled >= planned else price,
+        source=next((item.collective.source for item in found if item.collective.source), ""),
+        instructions=tuple(name for item in found for _, name in item.collective.instructions),
+    )
+    return draft, compiled - planned
+
+
+def _matmuls(row: Joined, operations: Sequence[Operation], prices: Mapping[Key, float]) -> Finding:
+    """The matmuls of a row, on the side that has more of them."""
+    own = [each for each in operations if (each.scope, each.phase) == (row.scope, row.phase) and each.flops]
+    own.sort(key=lambda each: -each.total_s)
+    return Finding(
+        scope=row.scope,
+        phase=row.phase,
+        kind=MATMUL,
+        flops=max(row.planned_flops, row.compiled_flops),
+        cost_s=sum(each.total_s for each in own)
+        if row.compiled_flops > row.planned_flops
+        else prices.get((row.scope, row.phase, MATMUL, frozenset()), 0.0),
+        source=own[0].source if own else "",
+        instructions=tuple(each.name for each in own),
+    )
+
+
+def _spelling(draft: Finding, each: JoinedCollective, mesh: Mesh) -> Finding:
+    """What the compiler spells in another way; over all of a slice XLA:TPU has no other."""
+    whole = mesh.size(*each.axes) * mesh.slice.num_slices == mesh.slice.devices
+    why = f"the planned {each.kind}" + (", over a whole slice" if whole else "") + ": twice the bytes on the wire"
+    return replace(draft, kind=each.spelled, rule="whole_slice" if whole else "spelled", why=why)
+
+
+def _moved(unexpected: list[Finding], missing: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Both lists, with what is the same work under another scope or phase said to be that."""
+    extra, left = [], list(missing)
+    found: list[Finding] = []
+    for each in unexpected:
+        while each.amount > TOLERANCE:
+            near = [] if _is_small(each) else [other for other in left if _alike(each, other)]
+            if not near:
+                extra.append(each)
+                break
+            other = min(near, key=lambda other: (other.scope != each.scope, abs(other.amount - each.amount)))
+            shared = min(each.amount, other.amount)
+            ours, theirs = each.part(shared), other.part(shared)
+            here, there = f"{each.scope} {each.phase}", f"{other.scope} {other.phase}"
+            spelled = f", and makes an {each.kind} of the {other.kind}" if each.kind != other.kind else ""
+            extra.append(replace(ours, rule="named", why=f"planned as {there}: XLA names it otherwise{spelled}"))
+            found.append(replace(theirs, rule="named", why=f"compiled as {here}: XLA names it otherwise{spelled}"))
+            left.remove(other)
+            if other.amount - shared > TOLERANCE * shared:
+                left.append(other.part(other.amount - shared))
+            if each.amount - shared <= TOLERANCE * shared:
+                break
+            each = each.part(each.amount - shared)
+    return extra, found + left
+
+
+def _in_steps(unexpected: list[Finding], missing: list[Finding], mesh: Mesh) -> tuple[list[Finding], list[Finding]]:
+    """Both lists, with sums over several slices that XLA takes apart explained.
+
+    It sums within each slice, then between slices, each device its part, and gathers the parts.
+    """
+    whole = [each for each in missing if not each.rule and each.kind == "all_reduce" and _over_slices(each, mesh)]
+
+    def part_of(step: Finding) -> Finding | None:
+        kinds = ("all_reduce", "reduce_scatter", "all_gather")
+        # Twice its bytes where both the scatter and the gather within a slice are written as AllReduces.
+        fits = (each for each in whole if set(step.axes) < set(each.axes) and step.bytes <= 2 * each.bytes)
+        return next(fits, None) if step.kind in kinds and not step.rule else None
+
+    steps = [(each, part_of(each)) for each in unexpected]
+    taken = [each for _, each in steps if each is not None]
+    why = "XLA sums within each slice, then between slices, and gathers: {} over {}"
+    return (
+        [
+            each if of is None else replace(each, rule=IN_STEPS, why=why.format(of.kind, ",".join(of.axes)))
+            for each, of in steps
+        ],
+        [
+            replace(each, rule=IN_STEPS, why=why.format(each.kind, ",".join(each.axes))) if each in taken else each
+            for each in missing
+        ],
+    )
+
+
+def _over_slices(finding: Finding, mesh: Mesh) -> bool:
+    """Whether a collective runs over slices and within them."""
+    group = mesh.span(*finding.axes)
+    used = {axis.resource for axis, size in zip(group.physical, group.size, strict=True) if size > 1}
+    return used == {"ici", "dcn"}
+
+
+def _alike(compiled: Finding, planned: Finding) -> bool:
+    same = compiled.kind == planned.kind or (compiled.kind != MATMUL and stands_for(compiled.kind, planned.kind))
+    return same and set(compiled.axes) == set(planned.axes)
+
+
+def _explained(finding: Finding, kernels: Container[tuple[str, str]]) -> Finding:
+    """The finding with its reason, where there is evidence for one; ``kernels`` are the rows that have any."""
+    if finding.rule:
+        return finding
+    if any(".remat" in name for name in finding.instructions):
+        return replace(finding, rule="rematerialised", why=_EDGE)
+    row = finding.scope, finding.phase
+    if finding.kind == MATMUL and finding.scope == "layers/attn/core" and row not in kernels:
+        return replace(finding, rule="scores", why="XLA computes attention scores again rather than store them")
+    return replace(finding, rule="small", why=_SMALL) if _is_small(finding) else finding
+
+
+def _absent(finding: Finding, kernels: Container[tuple[str, str]]) -> Finding:
+    """The same for what is missing; ``kernels`` are the rows that were planned as kernels and compiled as none."""
+    if not finding.rule and finding.kind == MATMUL and (finding.scope, finding.phase) in kernels:
+        return replace(finding, rule="no_kernel", why="planned as a hand-written kernel, which the program has not")
+    return replace(finding, rule="small", why=_SMALL) if _is_small(finding) and not finding.rule else finding
+
+
+def _is_small(finding: Finding) -> bool:
+    return finding.kind != MATMUL and finding.bytes < SMALL
+
+
+def _recomputed(
+    rows: Sequence[Joined], operations: Sequence[Operation], collectives: Sequence[Scheduled]
+) -> list[Finding]:
+    """What the compiled step does a second time: by its remat policy, or because XLA chose to."""
+    every = [
+        Finding(
+            scope=each.scope, phase=each.phase, kind=MATMUL, flops=each.executions * each.flops, cost_s=each.total_s,
+            source=each.source, rule=_again(each.phase, [each.name]),
+        )
+        for each in operations
+        if each.flops
+    ]  # fmt: skip
+    for item in collectives:
+        each = item.collective
+        rule = _again(each.phase, [name for _, name in each.instructions])
+        every.append(
+            Finding(
+                scope=each.scope,
+                phase=each.phase,
+                kind=each.kind,
+                axes=each.axes,
+                bytes=each.executions * each.bytes,
+                cost_s=each.executions * item.price_s,
+                source=each.source,
+                rule=rule,
+            )
+        )
+    found: dict[tuple[object, ...], Finding] = {}
+    for one in every:
+        key = one.scope, one.phase, one.kind, frozenset(one.axes), one.rule
+        if one.rule and key in found:
+            before = found[key]
+            one = replace(
+                before,
+                bytes=before.bytes + one.bytes,
+                flops=before.flops + one.flops,
+                cost_s=before.cost_s + one.cost_s,
+            )
+        if one.rule:
+            found[key] = one
+    planned = {(row.scope, row.phase): row for row in rows}
+    return [_said(each, planned.get((each.scope, each.phase))) for each in found.values()]
+
+
+def _again(phase: str, names: Iterable[str]) -> str:
+    """Why something is done again: 'rematerialised' by XLA, 'policy' of the program, '' if it is not."""
+    if any(".remat" in name for name in names):
+        return "rematerialised"
+    return "policy" if phase == "recompute" else ""
+
+
+def _said(finding: Finding, row: Joined | None) -> Finding:
+    """The finding in words; what the program's policy repeats, and the plan does not, has no reason."""
+    if finding.rule == "rematerialised":
+        return replace(finding, why=_EDGE)
+    if finding.kind == MATMUL:
+        planned = row is not None and row.planned_flops > 0
+    else:
+        planned = row is not None and any(
+            each.planned_bytes and set(each.axes) == set(finding.axes) for each in row.collectives
+        )
+    rule, why = ("policy", "planned: the remat policy asks for it") if planned else ("", "not planned")
+    return replace(finding, rule=rule, why=why)
+
+
+def _planned_prices(ledger: Ledger) -> dict[Key, float]:
+    prices: dict[Key, float] = {}
+    for row in ledger:
+        matmul_s = float(row.expected_s) - sum(float(each.exposed_s) for each in row.collectives)
+        entries = [(MATMUL, frozenset[str](), matmul_s)]
+        entries += [(each.kind, frozenset(each.axes), float(each.expected_s)) for each in row.collectives]
+        for kind, axes, seconds in entries:
+            key = row.scope, row.phase, kind, axes
+            prices[key] = prices.get(key, 0.0) + float(row.count) * seconds
+    return prices
+
+
+def _by_key(collectives: Sequence[Scheduled]) -> dict[Key, list[Scheduled]]:
+    found: dict[Key, list[Scheduled]] = {}
+    for item in collectives:
+        each = item.collective
+        found.setdefault((each.scope, each.phase, each.kind, frozenset(each.axes)), []).append(item)
+    return found
+
+
+def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """What has no reason first, then by cost."""
+    return tuple(sorted(findings, key=lambda each: (bool(each.rule), -each.cost_s)))

@@ -1,0 +1,148 @@
+"""A training plan compiled: its program built, given to XLA:TPU for the plan's slice, and set beside the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rooftop import __version__
+from rooftop.arrays import Mesh
+from rooftop.compiler.compiling import Progress, Request, compile_ahead_of_time
+from rooftop.compiler.memory import OutOfMemory
+from rooftop.core.errors import Infeasible
+from rooftop.core.quantities import format_bytes
+from rooftop.explain.compiled.report import SCHEMA, Report, largest
+from rooftop.hardware import Slice
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.programs.training.program import TrainProgram
+from rooftop.roofline.overlap import overlap
+
+PROGRAM = "rooftop.programs.training.step:lower"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A plan whose program does not fit in HBM by the compiler; ``nearest`` is the nearest plan that should."""
+
+    plan: TrainingPlan
+    answer: OutOfMemory
+    nearest: TrainingPlan | None
+
+    @property
+    def verdict(self) -> str:
+        """One line: by how much, and what the plan said."""
+        answer, plan = self.answer, self.plan
+        over = format_bytes(answer.needed_bytes - answer.available_bytes)
+        said = "though it fits" if plan.fits else "and does not fit"
+        return (
+            f"does not fit: XLA needs {format_bytes(answer.needed_bytes)} of {format_bytes(answer.available_bytes)} a "
+            f"device, {over} too many, {said} by the plan's arithmetic ({format_bytes(plan.memory_bytes)})"
+        )
+
+    @property
+    def infeasible(self) -> Infeasible:
+        """The answer as an exception, with the nearest plan that fits."""
+        problem = self.plan.problem
+        near = "no mesh, remat policy or number of microbatches fits on this slice"
+        if self.nearest is not None:
+            mesh = ",".join(f"{name}={size}" for name, size in self.nearest.mesh.shape.items() if size > 1)
+            choice = self.nearest.choice
+            near = f"nearest that should fit: --mesh {mesh} --remat {choice.remat} --microbatches {choice.microbatches}"
+        return Infeasible(f"{problem.model.name} on {problem.slice.name} {self.verdict}", near)
+
+    def to_json(self, *, top: int = 20) -> dict[str, Any]:
+        """The answer as plain JSON values; ``top`` buffers."""
+        slice_, at_peak = self.plan.problem.slice, self.answer.at_peak
+        return {
+            "kind": "compiled",
+            "schema": SCHEMA,
+            "rooftop_version": __version__,
+            "slice": {"name": slice_.name, "chips": slice_.chips, "devices": slice_.devices},
+            "mesh": self.plan.mesh.to_json(),
+            "fits": False,
+            "peak_bytes": self.answer.needed_bytes,
+            "planned_peak_bytes": self.plan.memory_bytes,
+            "capacity_bytes": self.answer.available_bytes,
+            "over_bytes": self.answer.needed_bytes - self.answer.available_bytes,
+            "memory": None if at_peak is None else at_peak.by_class,
+            "planned_memory": self.plan.memory,
+            "buffers": largest(at_peak, top),
+            "nearest": None if self.nearest is None else self.nearest.summary(),
+            "verdict": self.verdict,
+        }
+
+
+def compile_plan(
+    plan: TrainingPlan,
+    *,
+    timeout_s: float | None = None,
+    cache: bool = True,
+    save: bool = False,
+    on_progress: Progress | None = None,
+) -> Report | Refusal:
+    """Compile a plan's program and set it beside the plan; a refusal if it does not fit in HBM.
+
+    ``save`` keeps the executable. Raises RooftopError for a plan that no program can run as it stands, and for what
+    ``rooftop.compiler.compiling.compile_ahead_of_time`` refuses.
+    """
+    asked = replace(request(plan), save=save)
+    try:
+        compiled = compile_ahead_of_time(asked, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
+    except OutOfMemory as answer:
+        return Refusal(plan=plan, answer=answer, nearest=nearest_fit(plan, answer.needed_bytes))
+    return Report(plan=plan, compiled=compiled)
+
+
+def request(plan: TrainingPlan) -> Request:
+    """What to compile. Raises RooftopError for a plan that no program can run as it stands."""
+    program = TrainProgram.from_plan(plan.to_json())
+    return Request(mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=training_options(plan.mesh))
+
+
+def nearest_fit(plan: TrainingPlan, needed_bytes: float) -> TrainingPlan | None:
+    """The nearest plan that fits, given what the compiler asked for; None if there is none on this slice.
+
+    Planned memory is scaled by what the compiler needed over what was planned. First the same mesh with another remat
+    policy or more microbatches, then any mesh.
+    """
+    problem = plan.problem
+    chip = problem.slice.chip
+    margin = max(1.0, needed_bytes / plan.memory_bytes)
+    smaller = chip.replace(hbm_usable_bytes=chip.hbm_usable_bytes / margin, hbm_bytes=chip.hbm_bytes / margin)
+    slice_ = Slice(smaller, problem.slice.shape, problem.slice.num_slices)
+    free = replace(problem, slice=slice_, axes=None, mesh=None, remat=None, microbatches=None)
+    for candidate in (replace(free, mesh=plan.mesh), free):
+        found = _best(candidate, problem)
+        if found is not None:
+            return found
+    return None
+
+
+def _best(candidate: Problem, problem: Problem) -> TrainingPlan | None:
+    found = sweep(candidate)
+    if not found.fits.any():
+        return None
+    only = found.only(found.best)
+    mesh: Any = replace(only.layouts, slice=problem.slice).mesh(0)
+    return TrainingPlan(problem=problem, mesh=mesh, choice=only.choices[0])
+
+
+#: All three together: with any of them missing the AllGathers stay AllReduces.
+_KEEP_ALL_GATHERS: dict[str, bool | int | str] = {
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+}
+
+
+def training_options(mesh: Mesh) -> dict[str, bool | int | str]:
+    """Options for a step on ``mesh``.
+
+    Of a weight's AllGather over every device of a slice, XLA makes a synchronous AllReduce of arrays that are mostly
+    zeros on some chips: twice the bytes sent, and the whole weight once more in memory. Not with these options.
+    """
+    slice_ = mesh.slice
+    whole = mesh.size("fsdp") * slice_.num_slices == slice_.devices
+    return dict(_KEEP_ALL_GATHERS) if whole and overlap(slice_.chip.name).whole_slice_gather == "all_reduce" else {}

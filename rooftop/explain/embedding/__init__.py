@@ -1,0 +1,1 @@
+"""Plans of embedding tables beside the programs that XLA compiles of them."""

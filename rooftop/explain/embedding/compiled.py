@@ -1,0 +1,450 @@
+"""A plan of embedding tables compiled: each stack's lookup and update, and whole steps, by XLA:TPU beside the plan.
+
+HBM that SparseCores take as their stack is in no memory analysis: the compiler's own high-water marks say it
+(``rooftop.compiler.sparsecore``). Bytes are of one device unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rooftop import __version__
+from rooftop.compiler.memory import OutOfMemory
+from rooftop.compiler.sparsecore import (
+    TILE_MEMORY,
+    Marks,
+    SparseCoreOverlap,
+    refuses_larger,
+    require_checks,
+    sparsecore_overlap,
+)
+from rooftop.core.errors import Infeasible
+from rooftop.core.quantities import format_bytes
+from rooftop.explain.compiled.report import largest
+from rooftop.explain.embedding.programs import (
+    STACK_OF_PART,
+    Compilation,
+    heap_bytes,
+    needed_bytes,
+    part_request,
+    step_options,
+    step_request,
+)
+from rooftop.models.embedding_tables.limits import Limits, StackLimits
+from rooftop.models.embedding_tables.stacking import Stack
+from rooftop.plan.embedding.limits import limits_of_stacks_text, limits_text, share_that
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.problem import per_device
+
+SCHEMA = 1
+STEPS: tuple[str, ...] = ("sequential", "pipelined")
+#: What a stack in HBM may differ by, compiled from planned.
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedReport:
+    """A plan's programs as the compiler made them: ``parts`` by stack and part, ``steps`` by name."""
+
+    plan: EmbedPlan
+    checks: tuple[str, ...]
+    parts: Mapping[str, Mapping[str, Marks]]
+    steps: Mapping[str, Marks]
+
+    @cached_property
+    def overlap(self) -> dict[str, SparseCoreOverlap]:
+        """TensorCore work beside SparseCore work, by step."""
+        return {name: sparsecore_overlap(one.compiled.module) for name, one in self.steps.items()}
+
+    def needed_bytes(self, step: str) -> int:
+        """HBM of a device: what XLA's heap holds at the peak, and the stacks of its SparseCores."""
+        return needed_bytes(self.steps[step], self.plan)
+
+    @property
+    def capacity_bytes(self) -> float:
+        """HBM of a device that programs may use."""
+        return self.plan.problem.slice.chip.hbm_usable_bytes
+
+    def stacks(self) -> list[dict[str, Any]]:
+        """Each stack's lookup and update: HBM of one SparseCore and memory of a tile, planned and compiled."""
+        own, found = per_device(self.plan.problem.slice), []
+        for stack in self.plan.problem.stacking.stacks:
+            planned = self.plan.stack_memory(stack)
+            for part, name in STACK_OF_PART.items():
+                marks = self.parts[stack.name][part]
+                hbm = planned[name] / own
+                found.append(
+                    {
+                        "stack": stack.name,
+                        "tables": [place.table.name for place in stack.places],
+                        "part": part,
+                        "planned_hbm_bytes": hbm,
+                        "document_hbm_bytes": planned[f"{name}_document"] / own,
+                        "hbm_bytes": marks.hbm_bytes,
+                        "ratio": marks.hbm_bytes / hbm,
+                        "holds": abs(marks.hbm_bytes / hbm - 1) <= TOLERANCE,
+                        "planned_tile_bytes": planned["tile"],
+                        "tile_bytes": marks.tile_bytes,
+                    }
+                )
+        return found
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every stack in HBM is as planned, within TOLERANCE, and the plan found no obstacle either."""
+        return not self.plan.obstacles and all(row["holds"] for row in self.stacks())
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        rows = self.stacks()
+        off = [f"{row['stack']} {row['part']} {row['ratio'] - 1:+.1%}" for row in rows if not row["holds"]]
+        said = (
+            f"SparseCore memory as planned within {TOLERANCE:.0%}" if not off else f"not as planned: {'; '.join(off)}"
+        )
+        if self.plan.obstacles:
+            said = f"compiles, though the plan refuses it ({self.plan.obstacles[0]})"
+        needed = max(self.needed_bytes(step) for step in STEPS)
+        beside = self.overlap["pipelined"].share
+        return (
+            f"{said}; at most {format_bytes(needed)} of {format_bytes(self.capacity_bytes)} a device; pipelined, "
+            f"{beside:.0%} of the TensorCores' computations beside SparseCore work"
+        )
+
+    def to_json(self, *, top: int = 10) -> dict[str, Any]:
+        """As ``rooftop/schemas/compiled_embed.schema.json`` says; of each step's heap the ``top`` largest arrays."""
+        return {
+            **_head(self.plan, self.checks),
+            "fits": True,
+            "capacity_bytes": self.capacity_bytes,
+            "stacks": self.stacks(),
+            "steps": {name: self._step(name, top) for name in STEPS},
+            "versions": dict(self.steps["pipelined"].compiled.versions),
+            "agrees": self.agrees,
+            "verdict": self.verdict,
+        }
+
+    def _step(self, name: str, top: int) -> dict[str, Any]:
+        marks, overlap = self.steps[name], self.overlap[name]
+        return {
+            "options": step_options(name, self.checks),
+            "planned_bytes": self.plan.memory["total"][name],
+            "needed_bytes": self.needed_bytes(name),
+            "heap_bytes": heap_bytes(marks),
+            "arguments_bytes": marks.compiled.memory["argument"],
+            "temporaries_bytes": marks.compiled.memory["temp"],
+            "sparsecore_hbm_bytes": marks.hbm_bytes,
+            "tile_bytes": marks.tile_bytes,
+            "sparsecore_calls": overlap.calls,
+            "tensorcore_computations": overlap.computations,
+            "beside_sparsecores": overlap.beside,
+            "overlap": overlap.share,
+            "buffers": largest(marks.compiled.at_peak, top),
+            "compile_s": marks.compiled.compile_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedRefusal:
+    """A plan that the compiler finds no room for: ``part`` of ``stack`` (None: a whole step), and why.
+
+    ``largest`` are the largest limits found to compile, of the stack or of all stacks, in the proportion of the plan's;
+    None if none were found.
+    """
+
+    plan: EmbedPlan
+    checks: tuple[str, ...]
+    part: str
+    stack: str | None
+    why: str
+    largest: LargestLimits | None
+
+    @property
+    def infeasible(self) -> Infeasible:
+        """The answer as an exception."""
+        where = f"stack {self.stack}" if self.stack is not None else "all stacks"
+        by = self.why
+        if self.largest is not None:
+            by += f"; at most {self._text(self.largest.limits)}, which compiles"
+            by += f" ({self._text(self.largest.refused)} does not"
+            by += ")" if self.largest.monotonic else ", though the compiler may take more)"
+        elif self.plan.obstacles:
+            by += f"; by the plan: {self.plan.obstacles[0]}"
+        if self.largest is not None and (fitting := self.plan.in_passes_that_fit) is not None:
+            by += f"; by the plan --sample-passes {fitting.problem.sample_passes} fits"
+        return Infeasible(f"the {self.part} of {where} on {self.plan.problem.slice.name} does not fit", by)
+
+    def _text(self, limits: Limits) -> str:
+        return limits_of_stacks_text(limits) if self.stack is None else limits_text(limits[self.stack])
+
+    def to_json(self, *, top: int = 10) -> dict[str, Any]:
+        """As ``rooftop/schemas/compiled_embed.schema.json`` says."""
+        largest = self.largest
+        return {
+            **_head(self.plan, self.checks),
+            "fits": False,
+            "capacity_bytes": self.plan.problem.slice.chip.hbm_usable_bytes,
+            "part": self.part,
+            "stack": self.stack,
+            "why": self.why,
+            "largest": None if largest is None or self.stack is None else vars(largest.limits[self.stack]),
+            "largest_limits": None if largest is None else _plain(largest.limits),
+            "refused_limits": None if largest is None else _plain(largest.refused),
+            "refused_why": None if largest is None else _why(largest.why),
+            "larger_refused": None if largest is None else largest.monotonic,
+            "limits_tried": None if largest is None else largest.tried,
+            "obstacles": self.plan.obstacles,
+            "verdict": str(self.infeasible),
+        }
+
+
+def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | EmbedRefusal:
+    """Compile lookup and update of every stack, then both steps; a refusal where the compiler finds no room.
+
+    Raises RooftopError for checks that the compiler does not know and for what it refuses otherwise.
+    """
+    require_checks(
+        how.checks,
+        plan.problem.slice,
+        timeout_s=how.timeout_s,
+        cache=how.cache,
+        on_progress=how.on_progress,
+    )
+    parts: dict[str, dict[str, Marks]] = {}
+    for stack in plan.problem.stacking.stacks:
+        parts[stack.name] = {}
+        for part in STACK_OF_PART:
+            try:
+                parts[stack.name][part] = how.about(f"{part} of {stack.name}").run(
+                    part_request(plan, part, stack, how.checks)
+                )
+            except Infeasible as no:
+                found = largest_of_stack(plan, part, stack, no, how)
+                return EmbedRefusal(
+                    plan=plan, checks=how.checks, part=part, stack=stack.name, why=_why(no), largest=found
+                )
+    steps: dict[str, Marks] = {}
+    for step in STEPS:
+        try:
+            steps[step] = how.about(f"{step} step").run(step_request(plan, step, how.checks))
+        except Infeasible as no:
+            return _no_room(plan, step, _why(no), no, over_bytes(no), how)
+    report = EmbedReport(plan=plan, checks=how.checks, parts=parts, steps=steps)
+    needed, capacity = report.needed_bytes("sequential"), report.capacity_bytes
+    if needed > capacity:
+        heap = heap_bytes(steps["sequential"])
+        why = (
+            f"{format_bytes(heap)} in XLA's heap and {format_bytes(needed - heap)} in the SparseCores' stacks, of "
+            f"{format_bytes(capacity)} of HBM"
+        )
+        return _no_room(plan, "sequential", why, beyond_hbm(needed, plan), needed - capacity, how)
+    return report
+
+
+def _head(plan: EmbedPlan, checks: tuple[str, ...]) -> dict[str, Any]:
+    slice_ = plan.problem.slice
+    return {
+        "kind": "compiled_embed",
+        "schema": SCHEMA,
+        "rooftop_version": __version__,
+        "slice": {"name": slice_.name, "chips": slice_.chips, "devices": slice_.devices},
+        "sparse_cores": plan.problem.cores,
+        "batch": plan.problem.batch,
+        "sample_passes": plan.problem.sample_passes,
+        "checks": list(checks),
+        "tile_capacity_bytes": plan.memory["tile_capacity"],
+    }
+
+
+def _plain(limits: Limits) -> dict[str, dict[str, int]]:
+    return {name: dict(vars(one)) for name, one in limits.items()}
+
+
+def _why(no: Infeasible) -> str:
+    """What the compiler said, in a line."""
+    if isinstance(no, OutOfMemory):
+        return f"XLA needs {format_bytes(no.needed_bytes)} of {format_bytes(no.available_bytes)} of HBM"
+    return f"no room in {no.what} ({no.by})" if no.what == TILE_MEMORY else str(no)
+
+
+def _no_room(plan: EmbedPlan, step: str, why: str, no: Infeasible, over: float, how: Compilation) -> EmbedRefusal:
+    """The refusal of a step that needs ``over`` bytes of HBM too many (infinity: that is not known)."""
+    found = largest_of_step(plan, step, no, over, how)
+    return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=found)
+
+
+#: Limits that one search tries at most.
+MOST_TRIALS = 12
+#: A search ends where what compiles and what does not are so near, as a part of the latter.
+NEAR = 1e-3
+#: Guesses one after the other that do not halve what is left, before it is halved.
+_SLOW = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestLimits:
+    """Limits that compile, the nearest beyond that were ``refused``, and ``why``; ``tried`` is how many were."""
+
+    limits: Limits
+    refused: Limits
+    why: Infeasible
+    tried: int
+
+    @property
+    def monotonic(self) -> bool:
+        """Whether all that are larger are refused too: otherwise the compiler may take some."""
+        return refuses_larger(self.why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The largest share that was found to fit and the smallest that was not, and how many were tried for them."""
+
+    fits: float
+    refused: float
+    tried: int
+
+
+def largest_share(
+    over: Callable[[float], float],
+    guess: Callable[[float, float], float | None],
+    *,
+    begin: float = math.inf,
+    same: Callable[[float, float], bool] = lambda one, other: one == other,
+    most: int = MOST_TRIALS,
+) -> Bounds | None:
+    """The largest share of 1, which does not fit, that does; None where none was found in ``most`` trials.
+
+    ``over`` tries a share: by how much it is too much, 0 or less if it fits, infinity if nobody says. ``guess`` says
+    what might just fit, from a share and its ``over`` (1 and ``begin`` at first): None is no idea, 0 the least there
+    is. ``same`` shares come to the same: a search ends where nothing is between what fits and what does not.
+    """
+    low, high, tried, found = 0.0, 1.0, 0, False
+    last, excess, reach, slow = 1.0, begin, NEAR, 0
+    while tried < most and high - low > NEAR * high and not same(low, high):
+        wanted, margin = guess(last, excess), NEAR / 2 * high
+        share = (low + high) / 2
+        if wanted is not None and wanted <= 0 and not found:
+            share = 0.0
+        elif slow == _SLOW:
+            slow = 0
+        elif wanted is not None and low + margin < wanted < high - margin:
+            share, slow = wanted, slow + 1
+        elif wanted is not None:
+            beside = low + reach * (low or high) if wanted <= low + margin else high - reach * high
+            reach *= 2
+            share = beside if low < beside < high else share
+        if found and same(share, low):
+            low = share
+            continue
+        if same(share, high):
+            high = share
+            continue
+        tried, width = tried + 1, high - low
+        last, excess = share, over(share)
+        if excess <= 0:
+            low, found = share, True
+        elif share == 0:
+            return None
+        else:
+            high = share
+        slow = 0 if high - low <= width / 2 else slow
+    return Bounds(fits=low, refused=high, tried=tried) if found else None
+
+
+def largest_of_step(plan: EmbedPlan, step: str, no: Infeasible, over: float, how: Compilation) -> LargestLimits | None:
+    """The largest limits of all stacks with which a ``step`` fits; with the plan's own it does not, by ``no``.
+
+    It then needs ``over`` bytes of HBM too many; infinity where that is not known, as for a tile's memory.
+    """
+    capacity = plan.problem.slice.chip.hbm_usable_bytes
+    count, why = 0, no
+
+    def limits_of(share: float) -> Limits:
+        return plan.scaled(share).problem.limits
+
+    def tried(share: float) -> float:
+        nonlocal count, why
+        count += 1
+        about = how.about(f"{step} step with {share:.2%} of the limits, {count} of at most {MOST_TRIALS}")
+        try:
+            needed = needed_bytes(about.run(step_request(plan, step, how.checks, limits_of(share))), plan)
+        except Infeasible as no:
+            why = no
+            return over_bytes(no)
+        if needed > capacity:
+            why = beyond_hbm(needed, plan)
+        return needed - capacity
+
+    def guess(share: float, excess: float) -> float | None:
+        if math.isinf(excess):
+            return None
+        return plan.share_in_hbm(plan.scaled(share).memory["total"][step] - excess, step)
+
+    bounds = largest_share(tried, guess, begin=over, same=lambda one, other: limits_of(one) == limits_of(other))
+    if bounds is None:
+        return None
+    return LargestLimits(limits=limits_of(bounds.fits), refused=limits_of(bounds.refused), why=why, tried=bounds.tried)
+
+
+def largest_of_stack(
+    plan: EmbedPlan, part: str, stack: Stack, no: Infeasible, how: Compilation
+) -> LargestLimits | None:
+    """The largest limits of one stack with which lookup and update compile; by ``no``, ``part`` does not with its own.
+
+    Where a tile is too small the search begins with the plan's own largest.
+    """
+    in_tile, count, why = plan.share_in_tile(stack), 0, no
+    # What fits does not say by how much: the last that did not has the word.
+    too_much: tuple[float, float] | None = None
+    # One part alone may take limits with which the other does not compile.
+    parts = sorted(STACK_OF_PART, key=lambda each: each != part)
+
+    def limits_of(share: float) -> StackLimits:
+        return plan.scaled(share, (stack,)).problem.limits[stack.name]
+
+    def tried(share: float) -> float:
+        nonlocal count, why
+        count += 1
+        for each in parts:
+            what = f"{each} of {stack.name} with {share:.2%} of its limits, {count} of at most {MOST_TRIALS}"
+            try:
+                how.about(what).run(part_request(plan, each, stack, how.checks, limits_of(share)))
+            except Infeasible as no:
+                why = no
+                return over_bytes(no)
+        return -math.inf
+
+    def taken(share: float) -> float:
+        memory = plan.scaled(share, (stack,)).stack_memory(stack)
+        return memory[STACK_OF_PART[part]] + memory["inputs"]
+
+    def guess(share: float, excess: float) -> float | None:
+        nonlocal too_much
+        too_much = (share, excess) if 0 < excess < math.inf else too_much
+        if too_much is None:
+            return in_tile if in_tile < 1 else None
+        room = taken(too_much[0]) - too_much[1]
+        return min(in_tile, share_that(lambda share: taken(share) <= room))
+
+    bounds = largest_share(
+        tried, guess, begin=over_bytes(no), same=lambda one, other: limits_of(one) == limits_of(other)
+    )
+    if bounds is None:
+        return None
+    limits, refused = ({stack.name: limits_of(share)} for share in (bounds.fits, bounds.refused))
+    return LargestLimits(limits=limits, refused=refused, why=why, tried=bounds.tried)
+
+
+def beyond_hbm(needed: float, plan: EmbedPlan) -> OutOfMemory:
+    """Why a step that needs so many bytes of HBM, heap and stacks of SparseCores together, does not fit."""
+    return OutOfMemory("a step", needed_bytes=needed, available_bytes=plan.problem.slice.chip.hbm_usable_bytes)
+
+
+def over_bytes(no: Infeasible) -> float:
+    """Bytes of HBM that a program needs too many, told in hundredths of a GiB; infinity if it is not HBM that lacks."""
+    return max(no.needed_bytes - no.available_bytes, 2**30 / 100) if isinstance(no, OutOfMemory) else math.inf

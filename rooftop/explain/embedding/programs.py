@@ -1,0 +1,93 @@
+"""The programs of a plan of embedding tables: what is compiled of it, and how much of a device a program takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.arrays import Mesh
+from rooftop.compiler.compiling import Progress, Request
+from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, PROGRAM, Marks, check_options, compile_with_marks
+from rooftop.models.embedding_tables.limits import Limits, StackLimits
+from rooftop.models.embedding_tables.stacking import Stack
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.problem import per_device
+
+#: Parts of a step that each stack is compiled for, and the planned memory that is theirs.
+STACK_OF_PART: Mapping[str, str] = {"lookup": "forward_stack", "update": "backward_stack"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How plans are compiled: see ``rooftop.compiler.compiling``. ``checks`` are names of sparsecore_checks.CHECKS."""
+
+    checks: tuple[str, ...] = ()
+    timeout_s: float | None = None
+    cache: bool = True
+    on_progress: Progress | None = None
+
+    def run(self, request: Request) -> Marks:
+        """Compile one program."""
+        return compile_with_marks(request, timeout_s=self.timeout_s, cache=self.cache, on_progress=self.on_progress)
+
+    def about(self, what: str) -> Compilation:
+        """The same, whose progress says ``what`` is compiled."""
+        tell = self.on_progress
+        if tell is None:
+            return self
+        return dataclasses.replace(self, on_progress=lambda phase, seconds: tell(f"{what}: {phase}", seconds))
+
+
+def part_request(
+    plan: EmbedPlan, part: str, stack: Stack, checks: tuple[str, ...] = (), limits: StackLimits | None = None
+) -> Request:
+    """One stack's lookup or update; with other ``limits`` than the plan's if given."""
+    arguments = {**_arguments(plan), "part": part, "only": stack.name}
+    if limits is not None:
+        arguments["limits"] = {stack.name: vars(limits)}
+    return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=check_options(checks))
+
+
+def step_request(plan: EmbedPlan, step: str, checks: tuple[str, ...] = (), limits: Limits | None = None) -> Request:
+    """A whole step over all stacks, with other ``limits`` than the plan's if given.
+
+    A tower of layers with the plan's FLOPs stands for the dense part.
+    """
+    arguments = {**_arguments(plan), "part": step, "dense_flops": plan.problem.dense_flops}
+    if limits is not None:
+        arguments["limits"] = {name: vars(one) for name, one in limits.items()}
+    return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=step_options(step, checks))
+
+
+def step_options(step: str, checks: tuple[str, ...]) -> dict[str, bool | int | str]:
+    """Compiler options of a step: a pipelined one is scheduled again once SparseCores have their work."""
+    return {**(PIPELINING_OPTIONS if step == "pipelined" else {}), **check_options(checks)}
+
+
+def heap_bytes(marks: Marks) -> int:
+    """What XLA's heap holds of a device's HBM at the peak, by its buffers: its own figure may have some stack in it."""
+    at_peak = marks.compiled.at_peak
+    return marks.compiled.peak_bytes if at_peak is None else at_peak.allocated_bytes
+
+
+def needed_bytes(marks: Marks, plan: EmbedPlan) -> int:
+    """HBM of a device that a program takes: what XLA's heap holds at the peak, and the stacks of its SparseCores."""
+    return heap_bytes(marks) + marks.hbm_bytes * per_device(plan.problem.slice)
+
+
+def _mesh(plan: EmbedPlan) -> Mesh:
+    return Mesh.lay(plan.problem.slice, {"data": plan.problem.slice.devices})
+
+
+def _arguments(plan: EmbedPlan) -> dict[str, Any]:
+    problem = plan.problem
+    return {
+        "tables": problem.tables.to_json(),
+        "cores_per_device": per_device(problem.slice),
+        "batch": problem.batch,
+        "sample_passes": problem.sample_passes,
+        "limits": {stack.name: vars(problem.limits[stack.name]) for stack in problem.stacking.stacks},
+        "kernel": "sparsecore",
+    }

@@ -1,0 +1,1 @@
+"""Measured beside compiled beside planned: a trace explained."""

@@ -1,0 +1,277 @@
+"""What to try, from rules that have evidence in the trace and in the compiled module. No evidence, no advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.arrays.tiles import mxu_padding
+from rooftop.core.quantities import format_bytes, format_seconds
+from rooftop.explain.measured.columns import Columns
+from rooftop.explain.measured.modules import Origin, Program
+from rooftop.explain.measured.roofs import Roofs
+from rooftop.profile.facts import COMPUTE
+from rooftop.profile.measured import Measured, MeasuredCollective, MeasuredOp
+
+#: Shares of a step from which a rule speaks.
+_HOST, _EXPOSED, _PADDED, _SLOW, _RECOMPUTE, _SPREAD = 0.10, 0.05, 0.05, 0.10, 0.10, 0.10
+_ALONE = 0.10
+#: A matmul of which a smaller share is useful is padded; an op that reaches a smaller share of its roof is slow.
+_USEFUL, _OF_ROOF = 0.80, 0.50
+#: The side of the systolic arrays of TPUs up to v5p, where no chip is given.
+_TILE = 128
+_HOST_ADVICE = {
+    "compiles": "a program is compiled again within the steps: keep shapes, dtypes and static arguments as they are",
+    "copies to devices": "put the next batch on the devices while a step runs (jax.device_put ahead of time)",
+    "fetches results": "read results a step later, and fewer of them: dispatch the next step first",
+    "waits for another thread": "what the main thread waits for is too slow: more threads, fetched further ahead",
+    "sleeps": "nothing runs while the program sleeps: dispatch the next step before it",
+    "dispatches": "a step is too short for its dispatch: more work in one program (jax.lax.scan, larger batches)",
+    "runs Python": "do this in another thread, ahead of time, or less often: dispatch the next step before it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """``what`` to try, and why: the ``rule``, its ``evidence``, the source line, and the seconds of a step at stake."""
+
+    rule: str
+    what: str
+    evidence: str
+    source: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dict(vars(self))
+
+
+def advise(
+    found: Measured, programs: Mapping[int, Program], rows: tuple[Columns, ...], roof: Roofs | None, *, planned: bool
+) -> tuple[Advice, ...]:
+    """All that the rules say, what is worth most first. ``planned``: the rows have a plan to compare with."""
+    if not found.step_s:
+        return ()
+    rules = (
+        *_gathered(found, programs, rows, planned),
+        *_host_bound(found),
+        *_padded(found, roof),
+        *_exposed(found, programs),
+        *_uneven(found),
+        *_slow(found, roof),
+        *_recomputed(found),
+        *_sparse(found),
+    )
+    return tuple(sorted(rules, key=lambda each: -each.seconds))
+
+
+def origin_of(each: MeasuredCollective, programs: Mapping[int, Program]) -> Origin | None:
+    """What a collective's operand is made of, where the trace has its module."""
+    return next((program.origins[each.name] for program in programs.values() if each.name in program.origins), None)
+
+
+def _gathered(
+    found: Measured, programs: Mapping[int, Program], rows: tuple[Columns, ...], planned: bool
+) -> Iterator[Advice]:
+    """Activations that the partitioner gathers: an operation needs them whole, and nothing says how to split it."""
+    plan = {(row.scope, row.phase, each.kind) for row in rows for each in row.collectives if each.planned_bytes}
+    for each in found.collectives:
+        source = origin_of(each, programs)
+        place = each.facts.place
+        if source is None or each.facts.kind not in ("all_gather", "all_to_all") or source.argument or source.asked:
+            continue
+        if planned and (place.scope, place.phase, each.facts.kind) in plan:
+            continue
+        whole = "" if each.facts.bytes is None else f" of {format_bytes(each.facts.bytes)}"
+        yield Advice(
+            rule="gathered_activation",
+            what=(
+                f"say how the result of {_file(source.source) or source.made_by} is split: a sharding constraint there "
+                "(jax.lax.with_sharding_constraint, or out_sharding) saves the gather if the operation can run on parts"
+            ),
+            evidence=(
+                f"{each.name}, an {each.facts.kind}{whole} over {','.join(each.facts.axes)}, is called for by no "
+                "sharding of the "
+                "program: the partitioner inserts it for the operation at "
+                f"{_file(each.facts.source) or 'an unknown line'}. It "
+                f"gathers what {source.made_by} computes ({_file(source.source) or source.op_name or 'no source'}), "
+                "no weight"
+            ),
+            source=each.facts.source,
+            seconds=each.exposed_s,
+        )
+
+
+def _host_bound(found: Measured) -> Iterator[Advice]:
+    between = [each for each in found.idle.waits if each.reason in _HOST_ADVICE]
+    if found.idle.between_s < _HOST * found.step_s or not between:
+        return
+    first = between[0]
+    where = f" at {first.where}" if first.where else ""
+    inner = f" ({first.what})" if first.what else ""
+    yield Advice(
+        rule="host_bound",
+        what=_HOST_ADVICE[first.reason],
+        evidence=(
+            f"between executions the devices idle {format_seconds(found.idle.between_s)} of "
+            f"{format_seconds(found.step_s)} a "
+            f"step; in {format_seconds(first.seconds)} of that the host {first.reason}{where}{inner}"
+        ),
+        source=first.where,
+        seconds=found.idle.between_s,
+    )
+
+
+def _padded(found: Measured, roof: Roofs | None) -> Iterator[Advice]:
+    """Matmuls with a dim that does not fill the systolic array; dims of one size are one."""
+    if roof is not None and roof.chip is not None and roof.chip.kind != "tpu":
+        return
+    tile = _TILE if roof is None or roof.chip is None else roof.chip.mxu_tile
+    whole = sum(op.count * (op.facts.flops or 0.0) for op in found.ops)
+    groups: dict[float, list[tuple[MeasuredOp, str]]] = {}
+    for op in found.ops:
+        if op.facts.matmul is None:
+            continue
+        for name, size in zip(("contracts", "puts out"), op.facts.matmul[1:], strict=True):
+            if mxu_padding(8, size, tile, tile).useful < _USEFUL:
+                groups.setdefault(size, []).append((op, name))
+    for size, ops in groups.items():
+        own = {op.name: op for op, _ in ops}.values()
+        flops = sum(op.count * (op.facts.flops or 0.0) for op in own)
+        if flops < _PADDED * whole:
+            continue
+        full = -(-size // tile) * tile
+        first, verb = ops[0]
+        yield Advice(
+            rule="padded_dim",
+            what=(
+                f"a multiple of {tile} for the dim of {size:.0f}, or several of them packed into {full:.0f}, where the "
+                "model allows"
+            ),
+            evidence=(
+                f"{first.name} {verb} a dim of {size:.0f}, {size / full:.0%} of the {full:.0f} that the {tile} x "
+                f"{tile} systolic "
+                f"arrays of a TPU take; {flops / whole:.0%} of the FLOPs are in matmuls with such a dim"
+            ),
+            source=first.facts.source,
+            seconds=sum(op.time_s for op in own) * (1 - size / full),
+        )
+
+
+def _exposed(found: Measured, programs: Mapping[int, Program]) -> Iterator[Advice]:
+    """Collectives that the device waits for; those of one kind over the same axes are one."""
+    groups: dict[tuple[str, tuple[str, ...], bool], list[MeasuredCollective]] = {}
+    for each in found.collectives:
+        groups.setdefault((each.facts.kind, each.facts.axes, each.facts.role == "whole"), []).append(each)
+    for (kind, axes, whole), group in groups.items():
+        exposed = sum(each.exposed_s for each in group)
+        if exposed < _EXPOSED * found.step_s:
+            continue
+        first = group[0]
+        made = origin_of(first, programs)
+        line = f" ({_file(made.source)})" if made and made.source else ""
+        waits = f"; its operand is made by {made.made_by}{line}" if made and not made.argument else ""
+        if whole:
+            how = "the device waits for all of it"
+            what = "work that does not depend on it, to run beside it: a later use, an earlier start, more microbatches"
+        else:
+            how = f"{format_seconds(sum(each.hidden_s for each in group))} pass beside compute"
+            what = (
+                "more work between its beginning and its end, or less to move: a larger batch a device, a smaller axis"
+            )
+        yield Advice(
+            rule="exposed_collective",
+            what=what,
+            evidence=(
+                f"{kind} over {','.join(axes) or 'unknown axes'} is exposed for {format_seconds(exposed)} a step, "
+                f"in {len(group)} "
+                f"op{'s' if len(group) > 1 else ''}: {how}. Most is {first.name}: {format_seconds(first.exposed_s)} of "
+                f"{format_seconds(first.in_flight_s)} under way{waits}"
+            ),
+            source=first.facts.source,
+            seconds=exposed,
+        )
+
+
+def _uneven(found: Measured) -> Iterator[Advice]:
+    counted = [each for each in found.steps if each.counted]
+    seconds = sorted(each.seconds for each in counted)
+    middle = seconds[len(seconds) // 2]
+    worst = max(counted, key=lambda each: each.seconds)
+    if len(seconds) > 2 and worst.seconds > (1 + _SPREAD) * middle:
+        yield Advice(
+            rule="uneven_steps",
+            what="look at that step alone: what its host does only then (evaluation, a checkpoint, a compilation)",
+            evidence=(
+                f"step {worst.number} takes {format_seconds(worst.seconds)}, the median step {format_seconds(middle)}"
+            ),
+            source="",
+            seconds=(worst.seconds - middle) / len(seconds),
+        )
+
+
+def _slow(found: Measured, roof: Roofs | None) -> Iterator[Advice]:
+    for op in found.ops if roof is not None else ():
+        if op.facts.category != COMPUTE or op.time_s < _SLOW * found.step_s or roof is None:
+            continue
+        bound = roof.bound_s(op.facts)
+        name = max(bound, key=lambda each: bound[each])
+        share = op.count * bound[name] / op.time_s
+        if 0 < share < _OF_ROOF:
+            yield Advice(
+                rule="below_roof",
+                what="larger or better aligned shapes, fewer copies around it, or a kernel of your own",
+                evidence=f"{op.name} takes {format_seconds(op.time_s)} a step, of which {name} needs {share:.0%}",
+                source=op.facts.source,
+                seconds=op.time_s * (1 - share),
+            )
+
+
+def _recomputed(found: Measured) -> Iterator[Advice]:
+    spent = sum(row.time_s for row in found.rows if row.phase == "recompute")
+    if spent >= _RECOMPUTE * found.step_s:
+        yield Advice(
+            rule="recomputed",
+            what="a remat policy that saves more (rooftop plan train lists those that fit)",
+            evidence=f"{format_seconds(spent)} of {format_seconds(found.step_s)} a step go into a second forward pass",
+            source="",
+            seconds=spent,
+        )
+
+
+def _file(source: str) -> str:
+    return source.rpartition("/")[2]
+
+
+def _sparse(found: Measured) -> Iterator[Advice]:
+    """SparseCores: work that nothing runs beside, batches that take several passes, ids that were dropped."""
+    work = found.sparse
+    alone = max((each.alone_s for each in work.cores), default=0.0)
+    if alone > _ALONE * found.step_s:
+        busiest = max(work.cores, key=lambda each: each.alone_s)
+        yield Advice(
+            rule="sparse_core_alone",
+            what="pipelining: look the next batch's ids up while this one's dense layers run, with XLA's option for it "
+            "(xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment)",
+            evidence=f"SparseCore {busiest.core} of TPU {busiest.device} works for {format_seconds(busiest.busy_s)} a "
+            f"step, in {format_seconds(alone)} of which its TensorCore computes nothing",
+            source="",
+            seconds=alone,
+        )
+    if work.minibatches > 1:
+        yield Advice(
+            rule="minibatching",
+            what="higher limits of ids per partition (rooftop embed stats observes them), or a smaller batch",
+            evidence=f"a step takes up to {work.minibatches} passes over the tables: its batch exceeds the limits",
+            source="",
+            seconds=max((each.busy_s for each in work.cores), default=0.0) * (1 - 1 / work.minibatches),
+        )
+    if work.dropped_ids:
+        yield Advice(
+            rule="dropped_ids",
+            what="higher limits of ids per partition (rooftop embed stats), or minibatching instead of dropping",
+            evidence=f"the host says that {work.dropped_ids} ids were dropped in the counted steps: they train nothing",
+            source="",
+            seconds=0.0,
+        )

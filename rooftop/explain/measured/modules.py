@@ -1,0 +1,454 @@
+"""What every op of a trace is, by the compiled module that it comes from: scope, line, FLOPs, bytes, mesh axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
+from rooftop.compiler.hlo.costs import work
+from rooftop.compiler.hlo.matmuls import MATMULS, matmul_dtype
+from rooftop.compiler.hlo.places import holders, purpose, users
+from rooftop.compiler.hlo.text import Computation, Instruction, Module, parse
+from rooftop.core.errors import RooftopError
+from rooftop.core.scopes import UNSCOPED
+from rooftop.core.timelines.xprof import message
+from rooftop.explain.axes import devices_of, infer_mesh
+from rooftop.profile.facts import (
+    COLLECTIVE,
+    COMPUTE,
+    CONTROL,
+    COPY,
+    HOST,
+    Facts,
+    Place,
+    collective_kind,
+    facts_of,
+    program_place,
+)
+from rooftop.profile.trace import Op, Trace
+from rooftop.profile.xplane import fields
+
+_HOST_OPS = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
+_CONTROL_OPS = ("while", "conditional", "call")
+_COPY_OPS = (
+    "copy",
+    "copy-start",
+    "copy-done",
+    "slice-start",
+    "slice-done",
+    "dynamic-slice-start",
+    "dynamic-slice-done",
+)
+_GEMM = re.compile(r'custom_call_target="__(?:cublas|cublas\$lt|triton_gemm|onednn)\S*')
+_STEM = re.compile(r"\.(?:clone|remat\d*)\b|\.\d+$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled program of a trace: its ``module``, the ``mesh`` it runs on, in the order in which ids count it.
+
+    ``given`` says that the mesh was told, and not inferred from replica groups.
+    """
+
+    module: Module
+    mesh: Mapping[str, int]
+    given: bool
+
+    @cached_property
+    def ours(self) -> bool:
+        """Whether it opens the scopes of ``rooftop.core.scopes``."""
+        names = (each.op_name for computation in self.module.computations.values() for each in computation)
+        return any(program_place(name, ours=True)[0] != UNSCOPED for name in names if name)
+
+    @cached_property
+    def collectives(self) -> tuple[LogicalCollective, ...]:
+        """The logical collectives."""
+        return logical_collectives(self.module, self.mesh)
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        """Names of the files that its source lines are in."""
+        return frozenset(place.rpartition(":")[0].rpartition("/")[2] for place in self.module.frames.values())
+
+    @cached_property
+    def facts(self) -> Mapping[str, Facts]:
+        """The facts of every instruction that a device may run by itself, by its name."""
+        found: dict[str, Facts] = {}
+        moved = self._moved()
+        inside = {each for name in self.module.computations for each, _ in self._fused(name)}
+        for computation in self.module.computations.values():
+            if not self.module.executions[computation.name] or computation.name in inside:
+                continue
+            used_by = users(computation)
+            for instruction in computation:
+                found[instruction.name] = self._facts(computation, instruction, used_by, moved)
+        return found
+
+    @cached_property
+    def origins(self) -> Mapping[str, Origin]:
+        """What every collective's operand is made of, by its instruction and by the op that holds that."""
+        found: dict[str, Origin] = {}
+        for each in self.collectives:
+            for inside, name in each.instructions:
+                computation = self.module.computations[inside]
+                made = origin(self.module, computation, computation.instructions[name])
+                for known in (name, *self._outermost(inside, name)):
+                    found.setdefault(known, made)
+        return found
+
+    def _fused(self, name: str) -> list[tuple[str, str]]:
+        """Whether a computation is part of one instruction: fused, applied, or compared by."""
+        roles = [(name, each.opcode) for _, each in self.module.callers.get(name, ())]
+        return [each for each in roles if each[1] not in (*_CONTROL_OPS, "async-start", "call-start")]
+
+    def _moved(self) -> dict[str, list[LogicalCollective]]:
+        """The logical collectives by the instruction that a device runs for them."""
+        found: dict[str, list[LogicalCollective]] = {}
+        for each in self.collectives:
+            for place in dict.fromkeys(each.instructions):
+                for name in self._outermost(*place):
+                    found.setdefault(name, []).append(each)
+        return found
+
+    @cached_property
+    def _ends(self) -> dict[str, tuple[str, str]]:
+        """The fusions that begin and end an asynchronous collective, each with its role and the one that begins it."""
+        found: dict[str, tuple[str, str]] = {}
+        for each in self.collectives:
+            names = list(dict.fromkeys(name for place in each.instructions for name in self._outermost(*place)))
+            if not each.synchronous and not each.hops and len(names) > 1:
+                names.sort(key=lambda name: self._position[name])
+                found |= {names[0]: ("start", ""), names[-1]: ("done", names[0])}
+        return found
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        """Every instruction's place in its computation."""
+        return {each.name: at for inside in self.module.computations.values() for at, each in enumerate(inside)}
+
+    def _outermost(self, inside: str, name: str) -> list[str]:
+        around = holders(self.module, inside)
+        return [outer for place, each in around for outer in self._outermost(place.name, each.name)] or [name]
+
+    def _facts(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        used_by: Mapping[str, list[Instruction]],
+        moved: Mapping[str, list[LogicalCollective]],
+    ) -> Facts:
+        opcode = instruction.opcode
+        begun = self._begun(computation, instruction)
+        logical = moved.get(instruction.name) or moved.get(begun, [])
+        done = work(self.module, computation, instruction)
+        kind, role = collective_kind(opcode)
+        if logical and opcode == "fusion" and not all(each.synchronous for each in logical):
+            # What only carries an asynchronous collective on computes in the meantime.
+            role, begun = self._ends.get(instruction.name, ("", ""))
+            logical = logical if role and not done.flops else []
+        elif logical:
+            role = "done" if opcode.endswith("-done") else "start" if opcode.endswith("-start") else "whole"
+        if logical or kind:
+            return self._communicates(computation, instruction, used_by, logical, kind, role, begun)
+        if opcode in _CONTROL_OPS:
+            category = CONTROL
+        elif opcode in _HOST_OPS:
+            category = HOST
+        else:
+            category = COPY if opcode in _COPY_OPS else COMPUTE
+        scope, phase = self._place(computation, instruction, used_by)
+        called = _called_matmul(computation, instruction)
+        largest = called or max(done.matmuls, key=lambda each: each[0] * each[1] * each[2], default=None)
+        return Facts(
+            category=category,
+            places=(Place(scope=scope, phase=phase),),
+            source=self._source(instruction),
+            opcode=opcode,
+            flops=2.0 * math.prod(called[:3]) if called else done.flops,
+            hbm_bytes=float(done.hbm_bytes),
+            dtype=largest[3] if largest else "bf16",
+            matmul=largest[:3] if largest else None,
+        )
+
+    def _communicates(
+        self, computation: Computation, instruction: Instruction, used_by: Mapping[str, list[Instruction]],
+        logical: Sequence[LogicalCollective], kind: str, role: str, begun: str,
+    ) -> Facts:  # fmt: skip
+        parts = [(each.scope, each.phase, each.bytes / max(1, each.hops)) for each in logical]
+        total = sum(nbytes for _, _, nbytes in parts)
+        places = [
+            Place(scope=scope, phase=phase, share=nbytes / total if total else 1 / len(parts))
+            for scope, phase, nbytes in parts
+        ]
+        if not self.ours or not places:
+            scope, phase = self._place(computation, instruction, used_by)
+            places = [Place(scope=scope, phase=phase)]
+        first = logical[0] if logical else None
+        return Facts(
+            category=COLLECTIVE,
+            places=tuple(places),
+            source=next((each.source for each in logical if each.source), "") or self._source(instruction),
+            opcode=instruction.opcode,
+            flops=0.0,
+            hbm_bytes=0.0,
+            kind=first.kind if first else kind,
+            axes=first.axes if first else (),
+            bytes=total if logical else None,
+            wire_bytes=sum(each.wire_bytes / max(1, each.hops) for each in logical) if logical else None,
+            role=role,
+            started_by=begun,
+        )
+
+    def _place(
+        self, computation: Computation, instruction: Instruction, used_by: Mapping[str, list[Instruction]]
+    ) -> tuple[str, str]:
+        if self.ours:
+            return purpose(self.module, computation, instruction, used_by)
+        names = [instruction.op_name]
+        if instruction.opcode == "fusion":
+            inner = self.module.computations[instruction.called[0]]
+            names = [
+                *(each.op_name for each in inner if each.opcode in MATMULS),
+                *names,
+                *(each.op_name for each in inner),
+            ]
+        places = [program_place(name, ours=False) for name in names if name]
+        return next((each for each in places if each[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
+
+    def _source(self, instruction: Instruction) -> str:
+        if (own := self.module.source(instruction)) or instruction.opcode != "fusion":
+            return own
+        inner = self.module.computations[instruction.called[0]]
+        return next((line for each in inner if (line := self.module.source(each))), "")
+
+    def _begun(self, computation: Computation, instruction: Instruction) -> str:
+        """The name of what began what this instruction ends; '' for any other."""
+        if not instruction.opcode.endswith("-done") or not instruction.operands:
+            return ""
+        source = computation.operands(instruction)[0]
+        while source.opcode in ("get-tuple-element", "bitcast", "async-update") and source.operands:
+            source = computation.operands(source)[0]
+        return source.name
+
+
+def _called_matmul(computation: Computation, instruction: Instruction) -> tuple[float, float, float, str] | None:
+    """M, K, N and dtype of a matmul that XLA:GPU has a library do; None for anything else."""
+    if instruction.opcode != "custom-call" or not _GEMM.search(instruction.attributes):
+        return None
+    contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+    left, out = computation.operands(instruction)[0].shape[0], instruction.shape[0]
+    k = math.prod(left.dims[int(each)] for each in re.findall(r"\d+", contracted[1])) if contracted else 1
+    n = out.dims[-1] if out.dims else 1
+    return out.elements / n, float(k), float(n), matmul_dtype(computation, instruction)
+
+
+def programs_of(
+    trace: Trace, mesh: Mapping[str, int] | None, texts: Sequence[str] = (), kept: Sequence[str] = ()
+) -> tuple[dict[int, Program], dict[str, str]]:
+    """The compiled programs of a trace by number, and of those without a module why they have none.
+
+    ``mesh`` is what the program that has as many devices runs on; ``texts`` are modules that were given, and come
+    first; ``kept`` those that lie beside the trace, which come last.
+    """
+    by_name, beside = _by_name(texts), _by_name(kept)
+    found: dict[int, Program] = {}
+    missing: dict[str, str] = {}
+    used = {op.program for op in trace.ops}
+    for number, name in trace.programs.items():
+        if number not in used:
+            continue
+        text = by_name.get(name) or (by_name[next(iter(by_name))] if len(by_name) == 1 and len(used) == 1 else "")
+        if not text and number in trace.modules:
+            text = module_text(trace.modules[number])
+        text = text or beside.get(name, "")
+        if not text:
+            missing[name] = "the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
+            continue
+        program = program_of(text, mesh)
+        try:
+            # Programs of all kinds come here: of one that cannot be read, the trace alone tells.
+            found |= {number: program} if program.facts else {}
+        except (RooftopError, LookupError, ValueError) as error:
+            missing[name] = f"its HLO cannot be read ({type(error).__name__}: {error})"
+    return found, missing
+
+
+def _by_name(texts: Sequence[str]) -> dict[str, str]:
+    named = ((re.match(r"HloModule ([\w.\-]+)", text), text) for text in texts)
+    return {match[1] if match else "": text for match, text in named}
+
+
+def program_of(text: str, mesh: Mapping[str, int] | None) -> Program:
+    """A program from the text of its module. Raises RooftopError for other text."""
+    module, devices = parse(text), devices_of(text)
+    given = mesh is not None and devices in (1, math.prod(mesh.values()))
+    return Program(
+        module=module, mesh=dict(mesh) if given and mesh is not None else infer_mesh(module, devices), given=given
+    )
+
+
+def all_facts(ops: Sequence[Op], programs: Mapping[int, Program]) -> tuple[Facts, ...]:
+    """The facts of ops: those of their module, else what the trace tells. A trace's own figures go before ours."""
+    return tuple(_merged(op, programs.get(op.program)) for op in ops)
+
+
+def _merged(op: Op, program: Program | None) -> Facts:
+    own = facts_of(op)
+    if program is None:
+        return own
+    found = program.facts.get(op.name) or program.facts.get(_STEM.sub("", op.name))
+    return own if found is None else found
+
+
+def read_module(path: Path) -> str:
+    """The text of a module in a file: HLO text, or a serialized HloProto or HloModuleProto.
+
+    Raises RooftopError for other files.
+    """
+    accepted = "the text of a compiled HLO module (compiled.as_text()), or its *.hlo.pb"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RooftopError("hlo", str(path), f"{accepted} ({error.strerror})") from None
+    if data.lstrip().startswith(b"HloModule"):
+        return data.decode("utf-8", "replace")
+    try:
+        first = next(fields(data, 0, len(data)), None)
+        inner = (
+            data[first.value : first.end]
+            if first and first.number == 1 and data[first.value : first.value + 1] == b"\n"
+            else data
+        )
+        return module_text(inner)
+    except (RooftopError, ValueError, RuntimeError):
+        raise RooftopError("hlo", str(path), accepted) from None
+
+
+def module_text(proto: bytes) -> str:
+    """The text of a serialized HloModuleProto. JAX's own reader of them is not public: it is used only here."""
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
+    return str(_hlo.HloModule.from_serialized_hlo_module_proto(proto).to_string())
+
+
+def hlo_proto(text: str) -> bytes:
+    """The text of a module as a serialized HloProto, the form in which a trace has it. ``module_text`` reads it."""
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
+    return message(1, bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()))
+
+
+#: What changes where, how or in which type an array lies, and computes nothing.
+_MOVES = (
+    "bitcast", "copy", "copy-start", "copy-done", "reshape", "transpose", "convert", "slice", "dynamic-slice",
+    "get-tuple-element", "optimization-barrier", "slice-start", "slice-done", "broadcast", "pad",
+)  # fmt: skip
+_STEPS = 200
+#: What a program calls that names a sharding, or a collective.
+_ASKED = re.compile(r"reshard|sharding_constraint|all_gather|psum|all_to_all|ppermute|reduce_scatter|\bpmean\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """``argument`` is the name of a program's argument ('' if the operand was computed); then what made it, and where.
+
+    ``asked`` says that the program itself calls for the collective: without, the partitioner needs it for an operation.
+    """
+
+    asked: bool
+    argument: str
+    made_by: str
+    op_name: str
+    source: str
+
+
+def origin(module: Module, computation: Computation, instruction: Instruction) -> Origin:
+    """Where the first operand of an instruction comes from, seen through what only moves it, and out of loops."""
+    at = computation
+    found = computation.operands(instruction)[0] if instruction.operands else instruction
+    for _ in range(_STEPS):
+        step = _behind(module, at, found)
+        if step is None:
+            break
+        at, found = step
+    is_argument = found.opcode == "parameter" and at.name == module.entry
+    return Origin(
+        asked=_ASKED.search(instruction.op_name) is not None,
+        argument=(found.op_name or found.name).replace("\\", "") if is_argument else "",
+        made_by=found.name,
+        op_name=found.op_name,
+        source=module.source(found),
+    )
+
+
+def _behind(module: Module, at: Computation, found: Instruction) -> tuple[Computation, Instruction] | None:
+    """One step back: through a move, out of a fusion, or out of a loop that does not change it; None at the end."""
+    if found.opcode == "parameter":
+        around = holders(module, at.name)
+        if around:
+            outer, holder = around[0]
+            return outer, outer.operands(holder)[int(found.literal)]
+        return None
+    if found.opcode == "get-tuple-element":
+        source = at.operands(found)[0]
+        index = int(found.attribute("index") or 0)
+        if source.opcode == "parameter":
+            return _carried(module, at, index)
+        if source.opcode == "tuple":
+            return at, at.operands(source)[index]
+        if source.opcode == "while":
+            # What a loop hands on unchanged it was given.
+            body = module.computations[source.called_as("body")]
+            made = body.operands(body.instructions[body.root])[index]
+            if _is_carried(body, made, index):
+                start = at.operands(source)[0]
+                return (at, at.operands(start)[index]) if start.opcode == "tuple" else None
+            return body, made
+        return at, source
+    if found.opcode in _MOVES and found.operands:
+        return at, at.operands(found)[0]
+    if found.opcode == "fusion":
+        inner = module.computations[found.called[0]]
+        if all(
+            each.opcode in (*_MOVES, "parameter", "constant", "tuple", "compare", "select", "add") for each in inner
+        ) and any(
+            each.opcode in ("dynamic-slice", "convert", "copy", "slice", "transpose", "bitcast") for each in inner
+        ):
+            root = inner.instructions[inner.root]
+            return inner, root
+    return None
+
+
+def _carried(module: Module, body: Computation, index: int) -> tuple[Computation, Instruction] | None:
+    """Where a loop takes an element that its body does not change; what it changes was computed."""
+    for outer, loop in module.callers.get(body.name, ()):
+        if loop.opcode != "while":
+            continue
+        made = (
+            body.operands(body.instructions[body.root])[index]
+            if body.instructions[body.root].opcode == "tuple"
+            else None
+        )
+        if made is None:
+            return None
+        if not _is_carried(body, made, index):
+            return body, made
+        start = outer.operands(loop)[0]
+        return (outer, outer.operands(start)[index]) if start.opcode == "tuple" else None
+    return None
+
+
+def _is_carried(body: Computation, made: Instruction, index: int) -> bool:
+    """Whether what a body hands on in a place is what it was given there."""
+    while made.opcode in ("copy", "bitcast") and made.operands:
+        made = body.operands(made)[0]
+    return (
+        made.opcode == "get-tuple-element"
+        and int(made.attribute("index") or 0) == index
+        and body.operands(made)[0].opcode == "parameter"
+    )

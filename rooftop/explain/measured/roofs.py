@@ -1,0 +1,175 @@
+"""The roofs of the devices of a trace: the catalogue's, or what the trace says of itself, and where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.compiler.devices import chip_of_kind
+from rooftop.core.quantities import format_bytes, format_count
+from rooftop.hardware import Chip
+from rooftop.profile.facts import COMPUTE, Facts
+from rooftop.profile.measured import Measured
+from rooftop.profile.trace import Trace
+from rooftop.roofline.rates import Rates
+
+#: Peaks of trace and catalogue that differ by less are the same.
+_SAME = 0.05
+#: A rate may beat its roof by this much: clocks are rounded.
+_BEATS = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofs:
+    """Peak rates of one device, by ``source``; ``flops_per_s`` by dtype.
+
+    ``ici_bytes_per_s`` is that of both ports of one axis of the network (None: unknown).
+    """
+
+    source: str
+    chip: Chip | None
+    flops_per_s: Mapping[str, float]
+    hbm_bytes_per_s: float
+    ici_bytes_per_s: float | None
+
+    def bound_s(self, facts: Facts) -> dict[str, float]:
+        """Seconds of one execution of an op by resource, at peak rates."""
+        peak = self.flops_per_s.get(facts.dtype, self.flops_per_s["bf16"])
+        bound = {"mxu": (facts.flops or 0.0) / peak, "hbm": (facts.hbm_bytes or 0.0) / self.hbm_bytes_per_s}
+        if facts.wire_bytes and self.ici_bytes_per_s:
+            bound["ici"] = facts.wire_bytes / self.ici_bytes_per_s
+        return bound
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "source": self.source,
+            "chip": None if self.chip is None else self.chip.name,
+            "flops_per_s": dict(self.flops_per_s),
+            "hbm_bytes_per_s": self.hbm_bytes_per_s,
+            "ici_bytes_per_s": self.ici_bytes_per_s,
+        }
+
+
+def roofs(trace: Trace, chip: Chip | None) -> Roofs | None:
+    """The roofs of a trace's devices: those of ``chip``, of the chip that the trace names, or the trace's own.
+
+    None for CPUs (no emulation has any), and where nothing is known.
+    """
+    if trace.kind == "cpu" or not trace.devices:
+        return None
+    stats = trace.devices[0].stats
+    kind = str(stats.get("device_type_string", stats.get("device_type", "")))
+    chip = chip or (chip_of_kind(kind) if kind else None)
+    if chip is not None:
+        rates = Rates.of(chip)
+        return Roofs(
+            source=f"{chip.name}'s",
+            chip=chip,
+            flops_per_s=rates.flops_per_s,
+            hbm_bytes_per_s=rates.hbm_bytes_per_s,
+            ici_bytes_per_s=2 * chip.ici_bytes_per_s / chip.devices,
+        )
+    own = _own(stats)
+    if own is None:
+        return None
+    return Roofs(
+        source="the trace's own", chip=None, flops_per_s={"bf16": own[0]}, hbm_bytes_per_s=own[1], ici_bytes_per_s=None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Achieved:
+    """What a device did per second of a step, of FLOPs or of bytes; ``peak`` is its roof (None: not known)."""
+
+    resource: str
+    per_s: float
+    peak: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return vars(self) | {"of_roof": self.per_s / self.peak if self.peak else None}
+
+
+def achieved(found: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
+    """FLOP/s, HBM bytes/s and bytes/s sent over a whole step, idle time included; without those that no op tells.
+
+    The roof of FLOPs is that of the dtype that most of them are in; that of ICI both ports of one axis.
+    """
+    if not found.step_s:
+        return ()
+    flops: dict[str, float] = {}
+    moved = sent = 0.0
+    for op in found.ops:
+        if op.facts.role != "done":
+            flops[op.facts.dtype] = flops.get(op.facts.dtype, 0.0) + op.count * (op.facts.flops or 0.0)
+            moved += op.count * (op.facts.hbm_bytes or 0.0)
+            sent += op.count * (op.facts.wire_bytes or 0.0)
+    dtype = max(flops, key=lambda name: flops[name], default="bf16")
+    peaks = {"mxu": None, "hbm": None, "ici": None} if roof is None else {
+        "mxu": roof.flops_per_s.get(dtype, roof.flops_per_s["bf16"]),
+        "hbm": roof.hbm_bytes_per_s,
+        "ici": roof.ici_bytes_per_s,
+    }  # fmt: skip
+    rates = {"mxu": sum(flops.values()), "hbm": moved, "ici": sent}
+    return tuple(
+        Achieved(resource=name, per_s=amount / found.step_s, peak=peaks[name])
+        for name, amount in rates.items()
+        if amount
+    )
+
+
+def doubts(found: Measured, roof: Roofs | None) -> tuple[str, ...]:
+    """What cannot be: peaks of the trace that are not the catalogue's, and rates that beat a roof."""
+    return () if roof is None else (*_peaks(found.trace, roof), *_beaten(found, roof))
+
+
+def _peaks(trace: Trace, roof: Roofs) -> Iterator[str]:
+    own = _own(trace.devices[0].stats)
+    if own is None or roof.chip is None:
+        return
+    sides = (("FLOP/s", own[0], roof.flops_per_s["bf16"]), ("B/s of HBM", own[1], roof.hbm_bytes_per_s))
+    for unit, told, known in sides:
+        if abs(told - known) > _SAME * known:
+            yield (
+                f"the trace says that a device's peak is {format_count(told, unit)}, the catalogue "
+                f"{format_count(known, unit)} "
+                f"for {roof.chip.name}: the catalogue's is used"
+            )
+
+
+def _beaten(found: Measured, roof: Roofs) -> Iterator[str]:
+    for op in found.ops:
+        if op.facts.category != COMPUTE:
+            # A copy that runs beside the rest is begun in no time.
+            continue
+        flops, moved = op.per_second(op.facts.flops), op.per_second(op.facts.hbm_bytes)
+        peak = roof.flops_per_s.get(op.facts.dtype, roof.flops_per_s["bf16"])
+        if flops and flops > _BEATS * peak:
+            rates = f"{format_count(flops, 'FLOP/s')} of {format_count(peak, 'FLOP/s')}"
+            yield f"{op.name} beats the roof, at {rates}: an input is wrong"
+        if moved and moved > _BEATS * roof.hbm_bytes_per_s:
+            yield (
+                f"{op.name} beats the roof, at {format_bytes(moved)}/s of HBM of "
+                f"{format_bytes(roof.hbm_bytes_per_s)}/s: "
+                "an input is wrong, or its arrays were not in HBM"
+            )
+    if roof.chip is None or roof.chip.kind != "tpu":
+        return
+    # Whatever axes a collective runs over, a device has no more links than these.
+    links = 2 * roof.chip.ici_axes * roof.chip.ici_bytes_per_s / roof.chip.devices
+    for each in found.collectives:
+        sent = each.wire_bytes_per_s
+        # Of an end whose beginning the trace does not have, nobody knows how long it was under way.
+        if each.facts.role != "done" and sent and sent > _BEATS * links:
+            yield (
+                f"{each.name} beats the roof, at {format_bytes(sent)}/s sent of {format_bytes(links)}/s over all "
+                "links: an input is wrong"
+            )
+
+
+def _own(stats: Mapping[str, Any]) -> tuple[float, float] | None:
+    """FLOP/s and HBM bytes/s that a device's plane tells."""
+    flops, moved = stats.get("peak_teraflops_per_second"), stats.get("peak_hbm_bw_gigabytes_per_second")
+    return None if not flops or not moved else (float(flops) * 1e12, float(moved) * 1e9)

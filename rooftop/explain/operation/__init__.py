@@ -1,0 +1,1 @@
+"""One HLO instruction, or a few, made readable."""

@@ -1,0 +1,1 @@
+"""Embedding tables: their features, stacks, limits and files."""

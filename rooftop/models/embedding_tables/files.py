@@ -1,0 +1,131 @@
+"""Tables from a file: ``tables.toml``, or the JSON that a plan carries.
+
+[tables.user]
+vocabulary = 1_000_000
+width = 32
+combiner = "mean"
+optimizer = {kind = "adagrad", learning_rate = 0.05}
+
+[features.user_id]
+table = "user"
+
+[config]
+allow_id_dropping = true
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.models.embedding_tables.tables import (
+    Feature,
+    Initializer,
+    Quantization,
+    SparseCoreConfig,
+    Table,
+    TableOptimizer,
+    Tables,
+)
+
+_SECTIONS = ("config", "tables", "features")
+
+
+def load_tables(path: Path) -> Tables:
+    """The tables, features and config of a TOML file. Raises RooftopError, naming the field, on anything wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RooftopError("tables", str(path), f"a TOML file that can be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise RooftopError("tables", str(path), "a TOML file (this is no UTF-8)") from None
+    return tables_from_toml(text, str(path))
+
+
+def tables_from_toml(text: str, name: str = "tables") -> Tables:
+    """As ``load_tables``, of the text itself; ``name`` is what an error calls it."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RooftopError("tables", name, f"TOML ({error})".replace("\n", " ")) from None
+    return tables_from_json(data)
+
+
+def tables_from_json(data: Mapping[str, Any]) -> Tables:
+    """Tables of the mapping that ``Tables.to_json`` made or that a TOML file holds. Raises RooftopError."""
+    for section in data:
+        if section not in _SECTIONS:
+            raise unknown("tables file", str(section), _SECTIONS)
+    sections = {name: _mapping(name, data.get(name, {})) for name in _SECTIONS}
+    config = _mapping("config", sections["config"])
+    _known("config", config, SparseCoreConfig)
+    return Tables(
+        config=SparseCoreConfig(**config),
+        tables=tuple(_table(name, fields) for name, fields in sections["tables"].items()),
+        features=tuple(_feature(name, fields) for name, fields in sections["features"].items()),
+    )
+
+
+def _mapping(field: str, given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise RooftopError(field, given, "a section (a mapping of names to values)")
+    return dict(given)
+
+
+def _known(field: str, given: Mapping[str, Any], kind: type[Any], needed: tuple[str, ...] = ()) -> None:
+    names = [one.name for one in dataclasses.fields(kind) if one.name != "name"]
+    for name in given:
+        if name not in names:
+            raise unknown(field, str(name), names)
+    for name in needed:
+        if name not in given:
+            raise RooftopError(f"{field}.{name}", None, "a value: it has no default")
+
+
+def _table(name: str, given: object) -> Table:
+    where = f"tables.{name}"
+    fields = _mapping(where, given)
+    _known(where, fields, Table, ("vocabulary", "width"))
+    if "quantization" in fields:
+        fields["quantization"] = _mapping(f"{where}.quantization", fields["quantization"])
+        _known(f"{where}.quantization", fields["quantization"], Quantization, ("low", "high"))
+    arguments = {
+        "initializer": (Initializer, lambda given: _kind(f"{where}.initializer", given, ())),
+        "optimizer": (TableOptimizer, lambda given: _kind(f"{where}.optimizer", given, ("learning_rate", "clip"))),
+        "quantization": (Quantization, dict),
+    }
+    for part, (kind, read) in arguments.items():
+        if part in fields:
+            fields[part] = _in_table(where, kind, read(fields[part]))
+    return Table(name=name, **fields)
+
+
+def _in_table(where: str, kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What is made of these arguments; what is wrong with them is said with the table's name."""
+    try:
+        return kind(**arguments)
+    except RooftopError as error:
+        raise RooftopError(f"{where}.{error.field}", error.given, error.accepted) from None
+
+
+def _kind(field: str, given: object, own: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments of an Initializer or a TableOptimizer: a bare name, or its kind and parameters side by side."""
+    if isinstance(given, str):
+        return {"kind": given}
+    fields = _mapping(field, given)
+    if not isinstance(fields.get("kind"), str):
+        raise RooftopError(f"{field}.kind", fields.get("kind"), "its kind, a name")
+    arguments: dict[str, Any] = {"kind": fields.pop("kind")}
+    arguments.update({name: fields.pop(name) for name in own if name in fields})
+    return arguments | {"parameters": tuple(fields.items())}
+
+
+def _feature(name: str, given: object) -> Feature:
+    where = f"features.{name}"
+    fields = _mapping(where, given)
+    _known(where, fields, Feature, ("table",))
+    return Feature(name=name, **fields)

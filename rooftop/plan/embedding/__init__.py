@@ -1,0 +1,1 @@
+"""Plans of embedding tables on SparseCores: memory, exchanges, times and limits."""

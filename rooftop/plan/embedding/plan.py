@@ -1,0 +1,486 @@
+"""The plan of embedding tables on SparseCores: memory, what a step moves, how long it takes, and what binds.
+
+Sources: the SparseCore deep dive, sections 5, 7, 9 and 10; peaks from the hardware catalogue, achievable shares from
+``rooftop.roofline``; what they lack stands in ``embed.toml``. Figures are of one device unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rooftop import __version__
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.ledger import Collective, Ledger, Row
+from rooftop.core.quantities import format_bytes
+from rooftop.hardware import Slice
+from rooftop.models.embedding_tables.files import tables_from_json
+from rooftop.models.embedding_tables.limits import Limits, StackLimits, pointers_of_device
+from rooftop.models.embedding_tables.stacking import Stack, report
+from rooftop.plan.embedding.exchange import exchanged_bytes
+from rooftop.plan.embedding.limits import (
+    in_fewest_passes,
+    limits_in_passes,
+    limits_of_stacks_text,
+    limits_text,
+    share_that,
+)
+from rooftop.plan.embedding.memory import (
+    document_stack_bytes,
+    figure,
+    least_tile_bytes,
+    slot_floats,
+    sources,
+    stack_bytes,
+    tile_capacity,
+    tile_room,
+)
+from rooftop.plan.embedding.problem import EmbedProblem, per_device
+
+#: Bytes of a place of a buffer (id, sample, gain), of a float.
+_PLACE, _POINTER, _FLOAT = 12, 4, 4
+
+
+def vector_flops_per_s(slice_: Slice) -> float:
+    """Elementwise operations per second of a device's SparseCores: tiles x lanes x clock of the chip."""
+    lanes = figure("tiles", "count") * figure("tiles", "lanes")
+    return per_device(slice_) * lanes * slice_.chip.clock_hz
+
+
+def table_rows(problem: EmbedProblem, stack: Stack) -> tuple[Row, Row]:
+    """Lookup and update of one stack on one device: one execution is one pass over samples."""
+    own, width = per_device(problem.slice), stack.width
+    ids = problem.ids(stack) * own / problem.sample_passes
+    unique = problem.uniques(stack) * problem.cores * own
+    samples = problem.samples / problem.sample_passes
+    row, activations = width * _FLOAT, own * samples * stack.rows_per_sample * width * _FLOAT
+    payload = exchanged_bytes(
+        "rows",
+        width=width,
+        max_ids=0,
+        max_unique_ids=problem.uniques(stack),
+        samples=0,
+        cores=problem.cores,
+        per_device=own,
+    )
+    held = row + slot_floats(stack.optimizer, width) * _FLOAT
+    # What a loop over the passes changes of each row: where there are several, first the sums of the row's gradients.
+    loops = (row, held + row) if problem.summed(stack) else (held,)
+    # Lookup: holders read rows and write them to be sent; samples' cores write what comes and read a row an id.
+    forward = _PLACE * ids + 3 * row * unique + row * ids + activations
+    # Update: samples' cores read a gradient an id and write sums by row; holders read what comes, and change rows.
+    backward = [_PLACE * ids + row * ids + 3 * row * unique + 2 * changed * unique + activations for changed in loops]
+    merged = 2 * ids * width
+    return (
+        _row(problem, stack, "lookup", "forward", merged, forward, [float(payload["forward"])]),
+        _row(
+            problem,
+            stack,
+            "update",
+            "update",
+            merged * len(loops) + 8 * unique * width,
+            sum(backward),
+            [float(payload["backward"])] * len(loops),
+        ),
+    )
+
+
+def _row(
+    problem: EmbedProblem, stack: Stack, verb: str, phase: str, flops: float, hbm: float, payloads: list[float]
+) -> Row:
+    """One of the two rows; ``payloads`` are exchanged one after the other."""
+    rates = problem.rates
+    collectives = tuple(_all_to_all(problem, payload) for payload in payloads)
+    expected = sum(float(each.expected_s) for each in collectives)
+    bound = {name: sum(float(each.time_s[name]) for each in collectives) for name in collectives[0].time_s}
+    vector_s = flops / vector_flops_per_s(problem.slice)
+    hbm_s = float(rates.hbm_s(hbm))
+    return Row(
+        scope=f"tables/{stack.name}/{verb}",
+        phase=phase,
+        count=problem.sample_passes,
+        vector_flops=flops,
+        hbm_bytes=hbm,
+        collectives=collectives if problem.slice.devices > 1 else (),
+        time_s={"hbm": hbm / rates.hbm_bytes_per_s, "vpu": vector_s, **bound},
+        expected_s=max(hbm_s, vector_s) + expected,
+        serial_s=hbm_s + vector_s + expected,
+        formula="rows and activations through HBM, different rows of each partition over the network",
+    )
+
+
+def _all_to_all(problem: EmbedProblem, payload: float) -> Collective:
+    rates, price = problem.rates, problem.all_to_all
+    expected = float(price.expected_s(payload, rates.network_efficiency("all_to_all"), rates.collective_start_s))
+    return Collective(
+        kind="all_to_all",
+        axes=("data",),
+        bytes=payload,
+        wire_bytes=payload * float(price.wire_per_byte),
+        critical=True,
+        time_s={name: float(seconds) for name, seconds in price.bound_s(payload).items() if float(seconds) > 0},
+        expected_s=expected,
+        exposed_s=expected,
+    )
+
+
+def dense_rows(problem: EmbedProblem) -> tuple[Row, ...]:
+    """Forward and backward of the dense part; nothing where its FLOPs are not given."""
+    if not problem.dense_flops:
+        return ()
+    return _dense(problem, "forward", 1), _dense(problem, "backward", 2)
+
+
+def _dense(problem: EmbedProblem, phase: str, times: int) -> Row:
+    flops = times * problem.dense_flops * problem.batch / problem.slice.devices
+    seconds = flops / problem.rates.flops_per_s["bf16"]
+    return Row(
+        scope="loss",
+        phase=phase,
+        flops={"bf16": flops},
+        time_s={"mxu": seconds},
+        expected_s=seconds,
+        serial_s=seconds,
+        formula=f"{times} x FLOPs of a sample x samples of a device",
+    )
+
+
+SCHEMA = 1
+#: Bytes of a place of a buffer (id, sample, gain), of a row pointer, of a float.
+#: Steps whose inputs and activations are on the device at once: one, or those that a pipeline has under way.
+_UNDER_WAY = {"sequential": 1, "pipelined": 3}
+#: What a step's time is counted on.
+UNITS: tuple[str, ...] = ("host", "sparsecore", "ici", "hbm", "tensorcore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedPlan:
+    """A problem with its answer."""
+
+    problem: EmbedProblem
+
+    @property
+    def _per_device(self) -> int:
+        return per_device(self.problem.slice)
+
+    def stack_memory(self, stack: Stack) -> dict[str, float]:
+        """HBM of one device that a stack takes, and the memory of a tile: bytes by name."""
+        problem, limits = self.problem, self.problem.limits[stack.name]
+        rows = stack.rows * self._per_device
+        sizes: dict[str, Any] = {
+            "width": stack.width,
+            "max_unique_ids": limits.max_unique_ids,
+            "cores": problem.cores,
+        }
+        slots, room = len(stack.optimizer.slots(1)), tile_room(problem.slice.chip)
+        own, summed = self._per_device, problem.summed(stack)
+        pointers = pointers_of_device(problem.cores, own, minibatching=True)
+        return {
+            "tables": rows * stack.width * _FLOAT,
+            "slots": rows * slot_floats(stack.optimizer, stack.width) * _FLOAT,
+            "sums": rows * stack.width * _FLOAT * summed,
+            "forward_stack": own
+            * float(stack_bytes("forward", max_ids=limits.max_ids, slots=slots, room=room, **sizes)),
+            "backward_stack": own
+            * float(stack_bytes("backward", max_ids=limits.max_ids, slots=slots, room=room, summed=summed, **sizes)),
+            "forward_stack_document": own * float(document_stack_bytes("forward", **sizes)),
+            "backward_stack_document": own * float(document_stack_bytes("backward", **sizes)),
+            "inputs": own * limits.buffer * _PLACE + pointers * _POINTER,
+            "activations": own * problem.samples * stack.rows_per_sample * stack.width * _FLOAT,
+            "tile": tile_capacity(problem.slice.chip)
+            - room
+            + float(
+                least_tile_bytes(max_ids=limits.max_ids, max_unique_ids=limits.max_unique_ids, cores=problem.cores)
+            ),
+        }
+
+    @cached_property
+    def memory(self) -> dict[str, Any]:
+        """HBM of one device in bytes: what is there, in all, and whether it fits; and that of the worst tile.
+
+        The compiler's stack holds all stacks of tables at once, forward or backward, whichever is more. Activations
+        count twice, for their gradients; with pipelining inputs and activations of three steps are there.
+        """
+        every = [self.stack_memory(stack) for stack in self.problem.stacking.stacks]
+
+        def total(name: str) -> float:
+            return sum(each[name] for each in every)
+
+        # Each stack's figure has the base of a program, which there is once.
+        again = (len(every) - 1) * figure("compiler", "stack_base_bytes") * self._per_device
+        stacks = {name: total(name) - again for name in ("forward_stack", "backward_stack")}
+        held = total("tables") + total("slots") + total("sums") + max(stacks.values())
+        step = total("inputs") + 2 * total("activations")
+        capacity = self.problem.slice.chip.hbm_usable_bytes
+        totals = {mode: held + step * steps for mode, steps in _UNDER_WAY.items()}
+        return {
+            "tables": total("tables"),
+            "slots": total("slots"),
+            "sums": total("sums"),
+            **stacks,
+            "inputs": total("inputs"),
+            "activations": total("activations"),
+            "total": totals,
+            "capacity": capacity,
+            "fits": {mode: needed <= capacity for mode, needed in totals.items()},
+            "tile": max(each["tile"] for each in every),
+            "tile_capacity": tile_capacity(self.problem.slice.chip),
+        }
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Lookup and update of each stack, and the dense part (scope ``loss``), of one device."""
+        rows = [row for stack in self.problem.stacking.stacks for row in table_rows(self.problem, stack)]
+        return Ledger((*rows, *dense_rows(self.problem)))
+
+    @cached_property
+    def host(self) -> dict[str, float]:
+        """What a host prepares and sends for each step: ids, bytes to its devices, seconds of each."""
+        problem = self.problem
+        devices = problem.slice.devices / problem.slice.hosts
+        ids = sum(problem.ids(stack) for stack in problem.stacking.stacks) * self._per_device * devices
+        sent = self.memory["inputs"]
+        return {
+            "ids": ids,
+            "bytes_to_each_device": sent,
+            "preprocess_s": ids / (figure("host", "ids_per_s_per_thread") * problem.threads),
+            "transfer_s": sent / problem.rates.pcie_bytes_per_s,
+        }
+
+    @cached_property
+    def units_s(self) -> dict[str, float]:
+        """Expected seconds of a step that each unit is busy; a SparseCore's include its waits for HBM and ICI."""
+        tables = [row for row in self.ledger if row.scope.startswith("tables/")]
+        passes = self.problem.sample_passes
+        return {
+            "host": max(self.host["preprocess_s"], self.host["transfer_s"]),
+            "sparsecore": passes
+            * sum(float(row.vector_flops) / vector_flops_per_s(self.problem.slice) for row in tables),
+            "ici": passes * sum(float(each.expected_s) for row in tables for each in row.collectives),
+            "hbm": passes * sum(float(self.problem.rates.hbm_s(row.hbm_bytes)) for row in tables),
+            "tensorcore": sum(float(row.expected_s) for row in self.ledger if row.scope == "loss"),
+        }
+
+    @cached_property
+    def step(self) -> dict[str, dict[str, Any]]:
+        """Expected seconds of a step, sequential and pipelined, and what binds each: one of UNITS.
+
+        Sequential: lookups, the dense part and updates follow each other. Pipelined: SparseCores and TensorCores work
+        side by side. The host prepares the next batch meanwhile, in both.
+        """
+        units = self.units_s
+        tables = sum(float(row.count * row.expected_s) for row in self.ledger if row.scope.startswith("tables/"))
+        device = {"sequential": tables + units["tensorcore"], "pipelined": max(tables, units["tensorcore"])}
+        of_tables = max(("sparsecore", "ici", "hbm"), key=lambda name: units[name])
+        found = {}
+        for mode, seconds in device.items():
+            binding = "tensorcore" if units["tensorcore"] > tables else of_tables
+            found[mode] = {
+                "expected_s": max(seconds, units["host"]),
+                "bound": "host" if units["host"] > seconds else binding,
+            }
+        return found
+
+    def require_fit(self) -> None:
+        """Raises Infeasible where a tile or HBM is too small: with the largest limits, or the passes, that would do."""
+        no, fitting = self._refusal, self.in_passes_that_fit
+        if no is None:
+            return
+        if fitting is None:
+            raise no
+        passes = fitting.problem.sample_passes
+        raise Infeasible(no.what, f"{no.by}, or --sample-passes {passes} (limits are then of one pass)")
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tile and HBM are large enough."""
+        most_rows = figure("compiler", "tensor_bytes")
+        every = [self.stack_memory(stack) for stack in self.problem.stacking.stacks]
+        tiles = all(each["tile"] <= tile_capacity(self.problem.slice.chip) for each in every)
+        return tiles and all(each["tables"] <= most_rows for each in every) and self.memory["fits"]["sequential"]
+
+    @cached_property
+    def in_passes_that_fit(self) -> EmbedPlan | None:
+        """The same in the fewest passes over samples with which it fits; None if it does as it is, or none help.
+
+        Its limits are as ``limits_in_passes`` has them.
+        """
+        if self.fits:
+            return None
+        own = self.problem
+        return in_fewest_passes(own.sample_passes, own.samples, self.in_passes, lambda plan: plan.fits)
+
+    def in_passes(self, passes: int) -> EmbedPlan:
+        """The plan in more passes over samples than it has, with limits as ``limits_in_passes`` has them."""
+        own = self.problem
+        limits = {
+            name: limits_in_passes(one, passes, own.cores, before=own.sample_passes) for name, one in own.limits.items()
+        }
+        return EmbedPlan(problem=dataclasses.replace(own, limits=limits, sample_passes=passes))
+
+    @cached_property
+    def _refusal(self) -> Infeasible | None:
+        """Why it does not fit, with the largest limits that would; None if it fits."""
+        room, most_rows = tile_capacity(self.problem.slice.chip), figure("compiler", "tensor_bytes")
+        for stack in self.problem.stacking.stacks:
+            memory = self.stack_memory(stack)
+            if memory["tables"] > most_rows:
+                what = f"stack {stack.name} has {format_bytes(memory['tables'])} of rows on a device"
+                return Infeasible(what, f"SparseCores take {format_bytes(most_rows)}: more chips, or smaller tables")
+            needed = memory["tile"]
+            if needed > room:
+                what = f"{needed:,.0f} bytes of a tile's {room:,.0f}"
+                most = limits_text(self.largest_in_tile(stack))
+                return Infeasible(f"limits of stack {stack.name}", f"{what}; at most {most}")
+        if self.memory["fits"]["sequential"]:
+            return None
+        total, capacity = self.memory["total"]["sequential"], self.memory["capacity"]
+        what = f"{format_bytes(total)} of HBM on a device, which has {format_bytes(capacity)}"
+        largest = self.largest_in_hbm(capacity)
+        if largest is None:
+            return Infeasible(what, "too much even with the smallest buffers: more chips, or smaller tables")
+        return Infeasible(what, f"limits at most {limits_of_stacks_text(largest)}")
+
+    def largest_in_hbm(self, room: float, step: str = "sequential") -> Limits | None:
+        """The largest limits in the proportion of the plan's with which a ``step`` takes at most ``room`` bytes.
+
+        None if the smallest are too large.
+        """
+        share = self.share_in_hbm(room, step)
+        return None if share is None else self.scaled(share).problem.limits
+
+    def share_in_hbm(self, room: float, step: str = "sequential") -> float | None:
+        """The share of the limits of ``largest_in_hbm``."""
+
+        def fits(share: float) -> bool:
+            return bool(self.scaled(share).memory["total"][step] <= room)
+
+        return share_that(fits) if fits(0.0) else None
+
+    def largest_in_tile(self, stack: Stack) -> StackLimits:
+        """The largest limits in the proportion of the stack's own that fit in a tile; its own if they do."""
+        share, limits = self.share_in_tile(stack), self.problem.limits[stack.name]
+        return limits if share == 1 else limits.scaled(share)
+
+    def share_in_tile(self, stack: Stack) -> float:
+        """The share of the limits of ``largest_in_tile``: all fits in HBM with them, unless others fill it alone.
+
+        Near a full tile each id is replicated so often that the stack in HBM may be what binds.
+        """
+        room = tile_capacity(self.problem.slice.chip)
+        if self.stack_memory(stack)["tile"] <= room:
+            return 1.0
+        others_fit = self.scaled(0.0, (stack,)).memory["fits"]["sequential"]
+
+        def fits(share: float) -> bool:
+            plan = self.scaled(share, (stack,))
+            in_hbm = plan.memory["fits"]["sequential"] or not others_fit
+            return plan.stack_memory(stack)["tile"] <= room and in_hbm
+
+        return share_that(fits)
+
+    def scaled(self, share: float, stacks: Iterable[Stack] | None = None) -> EmbedPlan:
+        """The plan with ``share`` of the limits of some stacks, or of all. A share of 1 leaves them as they are."""
+        limits = dict(self.problem.limits)
+        if share != 1:
+            chosen = self.problem.stacking.stacks if stacks is None else stacks
+            limits |= {stack.name: limits[stack.name].scaled(share) for stack in chosen}
+        return EmbedPlan(problem=dataclasses.replace(self.problem, limits=limits))
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Why this cannot run as it is; empty if it can."""
+        found = [
+            f"optimizer {stack.optimizer.kind} of stack {stack.name}: SparseCores update each float of a row by itself"
+            for stack in self.problem.stacking.stacks
+            if not stack.optimizer.elementwise
+        ]
+        tables = self.problem.tables
+        expected = sum(one.ids_per_sample * one.rows_per_sample for one in tables.features)
+        if expected > (bound := tables.config.max_ids_per_chip_per_sample) and not tables.config.allow_id_dropping:
+            found.append(
+                f"{expected:g} ids are expected of a sample: host preprocessing refuses batches of more than"
+                f" config.max_ids_per_chip_per_sample, {bound}, each"
+            )
+        try:
+            self.require_fit()
+        except Infeasible as no:
+            found.append(str(no))
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> EmbedPlan:
+        """The inverse of ``to_json``: the problem is read, the answer is computed again. Raises RooftopError."""
+        if data.get("kind") != "embed" or data.get("schema") != SCHEMA:
+            given = f"kind {data.get('kind')!r}, schema {data.get('schema')!r}"
+            raise RooftopError("plan", given, f"a plan of rooftop plan embed, schema {SCHEMA}")
+        try:
+            workload = data["workload"]
+            problem = EmbedProblem(
+                tables=tables_from_json(data["tables"]),
+                slice=Slice.parse(data["slice"]["name"]),
+                batch=workload["batch"],
+                limits={name: StackLimits(**one) for name, one in data["limits"].items()},
+                dense_flops=workload["dense_flops_per_sample"],
+                host_threads=workload["host_threads"],
+                # Plans from before there were passes over samples do not say that theirs is one.
+                sample_passes=workload.get("sample_passes", 1),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RooftopError("plan", str(error), "every field that rooftop plan embed wrote") from None
+        return cls(problem=problem)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as ``rooftop/schemas/embed.schema.json`` says."""
+        problem = self.problem
+        padding = report(problem.stacking, batch=problem.batch)
+        return {
+            "kind": "embed",
+            "schema": SCHEMA,
+            "rooftop_version": __version__,
+            "tables": problem.tables.to_json(),
+            "slice": {
+                "name": problem.slice.name,
+                "chips": problem.slice.chips,
+                "devices": problem.slice.devices,
+                "sparse_cores": problem.cores,
+                "sparse_cores_per_device": self._per_device,
+            },
+            "workload": {
+                "batch": problem.batch,
+                "dense_flops_per_sample": problem.dense_flops,
+                "host_threads": problem.threads,
+                "sample_passes": problem.sample_passes,
+            },
+            "limits": {stack.name: vars(problem.limits[stack.name]) for stack in problem.stacking.stacks},
+            "stacks": [
+                {
+                    "name": one.name,
+                    "tables": list(one.tables),
+                    "width": one.width,
+                    "rows": one.rows,
+                    "padding_bytes": one.padding_bytes,
+                    "waste": one.waste,
+                    "memory": self.stack_memory(problem.stacking.stack(one.name)),
+                }
+                for one in padding
+            ],
+            "memory": self.memory,
+            "host": self.host,
+            "units_s": self.units_s,
+            "step": self.step,
+            "ledger": self.ledger.to_json(),
+            "executable": self.obstacles == [],
+            "obstacles": self.obstacles,
+            "nearest": None if self.in_passes_that_fit is None else _nearest(self.in_passes_that_fit.problem),
+            "sources": sources(),
+        }
+
+
+def _nearest(problem: EmbedProblem) -> dict[str, Any]:
+    """What the nearest plan that fits differs in."""
+    limits = {name: vars(one) for name, one in problem.limits.items()}
+    return {"sample_passes": problem.sample_passes, "limits": limits}

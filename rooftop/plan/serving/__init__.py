@@ -1,0 +1,1 @@
+"""Plans of serving: prefill and generation on a slice, fleets for a rate, and reasons."""

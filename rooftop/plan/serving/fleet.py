@@ -1,0 +1,358 @@
+"""Which chips, slices, number formats and mode serve a rate of requests within targets, at the least cost.
+
+Prefill and generate servers are chosen apart where they are disaggregated: they meet in the KV's transfer only. A
+server is kept below ``LOAD`` of what it can take; requests wait for a prefill as before one server with constant
+service times (M/D/1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil, inf
+from typing import Any
+
+import numpy as np
+
+from rooftop.core.errors import Infeasible, unknown
+from rooftop.core.quantities import format_seconds
+from rooftop.hardware import Slice
+from rooftop.plan.serving.placement import Placement
+from rooftop.plan.serving.plan import ServingPlan
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.search import batch_grid, best_prefill, most_sequences, pareto, slices_of, sweep_generate
+from rooftop.plan.serving.workload import ServingNumerics
+from rooftop.roofline.achievable import NO_MEASUREMENT
+from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
+
+#: The most that servers are loaded in the mean: the rest is for bursts.
+LOAD = 0.8
+#: Larger slices are not searched: heads and hidden columns split no further.
+MOST_CHIPS = 64
+OBJECTIVES = ("cost", "chips")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Servers for a rate of requests, and what a request then sees. Counts are fractional without a rate."""
+
+    plan: ServingPlan
+    prefill_servers: float
+    generate_servers: float
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def chips(self) -> float:
+        """Chips of all servers."""
+        problem = self.plan.problem
+        return self.prefill_servers * problem.prefill_server.chips + self.generate_servers * problem.slice.chips
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """List price of all servers."""
+        price = self.plan.problem.slice.chip.price_usd_per_hour
+        return None if price is None else price * self.chips
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether nothing was measured on the chip, so that times are bounds and flatter it."""
+        return self.plan.problem.rates.fractions.sources["hbm"] == NO_MEASUREMENT
+
+    def score(self, objective: str) -> float:
+        """What is to be small."""
+        if objective == "chips":
+            return self.chips
+        return inf if self.usd_per_hour is None else self.usd_per_hour
+
+    @property
+    def name(self) -> str:
+        """What it is, in a line."""
+        problem = self.plan.problem
+        numerics = problem.numerics
+        kind = f"{numerics.weights} weights, {numerics.kv} KV"
+        if problem.mode == "interleaved":
+            return f"{self.generate_servers:.3g} x {problem.slice.name} interleaved, {kind}, batch {self.plan.batch}"
+        return (
+            f"{self.prefill_servers:.3g} x {problem.prefill_server.name} for prefill and "
+            f"{self.generate_servers:.3g} x {problem.slice.name} for generation, {kind}, batch {self.plan.batch}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        problem = self.plan.problem
+        return {
+            "name": self.name,
+            "mode": problem.mode,
+            "chip": problem.slice.chip.name,
+            "prefill_slice": problem.prefill_server.name,
+            "generate_slice": problem.slice.name,
+            "prefill_servers": self.prefill_servers,
+            "generate_servers": self.generate_servers,
+            "batch": self.plan.batch,
+            "weights": problem.numerics.weights,
+            "kv": problem.numerics.kv,
+            "chips": self.chips,
+            "usd_per_hour": self.usd_per_hour,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "is_bound": self.is_bound,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The best fleet, and the best of every other kind (chip, number formats, mode), best first."""
+
+    best: Fleet
+    others: Sequence[Fleet]
+    objective: str
+    searched: int
+
+    def why(self, other: Fleet) -> str:
+        """Why ``other`` lost."""
+        best, lost = self.best.score(self.objective), other.score(self.objective)
+        if lost == inf:
+            return "no price is known"
+        what = {"cost": "dollars an hour", "chips": "chips"}[self.objective]
+        parts = [f"{lost:,.4g} {what} against {best:,.4g}, {lost / best - 1:+.0%}"]
+        for name, its, ours in (
+            ("TTFT", other.ttft_s, self.best.ttft_s),
+            ("TPOT", other.tpot_s, self.best.tpot_s),
+        ):
+            if its < ours:
+                parts.append(f"though its {name} is {format_seconds(its)}, not {format_seconds(ours)}")
+        if other.is_bound:
+            parts.append("and its times are bounds")
+        return "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: the best, and the others with why they lost."""
+        return {
+            "objective": self.objective,
+            "best": self.best.to_json(),
+            "others": [other.to_json() | {"why": self.why(other)} for other in self.others],
+            "load": LOAD,
+            "searched": self.searched,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Server:
+    """A prefill or generate server of some kind, and how many of them the rate needs."""
+
+    problem: ServingProblem
+    placement: Placement
+    batch: int
+    count: float
+    seconds: float
+    latency_s: float
+
+    @property
+    def chips(self) -> float:
+        return self.count * self.placement.slice.chips
+
+
+def recommend(
+    problem: ServingProblem,
+    where: Mapping[str, Sequence[Slice]],
+    numerics: Sequence[ServingNumerics],
+    modes: Sequence[str],
+    objective: str = "cost",
+) -> Recommendation:
+    """The cheapest fleet (or that of fewest chips) for the workload's rate and targets.
+
+    ``where``: the slices that a server may be, by chip (prefill is on the problem's ``prefill_slice`` if it has one).
+    Raises Infeasible with the nearest that can be reached, and RooftopError on an objective that is none.
+    """
+    if objective not in OBJECTIVES:
+        raise unknown("for", objective, OBJECTIVES)
+    found: list[Fleet] = []
+    searched = 0
+    for slices, mode in product(where.values(), modes):
+        placed = [(slice_, *_placements(problem, slice_, mode)) for slice_ in slices]
+        choose = _interleaved if mode == "interleaved" else _disaggregated
+        for kinds in numerics:
+            fleets = list(choose(replace(problem, slice=slices[0], numerics=kinds, mode=mode), placed))
+            searched += len(fleets)
+            if fleets:
+                found.append(min(fleets, key=lambda fleet: _order(fleet, objective)))
+    if not found:
+        largest = ", ".join(max(slices, key=lambda slice_: slice_.chips).name for slices in where.values())
+        raise Infeasible(f"{problem.model.name} does not fit", f"not one sequence on slices up to {largest}")
+    found.sort(key=lambda fleet: _order(fleet, objective))
+    best = found[0]
+    if _excess(best) > 1:
+        raise Infeasible(_targets(problem), _nearest(best))
+    others = [fleet for fleet in found[1:] if _excess(fleet) <= 1]
+    return Recommendation(best=best, others=others, objective=objective, searched=searched)
+
+
+def _placements(problem: ServingProblem, slice_: Slice, mode: str) -> tuple[list[Placement], list[Placement]]:
+    """Where a server of this slice may generate and, if it does nothing else, prefill."""
+    sized = replace(problem, slice=slice_, mode=mode)
+    return sized.generate_placements(), sized.prefill_placements() if mode == "disaggregated" else []
+
+
+def _order(fleet: Fleet, objective: str) -> tuple[float, float, float]:
+    """Those within the targets first, by the objective; the others by how far they are off."""
+    excess = _excess(fleet)
+    return (1.0, fleet.score(objective), fleet.chips) if excess <= 1 else (excess, 0.0, 0.0)
+
+
+def _excess(fleet: Fleet) -> float:
+    """The larger ratio of what is reached to its target; at most 1 where both are met."""
+    work = fleet.plan.problem.workload
+    return max(fleet.ttft_s / (work.ttft_s or inf), fleet.tpot_s / (work.tpot_s or inf))
+
+
+def _targets(problem: ServingProblem) -> str:
+    work = problem.workload
+    wanted = [("TTFT", work.ttft_s), ("TPOT", work.tpot_s)]
+    text = " and ".join(f"{name} {format_seconds(target)}" for name, target in wanted if target is not None)
+    return f"no configuration of {problem.model.name} reaches {text}"
+
+
+def _nearest(fleet: Fleet) -> str:
+    return (
+        f"nearest is TTFT {format_seconds(fleet.ttft_s)} and TPOT {format_seconds(fleet.tpot_s)} "
+        f"({_excess(fleet):.2f} times the target) with {fleet.name}"
+    )
+
+
+def candidate_slices(like: Slice) -> list[Slice]:
+    """Slices of the chip that are searched: all of the catalogue up to ``MOST_CHIPS``."""
+    return [slice_ for slice_ in slices_of(like) if slice_.chips <= MOST_CHIPS]
+
+
+def front(
+    problem: ServingProblem, where: Mapping[str, Sequence[Slice]], numerics: Sequence[ServingNumerics]
+) -> list[dict[str, Any]]:
+    """Slices, number formats and batches at which no other generates both faster and at less cost, fastest first.
+
+    Cost is dollars per token, or chips per token/s where a chip has no price.
+    """
+    priced = all(slices[0].price_usd_per_hour is not None for slices in where.values())
+    points: list[dict[str, Any]] = []
+    for slice_, kinds in product([slice_ for slices in where.values() for slice_ in slices], numerics):
+        sized = replace(problem, slice=slice_, numerics=kinds)
+        more = {"slice": slice_.name, "weights": kinds.weights, "kv": kinds.kv}
+        points += [point | more for point in pareto(sized, sized.generate_placements())]
+    kept: list[dict[str, Any]] = []
+    least = inf
+    for point in sorted(points, key=lambda point: (point["step_s"], -point["tokens_per_s_per_chip"])):
+        cost = point["usd_per_million_tokens"] if priced else 1 / point["tokens_per_s_per_chip"]
+        if cost < least:
+            least = cost
+            kept.append(point)
+    return kept
+
+
+Placed = Sequence[tuple[Slice, list[Placement], list[Placement]]]
+
+
+def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
+    prefills: list[_Server] = []
+    generates: list[_Server] = []
+    work = problem.workload
+    rate = work.requests_per_second
+    for slice_, generate, prefill in placed:
+        sized = replace(problem, slice=slice_)
+        if prefill:
+            placement, seconds = best_prefill(sized, prefill)
+            held = sized.memory(placement, 1.0, prefilling=True, generating=False)
+            if float(held.total) <= sized.capacity:
+                count, wait = _prefill_servers(seconds, rate, work.ttft_s)
+                prefills.append(
+                    _Server(
+                        problem=sized,
+                        placement=placement,
+                        batch=1,
+                        count=count,
+                        seconds=seconds,
+                        latency_s=seconds + wait,
+                    )
+                )
+        generates += [
+            _Server(
+                problem=sized, placement=place, batch=batch, seconds=seconds, latency_s=seconds,
+                count=_whole((rate or 1.0) * work.generate * seconds / (LOAD * batch), rate),
+            )
+            for place, batch, seconds in _steps(sized, generate)
+        ]  # fmt: skip
+    if not prefills or not generates:
+        return
+    before = _best(prefills, work.ttft_s)
+    after = _best(generates, work.tpot_s)
+    for first, second in product(before, after):
+        joint = replace(second.problem, prefill_slice=first.placement.slice)
+        plan = ServingPlan(problem=joint, generate_on=second.placement, prefill_on=first.placement, batch=second.batch)
+        yield Fleet(
+            plan=plan,
+            prefill_servers=first.count,
+            generate_servers=second.count,
+            ttft_s=first.latency_s,
+            tpot_s=plan.tpot_s,
+        )
+
+
+def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
+    work = problem.workload
+    for slice_, generate, _ in placed:
+        sized = replace(problem, slice=slice_)
+        shared: dict[int, tuple[Placement, float]] = {}
+        for place, batch, seconds in _steps(sized, generate):
+            if id(place) not in shared:
+                on = sized.shared_prefill(place)
+                shared[id(place)] = on, sized.prompt_s(on)
+            on, prefill = shared[id(place)]
+            between = interleaved_token_s(seconds, prefill, batch, work.generate)
+            served = LOAD * batch / (work.generate * between)
+            wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + seconds / 2
+            plan = ServingPlan(problem=sized, generate_on=place, prefill_on=on, batch=batch)
+            count = _whole((work.requests_per_second or 1.0) / served, work.requests_per_second)
+            yield Fleet(plan=plan, prefill_servers=0, generate_servers=count, ttft_s=prefill + wait, tpot_s=between)
+
+
+def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[tuple[Placement, int, float]]:
+    """The fastest placement of every batch that fits, with the seconds between two tokens."""
+    room = [(placement, most) for placement in placements if (most := most_sequences(problem, placement))]
+    if not room:
+        return
+    given = problem.workload.batch_seqs
+    batches = batch_grid(max(most for _, most in room))
+    # A third of the grid: steps of a quarter in the batch are fine enough to compare fleets.
+    chosen = batches[sorted({*range(0, len(batches), 3), len(batches) - 1})]
+    found = sweep_generate(
+        problem, [placement for placement, _ in room], chosen if given is None else np.array([float(given)])
+    )
+    for at, batch in enumerate(found.batches):
+        if np.isfinite(found.fastest_s[at]):
+            yield found.best(at), int(batch), float(found.fastest_s[at])
+
+
+def _prefill_servers(seconds: float, rate: float | None, target_s: float | None) -> tuple[float, float]:
+    """Servers that keep the load and, if it can be, the mean time to first token; and the mean wait before one."""
+    if rate is None:
+        return seconds / LOAD, queue_wait_s(seconds, LOAD)
+    load = rate * seconds
+    slack = inf if target_s is None else max(target_s - seconds, 0.0)
+    # The mean wait, S r / (2 (1 - r)) at r = load / count, is no longer than the slack. More servers than ten times the
+    # load would only wait for a burst.
+    enough = load * (1 + seconds / (2 * slack)) if slack else inf
+    count = max(1, ceil(load / LOAD), ceil(min(enough, 10 * load)))
+    return float(count), queue_wait_s(seconds, load / count)
+
+
+def _whole(count: float, rate: float | None) -> float:
+    return count if rate is None else float(ceil(count))
+
+
+def _best(servers: Sequence[_Server], target_s: float | None) -> list[_Server]:
+    """Of those within the target the one of fewest chips, or else the fastest; and the fastest of all."""
+    within = [server for server in servers if target_s is None or server.latency_s <= target_s]
+    fastest = min(servers, key=lambda server: server.latency_s)
+    if not within:
+        return [fastest]
+    return [min(within, key=lambda server: (server.chips, server.latency_s)), fastest]

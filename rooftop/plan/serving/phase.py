@@ -1,0 +1,210 @@
+"""One phase of serving under one placement: the sizes that its rows, its memory and its times are made of.
+
+Weights stay where they are (chapter 7): hidden columns and query heads are split over ``context`` x ``tensor``, D over
+``fsdp`` if that has several devices (2-D weight-stationary), experts over ``expert``, which also spreads the tokens.
+When generating, the KV cache is split over heads on ``tensor``, and over the batch or the sequence on ``context`` and
+over the batch on ``fsdp``. In a prefill ``context`` splits the sequence instead, and the weights are copied over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rooftop.arrays.rules import Rules
+from rooftop.core.ledger import Number
+from rooftop.core.quantities import dtype_bytes
+from rooftop.models import ModelConfig
+from rooftop.models.counting import kv_cache_bytes
+from rooftop.plan.serving.placement import Placed
+from rooftop.plan.serving.workload import ServingNumerics
+from rooftop.plan.shapes import Matmul, attention_matmuls, mlp_matmuls
+from rooftop.roofline.rates import Rates
+from rooftop.roofline.rules import distinct_experts
+
+#: Bytes of an activation.
+ACTIVATION_BYTES = 2.0
+PHASES = ("prefill", "generate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """``tokens`` tokens over the whole mesh in one step: the last one of so many sequences, or those of a prefill.
+
+    ``phase`` is 'prefill' or 'generate'. When generating, ``guesses`` more tokens of each sequence are checked in the
+    same step, and figures may be arrays over batch sizes.
+    """
+
+    phase: str
+    model: ModelConfig
+    numerics: ServingNumerics
+    placement: Placed
+    tokens: Number
+    guesses: int = 0
+
+    def ways(self, *axes: str) -> Number:
+        """Devices along mesh axes together."""
+        return self.placement.ways(axes)
+
+    def splits(self, *axes: str) -> bool:
+        """Whether there are several devices along mesh axes together, in any of the placements."""
+        return bool(np.any(self.ways(*axes) > 1))
+
+    @property
+    def generating(self) -> bool:
+        """Whether this is generation."""
+        return self.phase == "generate"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The mesh axes that split heads and hidden columns."""
+        return ("context", "tensor") if self.generating else ("tensor",)
+
+    @cached_property
+    def split(self) -> Number:
+        """Ways in which heads and hidden columns are split."""
+        return self.ways(*self.columns)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What one device computes and moves per second."""
+        return Rates.of(self.placement.slice.chip)
+
+    @cached_property
+    def own_tokens(self) -> Number:
+        """Tokens that one group of devices which share activations works on: the batch is split over ``expert``."""
+        spread = self.ways("data", "expert") if self.generating else self.ways("data", "expert", "context")
+        return np.ceil(self.tokens / spread) * (1 + self.guesses)
+
+    @cached_property
+    def kv_heads(self) -> Number:
+        """Key and value heads on a device, copies included where there are fewer heads than ways."""
+        return np.maximum(self.model.kv_heads / self.ways("tensor"), 1.0)
+
+    @cached_property
+    def attention(self) -> list[Matmul]:
+        """Projections into attention on one device, MLA's latents first."""
+        found = attention_matmuls(self.model, np.float64(self.split))  # type: ignore[arg-type]
+        if self.model.mla is not None:
+            return [*found.latent, *found.into]
+        heads = self.model.heads / self.split + 2 * self.kv_heads
+        return [Matmul(np.float64(self.model.d_model), np.float64(heads * self.model.d_head))]  # type: ignore[arg-type]
+
+    @cached_property
+    def attention_out(self) -> list[Matmul]:
+        """The projection out of attention on one device."""
+        return list(attention_matmuls(self.model, np.float64(self.split)).out)  # type: ignore[arg-type]
+
+    def mlp(self, hidden: float) -> tuple[list[Matmul], list[Matmul]]:
+        """Matmuls into an MLP of ``hidden`` columns, and out of it, on one device."""
+        return mlp_matmuls(self.model, hidden, np.float64(self.split))  # type: ignore[arg-type]
+
+    @cached_property
+    def experts_read(self) -> Number:
+        """Experts on a device that at least one token is expected to use."""
+        moe = self.model.moe
+        if moe is None:
+            return 0.0
+        return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways("expert")
+
+    def weight_bytes(self, matmuls: Sequence[Matmul], dtype: str | None = None) -> tuple[Number, Number]:
+        """Bytes of matrices and of their scales on one device: D is split over ``fsdp`` besides."""
+        kind = dtype or self.numerics.weights
+        elements = [m.parameters / self.ways("fsdp") for m in matmuls]
+        scales = (self.numerics.weight_scale_bytes(m.k, kind) for m in matmuls)
+        return sum(elements) * dtype_bytes(kind), sum(n * each for n, each in zip(elements, scales, strict=True))
+
+    @cached_property
+    def cache_share(self) -> Number:
+        """Share of the heads of a token's KV on a device; a latent (MLA) is copied over ``tensor``."""
+        return 1.0 if self.model.mla is not None else self.kv_heads / self.model.kv_heads
+
+    def cached_bytes(self, context: Number, *, stored: bool) -> Number:
+        """Bytes of KV of a sequence of ``context`` tokens: see ``cached_bytes``."""
+        return cached_bytes(self.model, self.numerics, context, stored=stored)
+
+    def sequences(self, batch: Number) -> Number:
+        """Sequences of ``batch`` whose KV the busiest device has a part of; a sequence split counts as its part."""
+        spread = self.ways("data", "expert", "fsdp")
+        if not self.generating:
+            return np.ceil(batch / self.ways("data")) / self.ways("expert", "context")
+        if self.placement.kv_split == "seq":
+            return np.ceil(batch / spread) / self.ways("context")
+        return np.ceil(batch / (spread * self.ways("context")))
+
+    def device_kv_bytes(self, batch: Number, context: Number, *, stored: bool) -> Number:
+        """Bytes of KV on the busiest device, as read in a step or as stored."""
+        return self.sequences(batch) * self.cached_bytes(context, stored=stored) * self.cache_share
+
+    @cached_property
+    def device_weight_bytes(self) -> tuple[Number, Number]:
+        """Bytes of all weights on one device, and of their scales."""
+        model, moe = self.model, self.model.moe
+        parts: list[tuple[Number, tuple[Number, Number]]]
+        parts = [(model.layers, self.weight_bytes(self.attention + self.attention_out))]
+        if model.dense_layers:
+            up, down = self.mlp(model.d_ff)
+            parts.append((model.dense_layers, self.weight_bytes(up + down)))
+        if moe is not None:
+            up, down = self.mlp(moe.d_ff)
+            local = model.moe_layers * moe.experts // self.ways("expert")
+            parts += [(local, self.weight_bytes(up + down)), (model.moe_layers, self.weight_bytes([self.router]))]
+            if moe.shared_d_ff:
+                up, down = self.mlp(moe.shared_d_ff)
+                parts.append((model.moe_layers, self.weight_bytes(up + down)))
+        parts.append((1 if model.tied_embeddings else 2, self.weight_bytes([self.table], self.table_dtype)))
+        return sum(count * plain for count, (plain, _) in parts), sum(count * more for count, (_, more) in parts)
+
+    @property
+    def table_dtype(self) -> str:
+        """Dtype of the embedding table and of the unembedding."""
+        return self.numerics.embeddings or self.numerics.weights
+
+    @cached_property
+    def table(self) -> Matmul:
+        """The unembedding on one device: V split as hidden columns are."""
+        return Matmul(np.float64(self.model.d_model), np.float64(self.model.vocab / self.split))  # type: ignore[arg-type]
+
+    @cached_property
+    def router(self) -> Matmul:
+        """The router, on every device."""
+        experts = 0 if self.model.moe is None else self.model.moe.experts
+        return Matmul(np.float64(self.model.d_model), np.float64(experts))  # type: ignore[arg-type]
+
+    @cached_property
+    def activation_bytes(self) -> Number:
+        """Bytes of activations at the peak: stream, sums, queries, keys, values, hidden columns, and logits in float32.
+
+        A prefill keeps logits of its last token only.
+        """
+        model, tokens = self.model, self.own_tokens
+        hidden = max(
+            model.d_ff if model.dense_layers else 0, 0 if model.moe is None else model.moe.active * model.moe.d_ff
+        )
+        projected = sum((m.n for m in self.attention), 0.0)
+        width = 4 * model.d_model + projected + 3 * hidden / self.split
+        logits = 4.0 * (tokens if self.generating else 1) * model.vocab / self.split
+        return tokens * width * ACTIVATION_BYTES + logits
+
+
+def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number, *, stored: bool) -> Number:
+    """Bytes of KV of a sequence of ``context`` tokens, scales included, over all heads and layers.
+
+    As read in a step; as ``stored``, layers that share a cache have it once.
+    """
+    plain = kv_cache_bytes(model, numerics.kv, context)
+    scales = 1.0 + numerics.kv_scale_bytes(model) / numerics.kv_bytes
+    return plain * scales / (numerics.kv_sharing if stored else 1)
+
+
+def serving_rules(*, generating: bool) -> Rules:
+    """Where a serving program's arrays live. D of a weight is on fsdp, where it stays (2-D weight-stationary)."""
+    columns = ("context", "tensor") if generating else ("tensor",)
+    split = {"heads": columns, "kv_heads": ("tensor",), "mlp": columns, "vocab": columns, "expert": ("expert",)}
+    return Rules(
+        parameters={"embed": ("fsdp",), **split},
+        activations={"batch": ("data", "expert"), "seq": () if generating else ("expert", "context"), **split},
+    )

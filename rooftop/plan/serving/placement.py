@@ -1,0 +1,195 @@
+"""Where a phase of serving runs: one mesh, or several that are priced at once.
+
+Of several, ways and prices are arrays [P, 1], which broadcast with batch sizes [B]; each formula of a phase holds for
+either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+import numpy as np
+
+from rooftop.arrays import Mesh
+from rooftop.arrays.mesh import Floats, Ints, Piece, Span, span
+from rooftop.core.errors import unknown
+from rooftop.core.ledger import Number
+from rooftop.hardware import Slice
+from rooftop.roofline.collectives import Price, price
+
+#: What ``context`` splits of the cache.
+KV_SPLITS = ("batch", "seq")
+
+
+class Placed(Protocol):
+    """What a phase asks of where it runs."""
+
+    @property
+    def slice(self) -> Slice:
+        """The slice under the mesh."""
+        ...
+
+    @property
+    def kv_split(self) -> str:
+        """What of the cache ``context`` splits: 'batch' or 'seq'."""
+        ...
+
+    def ways(self, axes: tuple[str, ...]) -> Number:
+        """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
+        ...
+
+    def price(self, kind: str, axes: tuple[str, ...]) -> Price:
+        """The price of a collective over mesh axes together; computed once."""
+        ...
+
+    def joined(self) -> Placed:
+        """The same devices with context and tensor as one tensor axis: they lie side by side."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a phase runs: a mesh, and what of the cache ``context`` splits: 'batch' or 'seq'."""
+
+    mesh: Mesh
+    kv_split: str = "batch"
+
+    def __post_init__(self) -> None:
+        if self.kv_split not in KV_SPLITS:
+            raise unknown("kv-split", self.kv_split, KV_SPLITS)
+
+    @property
+    def slice(self) -> Slice:
+        """The slice under the mesh."""
+        return self.mesh.slice
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis."""
+        return self.mesh.shape
+
+    @cached_property
+    def _ways(self) -> dict[tuple[str, ...], int]:
+        return {}
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """See ``Placed``."""
+        if axes not in self._ways:
+            self._ways[axes] = prod(self.sizes.get(axis, 1) for axis in axes)
+        return self._ways[axes]
+
+    @cached_property
+    def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
+        return {}
+
+    def price(self, kind: str, axes: tuple[str, ...]) -> Price:
+        """See ``Placed``."""
+        key = _priced_as(kind), axes
+        if key not in self._prices:
+            self._prices[key] = price(key[0], self.mesh.span(*axes))
+        return self._prices[key]
+
+    def joined(self) -> Placement:
+        """See ``Placed``."""
+        return Placement(mesh=_joined(self.mesh))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placements:
+    """Several meshes [P] of one slice, of which a phase's rows are the same but for their figures.
+
+    That is so where all or none split D over ``fsdp``, and all or none have an ``expert`` axis.
+    """
+
+    meshes: Sequence[Mesh]
+    kv_split: str = "batch"
+
+    @property
+    def slice(self) -> Slice:
+        """The slice under the meshes."""
+        return self.meshes[0].slice
+
+    @cached_property
+    def _pieces(self) -> dict[str, tuple[Ints, Ints]]:
+        """Of each mesh axis its sizes and strides along the physical axes, [P, physical]; 1 where it is not."""
+        position = {axis.name: at for at, axis in enumerate(self.slice.physical_axes)}
+        shape = len(self.meshes), len(position)
+        found: dict[str, tuple[Ints, Ints]] = {}
+        for row, mesh in enumerate(self.meshes):
+            for name, pieces in mesh.axes.items():
+                if name not in found:
+                    found[name] = np.ones(shape, np.int64), np.ones(shape, np.int64)
+                for piece in pieces:
+                    found[name][0][row, position[piece.axis]] = piece.size
+                    found[name][1][row, position[piece.axis]] = piece.stride
+        return found
+
+    def span(self, axes: Iterable[str]) -> Span:
+        """``Mesh.span`` of every mesh, arrays [P, physical]."""
+        physical = self.slice.physical_axes
+        length = np.array([axis.size for axis in physical])
+        size = np.ones((len(self.meshes), len(physical)), np.int64)
+        first, end = np.broadcast_to(length, size.shape), np.ones_like(size)
+        for own, stride in (self._pieces[name] for name in axes if name in self._pieces):
+            size = size * own
+            first = np.where(own > 1, np.minimum(first, stride), first)
+            end = np.where(own > 1, np.maximum(end, stride * own), end)
+        # Pieces that are next to each other are as long together as they are many.
+        return span(physical, size, np.where(size > 1, np.where(first * size == end, first, length // size), 1))
+
+    @cached_property
+    def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
+        return {}
+
+    @cached_property
+    def _ways(self) -> dict[tuple[str, ...], Floats]:
+        return {}
+
+    def ways(self, axes: tuple[str, ...]) -> Floats:
+        """See ``Placed``; [P, 1]."""
+        if axes not in self._ways:
+            sizes = [np.prod(self._pieces[axis][0], axis=-1) for axis in axes if axis in self._pieces]
+            self._ways[axes] = prod(sizes, start=np.ones(len(self.meshes)))[:, None]
+        return self._ways[axes]
+
+    def price(self, kind: str, axes: tuple[str, ...]) -> Price:
+        """See ``Placed``; arrays [P, 1]."""
+        key = _priced_as(kind), axes
+        if key not in self._prices:
+            self._prices[key] = price(key[0], self.span(axes)).map(lambda value: value[:, None])
+        return self._prices[key]
+
+    def joined(self) -> Placements:
+        """See ``Placed``."""
+        return Placements(meshes=[_joined(mesh) for mesh in self.meshes])
+
+
+def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
+    """Placements of one slice as few that are priced at once: which of them, and these."""
+    groups: dict[tuple[bool, bool], dict[str, list[int]]] = {}
+    for at, each in enumerate(placements):
+        kind = each.ways(("fsdp",)) > 1, each.ways(("expert",)) > 1
+        groups.setdefault(kind, {}).setdefault(each.kv_split, []).append(at)
+    for splits in groups.values():
+        for split, members in splits.items():
+            if len(members) == 1:
+                yield members, placements[members[0]]
+            else:
+                yield members, Placements(meshes=[placements[at].mesh for at in members], kv_split=split)
+
+
+def _priced_as(kind: str) -> str:
+    # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
+    return "all_gather" if kind == "reduce_scatter" else kind
+
+
+def _joined(mesh: Mesh) -> Mesh:
+    joined: dict[str, Piece] = {}
+    for piece in (*mesh.axes["context"], *mesh.axes["tensor"]):
+        other = joined.get(piece.axis, Piece(piece.axis, piece.stride, 1))
+        joined[piece.axis] = Piece(piece.axis, min(piece.stride, other.stride), piece.size * other.size)
+    return Mesh(mesh.slice, {**mesh.axes, "context": (), "tensor": tuple(joined.values())})

@@ -1,0 +1,372 @@
+"""The serving plan: prefill and generation on a slice, their times, memory, cost, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rooftop import __version__
+from rooftop.arrays.mesh import Mesh
+from rooftop.core.errors import Infeasible, RooftopError, misread
+from rooftop.core.ledger import Ledger
+from rooftop.core.quantities import format_bytes, format_seconds
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, kv_bytes_per_token
+from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions
+from rooftop.plan.serving.phase import serving_rules
+from rooftop.plan.serving.placement import Placement
+from rooftop.plan.serving.pricing import scalar_ledger
+from rooftop.plan.serving.problem import ServingMemory, ServingProblem
+from rooftop.plan.serving.reasons import serving_reasons
+from rooftop.plan.serving.search import most_sequences, round_times, token_s
+from rooftop.plan.serving.times import PlannedTimes
+from rooftop.plan.serving.workload import Draft, ServingNumerics, ServingWorkload
+from rooftop.plan.training.reasons import Reason
+from rooftop.roofline import rules
+from rooftop.scheduling.serving.times import StepTimes
+
+SCHEMA = 1
+#: How the measures are defined, as the serving benchmarks do.
+DEFINITIONS: Mapping[str, str] = {
+    "ttft_s": "from the request's arrival to its first token, which the prefill yields; no queue is counted",
+    "tpot_s": "(end to end - TTFT) / (tokens out - 1): the mean time of every token but the first",
+    "tokens_per_s": "tokens that the batch generates in a second, no prefill counted",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """One way to serve one workload: where each phase runs and how many sequences are generated together."""
+
+    problem: ServingProblem
+    generate_on: Placement
+    prefill_on: Placement
+    batch: int
+
+    @cached_property
+    def generate(self) -> Ledger:
+        """The ledger of a generate step at the workload's context."""
+        return scalar_ledger(self.problem.generate(self.generate_on, float(self.batch)))
+
+    @cached_property
+    def prefill(self) -> Ledger:
+        """The ledger of one prompt's prefill."""
+        work = self.problem.workload
+        new = work.new_prompt_tokens
+        return scalar_ledger(self.problem.prefill(self.prefill_on, float(new), float(work.prompt - new)))
+
+    @property
+    def step_s(self) -> float:
+        """Expected seconds of a step of the model."""
+        return float(self.generate.expected_s)
+
+    @property
+    def lower_s(self) -> float:
+        """Lower bound of a step: the busiest resource; by the book attention and the rest after one another."""
+        return self.step_s if self.problem.book else max(_busy(self.generate).values())
+
+    @cached_property
+    def prefill_s(self) -> float:
+        """Expected seconds of one prompt's prefill: what the prefix cache has is read, a draft model prefills too."""
+        return self.problem.prompt_s(self.prefill_on)
+
+    @cached_property
+    def token_s(self) -> float:
+        """Seconds between two tokens of a sequence when nothing else runs: a step, or a round's share with a draft."""
+        return float(token_s(self.problem, self.generate_on, float(self.batch)))
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token (see DEFINITIONS)."""
+        return self.prefill_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token (see DEFINITIONS).
+
+        Interleaved, the prefills of the other sequences of the batch stand between two tokens: (B - 1)/G of them each.
+        Disaggregated, the KV's transfer stands between the first and the second token.
+        """
+        out = self.problem.workload.generate
+        if self.problem.mode == "interleaved":
+            return rules.interleaved_token_s(self.token_s, self.prefill_s, self.batch, out)
+        moved = 0.0 if self.problem.book or out == 1 else self.transfer_s / (out - 1)
+        return self.token_s + moved
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens generated per second by one server, no prefill counted."""
+        return self.batch / self.token_s
+
+    @cached_property
+    def memory(self) -> ServingMemory:
+        """Bytes on one device of the generate server."""
+        interleaved = self.problem.mode == "interleaved"
+        return self.problem.memory(self.generate_on, float(self.batch), prefilling=interleaved, generating=True)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the batch stays within the device's HBM."""
+        return float(self.memory.total) <= self.problem.capacity
+
+    @cached_property
+    def max_batch(self) -> int:
+        """The most sequences that fit the generate server as it is laid out."""
+        return most_sequences(self.problem, self.generate_on)
+
+    @cached_property
+    def transfer_rates(self) -> dict[str, float]:
+        """Bytes/s between a prefill and a generate server, at the named fractions.
+
+        ``dcn``: every chip's egress. ``ici``: two such slices side by side, over the links of their common face.
+        """
+        chip, fractions = self.problem.slice.chip, self.problem.rates.fractions
+        servers = (self.problem.slice, self.problem.prefill_server)
+        chips = min(server.chips for server in servers)
+        face = min(server.chips / (1 if chip.kind == "gpu" else max(server.shape)) for server in servers)
+        return {
+            "ici": face * chip.ici_bytes_per_s * fractions.ici["permute"],
+            "dcn": chips * chip.dcn_bytes_per_s * fractions.dcn,
+        }
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds of one prompt's KV to the generate server over the plan's link."""
+        return self.problem.prompt_kv_bytes / self.transfer_rates[self.problem.link]
+
+    @property
+    def prefill_per_generate(self) -> float:
+        """Prefill servers that keep one generate server busy."""
+        return rules.prefill_per_generate(self.prefill_s, self.token_s, self.batch, self.problem.workload.generate)
+
+    @property
+    def cost_per_million_tokens(self) -> dict[str, float | None]:
+        """Dollars per million tokens in (prefilled) and out (generated), of slices that are always busy."""
+        prices = self.problem.prefill_server.price_usd_per_hour, self.problem.slice.price_usd_per_hour
+        prompts_per_s = 1 / self.prefill_s
+        rates = self.problem.workload.prompt * prompts_per_s, self.tokens_per_s
+        found = (
+            None if price is None else price / 3600 / rate * 1e6 for price, rate in zip(prices, rates, strict=True)
+        )
+        return dict(zip(("input", "output"), found, strict=True))
+
+    @cached_property
+    def reasons(self) -> list[Reason]:
+        """The rules of chapters 7 and 8 that apply."""
+        return serving_reasons(self.problem, self.generate_on, self.batch, self.generate)
+
+    @cached_property
+    def obstacles(self) -> list[str]:
+        """What keeps a program from running the plan as it stands."""
+        spread = self.generate_on.mesh.size("data", "fsdp", "expert")
+        if self.generate_on.kv_split == "batch":
+            spread *= self.generate_on.mesh.size("context")
+        if self.problem.book:
+            return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
+        if self.batch % spread:
+            return [f"JAX shards evenly: {self.batch} sequences cannot be split {spread} ways"]
+        return []
+
+    def step_times(self) -> StepTimes:
+        """What any step of these servers takes: what a simulation of requests asks.
+
+        Raises RooftopError on a plan with a draft model, whose rounds yield a number of tokens that varies.
+        """
+        if self.problem.draft is not None:
+            raise RooftopError("plan", "one with a draft model", "one without: drafts are planned, and not simulated")
+        rate = self.transfer_rates[self.problem.link]
+        return PlannedTimes(self.problem, self.generate_on, self.prefill_on, rate)
+
+    def require_fit(self) -> None:
+        """Raises Infeasible, saying what HBM is left for the cache, if an engine would not admit the batch."""
+        if self.fits:
+            return
+        problem, memory = self.problem, self.memory
+        left = problem.capacity - float(memory.total - memory.kv)
+        most = f"at most {self.max_batch} sequences fit" if self.max_batch else "not one sequence fits"
+        many = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
+        raise Infeasible(
+            f"{problem.model.name} with {many} of {problem.held_tokens:,.0f} tokens does not fit {problem.slice.name}",
+            f"their KV takes {format_bytes(float(memory.kv))} of a device, of whose {format_bytes(problem.capacity)} "
+            f"{format_bytes(max(left, 0.0))} are left; {most}",
+        )
+
+    def require_targets(self) -> None:
+        """Raises Infeasible, with what can be reached, if the plan misses a target of its workload."""
+        work = self.problem.workload
+        for name, reached, target in (("TTFT", self.ttft_s, work.ttft_s), ("TPOT", self.tpot_s, work.tpot_s)):
+            if target is not None and reached > target:
+                raise Infeasible(
+                    f"{self.problem.model.name} on {self.problem.slice.name} misses its {name} of "
+                    f"{format_seconds(target)}",
+                    f"nearest is {format_seconds(reached)} ({reached / target:.2f} times the target), with batch "
+                    f"{self.batch}",
+                )
+
+    def memory_json(self) -> dict[str, Any]:
+        """Bytes over the whole slice by class, copies included, and the same of one device."""
+        problem, devices = self.problem, self.problem.slice.devices
+        classes = {name: float(value) for name, value in asdict(self.memory).items()}
+        total, capacity = sum(classes.values()), problem.capacity
+        return {
+            **{name: value * devices for name, value in classes.items()},
+            "kv_per_token": float(kv_bytes_per_token(problem.model, problem.numerics.kv)),
+            "total": total * devices,
+            "free": (capacity - total) * devices,
+            "capacity": capacity * devices,
+            "fits": self.fits,
+            "per_device": classes | {"total": total, "capacity": capacity},
+        }
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a step at peak rates: reading weights and KV, FLOPs, and collectives."""
+        hbm = self.problem.rates.hbm_bytes_per_s
+        kv = sum(float(r.count * r.hbm_bytes) for r in self.generate if r.scope in ("layers/attn/core", "kv_cache"))
+        every = sum(float(row.count * row.hbm_bytes) for row in self.generate)
+        busy = _busy(self.generate)
+        return {
+            "weights_s": (every - kv) / hbm,
+            "kv_s": kv / hbm,
+            "flops_s": busy["mxu"],
+            "ici_s": busy["ici"] + busy["dcn"],
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan without what a search adds: see ``ServingAnswer``."""
+        problem, work = self.problem, self.problem.workload
+        prefill_busy = _busy(self.prefill)
+        mesh = self.generate_on.mesh
+        return {
+            "kind": "serve",
+            "schema": SCHEMA,
+            "rooftop_version": __version__,
+            "model": {
+                "name": problem.model.name,
+                "params": problem.params[0],
+                "active_params": problem.params[1],
+                "config": problem.model.to_json(),
+            },
+            "slice": {"name": problem.slice.name, "chips": problem.slice.chips, "devices": problem.slice.devices},
+            "workload": asdict(work),
+            "dtypes": asdict(problem.numerics),
+            "mode": problem.mode,
+            "link": problem.link,
+            "mesh": mesh.to_json(),
+            "kv_split": self.generate_on.kv_split,
+            "rules": serving_rules(generating=True).only(mesh.shape).to_json(),
+            "assumptions": {
+                "shares": {name: problem.assumptions.share(name, problem.slice.chip) for name in SHARES},
+                "sources": problem.assumptions.sources(problem.slice.chip),
+                "given": dict(problem.assumptions.shares),
+                "mfu": problem.assumptions.mfu,
+                "bounds": problem.bounds,
+            },
+            "draft": self._draft(),
+            "definitions": dict(DEFINITIONS),
+            "generate": {
+                "batch": self.batch,
+                "context": problem.step_context,
+                "step_s": {"lower_s": self.lower_s, "expected_s": self.step_s},
+                "tokens_per_s": self.tokens_per_s,
+                "tokens_per_s_per_chip": self.tokens_per_s / problem.slice.chips,
+                "bound": _bound(self.generate),
+                "breakdown": self.breakdown(),
+                "ledger": self.generate.to_json(),
+            },
+            "prefill": {
+                "seconds": self.prefill_s,
+                "lower_s": max(prefill_busy.values()),
+                "bound": _bound(self.prefill),
+                "tokens_per_s": work.prompt / self.prefill_s,
+                "slice": problem.prefill_server.name,
+                "mesh": self.prefill_on.mesh.to_json(),
+                "rules": serving_rules(generating=False).only(self.prefill_on.mesh.shape).to_json(),
+                "ledger": self.prefill.to_json(),
+            },
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "memory": self.memory_json(),
+            "max_batch": self.max_batch,
+            "kv_transfer": {
+                "bytes": problem.prompt_kv_bytes,
+                **{f"{name}_s": problem.prompt_kv_bytes / rate for name, rate in self.transfer_rates.items()},
+            },
+            "prefix_cache": self._prefix_cache(),
+            "evicted_tokens_per_step": rules.evicted_tokens_per_step(self.batch, work.prompt, work.generate),
+            "prefill_per_generate": self.prefill_per_generate,
+            "cost_per_million_tokens": self.cost_per_million_tokens,
+            "executable": not self.obstacles,
+            "obstacles": self.obstacles,
+            "reasons": [reason.to_json() for reason in self.reasons],
+        }  # fmt: skip
+
+    def _draft(self) -> dict[str, Any] | None:
+        """The draft model, what both models take in a round, and what it gains in tokens/s."""
+        problem, draft = self.problem, self.problem.draft
+        if draft is None:
+            return None
+        times = round_times(problem, self.generate_on, float(self.batch))
+        work = problem.workload
+        new = float(work.new_prompt_tokens)
+        prefill = problem.prefill(self.prefill_on, new, work.prompt - new, model=draft.model)
+        return draft.to_json() | {
+            "guess_s": float(times.guess_s),
+            "check_s": float(times.check_s),
+            "round_s": float(times.round_s),
+            "prefill_s": float(prefill.expected_s),
+            "gain": self.step_s / self.token_s - 1,
+        }
+
+    def _prefix_cache(self) -> dict[str, Any]:
+        """What the prefix cache saves, and how many prompts' KV the hosts' memory holds."""
+        problem = self.problem
+        cold = replace(problem, workload=replace(problem.workload, hit_rate=0.0)).prompt_s(self.prefill_on)
+        memory = None if problem.host_bytes is None else problem.host_bytes * problem.prefill_server.hosts
+        return {
+            "hit_rate": problem.workload.hit_rate,
+            "prefill_without_s": cold,
+            "read_s": problem.prefix_read_s,
+            "speedup": cold / self.prefill_s,
+            "host_bytes": memory,
+            "prompts_held": None if memory is None else int(memory / problem.prompt_kv_bytes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ServingPlan:
+        """The plan that a plan.json of kind 'serve' describes, priced anew. Raises RooftopError on any other file."""
+        try:
+            if (data["kind"], data["schema"]) != ("serve", SCHEMA):
+                raise RooftopError("plan kind and schema", f"{data['kind']} {data['schema']}", f"serve {SCHEMA}")
+            slice_ = Slice.parse(data["slice"]["name"])
+            prefill_slice = Slice.parse(data["prefill"]["slice"])
+            problem = ServingProblem(
+                model=ModelConfig.from_json(data["model"]["config"]),
+                slice=slice_,
+                workload=ServingWorkload(**data["workload"]),
+                numerics=ServingNumerics(**data["dtypes"]),
+                assumptions=ServingAssumptions(shares=data["assumptions"]["given"], mfu=data["assumptions"]["mfu"]),
+                mode=data["mode"],
+                bounds=data["assumptions"]["bounds"],
+                link=data["link"],
+                prefill_slice=None if data["prefill"]["slice"] == slice_.name else prefill_slice,
+                draft=None if data["draft"] is None else Draft.from_json(data["draft"]),
+            )
+            return cls(
+                problem=problem,
+                generate_on=Placement(mesh=Mesh.from_json(slice_, data["mesh"]), kv_split=data["kv_split"]),
+                prefill_on=Placement(mesh=Mesh.from_json(prefill_slice, data["prefill"]["mesh"])),
+                batch=int(data["generate"]["batch"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise misread("plan", error, "a plan.json written by rooftop plan serve") from None
+
+
+def _busy(ledger: Ledger) -> dict[str, float]:
+    return {name: float(ledger.total(name)) for name in ("hbm", "mxu", "ici", "dcn")}
+
+
+def _bound(ledger: Ledger) -> str:
+    busy = _busy(ledger)
+    return max(busy, key=lambda name: busy[name])

@@ -1,0 +1,381 @@
+"""A serving problem: what is given, which placements there are, and what each takes and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from rooftop.arrays.mesh import Mesh
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.ledger import Ledger, Number, Row
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, count_params
+from rooftop.models.counting import kv_cache_bytes
+from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.phase import Phase, cached_bytes
+from rooftop.plan.serving.placement import KV_SPLITS, Placed, Placement
+from rooftop.plan.serving.pricing import price_serving
+from rooftop.plan.serving.rows import generate_work, prefill_work
+from rooftop.plan.serving.workload import Draft, ServingNumerics, ServingWorkload
+from rooftop.roofline.rates import Rates
+from rooftop.roofline.rules import distinct_experts, generate_step_s, prefill_s
+
+MODES = ("disaggregated", "interleaved")
+BOUNDS = ("usable", "book")
+#: What joins a prefill and a generate server.
+LINKS = ("ici", "dcn")
+#: The mesh axes of serving, in the order in which they are laid on the network.
+SERVING_AXES = ("data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingMemory:
+    """Bytes of one device by class; arrays over batch sizes."""
+
+    weights: Number
+    scales: Number
+    kv: Number
+    activations: Number
+
+    @property
+    def total(self) -> Number:
+        """All classes together."""
+        return self.weights + self.scales + self.kv + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingProblem:
+    """What a serving plan is made for.
+
+    ``slice`` is a generate server, and a prefill server too unless ``prefill_slice`` is (of the same chip). KV goes
+    from one to the other over ``link``. ``axes`` and ``kv_split`` fix where generation runs, ``prefill_axes`` where
+    prefill does. ``bounds`` 'book' is the arithmetic of chapters 7 and 8: nominal HBM, everything spread evenly, no
+    network. ``host_bytes``: memory of a host that a prefix cache may fill.
+    """
+
+    model: ModelConfig
+    slice: Slice
+    workload: ServingWorkload
+    numerics: ServingNumerics = ServingNumerics()
+    assumptions: ServingAssumptions = ServingAssumptions()
+    mode: str = "disaggregated"
+    bounds: str = "usable"
+    axes: Mapping[str, int] | None = None
+    prefill_axes: Mapping[str, int] | None = None
+    kv_split: str | None = None
+    link: str = "dcn"
+    draft: Draft | None = None
+    host_bytes: float | None = None
+    prefill_slice: Slice | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise unknown("mode", self.mode, MODES)
+        if self.bounds not in BOUNDS:
+            raise unknown("bounds", self.bounds, BOUNDS)
+        if self.link not in LINKS:
+            raise unknown("link", self.link, LINKS)
+        if self.kv_split is not None and self.kv_split not in KV_SPLITS:
+            raise unknown("kv-split", self.kv_split, KV_SPLITS)
+        if self.book and self.draft is not None:
+            raise RooftopError("bounds", self.bounds, "usable with a draft model")
+        if self.slice.num_slices > 1:
+            one = self.slice.name.partition("@")[0]
+            raise RooftopError("slice", self.slice.name, f"one slice ({one}): replicas are servers of their own")
+        if self.prefill_slice is not None:
+            if self.mode == "interleaved":
+                raise RooftopError("prefill-on", self.prefill_slice.name, "nothing where both phases share a server")
+            if self.prefill_slice.chip != self.slice.chip or self.prefill_slice.num_slices > 1:
+                raise RooftopError("prefill-on", self.prefill_slice.name, f"one slice of {self.slice.chip.name}")
+        if self.numerics.flops not in self.slice.chip.flops_per_s:
+            accepted = ", ".join(self.slice.chip.flops_per_s)
+            raise RooftopError(f"flops dtype on {self.slice.chip.name}", self.numerics.flops, accepted)
+
+    @property
+    def book(self) -> bool:
+        """Whether the book's arithmetic is asked for."""
+        return self.bounds == "book"
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What one device computes and moves per second."""
+        return Rates.of(self.slice.chip)
+
+    @property
+    def prefill_server(self) -> Slice:
+        """The slice of a server that prefills."""
+        return self.prefill_slice or self.slice
+
+    @property
+    def capacity(self) -> float:
+        """HBM bytes of a device: usable, or nominal with the book's bounds."""
+        chip = self.slice.chip
+        return chip.hbm_bytes / chip.devices if self.book else chip.hbm_usable_bytes
+
+    @property
+    def step_context(self) -> float:
+        """Tokens in a sequence's cache at the step that is priced; the book takes the prompt's."""
+        if self.book and self.workload.context is None:
+            return float(self.workload.prompt)
+        return self.workload.step_context
+
+    @property
+    def held_tokens(self) -> float:
+        """Tokens for which a sequence needs room; the book counts those of the step."""
+        return self.step_context if self.book else float(self.workload.held_tokens)
+
+    @cached_property
+    def params(self) -> tuple[int, int]:
+        """Parameters in all, and those that one token uses."""
+        found = count_params(self.model)
+        return found.total, found.active
+
+    def phase(self, phase: str, placement: Placed, tokens: Number, model: ModelConfig | None = None) -> Phase:
+        """A phase of this problem, of the draft model if one is given."""
+        return Phase(phase=phase, model=model or self.model, numerics=self.numerics, placement=placement, tokens=tokens)
+
+    def generate(
+        self,
+        placement: Placed,
+        batch: Number,
+        context: Number | None = None,
+        *,
+        model: ModelConfig | None = None,
+        guesses: int = 0,
+    ) -> Ledger:
+        """The ledger of a step that gives each of ``batch`` sequences its next token, with ``context`` tokens cached.
+
+        ``model`` is the draft model, if it is its step; ``guesses`` more tokens of each sequence are checked.
+        """
+        tokens = self.step_context if context is None else context
+        if self.book:
+            return book_generate(self.model, self.numerics, self.slice.devices, self.rates, batch, tokens)
+        phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
+        return price_serving(generate_work(phase, tokens), placement, self.rates, self.assumptions)
+
+    def prefill(
+        self, placement: Placement, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
+    ) -> Ledger:
+        """The ledger of a prefill of ``tokens`` tokens of one sequence, after ``before`` tokens whose KV is there."""
+        if self.book or self.assumptions.mfu is not None:
+            mfu = self.assumptions.mfu or 1.0
+            return book_prefill(model or self.model, self.numerics, placement.slice.devices, self.rates, tokens, mfu)
+        phase = self.phase("prefill", placement, float(tokens), model)
+        return price_serving(prefill_work(phase, before), placement, self.rates, self.assumptions)
+
+    def prompt_s(self, placement: Placement) -> float:
+        """Expected seconds until a prompt is prefilled: what the cache has is read, then the models run."""
+        new = float(self.workload.new_prompt_tokens)
+        before = self.workload.prompt - new
+        models = [self.model] if self.draft is None else [self.model, self.draft.model]
+        seconds = sum(float(self.prefill(placement, new, before, model=model).expected_s) for model in models)
+        return seconds + self.prefix_read_s
+
+    @cached_property
+    def prompt_kv_bytes(self) -> float:
+        """Bytes of one prompt's KV, the draft model's included."""
+        models = [self.model] if self.draft is None else [self.model, self.draft.model]
+        return sum(float(cached_bytes(model, self.numerics, self.workload.prompt, stored=True)) for model in models)
+
+    @property
+    def prefix_read_s(self) -> float:
+        """Seconds in which the part of a prompt's KV that the prefix cache has comes from host memory over PCIe."""
+        rate = self.prefill_server.chips * self.slice.chip.pcie_bytes_per_s
+        return self.workload.hit_rate * self.prompt_kv_bytes / rate
+
+    def memory(self, placement: Placed, batch: Number, *, prefilling: bool, generating: bool) -> ServingMemory:
+        """Bytes on one device of a server that holds the KV of ``batch`` sequences and runs one phase or both."""
+        if self.book:
+            devices = placement.slice.devices
+            kv = batch * kv_cache_bytes(self.model, self.numerics.kv, self.held_tokens) / devices
+            held_weights = self.params[0] * self.numerics.weight_bytes / devices
+            return ServingMemory(weights=held_weights, scales=0.0, kv=kv, activations=0.0)
+        phase = self.phase("generate" if generating else "prefill", placement, batch if generating else 1.0)
+        held = self.held_tokens if generating else float(self.workload.prompt)
+        activations: Number = phase.activation_bytes if generating else 0.0
+        if prefilling:
+            whole = self.phase("prefill", placement.joined() if generating else placement, self.workload.prompt)
+            activations = np.maximum(activations, whole.activation_bytes)
+        weights, scales = phase.device_weight_bytes
+        kv = phase.device_kv_bytes(batch, held, stored=True)
+        if self.draft is not None:
+            # A draft model lies beside the large one, as it is split, and has a cache of its own.
+            small = replace(phase, model=self.draft.model)
+            draft_weights, draft_scales = small.device_weight_bytes
+            weights, scales = weights + draft_weights, scales + draft_scales
+            kv = kv + small.device_kv_bytes(batch, held, stored=True)
+        plain = kv / (1 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes)
+        return ServingMemory(weights=weights, scales=scales + kv - plain, kv=plain, activations=activations)
+
+    def generate_placements(self) -> list[Placement]:
+        """Where a step may run, fewest ways first: every split of the slice that divides heads and hidden columns."""
+        if self.book:
+            return [Placement(mesh=_lay(self.slice, {"tensor": self.slice.devices}))]
+        found = []
+        for sizes in self._sizes(
+            self.slice, self.axes, ("fsdp", "expert", "context", "tensor"), self._divides_generate
+        ):
+            splits = [self.kv_split or "batch"] if sizes["context"] == 1 or self.kv_split else list(KV_SPLITS)
+            mesh = _lay(self.slice, sizes)
+            found += [Placement(mesh=mesh, kv_split=split) for split in splits]
+        return found
+
+    def prefill_placements(self) -> list[Placement]:
+        """Where a prefill may run: tensor, expert and sequence sharding."""
+        if self.book or self.assumptions.mfu is not None:
+            return [Placement(mesh=_lay(self.prefill_server, {"tensor": self.prefill_server.devices}))]
+        return [
+            Placement(mesh=_lay(self.prefill_server, sizes))
+            for sizes in self._sizes(
+                self.prefill_server, self.prefill_axes, ("expert", "context", "tensor"), self._divides_prefill
+            )
+        ]
+
+    def shared_prefill(self, placement: Placement) -> Placement:
+        """Where a prefill runs on a generate server: on the same weights, whose columns stay where they are."""
+        return placement if self.book else placement.joined()
+
+    def _sizes(
+        self,
+        slice_: Slice,
+        given: Mapping[str, int] | None,
+        axes: tuple[str, ...],
+        refused: Callable[[Mapping[str, int]], str | None],
+    ) -> Iterator[dict[str, int]]:
+        """Axis sizes, as given or every one that is not ``refused``. Raises RooftopError if those given cannot be."""
+        devices = slice_.devices
+        if given is None:
+            for chosen in _divisions(devices, len(axes)):
+                sizes = dict.fromkeys(SERVING_AXES, 1) | dict(zip(axes, chosen, strict=True))
+                if refused(sizes) is None:
+                    yield sizes
+            return
+        text = ",".join(f"{name}={size}" for name, size in given.items())
+        for name in given:
+            if name not in SERVING_AXES:
+                raise unknown("mesh axis", name, SERVING_AXES)
+        sizes = {name: given.get(name, 1) for name in SERVING_AXES}
+        if prod(sizes.values()) != devices:
+            raise RooftopError("mesh", text, f"sizes whose product is the {devices} devices of {slice_.name}")
+        why = refused(sizes)
+        if why is not None:
+            raise RooftopError("mesh", text, why)
+        yield sizes
+
+    def _divides(self, split: int, sizes: Mapping[str, int]) -> str | None:
+        model, moe = self.model, self.model.moe
+        if model.heads % split:
+            return f"a split of the {model.heads} heads that divides them"
+        if model.dense_layers and model.d_ff % split:
+            return f"a split of F {model.d_ff} that divides it"
+        if moe is None:
+            if sizes["expert"] > 1:
+                return "no expert axis: the model has no experts"
+        elif moe.experts % sizes["expert"] or moe.d_ff % split:
+            return f"a split of {moe.experts} experts of F {moe.d_ff} that divides them"
+        kv, tensor = model.kv_heads, sizes["tensor"]
+        if kv % tensor and tensor % kv:
+            return f"a tensor axis that divides the {kv} KV heads, or a multiple of them"
+        return None
+
+    def _divides_generate(self, sizes: Mapping[str, int]) -> str | None:
+        split = sizes["context"] * sizes["tensor"]
+        if self.model.d_model % (sizes["fsdp"] * split):
+            return f"fsdp x context x tensor that divide a D of {self.model.d_model}"
+        if sizes["fsdp"] > 1 and self.mode == "interleaved":
+            return "no fsdp axis where prefill and generation share a server"
+        if sizes["fsdp"] > 1 and sizes["expert"] > 1:
+            return "fsdp or expert, not both"
+        return self._divides(split, sizes)
+
+    def _divides_prefill(self, sizes: Mapping[str, int]) -> str | None:
+        if sizes["fsdp"] > 1:
+            return "no fsdp axis in a prefill: weights stay where they are"
+        if sizes["expert"] > 1:
+            # One sequence is spread over the experts' axis by its tokens.
+            return (
+                "no expert axis without several sequences"
+                if self.model.moe is None
+                else self._divides(sizes["tensor"], sizes)
+            )
+        return self._divides(sizes["tensor"], sizes)
+
+
+def _lay(slice_: Slice, sizes: Mapping[str, int]) -> Mesh:
+    return Mesh.lay(slice_, {name: sizes.get(name, 1) for name in SERVING_AXES})
+
+
+def _divisions(value: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write ``value`` as an ordered product of ``count`` factors, ones included."""
+    if count == 1:
+        yield (value,)
+        return
+    for factor in range(1, value + 1):
+        if value % factor == 0:
+            for rest in _divisions(value // factor, count - 1):
+                yield (factor, *rest)
+
+
+def book_generate(
+    model: ModelConfig, numerics: ServingNumerics, devices: int, rates: Rates, batch: Number, context: Number
+) -> Ledger:
+    """Two rows of a step on one of ``devices``: the cache, and all else as one matmul (chapter 7).
+
+    Of experts those that the batch is expected to use are read.
+    """
+    kv = batch * kv_cache_bytes(model, numerics.kv, context) / devices
+    count = count_params(model)
+    read: Number = float(count.total)
+    if model.moe is not None:
+        used = distinct_experts(model.moe.experts, model.moe.active, batch)
+        read = count.total - count.by_component["experts"] * (1 - used / model.moe.experts)
+    weights = read * numerics.weight_bytes / devices
+    flops = 2.0 * batch * count.active / devices
+    hbm, peak = rates.hbm_bytes_per_s, rates.flops_per_s[numerics.flops]
+    step = generate_step_s(kv, weights, flops, hbm, peak)
+    cache = Row(
+        scope="layers/attn/core",
+        phase="generate",
+        hbm_bytes=kv,
+        time_s={"hbm": kv / hbm},
+        expected_s=kv / hbm,
+        serial_s=kv / hbm,
+        formula="batch x KV / HBM",
+    )
+    rest = Row(
+        scope="unscoped",
+        phase="generate",
+        hbm_bytes=weights,
+        flops={numerics.flops: flops},
+        time_s={"hbm": weights / hbm, "mxu": flops / peak},
+        expected_s=step - kv / hbm,
+        serial_s=weights / hbm + flops / peak,
+        formula="max(2 B P / C, bytes of P / HBM)",
+    )
+    return Ledger((cache, rest))
+
+
+def book_prefill(
+    model: ModelConfig, numerics: ServingNumerics, devices: int, rates: Rates, tokens: float, mfu: float
+) -> Ledger:
+    """One row: 2 FLOPs per (active) parameter and token, at a given utilisation (chapter 8)."""
+    count = count_params(model)
+    peak = rates.flops_per_s[numerics.flops]
+    seconds = prefill_s(count.active, tokens, devices * peak, mfu)
+    flops = 2.0 * count.active * tokens / devices
+    weights = count.total * numerics.weight_bytes / devices
+    row = Row(
+        scope="unscoped",
+        phase="prefill",
+        flops={numerics.flops: flops},
+        hbm_bytes=weights,
+        time_s={"mxu": flops / peak, "hbm": weights / rates.hbm_bytes_per_s},
+        expected_s=seconds,
+        serial_s=seconds,
+        formula="2 P T / (C x MFU)",
+    )
+    return Ledger((row,))

@@ -1,0 +1,135 @@
+"""Why a serving plan is what it is: each rule of chapters 7 and 8 that applies, with values and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rooftop.core.ledger import Ledger
+from rooftop.core.quantities import format_bytes, format_count
+from rooftop.plan.serving.placement import Placement
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.training.reasons import Reason
+from rooftop.roofline import rules
+
+
+def serving_reasons(problem: ServingProblem, placement: Placement, batch: int, step: Ledger) -> list[Reason]:
+    """The rules of chapters 7 and 8 for this batch at this placement; ``step`` is the step's ledger."""
+    return [*_matmuls(problem, batch), *_cache(problem, placement, batch, step), *_network(problem, placement, batch)]
+
+
+def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
+    rates, numerics = problem.rates, problem.numerics
+    need = rules.critical_batch(rates.flops_per_s[numerics.flops], rates.hbm_bytes_per_s, weight_dtype=numerics.weights)
+    yield Reason(
+        rule="matmuls bound by FLOPs, not HBM",
+        source="chapter 7",
+        formula="B >= C x bytes of a weight / (2 W_hbm)",
+        value=float(batch),
+        limit=need,
+        text=f"{batch} sequences share each reading of the weights; {need:.0f} would make the matmuls outlast it.",
+    )
+    moe = problem.model.moe
+    if moe is not None:
+        more = rules.critical_moe_tokens(need, moe.experts, moe.active)
+        used = float(rules.distinct_experts(moe.experts, moe.active, float(batch)))
+        yield Reason(
+            rule="experts bound by FLOPs, not HBM",
+            source="chapter 4",
+            formula="B >= B_crit E / k",
+            value=float(batch),
+            limit=more,
+            text=f"A step reads {used:.1f} of {moe.experts} experts in the mean; {more:.0f} sequences keep them busy.",
+        )
+
+
+def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledger) -> Iterator[Reason]:
+    kv = sum(float(row.count * row.hbm_bytes) for row in step if row.scope in ("layers/attn/core", "kv_cache"))
+    every = sum(float(row.count * row.hbm_bytes) for row in step)
+    weights = every - kv
+    yield Reason(
+        rule="a larger batch pays",
+        source="chapter 7",
+        formula="weights read >= KV read",
+        value=weights,
+        limit=kv,
+        text=f"A device reads {format_bytes(weights)} of weights and {format_bytes(kv)} of KV a step"
+        + ("." if weights >= kv else ": more sequences add little to tokens/s."),
+    )
+    longest = problem.model.max_seq_len
+    yield Reason(
+        rule="sequences no longer than the model's",
+        source="the model's config",
+        formula="prompt + answer <= longest sequence",
+        value=float(longest),
+        limit=float(problem.held_tokens),
+        text=f"A sequence grows to {problem.held_tokens:,.0f} tokens; the model was made for {longest:,}.",
+    )
+    if problem.book:
+        return
+    heads, ways = problem.model.kv_heads, placement.mesh.size("tensor")
+    split = placement.mesh.size("context")
+    whole = problem.model.mla is None
+    text = f"{heads} KV heads over {ways} ways" if whole else f"a latent that all heads share, over {ways} ways"
+    limit = heads if whole else 1
+    yield Reason(
+        rule="the cache is not copied",
+        source="chapter 7",
+        formula="tensor <= KV heads" if whole else "tensor <= 1: a latent has no heads",
+        value=float(limit),
+        limit=float(ways),
+        text=f"{text}: {'no copies' if ways <= limit else f'{ways / limit:g} copies of each'}"
+        + (
+            f"; its {'sequences' if placement.kv_split == 'batch' else 'tokens'} are split {split} ways."
+            if split > 1
+            else "."
+        ),
+    )
+
+
+def _network(problem: ServingProblem, placement: Placement, batch: int) -> Iterator[Reason]:
+    chip, model = problem.slice.chip, problem.model
+    if chip.kind != "tpu" or problem.slice.chips == 1:
+        return
+    ways = placement.mesh.size("context", "tensor")
+    hidden = model.d_ff if model.moe is None else model.moe.d_ff
+    beta = chip.hbm_bytes_per_s / (2 * chip.ici_bytes_per_s)
+    limit = rules.generate_tensor_limit(hidden, batch, beta)
+    yield Reason(
+        rule="tensor parallelism while HBM binds",
+        source="chapter 7",
+        formula="Y <= F / (B beta), beta = W_hbm / W_ici",
+        value=limit,
+        limit=float(ways),
+        text=f"{ways} ways against {limit:.0f}, at which the collectives of {batch} sequences outlast the weights.",
+    )
+    axes = sum(1 for axis in problem.slice.physical_axes if axis.kind == "torus" and axis.size > 1)
+    busy = rules.tensor_limit(hidden, rules.network_intensity(chip, problem.numerics.flops), axes)
+    yield Reason(
+        rule="tensor parallelism while FLOPs bind",
+        source="chapter 8",
+        formula="Y <= M F / alpha",
+        value=busy,
+        limit=float(ways),
+        text=f"{ways} ways against {busy:.1f} for batches so large that FLOPs bind.",
+    )
+    two_d = rules.weight_stationary_2d_chips(hidden / model.d_model, axes)
+    used = placement.mesh.size("fsdp") > 1
+    yield Reason(
+        rule="2-D weight-stationary sharding",
+        source="chapter 7",
+        formula="N > 2 (F/D) axes^2",
+        value=float(problem.slice.chips),
+        limit=two_d,
+        text=f"Splitting D too moves fewer bytes above {two_d:.0f} chips; {problem.slice.chips} here, and D is "
+        f"{'split' if used else 'whole'}.",
+    )
+    shard = batch * model.d_model * 2.0 / max(ways, 1)
+    small = rules.latency_bound_bytes(chip.ici_bytes_per_s, chip.hop_s)
+    yield Reason(
+        rule="collectives bound by bytes, not latency",
+        source="chapter 7, appendix C",
+        formula="B D bytes / Y >= W hop",
+        value=shard,
+        limit=small,
+        text=f"A shard of activations has {format_count(shard, 'B')}; below {format_count(small, 'B')} hops cost more.",
+    )

@@ -1,0 +1,260 @@
+"""The work of a generate step and of a prefill, scope by scope: bytes, FLOPs and collectives of one device.
+
+Chapter 7 of the book. Activations are copied over the devices that split a layer; each of the two blocks of a layer
+ends in an AllReduce (1-D weight-stationary). With D split over ``fsdp`` (2-D) partial sums are added over it after the
+first matmul, and an AllGather and a ReduceScatter over the hidden columns take the place of that AllReduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rooftop.core.ledger import Number
+from rooftop.models import ModelConfig
+from rooftop.plan.pricing import Transfer, Work
+from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
+from rooftop.plan.shapes import Matmul, attended_pairs, attention_head_sizes
+from rooftop.roofline.achievable import kernel_flops
+
+
+def generate_work(phase: Phase, context: Number) -> list[Work]:
+    """One token for each of ``phase.tokens`` sequences, which hold ``context`` tokens of KV each."""
+    return [*_embed(phase), *_attention_generate(phase, context), *_blocks(phase), *_head(phase, phase.own_tokens)]
+
+
+def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1) -> list[Work]:
+    """``phase.tokens`` new tokens of ``sequences`` equal sequences, each after ``before`` tokens whose KV is there."""
+    last = np.ceil(sequences / phase.ways("data"))
+    return [*_embed(phase), *_attention_prefill(phase, before, sequences), *_blocks(phase), *_head(phase, last)]
+
+
+def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> float:
+    """(query, key) pairs that a causal kernel executes for ``new`` tokens after ``before``, averaged over layers.
+
+    Among the new tokens as in training (blocks that are not masked); each new token also sees the tokens before, as far
+    as its layer's window reaches.
+    """
+    windows = model.layer_windows or (None,)
+    total = 0.0
+    for window in set(windows):
+        pairs = attended_pairs(int(new), window, block)
+        if window is None:
+            pairs += new * before
+        else:
+            reach = min(new, window)
+            whole = min(max(window - before, 0.0), reach)
+            pairs += whole * min(before, window) + (reach - whole) * (window - (whole + reach) / 2)
+        total += windows.count(window) * pairs
+    return total / len(windows)
+
+
+def _embed(phase: Phase) -> list[Work]:
+    rows = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES
+    found = Transfer("all_gather", phase.columns, rows, "critical")
+    return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=(found,), formula="rows looked up and gathered")]
+
+
+def _attention_generate(phase: Phase, context: Number) -> list[Work]:
+    model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
+    d_qk, d_v = attention_head_sizes(model)
+    heads = model.heads / phase.ways("tensor")
+    # The part of a group's sequences that a device attends for: fsdp and context split the cache's tokens.
+    sequences = phase.sequences(phase.tokens)
+    kv = phase.device_kv_bytes(phase.tokens, context, stored=False) / layers
+    seen = kv / (phase.cached_bytes(1.0, stored=False) / layers * phase.cache_share) * (1 + phase.guesses)
+    if model.mla is None:
+        flops = 2.0 * seen * heads * (d_qk + d_v)
+    else:
+        # The projections of keys and values are folded into the queries and outputs: all heads read the latent.
+        flops = 2.0 * seen * heads * (2 * model.mla.kv_rank + model.mla.d_rope)
+    queries, outputs = (tokens * heads * size * ACTIVATION_BYTES for size in (d_qk, d_v))
+    moved: tuple[Transfer, ...] = ()
+    if phase.placement.kv_split == "seq":
+        # Every part of a sequence meets all queries; partial outputs, with their maxima and sums, are added up.
+        moved += (
+            Transfer("all_gather", ("context",), queries, "critical"),
+            Transfer("reduce_scatter", ("context",), outputs + 8.0 * tokens * heads, "critical"),
+        )
+    else:
+        share = phase.ways("context")
+        moved += (
+            Transfer("all_to_all", ("context",), queries / share, "critical"),
+            Transfer("all_to_all", ("context",), outputs / share, "critical"),
+        )
+    # Sequences that fsdp has spread come together again for the projection.
+    moved += (Transfer("all_gather", ("fsdp",), outputs / phase.ways("context"), "critical"),)
+    written = sequences * (1 + phase.guesses) * phase.cached_bytes(1.0, stored=False) * phase.cache_share / layers
+    return [
+        *_matmuls(phase, "layers/attn/qkv", layers, phase.attention, tokens, into=True),
+        _work(
+            phase, "kv_cache", layers, hbm_bytes=written, formula="the KV of one token of each sequence written"
+        ),
+        _work(
+            phase, "layers/attn/core", layers, hbm_bytes=kv, flops=flops, flops_dtype="bf16", collectives=moved,
+            matmul_s=flops / phase.rates.flops_per_s["bf16"], formula="all KV of the sequences here read once",
+        ),
+        *_matmuls(phase, "layers/attn/out", layers, phase.attention_out, tokens, into=False),
+    ]  # fmt: skip
+
+
+def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work]:
+    model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
+    d_qk, d_v = attention_head_sizes(model)
+    heads, ring = model.heads / phase.split, phase.ways("expert", "context")
+    new = float(phase.tokens) / sequences
+    here = float(np.ceil(sequences / phase.ways("data")))
+    pairs = here * chunk_pairs(model, new, before, phase.rates.attention_block)
+    scores = pairs / ring * heads
+    chip = phase.placement.slice.chip
+    flops = float(kernel_flops(chip, d_qk, d_v)) * scores
+    keys_values = here * (new + before) / ring * phase.kv_heads * (d_qk + d_v) * ACTIVATION_BYTES
+    written = phase.device_kv_bytes(sequences, new, stored=True) / layers
+    queries = tokens * heads * (d_qk + d_v) * ACTIVATION_BYTES
+    return [
+        *_matmuls(phase, "layers/attn/qkv", layers, phase.attention, tokens, into=True),
+        _work(phase, "kv_cache", layers, hbm_bytes=written, formula="the KV of every token written"),
+        _work(
+            phase, "layers/attn/core", layers, hbm_bytes=queries + keys_values, kernel_flops=flops,
+            matmul_s=phase.rates.attention_s(scores, d_qk, d_v, backward=False),
+            collectives=(Transfer("permute_ring", ("expert", "context"), keys_values * ring, "ring"),),
+            formula="2 FLOPs per pair, head and head size in both matmuls, masked blocks skipped",
+        ),
+        *_matmuls(phase, "layers/attn/out", layers, phase.attention_out, tokens, into=False),
+    ]  # fmt: skip
+
+
+def _blocks(phase: Phase) -> list[Work]:
+    """The MLP of dense layers, and routers, experts and shared experts of the others."""
+    model, moe, tokens = phase.model, phase.model.moe, phase.own_tokens
+    work: list[Work] = []
+    if model.dense_layers:
+        up, down = phase.mlp(model.d_ff)
+        work += _matmuls(phase, "layers/mlp/up", model.dense_layers, up, tokens, into=True)
+        work += _matmuls(phase, "layers/mlp/down", model.dense_layers, down, tokens, into=False)
+    if moe is None:
+        return work
+    layers = model.moe_layers
+    routed = tokens * moe.active
+    sent = routed * model.d_model * ACTIVATION_BYTES
+    work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None)
+    if phase.splits("expert"):
+        # Every device of a group sends its columns of a token, which its receivers gather.
+        there = (
+            Transfer("all_to_all", ("expert",), sent / phase.split, "critical"),
+            Transfer("all_gather", phase.columns, sent, "critical"),
+        )
+        back = (
+            Transfer("reduce_scatter", phase.columns, sent, "critical"),
+            Transfer("all_to_all", ("expert",), sent / phase.split, "critical"),
+            Transfer("all_gather", phase.columns, tokens * model.d_model * ACTIVATION_BYTES, "critical"),
+        )
+        work += [
+            _work(phase, "layers/moe/dispatch", layers, collectives=there, formula="tokens to the experts they chose"),
+            _work(phase, "layers/moe/combine", layers, collectives=back, formula="and back, summed"),
+        ]
+    up, down = phase.mlp(moe.d_ff)
+    into = None if phase.splits("expert") else False
+    for scope_matmuls, summed in ((up, None), (down, into)):
+        weights = phase.experts_read * sum(phase.weight_bytes(scope_matmuls))
+        work += _matmuls(
+            phase, "layers/moe/experts", layers, scope_matmuls, routed, into=summed, weights=weights, sums=tokens
+        )
+    if moe.shared_d_ff:
+        up, down = phase.mlp(moe.shared_d_ff)
+        work += _matmuls(phase, "layers/moe/shared", layers, up, tokens, into=None)
+        # Its partial sums are added to those of the experts, where these are summed over the same devices.
+        work += _matmuls(phase, "layers/moe/shared", layers, down, tokens, into=None)
+    return work
+
+
+def _head(phase: Phase, tokens: Number) -> list[Work]:
+    """Unembedding and sampling of the last token of each sequence."""
+    work = _matmuls(phase, "unembed", 1, [phase.table], tokens, into=None, dtype=phase.table_dtype)
+    chosen = Transfer("all_gather", phase.columns, 8.0 * tokens * phase.split, "critical")
+    logits = 4.0 * tokens * phase.model.vocab / phase.split
+    return [
+        *work,
+        _work(
+            phase, "sample", 1, hbm_bytes=2 * logits, collectives=(chosen,),
+            formula="float32 logits written and read; the best of each part of the vocabulary gathered",
+        ),
+    ]  # fmt: skip
+
+
+def _matmuls(
+    phase: Phase,
+    scope: str,
+    count: Number,
+    matmuls: Sequence[Matmul],
+    tokens: Number,
+    *,
+    into: bool | None,
+    weights: Number | None = None,
+    sums: Number | None = None,
+    dtype: str | None = None,
+) -> list[Work]:
+    """Matmuls of ``tokens`` rows. ``into`` a block from the stream (True), out of it (False), or neither (None).
+
+    ``weights``: bytes read, if not all of them once; ``sums``: rows of the output that are added up, if not all.
+    """
+    if not matmuls:
+        return []
+    rate, two_d = phase.rates, phase.splits("fsdp")
+    own = phase.ways("fsdp")
+    flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0) / own
+    seconds = sum((rate.matmul_s(tokens, m.k / own, m.n, phase.numerics.flops) for m in matmuls), 0.0)
+    rows = tokens if sums is None else sums
+    stream = rows * phase.model.d_model * ACTIVATION_BYTES
+    collectives: tuple[Transfer, ...] = ()
+    if two_d and into is not None:
+        partial = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
+        gather = Transfer("all_gather", phase.columns, stream / own, "critical")
+        scatter = Transfer("reduce_scatter", phase.columns, stream / own, "critical")
+        norm = Transfer("all_reduce", ("fsdp", *phase.columns), 4.0 * rows, "critical")
+        collectives = (norm, gather, Transfer("all_reduce", ("fsdp",), partial, "critical")) if into else (scatter,)
+    elif into is False:
+        collectives = (Transfer("all_reduce", phase.columns, stream, "critical"),)
+    read = sum(phase.weight_bytes(matmuls, dtype)) if weights is None else weights
+    moved = sum((tokens * (m.k / own + m.n) for m in matmuls), 0.0) * ACTIVATION_BYTES
+    return [
+        _work(
+            phase, scope, count, hbm_bytes=read + moved, flops=flops, flops_dtype=phase.numerics.flops,
+            matmul_s=seconds, collectives=collectives, formula=" + ".join("2 B k n" for _ in matmuls),
+        )
+    ]  # fmt: skip
+
+
+def _work(
+    phase: Phase,
+    scope: str,
+    count: Number,
+    *,
+    formula: str,
+    hbm_bytes: Number = 0.0,
+    flops: Number = 0.0,
+    flops_dtype: str = "bf16",
+    kernel_flops: Number = 0.0,
+    matmul_s: Number = 0.0,
+    collectives: tuple[Transfer, ...] = (),
+) -> Work:
+    used = tuple(_used(phase, transfer) for transfer in collectives if phase.splits(*transfer.axes))
+    return Work(
+        scope=scope,
+        phase=phase.phase,
+        count=count,
+        formula=formula,
+        flops={flops_dtype: flops} if np.any(flops) else {},
+        kernel_flops=kernel_flops,
+        hbm_bytes=hbm_bytes,
+        matmul_s=matmul_s,
+        collectives=used,
+    )
+
+
+def _used(phase: Phase, transfer: Transfer) -> Transfer:
+    """A transfer over those of its axes that have several devices."""
+    axes = tuple(axis for axis in transfer.axes if phase.splits(axis))
+    return transfer if axes == transfer.axes else replace(transfer, axes=axes)

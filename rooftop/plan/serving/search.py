@@ -1,0 +1,201 @@
+"""The search over placements and batches on one slice: what each takes, what fits, and which are worth having."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.arrays.mesh import Floats
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.plan.serving.placement import Placed, Placement, together
+from rooftop.plan.serving.problem import ServingProblem
+
+#: The largest batch that is looked at.
+MOST_SEQUENCES = 2**20
+
+
+def batch_grid(most: int) -> Floats:
+    """Batches to look at: all up to 16, then eight to every doubling, ``most`` included."""
+    grown = {round(2 ** (power / 8)) for power in range(8 * (most.bit_length() + 1))}
+    return np.array(sorted({size for size in grown | set(range(1, 17)) | {most} if size <= most}), np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSweep:
+    """Every placement of generation with every batch, [P, B]: seconds of a step and whether it fits."""
+
+    problem: ServingProblem
+    placements: Sequence[Placement]
+    batches: Floats
+    expected_s: Floats
+    memory_bytes: Floats
+
+    @property
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """Candidates that stay within the device's memory, [P, B]."""
+        found: npt.NDArray[np.bool_] = self.memory_bytes <= self.problem.capacity
+        return found
+
+    @cached_property
+    def fastest_s(self) -> Floats:
+        """The fastest step that fits, by batch, [B]; infinite where none does."""
+        seconds: Floats = np.where(self.fits, self.expected_s, np.inf).min(axis=0)
+        return seconds
+
+    def best(self, at: int) -> Placement:
+        """The fastest placement of the batch at a position; the one that needs the least memory if none fits."""
+        if np.isfinite(self.fastest_s[at]):
+            return self.placements[int(np.argmin(np.where(self.fits[:, at], self.expected_s[:, at], np.inf)))]
+        return self.placements[int(np.argmin(self.memory_bytes[:, at]))]
+
+
+def sweep_generate(problem: ServingProblem, placements: Sequence[Placement], batches: Floats) -> GenerateSweep:
+    """Price every placement with every batch. With a draft model a step is a round over the tokens that it yields."""
+    shape = len(placements), len(batches)
+    expected, memory = np.empty(shape), np.empty(shape)
+    # One batch is priced with plain numbers, which are several times as fast as arrays of one.
+    sizes = float(batches[0]) if len(batches) == 1 else batches
+    for rows, some in together(placements):
+        expected[rows] = token_s(problem, some, sizes)
+        memory[rows] = server_memory(problem, some, sizes)
+    return GenerateSweep(
+        problem=problem, placements=placements, batches=batches, expected_s=expected, memory_bytes=memory
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTimes:
+    """Seconds of a round of speculative decoding, arrays over batches: all ``guess_s`` together, then one check."""
+
+    guess_s: Any
+    check_s: Any
+
+    @property
+    def round_s(self) -> Any:
+        """The whole round."""
+        return self.guess_s + self.check_s
+
+
+def round_times(problem: ServingProblem, placement: Placed, batch: Any) -> RoundTimes:
+    """What the draft model and the large one take in a round. The problem has a draft."""
+    draft = problem.draft
+    assert draft is not None
+    guess = problem.generate(placement, batch, model=draft.model).expected_s
+    check = problem.generate(placement, batch, guesses=draft.length).expected_s
+    return RoundTimes(guess_s=draft.length * guess, check_s=check)
+
+
+def token_s(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
+    """Expected seconds between two tokens of a sequence while nothing else runs: a step, or a round's share."""
+    if problem.draft is None:
+        return problem.generate(placement, batch).expected_s
+    return round_times(problem, placement, batch).round_s / problem.draft.tokens_per_round
+
+
+def server_memory(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
+    """Bytes on a device of a generate server, which also prefills where the two are interleaved."""
+    return problem.memory(placement, batch, prefilling=problem.mode == "interleaved", generating=True).total
+
+
+def most_sequences(problem: ServingProblem, placement: Placement) -> int:
+    """The largest batch that fits a server, up to MOST_SEQUENCES; 0 if not one sequence does."""
+    # Memory does not fall with the batch: the last that fits is sought among 1024 at a time, ever closer together.
+    fitting, above = 0, MOST_SEQUENCES + 1
+    while above - fitting > 1:
+        apart = max(1, (above - fitting) // 1024)
+        batches = np.arange(fitting + apart, above, apart, dtype=np.float64)
+        fits = np.broadcast_to(server_memory(problem, placement, batches) <= problem.capacity, batches.shape)
+        count = int(np.count_nonzero(fits))
+        if count < len(batches):
+            above = int(batches[count])
+        if count:
+            fitting = int(batches[count - 1])
+    return fitting
+
+
+def best_prefill(problem: ServingProblem, placements: Sequence[Placement]) -> tuple[Placement, float]:
+    """The fastest placement of a prefill that fits (that needs the least memory if none does), and its seconds."""
+    seconds = np.array([problem.prompt_s(placement) for placement in placements])
+    memory = np.array(
+        [float(problem.memory(place, 1.0, prefilling=True, generating=False).total) for place in placements]
+    )
+    fits = memory <= problem.capacity
+    at = int(np.argmin(np.where(fits, seconds, np.inf) if fits.any() else memory))
+    return placements[at], float(seconds[at])
+
+
+def smallest_slice(problem: ServingProblem, batch: int) -> Slice | None:
+    """The fewest chips of this kind on which ``batch`` sequences fit; None if no slice of the catalogue holds them."""
+    for slice_ in slices_of(problem.slice):
+        try:
+            candidate = replace(problem, slice=slice_, axes=None, prefill_axes=None)
+            placements = candidate.generate_placements()
+        except RooftopError:
+            continue
+        for placement in placements:
+            if float(server_memory(candidate, placement, float(batch))) <= candidate.capacity:
+                return slice_
+    return None
+
+
+def slices_of(like: Slice) -> list[Slice]:
+    """Slices of the same chip that the catalogue lists (whole nodes of GPUs up to four), smallest first."""
+    chip = like.chip
+    shapes = [(*shape, 1) if chip.kind == "gpu" else shape for shape in chip.slice_shapes]
+    if chip.wrap == "cube":
+        shapes += [(4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8)]
+    if chip.kind == "gpu":
+        shapes += [(max(shape[0] for shape in shapes), nodes) for nodes in (2, 4)]
+    found = [Slice(chip, shape) for shape in dict.fromkeys(shapes)]
+    return sorted(found, key=lambda slice_: (slice_.chips, slice_.shape))
+
+
+def pareto(
+    problem: ServingProblem, placements: Sequence[Placement], contexts: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Batches at which no other has both a shorter step and more tokens/s, for every context (chapter 8).
+
+    Without ``contexts`` for the workload as it is; at a given context a sequence has room for no more than that.
+    """
+    points: list[dict[str, Any]] = []
+    price = problem.slice.price_usd_per_hour
+    for sized in [problem] if contexts is None else [at_context(problem, context) for context in contexts]:
+        context = sized.step_context
+        most = max(most_sequences(sized, placement) for placement in placements)
+        if most == 0:
+            continue
+        found = sweep_generate(sized, placements, batch_grid(most))
+        best_rate = 0.0
+        for at in np.argsort(found.fastest_s, kind="stable"):
+            seconds, batch = float(found.fastest_s[at]), float(found.batches[at])
+            rate = batch / seconds
+            if not np.isfinite(seconds) or rate <= best_rate:
+                continue
+            best_rate = rate
+            points.append(
+                {
+                    "context": context,
+                    "batch": int(batch),
+                    "step_s": seconds,
+                    "tokens_per_s": rate,
+                    "tokens_per_s_per_chip": rate / problem.slice.chips,
+                    "usd_per_million_tokens": None if price is None else price / 3600 / rate * 1e6,
+                    "mesh": {name: size for name, size in found.best(int(at)).mesh.shape.items() if size > 1},
+                }
+            )
+    return points
+
+
+def at_context(problem: ServingProblem, context: int) -> ServingProblem:
+    """The problem with caches of ``context`` tokens, in time and in memory. Raises RooftopError below two tokens."""
+    if context < 2:
+        raise RooftopError("context", context, "two tokens or more: a prompt and an answer")
+    generate = min(problem.workload.generate, context // 2)
+    workload = replace(problem.workload, context=context, prompt=context - generate, generate=generate)
+    return replace(problem, workload=workload)

@@ -1,0 +1,153 @@
+"""What is to be served, in which number formats, with which draft model: the part of a plan that the user decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Number
+from rooftop.core.quantities import dtype_bytes
+from rooftop.models import ModelConfig
+from rooftop.roofline.rules import speculated_tokens
+
+#: Bytes of one scale of a quantised weight or cache entry: bf16.
+SCALE_BYTES = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingWorkload:
+    """Requests of ``prompt`` tokens that are answered with ``generate`` tokens, ``batch_seqs`` generated together.
+
+    ``batch_seqs`` None: as many as the targets and the memory allow. ``context``: tokens in a sequence's cache at the
+    step whose time is given; None: the prompt and half of the answer. ``ttft_s`` and ``tpot_s`` are targets.
+    ``hit_rate``: share of the prompt's tokens whose KV a prefix cache already holds.
+    """
+
+    prompt: int = 8192
+    generate: int = 512
+    batch_seqs: int | None = None
+    context: int | None = None
+    requests_per_second: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    hit_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "generate", "batch_seqs", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RooftopError(name, value, "a positive whole number")
+        for name in ("requests_per_second", "ttft_s", "tpot_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise RooftopError(name, value, "a positive number")
+        if not 0 <= self.hit_rate < 1:
+            raise RooftopError("hit_rate", self.hit_rate, "a share from 0 up to, but not including, 1")
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens for which a sequence needs room: its prompt and all that it may generate."""
+        return self.prompt + self.generate
+
+    @property
+    def step_context(self) -> float:
+        """Tokens in a sequence's cache at the step that is priced."""
+        return float(self.context) if self.context is not None else self.prompt + self.generate / 2
+
+    @property
+    def new_prompt_tokens(self) -> int:
+        """Tokens of a prompt that are prefilled: those that no prefix cache holds, and at least one."""
+        return max(1, round(self.prompt * (1 - self.hit_rate)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingNumerics:
+    """Number formats, each chosen apart: ``weights`` of the layers, ``kv`` of the cache, ``flops`` of the matmuls.
+
+    ``embeddings`` is the dtype of the embedding table and of the unembedding (None: as the weights). A weight narrower
+    than bf16 has a bf16 scale per output column, or one for every ``weight_group`` inputs of a column; so has an entry
+    of the cache per token and head. Activations are bf16. ``kv_sharing`` layers share one cache.
+    """
+
+    weights: str = "bf16"
+    kv: str = "bf16"
+    flops: str = "bf16"
+    embeddings: str | None = None
+    weight_group: int | None = None
+    kv_sharing: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "kv", "flops"):
+            dtype_bytes(getattr(self, name), name)
+        if self.embeddings is not None:
+            dtype_bytes(self.embeddings, "embeddings")
+        for name in ("weight_group", "kv_sharing"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RooftopError(name, value, "a positive whole number")
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one weight of a layer, without its scale."""
+        return dtype_bytes(self.weights)
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of one element of the embedding table and of the unembedding, without its scale."""
+        return dtype_bytes(self.embeddings or self.weights)
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of one element of the cache, without its scale."""
+        return dtype_bytes(self.kv)
+
+    def weight_scale_bytes(self, inputs: Number, dtype: str) -> Number:
+        """Bytes of scales per weight in a matrix with so many ``inputs`` (rows)."""
+        if dtype_bytes(dtype) >= SCALE_BYTES:
+            return 0.0
+        return SCALE_BYTES / (inputs if self.weight_group is None else np.minimum(inputs, self.weight_group))
+
+    def kv_scale_bytes(self, model: ModelConfig) -> float:
+        """Bytes of scales per element of the cache: one scale for each head's key and value, or for a latent."""
+        if self.kv_bytes >= SCALE_BYTES:
+            return 0.0
+        return SCALE_BYTES / (model.d_head if model.mla is None else model.mla.kv_rank + model.mla.d_rope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A small model that guesses ``length`` tokens a round, each right with probability ``acceptance``."""
+
+    model: ModelConfig
+    length: int = 4
+    acceptance: float = 0.7
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise RooftopError("draft-length", self.length, "a positive whole number")
+        speculated_tokens(self.length, self.acceptance)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a round is expected to yield."""
+        return speculated_tokens(self.length, self.acceptance)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a plan.json says of it."""
+        return {
+            "model": self.model.name,
+            "config": self.model.to_json(),
+            "length": self.length,
+            "acceptance": self.acceptance,
+            "tokens_per_round": self.tokens_per_round,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Draft:
+        """The inverse of ``to_json``. Raises KeyError, TypeError or ValueError on anything else."""
+        config = ModelConfig.from_json(data["config"])
+        return cls(model=config, length=int(data["length"]), acceptance=float(data["acceptance"]))

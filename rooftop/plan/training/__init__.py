@@ -1,0 +1,1 @@
+"""Plans of training: the search over strategies, the ledger of a step, memory, and reasons."""

@@ -1,0 +1,157 @@
+"""Strategies of one job over many batches: compute and communication side by side, as chapter 5 plots them.
+
+Each strategy is one shape of the mesh: data parallelism, FSDP, tensor parallelism, or the last two mixed, on the
+layout that is fastest at the job's own batch. All batches of all strategies are priced at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+
+from rooftop.arrays.mesh import AXES, Floats, Ints, Mesh
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Number
+from rooftop.models.activations import parse_policy
+from rooftop.plan.layouts import Layouts, enumerate_layouts
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import BLOCK
+from rooftop.plan.training.step import TrainingStep
+from rooftop.plan.training.strategies import Choice, Strategies
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCurve:
+    """One strategy, a mesh and a choice, over batches: arrays [n] of a step's tokens, and of its seconds on one device.
+
+    ``compute_s`` is the matrix unit's at its peak, ``network_s`` all collectives one after another at the links' peak,
+    ``expected_s`` the step with what overlaps; ``memory_bytes`` what a device holds.
+    """
+
+    mesh: Mesh
+    choice: Choice
+    batch_tokens: Floats
+    compute_s: Floats
+    network_s: Floats
+    expected_s: Floats
+    memory_bytes: Floats
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that are longer than 1."""
+        return {name: size for name, size in self.mesh.shape.items() if size > 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ManyBatches(TrainingStep):
+    """A step in which each layout has a batch of its own, ``batch_tokens`` [C, 1]."""
+
+    batch_tokens: Floats
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Tokens per microbatch in each tensor group, [C, K]."""
+        spread = self.strategies.devices("data", "fsdp", "expert", "context")
+        return self.batch_tokens / spread / self.strategies.microbatches
+
+
+def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapping[str, int]]) -> list[BatchCurve]:
+    """The curve of each mesh shape that some layout on the slice has, in the order given, over ``batches`` in tokens.
+
+    The problem's remat and microbatches hold, no remat and one microbatch where it has none. Raises RooftopError if
+    no mesh can be.
+    """
+    remat = problem.remat or "none"
+    choice = Choice(remat=remat, policy=parse_policy(remat), microbatches=problem.microbatches or 1)
+    layouts, starts = _of_shapes(problem, meshes)
+    own = problem.workload.batch_tokens
+    if len(layouts) * (len(batches) + 1) > BLOCK // 4:
+        # Too many to price at every batch: those that are fastest at the job's own.
+        alone = _priced(problem, layouts, choice, [own])
+        layouts, starts = layouts[_fastest(alone.expected_s[:, 0], starts)], np.arange(len(starts))
+    priced = _priced(problem, layouts, choice, [*batches, own])
+    return [
+        BatchCurve(
+            mesh=layouts.mesh(way),
+            choice=choice,
+            batch_tokens=np.array(batches, np.float64),
+            compute_s=priced.compute_s[way, :-1],
+            network_s=priced.network_s[way, :-1],
+            expected_s=priced.expected_s[way, :-1],
+            memory_bytes=priced.memory_bytes[way, :-1],
+        )
+        for way in _fastest(priced.expected_s[:, -1], starts).tolist()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Priced:
+    """What ``BatchCurve`` has, of every layout: arrays [layouts, batches]."""
+
+    compute_s: Floats
+    network_s: Floats
+    expected_s: Floats
+    memory_bytes: Floats
+
+
+def _priced(problem: Problem, layouts: Layouts, choice: Choice, batches: Sequence[int]) -> _Priced:
+    shape = len(layouts), len(batches)
+    step = _ManyBatches(
+        model=problem.model,
+        slice=problem.slice,
+        workload=problem.workload,
+        numerics=problem.numerics,
+        assumptions=problem.assumptions,
+        strategies=Strategies(layouts[np.repeat(np.arange(shape[0]), shape[1])], (choice,)),
+        batch_tokens=np.tile(np.array(batches, np.float64), shape[0])[:, None],
+    )
+
+    def table(values: Number) -> Floats:
+        return np.broadcast_to(np.asarray(values, np.float64), (shape[0] * shape[1], 1)).reshape(shape)
+
+    ledger = step.ledger
+    return _Priced(
+        compute_s=table(ledger.total("mxu")),
+        network_s=table(ledger.total("ici") + ledger.total("dcn")),
+        expected_s=table(ledger.expected_s),
+        memory_bytes=table(problem.memory(step).total),
+    )
+
+
+def book_meshes(problem: Problem) -> list[dict[str, int]]:
+    """The shapes that chapter 5 compares: pure ones, and every mix of FSDP and tensor parallelism, by powers of two.
+
+    Slices are joined by data parallelism.
+    """
+    slices = problem.slice.num_slices
+    devices = problem.slice.devices // slices
+    outer = {"data": slices} if slices > 1 else {}
+    most = gcd(devices, gcd(problem.model.heads, problem.model.d_ff))
+    tensors = [2**power for power in range(1, most.bit_length()) if most % 2**power == 0]
+    found: list[dict[str, int]] = [{"data": slices * devices}, outer | {"fsdp": devices}]
+    found += [outer | {"fsdp": devices // ways, "tensor": ways} for ways in tensors]
+    return [{name: size for name, size in shape.items() if size > 1} for shape in found]
+
+
+def _of_shapes(problem: Problem, meshes: Sequence[Mapping[str, int]]) -> tuple[Layouts, Ints]:
+    """All layouts of the mesh shapes, those of one shape together, and where each shape's begin."""
+    names = [name for name in AXES if any(name in shape for shape in meshes)]
+    layouts = enumerate_layouts(problem.slice, names, {})
+    found = [
+        np.flatnonzero(np.all(layouts.devices == [shape.get(name, 1) for name in AXES], axis=1)) for shape in meshes
+    ]
+    found = [members for members in found if len(members)]
+    if not found:
+        raise RooftopError("mesh", problem.slice.name, "a slice on which data, FSDP and tensor axes can be laid")
+    starts = np.cumsum([0, *(len(members) for members in found[:-1])])
+    return layouts[np.concatenate(found)], starts
+
+
+def _fastest(seconds: Floats, starts: Ints) -> Ints:
+    """The position of the least seconds among those of each shape."""
+    ends = [*starts[1:].tolist(), len(seconds)]
+    return np.array([start + np.argmin(seconds[start:end]) for start, end in zip(starts.tolist(), ends, strict=True)])

@@ -1,0 +1,164 @@
+"""Bytes per device of a training step, by class; formulas follow what XLA was seen to hold at the peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rooftop.core.ledger import Number
+from rooftop.core.quantities import dtype_bytes
+from rooftop.models.activations import LOSS_CHUNK
+from rooftop.plan.shapes import attention_head_sizes
+from rooftop.plan.training.step import TrainingStep
+
+#: Elements in one row of a TPU's registers.
+_LANES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes per device; arrays broadcast to [C, K] in a sweep."""
+
+    weights: Number
+    optimizer: Number
+    gradients: Number
+    activations: Number
+    workspace: Number
+
+    @property
+    def total(self) -> Number:
+        """All classes together."""
+        return self.weights + self.optimizer + self.gradients + self.activations + self.workspace
+
+
+def training_memory(step: TrainingStep) -> Memory:
+    """What a device holds at the peak of a step.
+
+    State is split over fsdp, tensor, expert and stage, and saved activations of every layer are alive at the start of
+    the backward pass. The peak is one of two moments: the loss, when no layer has a gradient yet, or the backward pass
+    of the last layer, when the layers' gradients have their place and the table's copies in the compute dtype are gone.
+    """
+    strategies, numerics = step.strategies, step.numerics
+    held = sum(step.held_parameters.values(), np.float64(0.0))
+    vocab = step.held_parameters["vocab"]
+    tables = 1 if step.model.tied_embeddings else 2
+    weights = held * numerics.weight_bytes
+    # Sums over microbatches are kept in float32.
+    sums = np.where(strategies.microbatches > 1, 4.0, 0.0) * held
+    gradients = sums + numerics.gradient_bytes * (held - vocab + vocab / tables)
+    copies = vocab * (numerics.weight_bytes - dtype_bytes(numerics.weights))
+    loss, layer = _loss(step), _layer_backward(step)
+    at_loss = weights + sums + loss > weights - copies + gradients + layer
+    return Memory(
+        weights=np.where(at_loss, weights, weights - copies),
+        optimizer=held * numerics.optimizer_bytes,
+        gradients=np.where(at_loss, sums, gradients),
+        activations=saved_bytes(step, "save"),
+        workspace=np.where(at_loss, loss, layer),
+    )
+
+
+def book_memory(step: TrainingStep) -> Memory:
+    """The book's arithmetic (chapters 5 and 6): bf16 weights, two float32 moments, saved activations, nothing else."""
+    held = sum(step.held_parameters.values(), np.float64(0.0))
+    zero = np.zeros_like(held)
+    activations = saved_per_layer(step, "save") * step.layers * step.strategies.microbatches * step.tokens / step.tensor
+    return Memory(weights=2 * held, optimizer=8 * held, gradients=zero, activations=2 * activations, workspace=zero)
+
+
+def saved_per_layer(step: TrainingStep, action: str) -> Number:
+    """Elements per token and layer under ``action``, averaged over dense layers and layers of experts, [C, K]."""
+    share = step.dense_share
+    return sum((of * kept for of, kept in zip((share, 1 - share), _kept(step, action), strict=True)), 0.0)
+
+
+def saved_bytes(step: TrainingStep, action: str) -> Number:
+    """Bytes of what a device holds under ``action``, of all its layers and the microbatches in flight, [C, K].
+
+    What layers keep that a pipeline's first stage or its last does alone, they keep within one task.
+    """
+    alone, dense = step.layers_alone, step.dense_layers
+    total: Number = 0.0
+    for layers, once, kept in zip(
+        (dense, step.layers - dense),
+        (alone.every_dense, alone.every - alone.every_dense),
+        _kept(step, action),
+        strict=True,
+    ):
+        total = total + ((layers - once) * in_flight(step) + once) * kept
+    return total * _own(step) * step.element_bytes
+
+
+def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
+    """Elements per token of a dense layer and of one of experts under ``action``, [1, K]; 0 where there is none."""
+    model, strategies = step.model, step.strategies
+    # TPU kernels write heads of whole registers.
+    d_v, lanes = attention_head_sizes(model)[1], _LANES if step.slice.chip.kind == "tpu" else 1
+    padding = -(-d_v // lanes) * lanes / d_v - 1
+    more = padding * strategies.kept(action, model, moe_layer=False, names=("attn_core",))
+    return (
+        strategies.kept(action, model, moe_layer=False) + more if model.dense_layers else 0.0,
+        strategies.kept(action, model, moe_layer=True) + more if model.moe_layers else 0.0,
+    )
+
+
+def in_flight(step: TrainingStep) -> Number:
+    """Microbatches whose activations the first stage holds at once, [C, K].
+
+    Without a pipeline one; with GPipe all; with 1F1B as many as there are stages, and with interleaved chunks a little
+    more (Narayanan et al. 2021).
+    """
+    strategies = step.strategies
+    stages = strategies.devices("stage")
+    waiting = np.minimum(strategies.microbatches, stages)
+    early = waiting * (1 + (stages - 1) / (stages * strategies.chunks))
+    waiting = np.where(strategies.chunks > 1, np.minimum(early, strategies.microbatches), waiting)
+    waiting = np.where(strategies.keeps_all_in_flight, strategies.microbatches, waiting)
+    return np.where(stages > 1, waiting, 1.0)
+
+
+def host_bytes(step: TrainingStep) -> Number:
+    """Bytes of offloaded activations that one device keeps in its host's memory, [C, K]."""
+    return saved_bytes(step, "offload")
+
+
+def _own(step: TrainingStep) -> Number:
+    """Tokens whose residual stream a device has, [C, K]: those of its tensor group are split over it."""
+    return step.tokens / step.tensor
+
+
+def _layer_backward(step: TrainingStep) -> Number:
+    """What the backward pass of one layer adds, as counted in the peaks of compiled programs (docs/compile.md).
+
+    Its weights as gathered over fsdp and the largest one's whole gradient; three arrays of hidden activations; five of
+    the stream at the width of the matmuls' inputs (those of both blocks, their gradients, partial sums) and four as the
+    residual stream is split; queries, keys, values and output of attention; what experts were sent and send back.
+    """
+    model, sizes, moe = step.model, step.layer_parameters, step.model.moe
+    weights, hidden, sent = sizes["attn"], 0.0, 0.0
+    matrix: Number = 0.0
+    if model.dense_layers:
+        weights, hidden = weights + sizes["mlp"], float(model.d_ff)
+        matrix = model.d_model * model.d_ff / step.tensor
+    if moe is not None:
+        weights = np.maximum(weights, sizes["attn"] + sizes["experts"] + sizes["shared"])
+        hidden = max(hidden, float(moe.active * moe.d_ff + moe.shared_d_ff))
+        sent = 2.0 * moe.active * model.d_model
+        matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
+    gathered = np.where(step.strategies.devices("fsdp") > 1, weights + matrix, 0.0)
+    d_qk, d_v = attention_head_sizes(model)
+    queries_and_keys = d_qk * (model.heads + model.kv_heads) + d_v * (model.heads + model.kv_heads)
+    # A ring has its running sums, and the keys and values on their way, beside them.
+    ring = np.where(step.strategies.devices("context") > 1, 5.0 * model.heads * d_v, 0.0)
+    inside = 3.0 * hidden + queries_and_keys + ring + sent
+    streams = (5.0 * step.tensor + 4.0) * model.d_model
+    return (gathered + _own(step) * (inside + streams)) * step.element_bytes
+
+
+def _loss(step: TrainingStep) -> Number:
+    """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient."""
+    table = step.model.d_model * step.model.vocab / step.tensor
+    chunk = np.minimum(step.tokens, LOSS_CHUNK) * step.model.vocab / step.tensor
+    streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
+    return (2.0 * table + streams) * step.element_bytes + 4.0 * chunk

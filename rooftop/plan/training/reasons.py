@@ -1,0 +1,225 @@
+"""Why the plan is what it is: each rule of the book that applies, with formula, values, verdict and margin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rooftop.core.quantities import format_bytes, format_count
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.step import TrainingStep
+from rooftop.roofline import rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """One rule applied: it holds where the value is no less than the limit, or ``near`` it, within a factor of two."""
+
+    rule: str
+    source: str
+    formula: str
+    value: float
+    limit: float
+    text: str
+    near: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether the rule holds."""
+        return 0.5 <= self.margin <= 2 if self.near else bool(self.value >= self.limit)
+
+    @property
+    def margin(self) -> float:
+        """How far on the good side of the limit: 2 is twice as much as needed, 0.5 half."""
+        return self.value / self.limit if self.limit else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """The reason as plain JSON values."""
+        return {
+            "rule": self.rule,
+            "source": self.source,
+            "formula": self.formula,
+            "value": self.value,
+            "limit": self.limit,
+            "holds": self.holds,
+            "margin": self.margin,
+            "text": self.text,
+        }
+
+
+def training_reasons(problem: Problem, step: TrainingStep) -> list[Reason]:
+    """The rules of chapters 1, 4, 5 and 6 for this job and the chosen strategy."""
+    return [*_memory(problem, step), *_networks(problem, step), *_shapes(problem, step)]
+
+
+def _f_eff(model: ModelConfig) -> float:
+    hidden: float = model.d_ff
+    if model.moe is not None:
+        # Each device's experts see only their share of the tokens, so it is the active columns that compute.
+        hidden = model.moe.active * model.moe.d_ff + model.moe.shared_d_ff
+    return rules.effective_d_ff(hidden, model.heads, model.kv_heads, model.d_head, model.mlp_matrices)
+
+
+def _torus_axes(slice_: Slice) -> float:
+    """ICI axes in units of whole rings: an open axis has half the bandwidth of a wrapped one."""
+    return sum(1.0 if axis.wrapped else 0.5 for axis in slice_.physical_axes if axis.kind == "torus" and axis.size > 1)
+
+
+def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
+    from rooftop.models.counting import count_params
+
+    numerics = problem.numerics
+    parameters = count_params(problem.model).total
+    per_parameter = numerics.weight_bytes + numerics.optimizer_bytes + numerics.gradient_bytes
+    state = parameters * per_parameter
+    yield Reason(
+        rule="data parallelism alone",
+        source="chapter 5",
+        formula="HBM / bytes per parameter >= parameters",
+        value=problem.capacity / per_parameter,
+        limit=float(parameters),
+        text=f"One device holds the state of {format_count(problem.capacity / per_parameter)} parameters at "
+        f"{per_parameter:.3g} B each; the model has {format_count(parameters)}"
+        + ("." if state <= problem.capacity else ", so the state must be sharded."),
+    )
+    batch = rules.critical_batch(step.rates.flops_per_s[numerics.compute], step.rates.hbm_bytes_per_s)
+    local = float(np.ravel(step.tokens)[0])
+    yield Reason(
+        rule="matmuls bound by FLOPs, not HBM",
+        source="chapter 1",
+        formula="tokens per device >= C / W_hbm",
+        value=local,
+        limit=batch,
+        text=f"A matmul sees {format_count(local)} tokens; it needs {batch:.0f} to outlast the reading of its weights.",
+    )
+
+
+def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
+    chip, model = problem.slice.chip, problem.model
+    devices = problem.slice.chips
+    per_chip = problem.workload.batch_tokens / devices
+    axes = _torus_axes(problem.slice)
+    dtype = problem.numerics.matmul
+    if chip.kind == "tpu" and axes:
+        alpha = rules.network_intensity(chip, dtype)
+        f_eff = _f_eff(model)
+        fsdp = rules.fsdp_tokens_per_chip(alpha, axes)
+        yield Reason(
+            rule="FSDP alone",
+            source="chapter 5",
+            formula="B/N >= C / (W_ici axes)",
+            value=per_chip,
+            limit=fsdp,
+            text=f"FSDP alone would need {fsdp:.0f} tokens per chip over {axes:g} ring axes; you have {per_chip:.0f}"
+            + (", enough." if per_chip >= fsdp else ", so it would be bound by ICI."),
+        )
+        tensor = step.strategies.layouts.along("tensor")[0]
+        span = step.strategies.layouts.span("tensor")
+        used = float(np.sum(np.where(span.size > 1, span.ports / 2, 0.0)))
+        limit = rules.tensor_limit(f_eff, alpha, max(used, 0.5))
+        yield Reason(
+            rule="tensor parallelism",
+            source="chapter 5",
+            formula="Y <= M_Y F_eff / alpha",
+            value=limit,
+            limit=float(tensor),
+            text=f"Tensor parallelism of {tensor} against a limit of {limit:.1f} ways "
+            f"(F_eff {f_eff:.0f}, alpha {alpha:.0f}, {max(used, 0.5):g} ring axes).",
+        )
+        if axes >= 2:
+            mixed = {
+                over: rules.mixed_tokens_per_chip(alpha, f_eff, axes - 1, 1, overlapped=over) for over in (False, True)
+            }
+            yield Reason(
+                rule="FSDP and tensor parallelism mixed",
+                source="chapter 5",
+                formula="B/N >= 4 alpha^2 / (M_X M_Y F_eff); alpha^2 / (M_X M_Y F_eff) if they overlap",
+                value=per_chip,
+                limit=mixed[False],
+                text=f"The best mix needs {mixed[False]:.0f} tokens per chip if the two take turns on the network, "
+                f"{mixed[True]:.0f} if they overlap; you have {per_chip:.0f}.",
+            )
+            best = rules.best_fsdp(problem.workload.batch_tokens, f_eff, devices, axes - 1, 1)
+            chosen = float(step.strategies.devices("fsdp")[0, 0])
+            yield Reason(
+                rule="fewest bytes moved",
+                source="chapter 5",
+                formula="X = sqrt(B M_X N / (F_eff M_Y))",
+                value=chosen,
+                limit=best,
+                near=True,
+                text=f"On paper {best:.0f} ways of FSDP move the fewest bytes; the search chose {chosen:.0f}.",
+            )
+    if problem.slice.num_slices > 1:
+        need = rules.dcn_tokens_per_slice(chip.flops_per_s[dtype], chip.dcn_bytes_per_s)
+        own = problem.workload.batch_tokens / problem.slice.num_slices
+        yield Reason(
+            rule="data parallelism over DCN",
+            source="chapter 5",
+            formula="B per slice >= C / W_dcn",
+            value=own,
+            limit=need,
+            text=f"Each slice has {format_count(own)} tokens a step; gradients over DCN need {format_count(need)}.",
+        )
+
+
+def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
+    model, workload = problem.model, problem.workload
+    devices = problem.slice.devices
+    yield Reason(
+        rule="a sequence for every device",
+        source="chapter 6",
+        formula="sequences >= devices / (tensor x stage)",
+        value=float(workload.batch_seqs),
+        limit=float(devices / float((step.strategies.devices("tensor", "stage"))[0, 0])),
+        text=f"{workload.batch_seqs} sequences for {devices} devices: without tensor, context or stage axes at most "
+        f"{workload.batch_seqs} devices could each take a whole one.",
+    )
+    long = 8 * model.d_model
+    yield Reason(
+        rule="attention against matmuls",
+        source="chapter 4",
+        formula="T < 8 D",
+        value=float(long),
+        limit=float(workload.seq_len),
+        text=f"Attention FLOPs exceed those of the matmuls above {format_count(long)} tokens of context; "
+        f"yours is {workload.seq_len}.",
+    )
+    stages = float(step.strategies.devices("stage")[0, 0])
+    if stages > 1:
+        counts = float(step.strategies.microbatches[0, 0])
+        yield Reason(
+            rule="pipeline bubble",
+            source="chapter 5",
+            formula="microbatches >= 4 (stages - 1)",
+            value=counts,
+            limit=4 * (stages - 1),
+            text=f"{stages:.0f} stages and {counts:.0f} microbatches: idle {(stages - 1) / counts:.1%} of busy time.",
+        )
+    if model.moe is not None:
+        batch = rules.critical_batch(step.rates.flops_per_s[problem.numerics.compute], step.rates.hbm_bytes_per_s)
+        need = rules.critical_moe_tokens(batch, model.moe.experts, model.moe.active)
+        group = float(np.ravel(step.tokens * step.strategies.devices("expert"))[0])
+        yield Reason(
+            rule="experts bound by FLOPs, not HBM",
+            source="chapter 4",
+            formula="tokens per expert group >= C / W_hbm x E / k",
+            value=group,
+            limit=need,
+            text=f"The experts of a group see {format_count(group)} tokens; {format_count(need)} keep them busy.",
+        )
+
+
+def shortfall(problem: Problem, classes: dict[str, float]) -> str:
+    """By how many bytes nothing fits, and in which class they are."""
+    total = sum(classes.values())
+    largest = max(classes, key=lambda name: classes[name])
+    return (
+        f"{format_bytes(total - problem.capacity)} over the {format_bytes(problem.capacity)} of a "
+        f"{problem.slice.chip.name} device; of {format_bytes(total)}, {format_bytes(classes[largest])} are {largest}"
+    )

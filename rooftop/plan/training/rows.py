@@ -1,0 +1,483 @@
+"""The work of a training step, scope by scope: FLOPs, bytes and collectives of one device.
+
+Chapters 4 and 5 of the book. A collective stands in the scope of the matmul that it serves. Weights are gathered again
+in the backward pass; that gather is part of the recompute phase, as a compiler sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rooftop.core.ledger import Number
+from rooftop.core.quantities import dtype_bytes
+from rooftop.models.activations import POLICIES
+from rooftop.plan.pricing import Transfer, Work
+from rooftop.plan.shapes import (
+    Matmul,
+    attention_head_sizes,
+    attention_matmuls,
+    mean_attended_pairs,
+    mlp_matmuls,
+    parameters,
+)
+from rooftop.plan.training.strategies import TOKEN_AXES
+from rooftop.roofline.achievable import kernel_flops
+
+if TYPE_CHECKING:
+    from rooftop.plan.training.step import TrainingStep
+
+
+#: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.
+_ATTENTION_CHECKPOINTS = {
+    "layer_input": "layers/attn/norm",
+    "attn_normed": "layers/attn/norm",
+    "qkv": "layers/attn/qkv",
+    "rope": "layers/attn/rope",
+    "attn_core": "layers/attn/core",
+    "attn_out": "layers/attn/out",
+}
+_MLP_CHECKPOINTS = {
+    "mlp_input": "layers/mlp/norm",
+    "mlp_normed": "layers/mlp/norm",
+    "mlp_up": "layers/mlp/up",
+    "mlp_act": "layers/mlp/act",
+    "mlp_down": "layers/mlp/down",
+}
+_EXPERT_CHECKPOINTS = {
+    "mlp_input": "layers/mlp/norm",
+    "mlp_normed": "layers/moe/dispatch",
+    "mlp_up": "layers/moe/experts",
+    "mlp_act": "layers/moe/experts",
+    "mlp_down": "layers/moe/experts",
+}
+
+
+def training_work(step: TrainingStep) -> list[Work]:
+    """Every piece of work of a step, in the order in which it is first done."""
+    each, alone = step.strategies.microbatches, step.layers_alone
+    dense = step.dense_layers - alone.first_dense
+    work = [*_embed(step), *_layers(step, dense * each, (step.layers - alone.first - dense) * each)]
+    if np.any(alone.first):
+        # What the first stage does alone is not kept from task to task: its backward pass begins with the tokens.
+        begun = replace(step, strategies=step.strategies.with_policy(POLICIES["block"]))
+        again = _embed(step, (alone.first > 0) * each)[0]
+        work += [replace(again, phase="recompute")]
+        work += _layers(begun, alone.first_dense * each, (alone.first - alone.first_dense) * each)
+    return [*work, *_head(step), *_update(step), *_pipeline(step)]
+
+
+def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
+    """Layers of both kinds, as often as each is done."""
+    work = _attention(step, dense + experts)
+    if step.model.dense_layers:
+        work += _mlp(step, dense)
+    if step.model.moe is not None:
+        work += _experts(step, experts)
+    return work
+
+
+def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
+    """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
+    model, element = step.model, step.element_bytes
+    rows = step.tokens * model.d_model * element / step.tensor
+    exchange = (
+        Transfer("all_to_all", ("fsdp",), rows, "all_to_all"),
+        Transfer("all_to_all", ("tensor",), rows, "all_to_all"),
+    )
+    # Every device looks up the tokens of its whole fsdp group, whose int32 ids it gathers first.
+    ids = Transfer("all_gather", ("fsdp",), 4.0 * step.tokens * step.strategies.devices("fsdp"), "all_to_all")
+    # In stages a table's gradient is made where all of the experts' tokens have met.
+    meet = Transfer("all_gather", ("expert",), rows * step.strategies.devices("expert"), "all_to_all", step.staged)
+    table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
+    count = step.strategies.microbatches if count is None else count
+    return [
+        Work(
+            scope="embed", phase="forward", count=count, hbm_bytes=2 * rows, collectives=(ids, *exchange),
+            formula="T D bytes looked up, exchanged over fsdp and tensor",
+        ),
+        Work(
+            scope="embed", phase="backward", count=count, hbm_bytes=2 * rows + table, collectives=(*exchange, meet),
+            formula="the transpose: rows exchanged, then added into the table's shard",
+        ),
+    ]  # fmt: skip
+
+
+def _attention(step: TrainingStep, count: Number) -> list[Work]:
+    model, tensor, tokens = step.model, step.tensor, step.tokens
+    shapes = attention_matmuls(model, tensor)
+    d_qk, d_v = attention_head_sizes(model)
+    heads = model.heads / tensor
+    kv_heads = np.maximum(model.kv_heads / tensor, 1.0)
+    reference = step.assumptions.attention == "reference"
+    block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
+    pairs = mean_attended_pairs(model, step.workload.seq_len, block)
+    scores = tokens * heads * pairs / step.workload.seq_len
+    stream = tokens * model.d_model * step.element_bytes
+    queries_keys = tokens * (heads + kv_heads) * d_qk * step.element_bytes
+    values = tokens * (heads + kv_heads) * d_v * step.element_bytes
+    keys_values = tokens * kv_heads * (d_qk + d_v) * step.element_bytes
+
+    ring = step.strategies.devices("context")
+
+    # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
+    per_score = 12.0 if reference else 0.0
+
+    def core(phase: str, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
+        """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times."""
+        executed = per_pair / (d_qk + d_v)
+        return Work(
+            scope="layers/attn/core",
+            phase=phase,
+            count=count * factor,
+            flops={step.numerics.compute: per_pair * scores if reference else 0.0},
+            kernel_flops=0.0 if reference else per_pair * scores,
+            hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
+            matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
+            collectives=(Transfer("permute_ring", ("context",), exchanged * keys_values * ring, "context"),),
+            formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
+        )
+
+    rope = Work(
+        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=ROPE_PASSES * queries_keys,
+        vector_flops=VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
+        formula="queries and keys rotated, transposed, written: 6.3 passes",
+    )  # fmt: skip
+    recomputed = step.strategies.recomputed
+    per_pair = float(kernel_flops(step.slice.chip, d_qk, d_v))
+    per_pair_backward = 2 * per_pair if reference else float(kernel_flops(step.slice.chip, d_qk, d_v, backward=True))
+    core_again = recomputed("attn_core")
+    # Keys and values go round, then their gradients; the first hop is the one that the recomputation has made.
+    around = 2.0 - core_again / np.maximum(ring - 1, 1)
+    out_again = recomputed("attn_out") * (1.0 if _post_norms(step) else recomputed("mlp_input"))
+    # MLA gathers what its latents hold, each of its down-projections being done where the tokens are.
+    latents = sum(m.n for m in shapes.latent)
+    widths = model.d_model if model.mla is None or model.mla.q_rank is None else 0.0
+    gathered = tokens * (widths + latents) * step.element_bytes
+    return [
+        *norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
+        *matmuls(step, "layers/attn/qkv", count, shapes.latent, tokens / tensor, again=recomputed("qkv")),
+        *matmuls(step, "layers/attn/qkv", count, shapes.into, tokens, gathered=gathered, again=recomputed("qkv")),
+        rope,
+        recompute(rope, recomputed("rope")),
+        backward(rope, 2.0),
+        core("forward", per_pair, 1.0),
+        # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
+        core("recompute", per_pair / 2 * (1 + core_again), 1.0)
+        if reference
+        else core("recompute", per_pair, 1.0, core_again),
+        core("backward", per_pair_backward, around),
+        *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=out_again, residual=True),
+        *offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
+    ]
+
+
+def _mlp(step: TrainingStep, count: Number) -> list[Work]:
+    recomputed = step.strategies.recomputed
+    up, down = mlp_matmuls(step.model, step.model.d_ff, step.tensor)
+    stream = step.tokens * step.model.d_model * step.element_bytes
+    again = recomputed("mlp_down") * _post_norms(step)
+    return [
+        *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
+        *matmuls(step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up")),
+        *activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
+        *matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=again, residual=True),
+        *offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
+    ]
+
+
+def _experts(step: TrainingStep, count: Number) -> list[Work]:
+    model, moe = step.model, step.model.moe
+    assert moe is not None
+    recomputed, element = step.strategies.recomputed, step.element_bytes
+    own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
+    routed = step.tokens * moe.active
+    sent = own * moe.active * model.d_model * element
+    again = recomputed("mlp_up")
+    exchange = (Transfer("all_to_all", ("expert",), sent, "all_to_all"),)
+    # Each pair's weight goes with it, in float32; the expert's output comes back weighed.
+    dispatch = (Transfer("all_to_all", ("expert",), sent + 4.0 * own * moe.active, "all_to_all"),)
+    up, down = mlp_matmuls(model, moe.d_ff, step.tensor)
+    # Tokens of all expert shards meet here; each local expert sees its share of them.
+    local = moe.experts / step.strategies.devices("expert")
+    per_expert = routed / local
+    gathered = routed * model.d_model * element
+    router = Matmul(float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor))
+    move = Work(
+        scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=dispatch,
+        formula="AllToAll of k T D bytes over expert, and of the weights of k experts",
+    )  # fmt: skip
+    back = Work(
+        scope="layers/moe/combine", phase="forward", count=count, hbm_bytes=2 * sent, collectives=exchange,
+        vector_flops=2 * sent / element, formula="AllToAll back, then the weighted sum of k experts",
+    )  # fmt: skip
+    # The experts' inputs are gathered over tensor with their weights.
+    shares = Work(
+        scope="layers/moe/experts", phase="forward", count=count,
+        collectives=(Transfer("all_gather", ("tensor",), 4.0 * routed, "tensor"),), formula="weights of k experts",
+    )  # fmt: skip
+    scattered = (Transfer("reduce_scatter", ("tensor",), 4.0 * routed, "tensor"),)
+    work = [
+        *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
+        *matmuls(step, "layers/moe/router", count, [router], own, again=again),
+        move,
+        recompute(move, recomputed("mlp_normed")),
+        backward(move, 1.0),
+        *matmuls(
+            step,
+            "layers/moe/experts",
+            count * local,
+            up,
+            per_expert,
+            gathered=gathered / local,
+            again=again,
+            copies=("context",),
+        ),
+        shares,
+        recompute(shares, 1.0),
+        replace(backward(shares, 1.0), collectives=scattered),
+        *activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
+        *matmuls(
+            step,
+            "layers/moe/experts",
+            count * local,
+            down,
+            per_expert,
+            scattered=gathered / local,
+            again=0.0,
+            copies=("context",),
+        ),
+        back,
+        backward(back, 1.0),
+        *offloads(step, count, _EXPERT_CHECKPOINTS, moe_layer=True),
+    ]
+    if moe.shared_d_ff:
+        stream = step.tokens * model.d_model * element
+        up, down = mlp_matmuls(model, moe.shared_d_ff, step.tensor)
+        scope = "layers/moe/shared"
+        work += [
+            *matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again),
+            *activation(step, scope, count, step.tokens * moe.shared_d_ff / step.tensor),
+            *matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
+        ]
+    return work
+
+
+def _head(step: TrainingStep) -> list[Work]:
+    """Final norm, unembedding and loss, once per microbatch; on the last stage of a pipeline."""
+    model, count = step.model, step.strategies.microbatches
+    table = Matmul(model.d_model * np.ones_like(step.tensor), model.vocab / step.tensor)
+    stream = step.tokens * model.d_model * step.element_bytes
+    logits = step.tokens * model.vocab / step.tensor
+    # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
+    sums = tuple(Transfer("all_reduce", ("tensor",), 4.0 * step.tokens * each, "tensor") for each in (1, 2))
+    mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
+    loss = Work(
+        scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
+        vector_flops=VECTOR_OPS["loss"] * logits,
+        formula="float32 logits read twice; maximum and sums over the split vocabulary",
+    )  # fmt: skip
+    work = [
+        *norm(step, "final_norm", count, 0.0),
+        *matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0),
+    ]
+    if model.tied_embeddings:
+        turned = Transfer("all_to_all", ("tensor",), step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
+        turn = Work(
+            scope="unembed", phase="forward", count=count, collectives=(turned,),
+            formula="the embedding table, split over D, split over V instead",
+        )  # fmt: skip
+        work += [turn, backward(turn, 1.0)]
+    return [
+        *work,
+        loss,
+        backward(loss, 1.0, collectives=False),
+    ]
+
+
+def _update(step: TrainingStep) -> list[Work]:
+    held = step.held_parameters
+    total = held["dense"] + held["experts"] + held["vocab"]
+    gradient = dtype_bytes(step.numerics.gradients)
+    partial = step.sequence_parameters
+    sums = {
+        ("data", "context"): held["experts"],
+        ("data", "expert", "context"): held["dense"] + held["vocab"] - partial,
+        ("data", "expert", "context", "tensor"): partial,
+    }
+    # Stages sum what expert and context hold copies of where it is made, and all of them hold some weights.
+    of_stages = {("data",): total, ("stage",): held["vocab"] + step.parameters_alone}
+    reduce = tuple(
+        Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce", when)
+        for found, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1.0))
+        for axes, elements in found.items()
+    )
+    more = np.maximum(step.strategies.microbatches - 1, 0)
+    return [
+        Work(
+            scope="gradients", phase="update", count=1, collectives=reduce,
+            hbm_bytes=total * (gradient + more * (8 + gradient)), vector_flops=2 * total,
+            formula="gradient shards summed over the axes that hold copies; float32 sums over microbatches; norm",
+        ),
+        Work(
+            scope="optimizer", phase="update", count=1, hbm_bytes=total * step.numerics.update_bytes,
+            vector_flops=VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
+        ),
+    ]  # fmt: skip
+
+
+def _pipeline(step: TrainingStep) -> list[Work]:
+    """Activations passed to the next stage, and back; the idle time is added when the rest is known."""
+    sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
+    count = step.strategies.microbatches * step.strategies.chunks
+    work = Work(
+        scope="pipeline", phase="forward", count=count, collectives=(Transfer("permute", ("stage",), sent, "stage"),),
+        formula="T D bytes to the next stage for each microbatch and chunk",
+    )  # fmt: skip
+    return [work, backward(work, 1.0)]
+
+
+def _post_norms(step: TrainingStep) -> bool:
+    """Whether the outputs of attention and MLP are normalised before they are added: their norms read them again."""
+    return step.model.norms_per_layer == 4
+
+
+#: HBM passes (a read or a write) of elementwise work that XLA:TPU does not fuse into matmuls, in one forward execution;
+#: the backward pass has twice as many. Together 18 D + 38 (N + K) H bytes per token and layer in bf16, as counted in
+#: compiled layers (docs/achievable.md): norms, and around attention the rotation, transposes and log-sum-exps. Gates
+#: and residual sums are fused, and paid in the matmuls' fraction of peak.
+_NORM_PASSES = 1.5
+ROPE_PASSES = 38 / 6
+
+#: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
+VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}
+
+
+def matmuls(
+    step: TrainingStep,
+    scope: str,
+    count: Number,
+    each: Sequence[Matmul],
+    tokens: Number,
+    *,
+    again: Number,
+    gathered: Number | None = None,
+    scattered: Number | None = None,
+    residual: bool = False,
+    copies: tuple[str, ...] = ("expert", "context"),
+) -> list[Work]:
+    """Forward, recompute and backward of ``each`` matmul of those that share an input or feed one output.
+
+    ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
+    are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
+    residual stream. ``copies`` are the axes besides data that have copies of the weights: in pipeline stages their
+    gradients are summed at once, elsewhere once a step.
+    """
+    if not each:
+        return []
+    element = step.element_bytes
+    dtype = step.numerics.matmul if scope.startswith("layers") else step.numerics.compute
+    operand = min(element, dtype_bytes(dtype))
+    weights = parameters(each)
+    inputs = sum((tokens * m.k for m in each), 0.0)
+    outputs = sum((tokens * m.n for m in each), 0.0)
+    flops = 2.0 * sum((tokens * m.parameters for m in each), 0.0)
+    moved = (inputs + weights) * operand + outputs * element
+    # A narrower dtype is made on the spot: each operand read for its scale, read again and written.
+    passes = 2 * element + operand if operand < element else 0.0
+    quantised = (inputs + weights) * passes
+    quantised_again = (inputs + 2 * outputs + weights) * passes
+    stream = tokens * step.model.d_model * element / step.tensor
+    weights = weights * element
+
+    forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in each), 0.0)
+    dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in each), 0.0)
+    dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in each), 0.0)
+    gather_weight = (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
+    scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
+    if np.any(step.staged):
+        own = weights / step.strategies.devices("fsdp")
+        scatter_weight += (Transfer("all_reduce", copies, own, "gradient_scatter", step.staged),)
+    gather_input = () if gathered is None else (Transfer("all_gather", ("tensor",), gathered, "tensor"),)
+    scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
+    gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)
+    scatter_input = () if gathered is None else (Transfer("reduce_scatter", ("tensor",), gathered, "tensor"),)
+    shapes = " + ".join("2 T k n" for _ in each)
+    once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
+    forward = Work(
+        scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
+        hbm_bytes=moved, elementwise_bytes=quantised,
+        vector_flops=VECTOR_OPS["add"] * stream / element if residual else 0.0,
+        collectives=gather_weight + gather_input + scatter_output, formula=shapes,
+    )  # fmt: skip
+    backward = Work(
+        scope=scope, phase="backward", count=count, flops={dtype: 2 * flops},
+        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again,
+        collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({shapes})",
+    )  # fmt: skip
+    # In the backward pass weights, and inputs that are kept as shards, are gathered whether or not the matmul is
+    # repeated; the matmul and its scattered output only if its result was not kept.
+    regather = Work(
+        scope=scope, phase="recompute", count=0 if once else count,
+        flops={dtype: flops * again}, matmul_s=forward_s * again,
+        hbm_bytes=moved * again, elementwise_bytes=quantised * again,
+        collectives=gather_weight + gather_input + tuple(replace(t, payload=t.payload * again) for t in scatter_output),
+        formula="weights and inputs gathered again; the matmul repeated where its output was not kept",
+    )  # fmt: skip
+    return [forward, backward] if once else [forward, regather, backward]
+
+
+def norm(step: TrainingStep, scope: str, count: Number, again: Number) -> list[Work]:
+    """A layer's norms of one scope, or the final one, on the residual stream; ``again`` 1 where they are recomputed."""
+    stream = step.tokens * step.model.d_model * step.element_bytes / step.tensor
+    times = step.model.norms_per_layer / 2 if scope.startswith("layers") else 1.0
+    forward = Work(
+        scope=scope, phase="forward", count=count, hbm_bytes=_NORM_PASSES * stream * times,
+        vector_flops=VECTOR_OPS["norm"] * times * stream / step.element_bytes,
+        formula="T D read, partly fused into what reads it: 1.5 passes",
+    )  # fmt: skip
+    return [forward, recompute(forward, again), backward(forward, 2.0)]
+
+
+def activation(step: TrainingStep, scope: str, count: Number, hidden: Number) -> list[Work]:
+    """Vector work on T F elements; its traffic is that of the matmuls that it is fused into."""
+    forward = Work(
+        scope=scope, phase="forward", count=count, vector_flops=VECTOR_OPS["act"] * hidden,
+        formula="T F elements, fused into the matmuls around them",
+    )  # fmt: skip
+    return [forward, recompute(forward, step.strategies.recomputed("mlp_act")), backward(forward, 2.0)]
+
+
+def offloads(step: TrainingStep, count: Number, made: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
+    """Offloaded checkpoints of a layer on their way to host memory, and back for the backward pass."""
+    own = step.tokens / step.tensor * step.element_bytes
+    work = []
+    for name, scope in made.items():
+        kept = step.strategies.kept("offload", step.model, moe_layer=moe_layer, names=(name,))
+        if kept.any():
+            formula = f"T elements of {name} to host memory and back"
+            work += [
+                Work(scope=scope, phase=phase, count=count, host_bytes=kept * own, formula=formula)
+                for phase in ("forward", "backward")
+            ]
+    return work
+
+
+def recompute(work: Work, repeated: Number) -> Work:
+    """Forward work repeated in the backward pass, where ``repeated`` is 1."""
+    return replace(work, phase="recompute", count=work.count * repeated)
+
+
+def backward(work: Work, factor: float, *, collectives: bool = True) -> Work:
+    """The backward pass of elementwise or moving work: ``factor`` times the traffic, the transposed collectives."""
+    return replace(
+        work,
+        phase="backward",
+        hbm_bytes=factor * work.hbm_bytes,
+        vector_flops=factor * work.vector_flops,
+        collectives=work.collectives if collectives else (),
+        formula=f"backward of: {work.formula}",
+    )

@@ -1,0 +1,333 @@
+"""The search over sharding, remat and microbatches, over every layout that the torus carries.
+
+Branch and bound. Memory depends only on how many devices each axis has, and time grows with the price of every
+collective; so a mesh shape priced with the best link that any of its layouts gives each axis is a lower bound on all of
+them. Layouts are priced in the order of that bound, until none that is left could be among the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.arrays.mesh import AXES, Floats, Ints
+from rooftop.core.errors import RooftopError
+from rooftop.models.activations import POLICIES, parse_policy
+from rooftop.models.config import ModelConfig
+from rooftop.models.segments import stage_parts
+from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice, Strategies, choices
+
+#: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
+BLOCK = 16_384
+#: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
+RANKED = 6
+#: Mesh shapes priced between two looks at whether those that are left can still matter.
+TOGETHER = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The candidates that were priced, with expected step time and memory, [C, K].
+
+    ``allowed`` is False where sizes do not divide. ``searched`` counts all candidates, also those excluded by a bound.
+    """
+
+    problem: Problem
+    strategies: Strategies
+    expected_s: Floats
+    memory_bytes: Floats
+    allowed: npt.NDArray[np.bool_]
+    searched: int
+    even: bool
+    """Whether the layouts split batch and model evenly, as a program needs."""
+
+    @property
+    def fits(self) -> npt.NDArray[np.bool_]:
+        """Candidates that are allowed and stay within the device's memory, [C, K]."""
+        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.problem.capacity)
+        return fits
+
+    @cached_property
+    def best(self) -> tuple[int, int]:
+        """The fastest candidate that fits; if none does, the one that needs the least memory."""
+        if self.fits.any():
+            return self._least(np.where(self.fits, self.expected_s, np.inf))
+        return self._least(np.where(self.allowed, self.memory_bytes, np.inf))
+
+    def alternatives(self, count: int) -> list[tuple[int, int]]:
+        """The fastest candidate that fits of each other mesh shape, fastest first."""
+        score = np.where(self.fits, self.expected_s, np.inf)
+        chosen = np.argmin(score, axis=1)
+        ranked = np.argsort(score[np.arange(len(score)), chosen], kind="stable")
+        devices = self.strategies.layouts.devices
+        seen = {tuple(devices[self.best[0]])}
+        found: list[tuple[int, int]] = []
+        for index in ranked:
+            key = tuple(devices[index])
+            if key not in seen and np.isfinite(score[index, chosen[index]]):
+                seen.add(key)
+                found.append((int(index), int(chosen[index])))
+                if len(found) == count:
+                    break
+        return found
+
+    def only(self, candidate: tuple[int, int]) -> Strategies:
+        """One candidate as a strategy of its own."""
+        layout, choice = candidate
+        return Strategies(self.strategies.layouts[layout : layout + 1], (self.strategies.choices[choice],))
+
+    def _least(self, score: Floats) -> tuple[int, int]:
+        # Among equals the one with less memory: a tie in time is common when nothing is exposed.
+        least = score.min()
+        ties = np.argwhere(score <= least * (1 + 1e-9))
+        layout, choice = ties[np.argmin(self.memory_bytes[ties[:, 0], ties[:, 1]])]
+        return int(layout), int(choice)
+
+
+def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
+    """Price candidates, best bound first; all of them if ``exhaustive``.
+
+    Raises RooftopError if a given mesh or number of microbatches cannot be.
+    """
+    layouts, even = searched_layouts(problem)
+    options = searched_choices(problem, layouts)
+    order, starts = _by_shape(layouts)
+    layouts = layouts[order]
+    shapes = layouts[starts]
+    ends = np.append(starts[1:], len(layouts))
+    whole = Strategies(layouts, options)
+    if len(starts) == 1:
+        # There is nothing to leave out: a bound would cost as much as the answer.
+        allowed = allowed_candidates(problem, whole, even)
+        seconds, held = _evaluate(problem, whole)
+        return Sweep(
+            problem=problem,
+            strategies=whole,
+            expected_s=seconds,
+            memory_bytes=held,
+            allowed=allowed,
+            searched=int(allowed.sum()),
+            even=even,
+        )
+    one = Strategies(layouts[:1], options)
+    _evaluate(problem, one)  # Pricing one layout tells which collectives there are.
+    prices = {key: whole.price(*key) for key in one.prices}
+    cheapest = Strategies(
+        shapes, options, {key: found.map(lambda v: np.minimum.reduceat(v, starts)) for key, found in prices.items()}
+    )
+    allowed = allowed_candidates(problem, cheapest, even)
+    bound_s, memory = _evaluate(problem, cheapest)
+    feasible = allowed & (memory <= problem.capacity)
+    if not feasible.any():
+        # Nothing fits: what needs the least is the answer, and it does not depend on the layout.
+        feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
+    optimistic = np.where(feasible, bound_s, np.inf).min(axis=1)
+    ranked = np.argsort(optimistic, kind="stable")
+    best: list[float] = []
+    found: list[tuple[Floats, Ints, Ints]] = []
+    for start in range(0, len(ranked), len(ranked) if exhaustive else TOGETHER):
+        near = ranked[start : start + (len(ranked) if exhaustive else TOGETHER)]
+        if not exhaustive and len(best) >= RANKED and sorted(best)[RANKED - 1] <= optimistic[near[0]]:
+            break
+        members = np.concatenate([np.arange(starts[shape], ends[shape]) for shape in near])
+        of_shape = np.repeat(near, ends[near] - starts[near])
+        seconds, _ = _evaluate(problem, whole[members], memory=False)
+        fitting = np.where(feasible[of_shape], seconds, np.inf).min(axis=1)
+        best += [float(fitting[of_shape == shape].min()) for shape in near]
+        found.append((seconds, members, of_shape))
+    seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return Sweep(
+        problem=problem,
+        strategies=Strategies(layouts[members], options),
+        expected_s=seconds,
+        memory_bytes=memory[of_shape],
+        allowed=allowed[of_shape],
+        searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
+        even=even,
+    )
+
+
+def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """An order of layouts in which equal axis sizes stand together, and where each group of them starts."""
+    order = np.lexsort(layouts.devices.T)
+    ordered = layouts.devices[order]
+    new = np.any(ordered[1:] != ordered[:-1], axis=1)
+    return order, np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.intp)
+
+
+def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
+    """Expected step time and memory of every candidate, [C, K], block by block."""
+    shape = strategies.shape
+    expected, held = np.empty(shape), np.empty(shape if memory else (0, 0))
+    rows = max(1, BLOCK // shape[1])
+    for start in range(0, shape[0], rows):
+        part = slice(start, start + rows)
+        step = problem.step(strategies[part] if shape[0] > rows else strategies)
+        expected[part] = np.broadcast_to(step.ledger.expected_s, expected[part].shape)
+        if memory:
+            held[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
+    return expected, held
+
+
+def best_of(problem: Problem, within: Strategies) -> float:
+    """Expected step time of the best fitting candidate among given strategies; infinite if none fits."""
+    within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
+    seconds, memory = _evaluate(problem, within)
+    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
+    return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())
+
+
+def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Layouts that JAX could not run as they stand, because a dim does not split evenly, [C]."""
+    batch = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
+    columns = layouts.along("fsdp") * layouts.along("tensor")
+    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
+    return bad
+
+
+def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
+    """The layouts to be priced, and whether they split batch and model evenly.
+
+    Raises RooftopError if a given mesh cannot be.
+    """
+    if problem.mesh is not None:
+        layouts = from_mesh(problem.mesh)
+        return layouts, not uneven(problem, layouts).any()
+    if problem.axes is not None:
+        layouts = _given(problem, problem.axes)
+        return layouts, not uneven(problem, layouts).any()
+    axes, divides = _searched(problem)
+    layouts = enumerate_layouts(problem.slice, axes, divides)
+    layouts = layouts[_heads_split(problem.model, layouts)]
+    good = ~uneven(problem, layouts)
+    even = bool(good.any())
+    if even:
+        layouts = layouts[good]
+    return layouts, even
+
+
+def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
+    """The axes worth searching and what each must divide."""
+    model = problem.model
+    columns = gcd(model.heads, model.d_ff if model.dense_layers else 0)
+    divides = {"tensor": columns, "context": problem.workload.seq_len, "stage": stage_parts(model)[0]}
+    if model.moe is not None:
+        divides["tensor"] = gcd(columns, model.moe.d_ff)
+        divides["expert"] = model.moe.experts
+    return [name for name in AXES if name != "expert" or model.moe is not None], divides
+
+
+def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Key and value heads must split over tensor, or be copied a whole number of times."""
+    tensor = layouts.along("tensor")
+    good: npt.NDArray[np.bool_] = (model.kv_heads % tensor == 0) | (tensor % model.kv_heads == 0)
+    return good
+
+
+def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
+    """Layouts with exactly the given axis sizes."""
+    devices = problem.slice.devices
+    product = int(np.prod(list(sizes.values())))
+    given = ",".join(f"{name}={size}" for name, size in sizes.items())
+    if product != devices:
+        raise RooftopError(
+            "mesh", given, f"sizes whose product is the {devices} devices of {problem.slice.name} "
+            f"(yours is {product}), such as {_nearest(sizes, devices)}",
+        )  # fmt: skip
+    model = problem.model
+    parts, what = stage_parts(model)
+    for name, of, size in (
+        ("tensor", "attention heads", model.heads),
+        ("stage", what, parts),
+        ("expert", "experts", 1 if model.moe is None else model.moe.experts),
+    ):
+        if size % sizes.get(name, 1):
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            near = sorted(divisors, key=lambda n: abs(n - sizes[name]))[:2]
+            raise RooftopError(f"mesh axis {name}", sizes[name], f"a divisor of the {size} {of}: {sorted(near)}")
+    names = [name for name in AXES if sizes.get(name, 1) > 1] or ["data"]
+    divides = {name: sizes.get(name, 1) for name in AXES}
+    layouts = enumerate_layouts(problem.slice, names, divides)
+    wanted = np.array([divides[name] for name in AXES])
+    layouts = layouts[np.all(layouts.devices == wanted, axis=1)]
+    if not len(layouts):
+        physical = " x ".join(f"{axis.name}={axis.size}" for axis in problem.slice.physical_axes)
+        raise RooftopError(
+            "mesh", given, f"axes that whole or split physical axes ({physical}) make up; over DCN only data and stage"
+        )
+    return layouts
+
+
+def _nearest(sizes: Mapping[str, int], devices: int) -> str:
+    """The given mesh with its largest axis changed so that the product is right, the others rounded to divisors."""
+    largest = max(sizes, key=lambda name: sizes[name])
+    found: dict[str, int] = {}
+    left = devices
+    for name, size in sizes.items():
+        if name != largest:
+            found[name] = max(n for n in range(1, size + 1) if left % n == 0)
+            left //= found[name]
+    found[largest] = left
+    return ",".join(f"{name}={found[name]}" for name in sizes)
+
+
+def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
+    """The remat policies and microbatches to be priced, in the problem's schedule.
+
+    Raises RooftopError if a given number of microbatches does not divide the sequences.
+    """
+    if problem.remat is None:
+        # 'full' is another name of 'block'.
+        policies = {name: POLICIES[name] for name in ("none", "matmuls", "minimal", "block")}
+    else:
+        policies = {problem.remat: parse_policy(problem.remat)}
+    counts: Sequence[int]
+    if problem.microbatches is not None:
+        if problem.workload.batch_seqs % problem.microbatches:
+            raise RooftopError(
+                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+            )
+        counts = (problem.microbatches,)
+    else:
+        replicas = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
+        most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
+        counts = [2**power for power in range(8) if 2**power <= most]
+    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
+
+
+def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
+    """Whether microbatches split each replica's sequences evenly, and interleaved chunks the layers of a stage, [C, K].
+
+    Raises RooftopError if no candidate does.
+    """
+    layouts = strategies.layouts
+    replicas = strategies.devices("data", "fsdp", "expert")
+    counts = strategies.microbatches
+    good = np.ones(strategies.shape, np.bool_)
+    if even:
+        good &= problem.workload.batch_seqs % (replicas * counts) == 0
+    else:
+        good &= counts == counts.min()
+    stages = layouts.along("stage")[:, None]
+    parts, what = stage_parts(problem.model)
+    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
+    if not even_parts.any():
+        most = [parts // int(each) for each in np.unique(stages) if parts % each == 0]
+        fitting = sorted({n for each in most for n in range(2, each + 1) if each % n == 0})
+        accepted = ", ".join(map(str, fitting)) or "no interleaving"
+        raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
+    good &= even_parts
+    if not good.any():
+        raise RooftopError(
+            "microbatches",
+            int(counts.max()),
+            f"a divisor of the {problem.workload.batch_seqs} sequences of each replica",
+        )
+    return good

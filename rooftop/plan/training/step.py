@@ -1,0 +1,202 @@
+"""The planned ledger of a training step: what one device does, for one strategy or for all of a sweep.
+
+Chapters 4 and 5 of the book. The strategy is FSDP (weights and their state split over ``fsdp``, gathered per layer,
+gradients scattered) with tensor parallelism over heads and hidden columns, residuals split over the sequence on the
+tensor axis (AllGather before a matmul, ReduceScatter after it), ring attention over ``context``, experts over
+``expert`` with an AllToAll on both sides, layers over ``stage``, and copies over ``data``, whose gradients are summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rooftop.arrays.mesh import Floats
+from rooftop.core.ledger import Ledger, Number
+from rooftop.core.quantities import dtype_bytes
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, weights
+from rooftop.models.segments import layers_alone
+from rooftop.plan.pricing import price_work
+from rooftop.plan.shapes import attention_matmuls, mlp_matmuls, parameters
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.rows import training_work
+from rooftop.plan.training.strategies import TOKEN_AXES, Strategies
+from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.roofline.rates import Rates
+
+#: Vectors that a mesh axis splits, by name or by component.
+_SPLIT_VECTORS = {
+    "expert": ("experts",),
+    "tensor": ("q_bias", "k_bias", "v_bias", "sinks", "gate_bias", "up_bias"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """Layers of the ``first`` and of the ``last`` pipeline stage alone, and those of them that are dense, [C, 1]."""
+
+    first: Floats
+    last: Floats
+    first_dense: Floats
+    last_dense: Floats
+
+    @property
+    def every(self) -> Floats:
+        """Those of both stages."""
+        return self.first + self.last
+
+    @property
+    def every_dense(self) -> Floats:
+        """The dense ones of both stages."""
+        return self.first_dense + self.last_dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A training step under one or many strategies; ``ledger`` is what the plan shows."""
+
+    model: ModelConfig
+    slice: Slice
+    workload: Workload
+    numerics: Numerics
+    assumptions: Assumptions
+    strategies: Strategies
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What one device computes and moves per second, peak and expected."""
+        return Rates.of(self.slice.chip)
+
+    @cached_property
+    def tensor(self) -> Floats:
+        """Ways of tensor parallelism, [C, 1]."""
+        return self.strategies.devices("tensor")
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context."""
+        spread = self.strategies.devices("data", "fsdp", "expert", "context")
+        return self.workload.batch_tokens / spread / self.strategies.microbatches
+
+    @cached_property
+    def staged(self) -> Floats:
+        """1 where there is a pipeline, and 0 elsewhere, [C, 1]."""
+        return np.where(self.strategies.devices("stage") > 1, 1.0, 0.0)
+
+    @cached_property
+    def layers_alone(self) -> Alone:
+        """Layers that pipeline stages do not share: all hold their weights, the first one or the last does them."""
+        first, last = layers_alone(self.model)
+        return Alone(
+            first=self.staged * len(first),
+            last=self.staged * len(last),
+            first_dense=self.staged * sum(not kind.moe for kind in first),
+            last_dense=self.staged * sum(not kind.moe for kind in last),
+        )
+
+    @cached_property
+    def layers(self) -> Floats:
+        """Layers that a pipeline stage holds, [C, 1]: its part of those that are shared, and those that are not.
+
+        It is priced as if it did them all.
+        """
+        alone = self.layers_alone.every
+        found: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices("stage")) + alone
+        return found
+
+    @cached_property
+    def element_bytes(self) -> float:
+        """Bytes of one activation or gathered weight."""
+        return dtype_bytes(self.numerics.compute)
+
+    @cached_property
+    def layer_parameters(self) -> dict[str, Floats]:
+        """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard)."""
+        sizes = {
+            "attn": parameters(attention_matmuls(self.model, self.tensor).every),
+            "mlp": np.zeros_like(self.tensor),
+            "experts": np.zeros_like(self.tensor),
+        }
+        moe = self.model.moe
+        if moe is None or moe.dense_layers:
+            up, down = mlp_matmuls(self.model, self.model.d_ff, self.tensor)
+            sizes["mlp"] = parameters(up + down)
+        if moe is not None:
+            up, down = mlp_matmuls(self.model, moe.d_ff, self.tensor)
+            sizes["experts"] = parameters(up + down) * moe.experts / self.strategies.devices("expert")
+            shared = self.model.d_model * moe.experts * np.ones_like(self.tensor)
+            if moe.shared_d_ff:
+                up, down = mlp_matmuls(self.model, moe.shared_d_ff, self.tensor)
+                shared = shared + parameters(up + down)
+            sizes["shared"] = shared
+        return sizes
+
+    @cached_property
+    def dense_layers(self) -> Floats:
+        """Those of ``layers`` whose MLP is dense, [C, 1]."""
+        alone = self.layers_alone.every_dense
+        found: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices("stage")) + alone
+        return found
+
+    @cached_property
+    def dense_share(self) -> Floats:
+        """Share of ``layers`` whose MLP is dense, [C, 1]."""
+        return self.dense_layers / self.layers
+
+    @cached_property
+    def held_parameters(self) -> dict[str, Floats]:
+        """Parameters in one device's shards, [C, 1]: 'dense' (copied over expert), 'experts', and 'vocab'."""
+        sizes, share = self.layer_parameters, self.dense_share
+        fsdp = self.strategies.devices("fsdp")
+        dense = sizes["attn"] + share * sizes["mlp"] + (1 - share) * sizes.get("shared", 0.0)
+        tables = 1 if self.model.tied_embeddings else 2
+        return {
+            "dense": self.layers * dense / fsdp,
+            "experts": self.layers * (1 - share) * sizes["experts"] / fsdp,
+            "vocab": tables * self.model.vocab * self.model.d_model / self.tensor / fsdp,
+        }
+
+    @cached_property
+    def parameters_alone(self) -> Floats:
+        """Those of ``held_parameters`` in layers that no stage shares, [C, 1]: stages sum their gradients."""
+        sizes, alone = self.layer_parameters, self.layers_alone
+        experts = (alone.every - alone.every_dense) * (sizes["experts"] + sizes.get("shared", 0.0))
+        found: Floats = alone.every * sizes["attn"] + alone.every_dense * sizes["mlp"] + experts
+        return found / self.strategies.devices("fsdp")
+
+    @cached_property
+    def vectors(self) -> dict[tuple[str, ...], Number]:
+        """Elements of scales, biases and sinks on a device, by the mesh axes over which copies of them are spread.
+
+        None is split over fsdp. Those that belong to heads or hidden columns are split over tensor.
+        """
+        found: dict[tuple[str, ...], Number] = {}
+        for weight in weights(self.model):
+            if weight.matmul or weight.name in ("tokens", "correction_bias"):
+                continue
+            split = [
+                axis for axis, names in _SPLIT_VECTORS.items() if weight.name in names or weight.component in names
+            ]
+            axes = tuple(axis for axis in (*TOKEN_AXES, "tensor") if axis not in split)
+            found[axes] = found.get(axes, 0.0) + weight.params / self.strategies.devices(*split)
+        return found
+
+    @cached_property
+    def sequence_parameters(self) -> Floats:
+        """Parameters in one device's shards that meet only its own part of the sequence, [C, 1].
+
+        Routers and the down-projections of MLA: their gradients are summed over tensor too.
+        """
+        latent = parameters(attention_matmuls(self.model, self.tensor).latent)
+        moe = self.model.moe
+        router = 0.0 if moe is None else (1 - self.dense_share) * self.model.d_model * moe.experts
+        found: Floats = self.layers * (latent + router) / self.strategies.devices("fsdp")
+        return found
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Every row of the step, with what each collective leaves exposed; figures broadcast to [C, K]."""
+        return price_work(training_work(self), self.strategies, self.rates, self.assumptions)

@@ -1,0 +1,89 @@
+"""What is to be trained, and with which number formats: the part of a plan that the user decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import dtype_bytes
+
+#: Tokens of a step at the most: products of them with anything that is counted here stay exact in 64 bits.
+MOST_TOKENS = 10**12
+#: Optimizers and the number of moments each keeps per parameter.
+OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training job: ``batch_tokens`` a step in sequences of ``seq_len``, ``tokens`` in all."""
+
+    batch_tokens: int
+    seq_len: int
+    tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "seq_len"):
+            if not 1 <= getattr(self, name) <= MOST_TOKENS:
+                raise RooftopError(name, getattr(self, name), f"a whole number from 1 to {MOST_TOKENS:,}")
+        if self.batch_tokens % self.seq_len:
+            below = self.batch_tokens // self.seq_len * self.seq_len
+            nearest = f"{below} or " if below else ""
+            raise RooftopError(
+                "batch_tokens",
+                self.batch_tokens,
+                f"a multiple of seq_len {self.seq_len}: {nearest}{below + self.seq_len}",
+            )
+
+    @property
+    def batch_seqs(self) -> int:
+        """Sequences per step."""
+        return self.batch_tokens // self.seq_len
+
+    @property
+    def steps(self) -> float | None:
+        """Steps for all tokens, if a token budget is given."""
+        return None if self.tokens is None else self.tokens / self.batch_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Number formats and the optimizer: what each parameter and activation costs in bytes.
+
+    ``compute`` is the dtype of activations and of the weights as gathered; ``matmul`` the dtype of the layers' matmuls
+    (int8 or f8 for quantised training); ``weights`` that of the stored (master) weights; ``moments`` the optimizer's.
+    """
+
+    compute: str = "bf16"
+    matmul: str = "bf16"
+    weights: str = "f32"
+    moments: str = "f32"
+    gradients: str = "bf16"
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "matmul", "weights", "moments", "gradients"):
+            dtype_bytes(getattr(self, name), name)
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes per parameter held as weights: the master copy, and the copy in the compute dtype if that differs."""
+        copy = dtype_bytes(self.compute) if self.compute != self.weights else 0.0
+        return dtype_bytes(self.weights) + copy
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes per parameter of optimizer state."""
+        return OPTIMIZERS[self.optimizer] * dtype_bytes(self.moments)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes per parameter of gradients, once reduced."""
+        return dtype_bytes(self.gradients)
+
+    @property
+    def update_bytes(self) -> float:
+        """HBM traffic of the update per parameter: state read and written, gradient read, compute copy written."""
+        copy = dtype_bytes(self.compute) if self.compute != self.weights else 0.0
+        return 2 * (dtype_bytes(self.weights) + self.optimizer_bytes) + self.gradient_bytes + copy

@@ -1,0 +1,1 @@
+"""Answers presented: documents and their renderers."""

@@ -1,0 +1,1 @@
+"""Measurements of single collectives and matmuls on the devices here."""

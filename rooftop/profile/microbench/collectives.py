@@ -1,0 +1,159 @@
+"""Collectives timed on the devices that are here, over any axes of a mesh.
+
+Payloads are counted as in ``core.ledger.Collective``: an AllGather's output, the input of a ReduceScatter, the
+operand of an AllReduce or AllToAll, what a permute sends. Groups along the other axes of the mesh run at the same
+time, each on its own data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh as DeviceMesh
+
+from rooftop.algebra.pricing import Prices
+from rooftop.arrays.mesh import span
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.ledger import COLLECTIVES
+from rooftop.core.quantities import dtype_bytes
+from rooftop.hardware import PhysicalAxis
+from rooftop.profile.microbench.timing import Progress, Timing, compile_program, time_program
+from rooftop.programs.einsum.sharded import DTYPES
+from rooftop.roofline.collectives import price
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One collective over ``axes``, ``devices`` in a group: its payload, what one device sends, and its times.
+
+    ``planned`` has the seconds that a slice was priced at, by the name of the price.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    devices: int
+    bytes: int
+    timing: Timing
+    planned: dict[str, float]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends."""
+        return wire_bytes(self.kind, self.devices, self.bytes)
+
+    @property
+    def wire_bytes_per_s(self) -> float:
+        """The bandwidth that one device saw: ``wire_bytes`` by the median time."""
+        return self.wire_bytes / self.timing.median_s
+
+    def to_json(self) -> dict[str, Any]:
+        """The measurement as plain JSON values."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "devices": self.devices,
+            "bytes": self.bytes,
+            "wire_bytes": self.wire_bytes,
+            **self.timing.to_json(),
+            "wire_bytes_per_s": self.wire_bytes_per_s,
+            "planned": self.planned,
+        }
+
+
+def wire_bytes(kind: str, devices: int, payload: float) -> float:
+    """Bytes that one of ``devices`` sends in a collective with ``payload``, as in ``core.ledger.Collective``."""
+    # How many are sent does not depend on the network; a switch is the simplest one.
+    switch = PhysicalAxis(
+        name="node", size=devices, kind="switch", wrapped=False, bytes_per_s=1.0, hop_s=0.0, resource="ici"
+    )
+    return payload * float(price(kind, span((switch,), np.array([devices]), np.array([1]))).wire_per_byte)
+
+
+def operand(kind: str, axes: Sequence[str], payload: float, dtype: str, mesh: DeviceMesh) -> jax.ShapeDtypeStruct:
+    """The array that a collective with about ``payload`` bytes takes: [*mesh axes, elements of one device].
+
+    The payload is rounded up to the same number of elements for every device. Raises RooftopError on an unknown kind,
+    axis or dtype.
+    """
+    if kind not in COLLECTIVES:
+        raise unknown("collective", kind, COLLECTIVES)
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise unknown("axis", axis, mesh.shape)
+    members = math.prod(mesh.shape[axis] for axis in axes)
+    if members < 2:
+        raise RooftopError("axis", ",".join(axes), "axes of two devices or more: one alone sends nothing")
+    parts = math.ceil(payload / dtype_bytes(dtype) / members)
+    shape = (*mesh.devices.shape, parts if kind == "all_gather" else parts * members)
+    return jax.ShapeDtypeStruct(shape, DTYPES[dtype], sharding=jax.NamedSharding(mesh, jax.P(*mesh.axis_names)))
+
+
+def program(kind: str, axes: Sequence[str], mesh: DeviceMesh) -> Callable[[jax.Array], jax.Array]:
+    """A function of arrays [*mesh axes, elements of one device] that does one collective over ``axes``.
+
+    Devices are numbered along the axes in mesh order. A permute sends to the next one, and the last to the first.
+    """
+    # JAX numbers the devices of a ppermute in mesh order, and those of other collectives in the order that is given.
+    names = tuple(axis for axis in mesh.axis_names if axis in axes)
+    members = math.prod(mesh.shape[axis] for axis in names)
+    ring = [(place, (place + 1) % members) for place in range(members)]
+    collective: Callable[[jax.Array], jax.Array] = {
+        "all_gather": lambda x: lax.all_gather(x, names, tiled=True),
+        "reduce_scatter": lambda x: lax.psum_scatter(x, names, tiled=True),
+        "all_reduce": lambda x: lax.psum(x, names),
+        "all_to_all": lambda x: lax.all_to_all(x, names, 0, 0, tiled=True),
+        "permute": lambda x: lax.ppermute(x, names, ring),
+    }[kind]
+    here = (1,) * len(mesh.axis_names)
+    spec = jax.P(*mesh.axis_names)
+    return jax.shard_map(
+        lambda x: collective(x.reshape(-1)).reshape(*here, -1),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        # What a gather returns is the same everywhere along its axes; here each device keeps its own.
+        check_vma=False,
+    )
+
+
+def measure(
+    kinds: Sequence[str],
+    axes: Sequence[str],
+    sizes: Sequence[float],
+    dtype: str,
+    mesh: DeviceMesh,
+    *,
+    prices: Sequence[Prices] = (),
+    on_progress: Progress | None = None,
+    least_s: float = 0.2,
+) -> Iterator[Measurement]:
+    """Time each kind of collective over ``axes`` for payloads of about those ``sizes`` in bytes.
+
+    ``prices``, on a mesh of the same axes, give what is planned. Raises RooftopError on an unknown kind, axis or
+    dtype, before anything runs, and Infeasible on a size that does not fit.
+    """
+    asked = [(kind, operand(kind, axes, size, dtype, mesh)) for kind in kinds for size in sizes]
+    for done, (kind, array) in enumerate(asked):
+        members = math.prod(mesh.shape[axis] for axis in axes)
+        payload = round(array.shape[-1] * dtype_bytes(dtype)) * (members if kind == "all_gather" else 1)
+        if on_progress is not None:
+            on_progress(done, len(asked), f"{kind} of {payload} bytes")
+        compiled = compile_program(
+            program(kind, axes, mesh), array, what=f"{kind} of {payload} bytes", advice="give smaller --sizes"
+        )
+        given = jnp.ones(array.shape, array.dtype, device=array.sharding)
+        yield Measurement(
+            kind=kind,
+            axes=tuple(axes),
+            devices=members,
+            bytes=payload,
+            timing=time_program(compiled, given, least_s=least_s),
+            planned={f"{each.kind}_s": each.collective_s(kind, tuple(axes), payload) for each in prices},
+        )

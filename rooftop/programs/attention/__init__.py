@@ -1,0 +1,1 @@
+"""Attention kernels and attention over a split sequence, all called through ``attend``."""

@@ -1,0 +1,220 @@
+"""Attention with keys a block at a time, on any backend: the kernel ``chunked`` of ``attend``.
+
+A running softmax (Milakov and Gimelshein 2018), and a backward pass that computes each block's scores again (Dao 2023):
+no more than T*block scores exist at once. Queries go in a few runs, each of which meets only the blocks of keys that
+count for it (``rooftop.programs.attention.scores.runs``).
+
+Dims as in ``attend``; R the queries of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from rooftop.programs.attention.scores import (
+    Run,
+    Scores,
+    Segments,
+    add_sinks,
+    block_size,
+    runs,
+    sink_gradients,
+    varying_alike,
+)
+
+#: A block of keys and values, the index of its first key, and the segments of its keys.
+_Block = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+_Given = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, Segments | None]
+
+
+def chunked_attend(
+    scores: Scores,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    absent: jax.Array | None,
+    segments: Segments | None,
+) -> jax.Array:
+    """Outputs [b, T, n, d_v] in the dtype of q; see ``rooftop.programs.attention.attend.attend_behind``."""
+    arrays, tree = jax.tree.flatten((q, k, v, sinks, absent, segments))
+    return _attention(scores, *jax.tree.unflatten(tree, varying_alike(*arrays)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(scores: Scores, *given: *_Given) -> jax.Array:
+    return _forward(scores, *given)[0]
+
+
+def _forward(scores: Scores, *given: *_Given) -> tuple[jax.Array, tuple[_Given, jax.Array, jax.Array]]:
+    q, k, v, sinks, absent, segments = given
+    o, lse = chunked_block(scores, q, k, v, absent, segments)
+    if sinks is not None:
+        o, lse = add_sinks(o, lse, sinks)
+    o, lse = (checkpoint_name(each, "attn_core") for each in (o.astype(q.dtype), lse))
+    return o, (given, o, lse)
+
+
+def _backward(
+    scores: Scores, saved: tuple[_Given, jax.Array, jax.Array], do: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
+    (q, k, v, sinks, absent, segments), o, lse = saved
+    dsinks = None if sinks is None else sink_gradients(sinks, o, lse, do)
+    return *chunked_gradients(scores, q, k, v, o, lse, do, absent, segments), dsinks, None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def chunked_block(
+    scores: Scores,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    absent: jax.Array | None = None,
+    segments: Segments | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [b, T, n, d_v] float32 and log-sum-exps [b, n, T] of attention to these keys; not differentiable."""
+    found = [
+        _run(within, q[:, run.queries], k[:, run.keys], v[:, run.keys], missing, ids)
+        for run, within, missing, ids in _runs(scores, q, k, absent, segments)
+    ]
+    outputs, sums = zip(*found, strict=True)
+    return _joined(outputs, 1), _joined(sums, 2)
+
+
+def chunked_gradients(
+    scores: Scores,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    absent: jax.Array | None = None,
+    segments: Segments | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Derivatives of q, k and v by way of these keys; see ``rooftop.programs.attention.attend.block_gradients``."""
+    # The derivative of softmax subtracts from each row the mean of what it gets: o . do.
+    mean = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32))
+    queries, dk, dv = list[jax.Array](), None, None
+    for run, within, missing, ids in _runs(scores, q, k, absent, segments):
+        rows, keys = run.queries, run.keys
+        of_rows = q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], mean[:, :, rows], do[:, rows]
+        dq, more_k, more_v = _run_gradients(within, *of_rows, missing, ids)
+        queries.append(dq)
+        around = ((0, 0), (keys.start, k.shape[1] - keys.stop), (0, 0), (0, 0))
+        more_k, more_v = (each if each.shape[1] == k.shape[1] else jnp.pad(each, around) for each in (more_k, more_v))
+        dk, dv = (more_k, more_v) if dk is None or dv is None else (dk + more_k, dv + more_v)
+    assert dk is not None and dv is not None
+    return _joined(queries, 1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _runs(
+    scores: Scores, q: jax.Array, k: jax.Array, absent: jax.Array | None, segments: Segments | None
+) -> Iterator[tuple[Run, Scores, jax.Array | None, Segments | None]]:
+    """The runs of queries; and for each its scores, how many of its keys do not exist, and its segments."""
+    q_len, kv_len = q.shape[1], k.shape[1]
+    for run in runs(q_len=q_len, kv_len=kv_len, window=scores.window, offset=scores.offset, block=scores.block):
+        within = replace(scores, offset=scores.offset + run.queries.start - run.keys.start)
+        missing = None if absent is None else absent - run.keys.start
+        yield run, within, missing, segments and (segments[0][:, run.queries], segments[1][:, run.keys])
+
+
+def _run(
+    scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, absent: jax.Array | None, segments: Segments | None
+) -> tuple[jax.Array, jax.Array]:
+    """``chunked_block`` of one run: q [b, R, n, H], its keys k [b, S, k, H] and values v [b, S, k, d_v]."""
+    size, grouped, index = block_size(k.shape[1], scores.block), _grouped(q, k), jnp.arange(q.shape[1])
+
+    def step(
+        carry: tuple[jax.Array, jax.Array, jax.Array], block: _Block
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+        (top, total, summed), (keys, values, start, of_keys) = carry, block
+        mask = scores.mask(index, start + jnp.arange(size), absent, _meeting(segments, of_keys))
+        logits = jnp.where(mask, scores.logits(grouped, keys), -jnp.inf)
+        raised = jnp.maximum(top, logits.max(-1))
+        # A query with no key so far: its weights must be 0, not exp(-inf + inf).
+        against = jnp.where(jnp.isneginf(raised), 0.0, raised)
+        weights, kept = jnp.exp(logits - against[..., None]), jnp.exp(top - against)
+        found = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        return (raised, kept * total + weights.sum(-1), kept[..., None] * summed + found), None
+
+    rows = (q.shape[0], k.shape[2], grouped.shape[3], q.shape[1])
+    zeros = varying_alike(q, jnp.zeros(rows, jnp.float32))[1]
+    wide = varying_alike(q, jnp.zeros((*rows, v.shape[3]), jnp.float32))[1]
+    starts = jnp.arange(0, k.shape[1], size)
+    blocks = _blocks(k, size), _blocks(v, size), starts, _blocks_of(segments, size)
+    (top, total, summed), _ = lax.scan(step, (zeros - jnp.inf, zeros, wide), blocks)
+    o = jnp.moveaxis(summed / jnp.where(total == 0, 1.0, total)[..., None], 3, 1)
+    return o.reshape(*q.shape[:3], -1), (top + jnp.log(total)).reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _run_gradients(
+    scores: Scores,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lse: jax.Array,
+    mean: jax.Array,
+    do: jax.Array,
+    absent: jax.Array | None,
+    segments: Segments | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``chunked_gradients`` of one run, float32; lse and mean [b, n, R], do [b, R, n, d_v]."""
+    size, grouped, index = block_size(k.shape[1], scores.block), _grouped(q, k), jnp.arange(q.shape[1])
+    d_out = do.reshape(*grouped.shape[:4], -1)
+    lse, mean = (each.reshape(q.shape[0], k.shape[2], -1, q.shape[1], 1) for each in (lse, mean))
+
+    def step(dq: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        keys, values, start, of_keys = block
+        logits = scores.logits(grouped, keys)
+        mask = scores.mask(index, start + jnp.arange(size), absent, _meeting(segments, of_keys))
+        weights = jnp.where(mask, jnp.exp(logits - lse), 0.0)
+        dv = jnp.einsum("bkgts,btkgh->bskh", weights.astype(do.dtype), d_out, preferred_element_type=jnp.float32)
+        d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, values, preferred_element_type=jnp.float32)
+        d_logits = weights * (d_weights - mean) * scores.scale
+        if scores.softcap is not None:
+            d_logits *= 1 - jnp.square(logits / scores.softcap)
+        d_logits = d_logits.astype(k.dtype)
+        dk = jnp.einsum("bkgts,btkgh->bskh", d_logits, grouped, preferred_element_type=jnp.float32)
+        dq += jnp.einsum("bkgts,bskh->btkgh", d_logits, keys, preferred_element_type=jnp.float32)
+        return dq, (dk, dv)
+
+    zeros = varying_alike(q, jnp.zeros(grouped.shape, jnp.float32))[1]
+    starts = jnp.arange(0, k.shape[1], size)
+    blocks = _blocks(k, size), _blocks(v, size), starts, _blocks_of(segments, size)
+    dq, (dk, dv) = lax.scan(step, zeros, blocks)
+    dk, dv = (jnp.moveaxis(each, 0, 1).reshape(whole.shape) for each, whole in ((dk, k), (dv, v)))
+    return dq.reshape(q.shape), dk, dv
+
+
+def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
+    """[b, T, n, H] -> [b, T, k, g, H]."""
+    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+
+
+def _blocks(x: jax.Array, size: int) -> jax.Array:
+    """[b, S, ...] -> [S/size, b, size, ...], for a scan."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def _blocks_of(segments: Segments | None, size: int) -> jax.Array | None:
+    """The segments of keys, as ``_blocks`` has the keys."""
+    return None if segments is None else _blocks(segments[1], size)
+
+
+def _meeting(segments: Segments | None, of_keys: jax.Array | None) -> Segments | None:
+    """The segments of all queries and those of a block of keys."""
+    return None if segments is None or of_keys is None else (segments[0], of_keys)
+
+
+def _joined(parts: list[jax.Array] | tuple[jax.Array, ...], dim: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim)

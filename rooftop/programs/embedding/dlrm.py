@@ -1,0 +1,168 @@
+"""DLRM (Naumov et al. 2019): dense features through an MLP, embeddings beside them, all pairs' dot products, an MLP.
+
+Dims: B samples, F categorical features of one embedding width W, N dense features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import P, named_scope
+from jax.sharding import NamedSharding
+
+from rooftop.core.errors import RooftopError
+from rooftop.programs.parameters import Leaf
+
+
+@dataclass(frozen=True, kw_only=True)
+class DlrmConfig:
+    """Sizes of the dense part. ``features`` are looked up, in this order, each of ``width`` floats.
+
+    ``bottom`` and ``top`` are hidden layers; the bottom MLP ends in ``width``, the top one in a logit.
+    """
+
+    dense_features: int
+    features: tuple[str, ...]
+    width: int
+    bottom: tuple[int, ...] = (64, 32)
+    top: tuple[int, ...] = (64, 32)
+    learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for name in ("dense_features", "width"):
+            if getattr(self, name) < 1:
+                raise RooftopError(name, getattr(self, name), "a positive whole number")
+
+    @property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """Sizes of each MLP, inputs first."""
+        vectors = len(self.features) + 1
+        return {
+            "bottom": (self.dense_features, *self.bottom, self.width),
+            "top": (self.width + vectors * (vectors - 1) // 2, *self.top, 1),
+        }
+
+    @property
+    def flops_per_sample(self) -> int:
+        """Matmul FLOPs of a sample, forward: two for each weight and for each product of two vectors' floats."""
+        weights = sum(a * b for sizes in self.layers.values() for a, b in pairwise(sizes))
+        return 2 * (weights + (len(self.features) + 1) ** 2 * self.width)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DlrmBatch(Generic[Leaf]):
+    """dense [B, N] float32, label [B] float32 of 0 and 1."""
+
+    dense: Leaf
+    label: Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DlrmState(Generic[Leaf]):
+    """Weights and biases of each MLP, and Adam's state."""
+
+    weights: dict[str, list[tuple[Leaf, Leaf]]]
+    optimizer: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dlrm:
+    """The dense part of a step: what ``rooftop.programs.embedding.pipeline`` calls a DenseStep.
+
+    ``share_of`` the learning rate is used at a step, counted from 0; None: all of it.
+    """
+
+    config: DlrmConfig
+    share_of: Callable[[jax.Array], jax.Array] | None = None
+
+    @property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return optax.adam(self.config.learning_rate)
+
+    def begin(self, seed: int) -> DlrmState[Any]:
+        """Weights as Glorot and Bengio 2010 and Adam's state, made on the host."""
+        random = np.random.default_rng([seed, 1])
+        weights = {
+            name: [
+                (
+                    (random.standard_normal((a, b)) * np.sqrt(2 / (a + b))).astype(np.float32),
+                    np.zeros(b, np.float32),
+                )
+                for a, b in pairwise(sizes)
+            ]
+            for name, sizes in self.config.layers.items()
+        }
+        return DlrmState(weights=weights, optimizer=self._optimizer.init(weights))
+
+    def initialise(self, mesh: jax.sharding.Mesh, seed: int) -> DlrmState[jax.Array]:
+        """What ``begin`` makes, on every device of ``mesh``."""
+        placed: DlrmState[jax.Array] = jax.device_put(self.begin(seed), NamedSharding(mesh, P()))
+        return placed
+
+    def logits(
+        self,
+        weights: Mapping[str, Sequence[tuple[jax.Array, jax.Array]]],
+        activations: Mapping[str, jax.Array],
+        dense: jax.Array,
+    ) -> jax.Array:
+        """[B], from activations by feature [B, W] and dense features [B, N]."""
+        bottom = _mlp(weights["bottom"], dense)
+        vectors = jnp.stack([bottom, *(activations[name] for name in self.config.features)], axis=1)
+        products = jnp.einsum("bfw,bgw->bfg", vectors, vectors)
+        count = vectors.shape[1]
+        above = np.flatnonzero(np.triu(np.ones((count, count), bool), 1))
+        pairs = products.reshape(products.shape[0], -1)[:, above]
+        return _mlp(weights["top"], jnp.concatenate([bottom, pairs], axis=1))[:, 0]
+
+    def __call__(
+        self, dense: DlrmState[jax.Array], activations: dict[str, jax.Array], batch: DlrmBatch[jax.Array]
+    ) -> tuple[DlrmState[jax.Array], dict[str, jax.Array], jax.Array]:
+        """The state after Adam's step, the activations' gradients, and the mean cross-entropy in nats.
+
+        Devices have a part of the samples each and sum the gradients of the weights, which all of them hold.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        axes, devices = mesh.axis_names, mesh.size
+
+        def local(
+            weights: Any, activations: dict[str, jax.Array], batch: DlrmBatch[jax.Array]
+        ) -> tuple[Any, dict[str, jax.Array], jax.Array]:
+            def loss(weights: Any, activations: dict[str, jax.Array]) -> jax.Array:
+                with named_scope("loss"):
+                    logits = self.logits(weights, activations, batch.dense)
+                    each = optax.sigmoid_binary_cross_entropy(logits, batch.label)
+                    return jnp.sum(each) / (len(each) * devices)
+
+            value, (of_weights, of_activations) = jax.value_and_grad(loss, argnums=(0, 1))(weights, activations)
+            with named_scope("gradients"):
+                return jax.lax.psum(of_weights, axes), of_activations, jax.lax.psum(value, axes)
+
+        split = P(axes)
+        gradients, of_activations, value = jax.shard_map(
+            local, in_specs=(P(), split, split), out_specs=(P(), split, P()), check_vma=False
+        )(dense.weights, activations, batch)
+        with named_scope("optimizer"):
+            changes, optimizer = self._optimizer.update(gradients, dense.optimizer, dense.weights)
+            if self.share_of is not None:
+                share = self.share_of(optax.tree_utils.tree_get(dense.optimizer, "count"))
+                changes = jax.tree.map(lambda change: share * change, changes)
+            weights = optax.apply_updates(dense.weights, changes)
+        return dataclasses.replace(dense, weights=weights, optimizer=optimizer), of_activations, value
+
+
+def _mlp(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    for index, (weight, bias) in enumerate(layers):
+        x = x @ weight + bias
+        if index + 1 < len(layers):
+            x = jax.nn.relu(x)
+    return x

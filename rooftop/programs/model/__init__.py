@@ -1,0 +1,1 @@
+"""The decoder: parameters described, layers, mixture of experts, and loss."""

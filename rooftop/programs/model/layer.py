@@ -1,0 +1,280 @@
+"""The two halves of a layer on the residual stream: attention, and the MLP or mixture of experts.
+
+Dims as in ``transformer``, which also says which collectives they bring. ``Computation`` says how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import named_scope
+from jax.ad_checkpoint import checkpoint_name
+
+from rooftop.arrays.rules import Rules
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.models.activations import parse_policy
+from rooftop.models.config import ModelConfig
+from rooftop.programs.attention.attend import BLOCK, KERNELS, Scores, attend
+from rooftop.programs.attention.context import ORDERS, gathered_attend, ring_attend, sequence_order
+from rooftop.programs.model.elementwise import add_bias, norm, scale_norm
+from rooftop.programs.model.mla import latent_qkv
+from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
+from rooftop.programs.model.positions import rotate, within_segments
+from rooftop.programs.model.projection import project, project_left
+from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoE
+from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
+
+#: How attention over a context axis comes by the keys and values of other devices.
+CONTEXT_ATTENTIONS: tuple[str, ...] = ("ring", "all_gather")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """How a model is computed: its arrays by ``specs``, checkpoints by ``remat`` (see ``rooftop.models.activations``).
+
+    ``attention`` is a kernel of ``attention.attend``, with blocks of at most ``attention_block``. Over a
+    context axis the sequence lies in ``context_order`` (see ``attention.context``), and keys and values
+    come by ``context_attention``: round a ring, or gathered (``attention.context``). Experts do
+    ``expert_matmul``, and ``expert_capacity`` is the ``capacity_factor`` of ``moe``: None drops no
+    token. ``z_loss`` and ``balance_loss`` are coefficients of what is added to the cross-entropy (see ``objective``).
+    ``weights_left`` multiplies by weights of attention and MLPs on one device as ``project_left`` does.
+    """
+
+    model: ModelConfig
+    specs: Specs = Specs(Rules())
+    remat: str = "block"
+    attention: str = "reference"
+    attention_block: int = BLOCK
+    context_order: str = "zigzag"
+    context_attention: str = "ring"
+    expert_matmul: str = "batched"
+    expert_capacity: float | None = None
+    z_loss: float = 0.0
+    balance_loss: float = 0.0
+    weights_left: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("attention", KERNELS),
+            ("context_order", ORDERS),
+            ("context_attention", CONTEXT_ATTENTIONS),
+            ("expert_matmul", EXPERT_MATMULS),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        if self.attention_block < 1:
+            raise RooftopError("attention_block", self.attention_block, "a positive whole number")
+        for name in ("z_loss", "balance_loss"):
+            if not 0 <= (coefficient := getattr(self, name)) < math.inf:
+                raise RooftopError(name, coefficient, "a number that is not negative; 0 for none")
+        if self.balance_loss and self.model.moe is None:
+            raise RooftopError("balance_loss", self.balance_loss, f"0 for {self.model.name}, which has no experts")
+        parse_policy(self.remat)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values; of ``specs`` their ``rules``."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "specs"}
+        return fields | {"model": self.model.to_json(), "rules": self.specs.rules.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Computation:
+        """The inverse of ``to_json``. Raises TypeError or KeyError on fields that a computation does not have."""
+        fields = dict(data)
+        if "rules" in fields:
+            fields["specs"] = Specs(Rules.from_json(fields.pop("rules")))
+        return cls(**fields | {"model": ModelConfig.from_json(fields["model"])})
+
+    def positions(self, batch: Batch[jax.Array]) -> jax.Array:
+        """The positions of the tokens: [T] alike in all sequences, or [B, T] where sequences are packed or it is given.
+
+        Over a context axis the tokens are in the order in which the mesh splits them.
+        """
+        if batch.positions is not None:
+            return batch.positions
+        positions = self._in_sequence(batch.tokens.shape[1])
+        return positions if batch.segments is None else within_segments(batch.segments, positions)
+
+    def _in_sequence(self, seq_len: int) -> jax.Array:
+        ring = self.specs.rules.activations["seq"]
+        if not ring:
+            return jnp.arange(seq_len)
+        ways = jax.sharding.get_abstract_mesh().shape[ring[0]]
+        return jnp.asarray(sequence_order(seq_len, ways, self.context_order))
+
+
+def attention(
+    x: jax.Array,
+    layer: Attention[jax.Array] | LatentAttention[jax.Array],
+    how: Computation,
+    heads: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Attention on the residual stream [B, T, D], added to it.
+
+    ``heads`` makes the outputs of all heads [B, T, N, d_v], split over N, of the normalised stream.
+    """
+    model, specs = how.model, how.specs
+    with named_scope("norm"):
+        normed = checkpoint_name(norm(x, layer.norm, model, specs), "attn_normed")
+    o = heads(normed)
+    out_bias = None if isinstance(layer, LatentAttention) else layer.out_bias
+    with named_scope("out"):
+        # XLA names a matmul after a reshape that it absorbs, so this one stands in the scope of its matmul.
+        o = o.reshape(*o.shape[:2], -1, out_sharding=specs.activation("batch", "seq", "heads"))
+        y = add_bias(_scattered(o, layer.out, "heads", how), out_bias, specs.residual)
+        y = checkpoint_name(y, "attn_out")
+    if layer.post_norm is not None:
+        with named_scope("norm"):
+            y = norm(y, layer.post_norm, model, specs)
+    with named_scope("out"):
+        return checkpoint_name(x + y, "mlp_input")
+
+
+def causal(
+    normed: jax.Array,
+    *,
+    layer: Attention[jax.Array] | LatentAttention[jax.Array],
+    turns: jax.Array,
+    window: int | None,
+    segments: jax.Array | None,
+    how: Computation,
+) -> jax.Array:
+    """Causal attention of whole sequences, within ``segments`` [B, T] if there are any: [B, T, N, d_v]."""
+    model, sinks = how.model, None
+    if isinstance(layer, LatentAttention):
+        assert model.mla is not None
+        q, k, v = latent_qkv(normed, layer, turns, model, model.mla, how.specs)
+    else:
+        q, k, v = qkv(normed, layer, turns, how)
+        sinks = layer.sinks
+    with named_scope("core"):
+        return _core(q, k, v, sinks, window, segments, how)
+
+
+def qkv(
+    x: jax.Array, layer: Attention[jax.Array], turns: jax.Array, how: Computation
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, N, H], keys and values [B, T, K, H] of the normalised x [B, T, D]; rotated if positions are."""
+    model, specs = how.model, how.specs
+    heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
+    with named_scope("qkv"):
+        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
+        # Not by ``project``: with one head on a device XLA:TPU would make an AllReduce of the gradient's ReduceScatter.
+        into = project_left if how.weights_left else partial(jnp.einsum, "btd,dnh->btnh")
+        q = into(h, gather(layer.q, specs, "embed", "heads", None))
+        k = into(h, gather(layer.k, specs, "embed", "kv_heads", None))
+        v = into(h, gather(layer.v, specs, "embed", "kv_heads", None))
+        q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
+        k = checkpoint_name(add_bias(k, layer.k_bias, kv_heads), "qkv")
+        v = checkpoint_name(add_bias(v, layer.v_bias, kv_heads), "qkv")
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = scale_norm(q, layer.q_norm, model, heads)
+            k = scale_norm(k, layer.k_norm, model, kv_heads)
+    if model.positions != "rope":
+        return q, k, v
+    with named_scope("rope"):
+        q, k = (checkpoint_name(rotate(each, turns, interleaved=model.rope_interleaved), "rope") for each in (q, k))
+        return q, k, v
+
+
+def _core(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    window: int | None,
+    segments: jax.Array | None,
+    how: Computation,
+) -> jax.Array:
+    """Attention proper: [B, T, N, d_v] from q [B, T, N, H], k [B, T, K, H], v [B, T, K, d_v] and sinks [N]."""
+    model, specs = how.model, how.specs
+    heads = specs.activation("batch", "seq", "heads", None)
+    kv_heads = specs.activation("batch", "seq", "kv_heads", None)
+    sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
+    scores = Scores(
+        scale=model.d_head**-0.5 if model.query_scale is None else model.query_scale,
+        window=window,
+        softcap=model.attn_softcap,
+        block=how.attention_block,
+    )
+    attention: Callable[..., jax.Array] = attend
+    if ring := specs.rules.activations["seq"]:
+        over = ring_attend if how.context_attention == "ring" else gathered_attend
+        attention = partial(over, axis=ring[0], order=how.context_order)
+
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
+    ) -> jax.Array:
+        return attention(how.attention, scores, q, k, v, sinks=sinks, segments=segments)
+
+    # A Pallas kernel's outputs do not say over which axes they vary.
+    typed = how.attention != "splash"
+    segment_spec = None if segments is None else specs.activation("batch", "seq")
+    specs_in = (heads, kv_heads, kv_heads, sink_spec, segment_spec)
+    return on_shards(local, in_specs=specs_in, out_specs=heads, check_vma=typed)(q, k, v, sinks, segments)
+
+
+def feed_forward(
+    x: jax.Array, layer: MLP[jax.Array] | MoE[jax.Array], segments: jax.Array | None, how: Computation
+) -> tuple[jax.Array, jax.Array | None]:
+    """The MLP or the mixture of experts on the residual stream [B, T, D], added to it; and the experts' load."""
+    model, specs = how.model, how.specs
+    with named_scope("mlp"), named_scope("norm"):
+        normed = norm(x, layer.norm, model, specs)
+    load = None
+    if isinstance(layer, MLP):
+        with named_scope("mlp"):
+            y = _mlp(checkpoint_name(normed, "mlp_normed"), layer, how)
+    else:
+        y, load = moe_mlp(
+            normed,
+            layer,
+            model,
+            specs,
+            matmul=how.expert_matmul,
+            capacity_factor=how.expert_capacity,
+            measured=how.balance_loss > 0,
+            segments=segments,
+        )
+    with named_scope("mlp"):
+        if layer.post_norm is not None:
+            with named_scope("norm"):
+                y = norm(y, layer.post_norm, model, specs)
+        with named_scope("down"):
+            return x + y, load
+
+
+def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
+    """The MLP of the normalised x [B, T, D], gated or not."""
+    specs = how.specs
+    hidden = specs.activation("batch", "seq", "mlp")
+
+    def into(h: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = (project_left if how.weights_left else project)(h, gather(weight, specs, "embed", "mlp"))
+        return checkpoint_name(add_bias(y, bias, hidden), "mlp_up")
+
+    with named_scope("up"):
+        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="mlp"))
+        gate = None if layer.gate is None else into(h, layer.gate, layer.gate_bias)
+        up = into(h, layer.up, layer.up_bias)
+    with named_scope("act"):
+        act = checkpoint_name(activate(gate, up, how.model), "mlp_act")
+    with named_scope("down"):
+        y = add_bias(_scattered(act, layer.down, "mlp", how), layer.down_bias, specs.residual)
+        return checkpoint_name(y, "mlp_down")
+
+
+def _scattered(x: jax.Array, weight: jax.Array, dim: str, how: Computation) -> jax.Array:
+    """x [B, T, dim] times weight [dim, D], its partial sums scattered into the residual stream's sharding."""
+    specs = how.specs
+    if how.weights_left:
+        return project_left(x, gather(weight, specs, (dim, "embed"), None))
+    partial_sums = specs.activation("batch", "seq", None, unreduced=dim)
+    y = project(x, gather(weight, specs, (dim, "embed"), None), partial_sums)
+    return split_sequence(y, specs.residual)

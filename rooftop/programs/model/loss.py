@@ -1,0 +1,170 @@
+"""Cross-entropy over a vocabulary that stays split, its logits computed once and, in chunks, never whole.
+
+Dims: B batch, T sequence, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import P, named_scope
+from jax.sharding import reshard
+
+from rooftop.programs.model.projection import project, project_left
+from rooftop.programs.sharding import Specs, in_parts, named_reshard, split_sequence, varying_as, whole
+
+
+def carrying(targets: jax.Array) -> jax.Array:
+    """How many of the targets of a packed batch carry loss (are not negative), at least 1: a float32 scalar."""
+    with named_scope("loss"):
+        return jnp.maximum(jnp.sum(targets >= 0, dtype=jnp.int32), 1).astype(jnp.float32)
+
+
+def logits(x: jax.Array, matrix: jax.Array, softcap: float | None, *, left: bool = False) -> jax.Array:
+    """x [B, T, D] @ matrix [D, V] in float32, [B, T, V], bent by ``softcap`` c to c tanh(y/c).
+
+    The matrix is the ``left`` operand as in ``project_left``.
+    """
+    with named_scope("unembed"):
+        y = (project_left if left else project)(x, matrix, dtype=jnp.float32)
+        return y if softcap is None else softcap * jnp.tanh(y / softcap)
+
+
+def head(x: jax.Array, unembed: jax.Array, specs: Specs, *, tied: bool) -> tuple[jax.Array, jax.Array]:
+    """Both operands of the last matmul, gathered: x [B, T, D] over T, and the matrix [D, V] over D.
+
+    A tied ``unembed`` is the embedding table [V, D] split over D only: an AllToAll splits V in its place.
+    """
+    with named_scope("unembed"):
+        x = split_sequence(x, specs.activation("batch", "seq", None, reduced="vocab"))
+        if tied:
+            unembed = reshard(unembed, specs.at_rest("vocab", "embed")).T
+        return x, named_reshard(unembed, specs.in_use("embed", "vocab"))
+
+
+def cross_entropy(
+    x: jax.Array,
+    unembed: jax.Array,
+    targets: jax.Array,
+    specs: Specs,
+    *,
+    tied: bool,
+    chunks: int,
+    softcap: float | None,
+    z_loss: float = 0.0,
+    counted: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Mean of -log softmax(x @ unembed)[target]; x [B, T, D], unembed at rest, targets [B, T].
+
+    With a coefficient ``z_loss``, plus that times the mean of (log Z)**2, Z the denominator; the latter mean comes
+    beside the sum, and is not to be differentiated. Means are over all tokens, or with ``counted`` sums over those
+    whose target is not negative, divided by it. Float32 scalars.
+
+    T is done in ``chunks``; each chunk's gradients are computed while its logits are there, in place of computing them
+    again in the backward pass.
+    """
+    # The barrier makes the gradient of the unembedding complete before the layers' backward pass begins: without it,
+    # XLA keeps that gradient in full until the end.
+    x, unembed = jax.lax.optimization_barrier((x, unembed))
+    x, matrix = head(x, unembed, specs, tied=tied)
+    return _chunked(x, matrix, targets, counted, chunks, softcap, z_loss)
+
+
+#: What is minimised, and the squares of log Z where they are a part of it: of each token, or their means.
+_Losses = tuple[jax.Array, jax.Array | None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _chunked(
+    x: jax.Array,
+    matrix: jax.Array,
+    targets: jax.Array,
+    counted: jax.Array | None,
+    chunks: int,
+    softcap: float | None,
+    z_loss: float,
+) -> _Losses:
+    def body(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, _Losses]:
+        return None, _token_losses(chunk[0], matrix, chunk[1], counted is not None, softcap, z_loss)
+
+    _, losses = jax.lax.scan(body, None, (in_parts(x, chunks, dim=1), in_parts(targets, chunks, dim=1)))
+    with named_scope("loss"):
+        return _means(losses, targets, counted)
+
+
+def _means(losses: _Losses, targets: jax.Array, counted: jax.Array | None) -> _Losses:
+    by = targets.size if counted is None else counted
+    means: _Losses = jax.tree.map(lambda each: jnp.sum(each) / by, losses)
+    return means
+
+
+def _forward(
+    x: jax.Array,
+    matrix: jax.Array,
+    targets: jax.Array,
+    counted: jax.Array | None,
+    chunks: int,
+    softcap: float | None,
+    z_loss: float,
+) -> tuple[_Losses, tuple[jax.Array, jax.Array]]:
+    def body(d_matrix: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[_Losses, jax.Array]]:
+        rows, labels = chunk
+
+        def of(rows: jax.Array, matrix: jax.Array) -> _Losses:
+            return _token_losses(rows, matrix, labels, counted is not None, softcap, z_loss)
+
+        losses, pull, squares = jax.vjp(of, rows, matrix, has_aux=True)
+        with named_scope("loss"):
+            by = 1 / targets.size if counted is None else 1 / counted
+            share = varying_as(jnp.full(losses.shape, by, out_sharding=jax.typeof(losses).sharding), losses)
+        dx, more = pull(share)
+        with named_scope("unembed"):
+            return d_matrix + more, ((losses, squares), dx)
+
+    spec = jax.typeof(matrix).sharding.spec
+    with named_scope("unembed"):
+        zeros = jnp.zeros(matrix.shape, matrix.dtype, out_sharding=P(*spec.partitions))
+        zeros = varying_as(reshard(zeros, P(*spec.partitions, unreduced=spec.reduced)), matrix)
+    d_matrix, (losses, dx) = jax.lax.scan(body, zeros, (in_parts(x, chunks, dim=1), in_parts(targets, chunks, dim=1)))
+    with named_scope("loss"):
+        return _means(losses, targets, counted), (whole(dx, dim=1), d_matrix)
+
+
+def _backward(
+    chunks: int, softcap: float | None, z_loss: float, gradients: tuple[jax.Array, jax.Array], cotangents: _Losses
+) -> tuple[jax.Array, jax.Array, None, None]:
+    def scaled(gradient: jax.Array) -> jax.Array:
+        axes = jax.typeof(gradient).sharding.spec.unreduced
+        return reshard(cotangents[0].astype(gradient.dtype), P(reduced=axes)) * gradient
+
+    with named_scope("loss"):
+        dx, d_matrix = map(scaled, gradients)
+        return dx, d_matrix, None, None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _token_losses(
+    x: jax.Array, matrix: jax.Array, targets: jax.Array, masked: bool, softcap: float | None, z_loss: float
+) -> _Losses:
+    """-log softmax(x @ matrix)[target] + z_loss (log Z)**2, and with a z_loss (log Z)**2: [B, T] float32.
+
+    ``masked``: zeros where the target is negative.
+    """
+    y = logits(x, matrix, softcap)
+    with named_scope("loss"):
+        top = jax.lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True))
+        total = jnp.sum(jnp.exp(y - top), axis=-1)
+        # Picked by comparison: an index into the split V would need a gather.
+        ids = jax.lax.broadcasted_iota(jnp.int32, y.shape, 2, out_sharding=jax.typeof(y).sharding)
+        label = jnp.sum(jnp.where(ids == targets[..., None], y, 0.0), axis=-1)
+        log_z = jnp.log(total) + top[..., 0]
+        losses, squares = log_z - label, jnp.square(log_z) if z_loss else None
+        if squares is not None:
+            losses = losses + z_loss * squares
+        if masked:
+            losses, squares = jax.tree.map(lambda each: jnp.where(targets >= 0, each, 0.0), (losses, squares))
+        return losses, squares

@@ -1,0 +1,80 @@
+"""Queries, keys and values of multi-head latent attention, expanded as in training (DeepSeek-V2 paper, section 2.1).
+
+Latents are computed on the residual stream as it is split over the sequence; they are gathered over tensor, and not the
+wider stream, before each device expands them for its own heads.
+
+Dims: B batch, T sequence, D model, N heads.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import named_scope
+from jax.ad_checkpoint import checkpoint_name
+
+from rooftop.models.config import MLA, ModelConfig
+from rooftop.programs.model.elementwise import scale_norm
+from rooftop.programs.model.positions import rotate
+from rooftop.programs.model.projection import project
+from rooftop.programs.parameters import LatentAttention
+from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
+
+
+def latent_qkv(
+    x: jax.Array, layer: LatentAttention[jax.Array], turns: jax.Array, model: ModelConfig, mla: MLA, specs: Specs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries and keys [B, T, N, d_nope + d_rope] and values [B, T, N, d_v] of the normalised x [B, T, D].
+
+    x is split as the residual stream, the others by heads. ``turns``: see ``rooftop.programs.model.positions``.
+    """
+    gathered = specs.activation("batch", "seq", None, reduced="heads")
+    heads = specs.activation("batch", "seq", "heads", None)
+    q, latent, shared = latents(x, layer, turns, model, mla, specs)
+    with named_scope("qkv"):
+        kv = checkpoint_name(
+            jnp.einsum("btr,rnh->btnh", latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv"
+        )
+    with named_scope("rope"):
+
+        def expand(kv: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+            k, v = jnp.split(kv, [mla.d_nope], axis=-1)
+            shared = jnp.broadcast_to(shared[:, :, None], (*k.shape[:3], mla.d_rope))
+            return jnp.concatenate([k, shared], axis=-1), v
+
+        # In shard_map the gradient of the shared key stays a partial sum over heads, scattered with the latent's.
+        k, v = on_shards(expand, in_specs=(heads, gathered), out_specs=(heads, heads))(kv, shared)
+        return checkpoint_name(q, "rope"), checkpoint_name(k, "rope"), v
+
+
+def latents(
+    x: jax.Array, layer: LatentAttention[jax.Array], turns: jax.Array, model: ModelConfig, mla: MLA, specs: Specs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries [B, T, N, d_nope + d_rope]; and what is cached of a token, whatever the head.
+
+    That is the normalised latent of keys and values [B, T, kv_rank] and the one rotated key [B, T, d_rope].
+    """
+    gathered = specs.activation("batch", "seq", None, reduced="heads")
+
+    def down(weight: jax.Array) -> jax.Array:
+        matrix = gather(weight, specs, "embed", None, sequence="residual_seq")
+        return checkpoint_name(project(x, matrix), "qkv")
+
+    with named_scope("qkv"):
+        queries = x
+        if layer.q_down is not None and layer.q_norm is not None:
+            queries = scale_norm(down(layer.q_down), layer.q_norm, model, specs.residual)
+        queries = split_sequence(queries, gathered)
+        q = checkpoint_name(jnp.einsum("btr,rnh->btnh", queries, gather(layer.q, specs, "embed", "heads", None)), "qkv")
+        latent, shared = jnp.split(down(layer.kv_down), [mla.kv_rank], axis=-1)
+        latent = scale_norm(latent, layer.kv_norm, model, specs.residual)
+    with named_scope("rope"):
+        # The one rotated key that all heads share is turned where its token lives.
+        shared = rotate(shared[:, :, None], turns, interleaved=model.rope_interleaved)[:, :, 0]
+    with named_scope("qkv"):
+        both = split_sequence(jnp.concatenate([latent, shared], axis=-1), gathered)
+        latent, shared = jnp.split(both, [mla.kv_rank], axis=-1)
+    with named_scope("rope"):
+        plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
+        q = jnp.concatenate([plain, rotate(turned, turns, interleaved=model.rope_interleaved)], axis=-1)
+    return q, latent, shared

@@ -1,0 +1,223 @@
+"""The decoder, with every collective stated where it happens.
+
+Dims: B batch, T sequence, D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary. JAX's
+explicit mode carries shardings in the types: each reshard below is one collective and its transpose another, and
+nothing is left for the partitioner to guess. With the default rules:
+
+- the residual stream is split over batch and sequence; before a matmul it is gathered over tensor, and after one its
+  partial sums are scattered over tensor, in the scope of that matmul;
+- a weight is gathered over fsdp in its matmul's scope, and again in the backward pass, since no remat policy keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import P, named_scope
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
+
+from rooftop.core.errors import RooftopError
+from rooftop.models.activations import parse_policy
+from rooftop.models.segments import Kind, Segment, segments
+from rooftop.programs.model import loss as losses
+from rooftop.programs.model.elementwise import norm
+from rooftop.programs.model.layer import Computation, attention, causal, feed_forward
+from rooftop.programs.model.moe import balance
+from rooftop.programs.model.positions import rotation
+from rooftop.programs.parameters import Batch, Layer, Transformer
+from rooftop.programs.sharding import on_shards
+
+#: What layers read beside the stream: rotary angles of windowed layers (True) and of others, and the segments.
+Places = tuple[dict[bool, jax.Array], jax.Array | None]
+#: The layers of a period, by their weights and places, on the residual stream; and the loads of their experts.
+Period = Callable[[jax.Array, tuple[Layer[jax.Array], ...], Places], tuple[jax.Array, list[jax.Array]]]
+
+
+def loss(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation, *, chunks: int) -> jax.Array:
+    """The first of ``objective``: without its optional terms, mean cross-entropy in nats, a float32 scalar."""
+    return objective(weights, batch, how, chunks=chunks)[0]
+
+
+def objective(
+    weights: Transformer[jax.Array],
+    batch: Batch[jax.Array],
+    how: Computation,
+    *,
+    chunks: int,
+    counted: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What training minimises, and the means that were added to the cross-entropy for it; float32 scalars.
+
+    Mean cross-entropy is in nats, over the tokens that carry loss: all B*T, or of a packed batch those whose target is
+    not negative, whose number is ``counted`` (float32; None: counted here). The means, without their coefficients, by
+    whose names they come: ``z_loss``, over the same tokens of (log Z)**2 with Z the denominator of the softmax (PaLM
+    paper, section 5); and ``balance_loss``, ``rooftop.programs.model.moe.balance`` of all layers.
+
+    ``weights`` are at rest (``Specs.at_rest``), in the dtype of matmuls; norms, softmax and loss are in float32. T is
+    split into ``chunks`` for the logits. Runs under ``jax.set_mesh``.
+
+    Raises RooftopError for chunks that do not divide T, or a mesh with stages.
+    """
+    x, load = _stream(weights, batch, how)
+    value, terms = head_loss(x, weights, batch, how, chunks=chunks, counted=counted)
+    return (value, terms) if load is None else balanced(value, terms, load, how)
+
+
+def head_loss(
+    x: jax.Array,
+    weights: Transformer[jax.Array],
+    batch: Batch[jax.Array],
+    how: Computation,
+    *,
+    chunks: int,
+    counted: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """``objective`` of the stream x [B, T, D] after all layers, without what the layers add to it."""
+    x = final_norm(x, weights, how)
+    matrix = weights.embed if weights.unembed is None else weights.unembed
+    if batch.segments is not None and counted is None:
+        counted = losses.carrying(batch.targets)
+    value, squares = losses.cross_entropy(
+        x,
+        matrix,
+        batch.targets,
+        how.specs,
+        chunks=chunks,
+        softcap=how.model.final_softcap,
+        tied=weights.unembed is None,
+        z_loss=how.z_loss,
+        counted=counted,
+    )
+    return value, {} if squares is None else {"z_loss": squares}
+
+
+def balanced(
+    value: jax.Array, terms: dict[str, jax.Array], load: jax.Array, how: Computation
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """An objective and its terms with what the ``load`` [3, E] of all experts adds to them."""
+    with named_scope("loss"):
+        mean = balance(load)
+        return value + how.balance_loss * mean, terms | {"balance_loss": mean}
+
+
+def logits(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation) -> jax.Array:
+    """Logits [B, T, V] in float32, V split over tensor; see ``objective``."""
+    tied = weights.unembed is None
+    matrix = weights.embed if weights.unembed is None else weights.unembed
+    stream, _ = _stream(weights, Batch(tokens=tokens, targets=tokens), how)
+    x, matrix = losses.head(final_norm(stream, weights, how), matrix, how.specs, tied=tied)
+    return losses.logits(x, matrix, how.model.final_softcap)
+
+
+def _stream(
+    weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation
+) -> tuple[jax.Array, jax.Array | None]:
+    """The residual stream [B, T, D] after all layers, and the load of all experts, if asked for.
+
+    The load is ``rooftop.programs.model.moe.load`` summed over layers and devices.
+    """
+    if (ways := jax.sharding.get_abstract_mesh().shape.get("stage", 1)) > 1:
+        raise RooftopError("mesh axis stage", ways, "1 in this program")
+    with named_scope("embed"):
+        x = embed(weights, batch, how)
+    loads = list[jax.Array]()
+    with named_scope("layers"):
+        at = places(batch, how)
+        for segment, stacks in zip(segments(how.model), weights.layers, strict=True):
+            layers = period(segment, how)
+
+            def body(
+                x: jax.Array, weights: tuple[Layer[jax.Array], ...], layers: Period = layers
+            ) -> tuple[jax.Array, list[jax.Array]]:
+                return layers(x, weights, at)
+
+            x, found = jax.lax.scan(body, x, stacks)
+            loads += found
+    if not loads:
+        return x, None
+    with named_scope("loss"):
+        return x, jnp.sum(jnp.stack([jnp.sum(load, axis=(0, 1)) for load in loads]), axis=0)
+
+
+def places(batch: Batch[jax.Array], how: Computation) -> Places:
+    """Where the batch's tokens stand, as all layers read it."""
+    with named_scope("attn"), named_scope("rope"):
+        positions = how.positions(batch)
+        return {local: rotation(how.model, positions, local=local) for local in (False, True)}, batch.segments
+
+
+def period(segment: Segment, how: Computation) -> Period:
+    """The layers of one period of ``segment``, each a checkpoint by the remat policy.
+
+    Raises RooftopError for an unknown remat policy.
+    """
+    actions = parse_policy(how.remat)
+    # Positive lists only: "all but the weights" would keep a gathered weight under the reshard's own output.
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name, action in actions.items() if action == "save"],
+        names_which_can_be_offloaded=[name for name, action in actions.items() if action == "offload"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(kind: Kind, x: jax.Array, weights: Layer[jax.Array], at: Places) -> tuple[jax.Array, jax.Array | None]:
+        turns, ids = at
+        x = checkpoint_name(x, "layer_input")
+        local = kind.window is not None and how.model.rope_local_theta is not None
+        with named_scope("attn"):
+            heads = partial(causal, layer=weights.attn, turns=turns[local], window=kind.window, segments=ids, how=how)
+            x = attention(x, weights.attn, how, heads)
+        return feed_forward(x, weights.mlp, ids, how)
+
+    blocks = [jax.checkpoint(partial(layer, kind), policy=policy) for kind in segment.kinds]
+
+    def through(x: jax.Array, layers: tuple[Layer[jax.Array], ...], at: Places) -> tuple[jax.Array, list[jax.Array]]:
+        found = []
+        for block, weights in zip(blocks, layers, strict=True):
+            x, load = block(x, weights, at)
+            found += [] if load is None else [load]
+        return x, found
+
+    return through
+
+
+def final_norm(x: jax.Array, weights: Transformer[jax.Array], how: Computation) -> jax.Array:
+    """The norm behind the last layer, of the residual stream [B, T, D]."""
+    with named_scope("final_norm"):
+        return norm(x, weights.final_norm, how.model, how.specs)
+
+
+def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation) -> jax.Array:
+    """Rows of the table [V, D] for the batch's tokens, and of learned positions: the residual stream [B, T, D].
+
+    Each device reads its columns of the rows that its fsdp group needs. One AllToAll over fsdp then trades columns
+    for batch, another over tensor trades columns for sequence; in one step the partitioner would replicate the array.
+    """
+    model, specs = how.model, how.specs
+    fsdp, tensor = specs.rules.parameters["embed"], specs.rules.parameters["vocab"]
+    copies = tuple(axis for axis in specs.rules.activations["batch"] if axis not in fsdp)
+    (seq,), (residual_seq,) = specs.activation("seq"), specs.activation("residual_seq")
+    (columns,) = specs.parameter(("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
+    x = weights.embed.at[reshard(batch.tokens, P(copies, seq))].get(out_sharding=P(copies, seq, columns))
+    # The axis that is minor in the columns leaves first: what it trades is contiguous.
+    sequences, *_ = specs.residual
+    x = reshard(x, P(copies, residual_seq, fsdp) if model.tied_embeddings else P(sequences, seq, tensor))
+    x = reshard(x, specs.residual)
+    if model.embed_scale != 1.0:
+        x = x * jnp.asarray(model.embed_scale, x.dtype)
+    if weights.positions is None:
+        return x
+    everywhere = P(None, None, reduced=specs.token_axes("residual_seq"))
+    where = how.positions(batch)
+    place = P(*(sequences, residual_seq)[-where.ndim :])
+    where = reshard(where, place)
+
+    def local(x: jax.Array, table: jax.Array, where: jax.Array) -> jax.Array:
+        return x + jax.lax.pcast(table, tuple(everywhere.reduced), to="varying")[where]
+
+    add = on_shards(local, in_specs=(specs.residual, everywhere, place), out_specs=specs.residual)
+    return add(x, reshard(weights.positions, everywhere), where)

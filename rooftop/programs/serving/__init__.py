@@ -1,0 +1,1 @@
+"""The serving step: a paged KV cache, decoding, quantised weights and sampling."""

@@ -1,0 +1,418 @@
+"""Attention over a KV cache of pages: writing the new tokens' keys and values, and reading those of a sequence.
+
+Dims: R rows (sequences of a step), C new tokens of a row, T = R C of all rows (of several ``Rows``, one behind the
+other), P pages of a row's block table, p tokens of a page; n and k the query and key/value heads of one device,
+g = n/k, H head size.
+
+A layer's pool is [pages + 1, 2, k, p, H]: of each page the keys of all heads, then the values. Latent attention caches
+one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, ...]. The last page takes what is written for
+padding. Three ways of reading:
+
+- ``gather``: pages are gathered by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running
+  softmax over as many blocks as the longest sequence of the step needs. On any backend, for every model;
+- ``blocked``: the same for a few rows and tokens at a time, so that what is gathered is still in a CPU's cache when it
+  is multiplied, and rows read as far as the longest of their group goes;
+- ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only the
+  pages that there are. No sinks, no latents, heads of a multiple of 128, no quantised cache, no page in ``Parts``. Its
+  pools are [pages + 1, p, 2 k, H], key and value of a head side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.models import ModelConfig
+from rooftop.programs.attention.scores import LANES, Scores
+from rooftop.programs.sharding import varying_as
+
+#: The largest score so far, a finite number, and by it the sums of weights and of weighted values [..., d_v].
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The mesh axes over which the tokens of every page are split, so that each device has and reads a part of them.
+
+    Query heads are split over them too: every device attends with all of theirs, and gets back the outputs of its own.
+    With their sizes, [(name, devices)].
+    """
+
+    heads: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """In the order in which they split a page."""
+        return tuple(axis for axis, _ in self.heads)
+
+    @property
+    def ways(self) -> int:
+        """In how many parts a page is."""
+        return prod(size for _, size in self.heads)
+
+    def gathered(self, q: jax.Array) -> jax.Array:
+        """q [R, C, n, H] with the heads of all devices along the axes."""
+        return lax.all_gather(q, self.axes, axis=2, tiled=True) if self.axes else q
+
+    def summed(self, sums: Sums) -> Sums:
+        """Sums over parts of the tokens as those over all: [R, n, C, ...] of all heads here to those of own heads."""
+        top, total, weighted = sums
+        raised = lax.pmax(top, self.axes)
+        kept = jnp.exp(top - raised)
+        own = top.shape[1] // self.ways
+        raised = lax.dynamic_slice_in_dim(raised, lax.axis_index(self.axes) * own, own, axis=1)
+        total, weighted = kept * total, kept[..., None] * weighted
+        total, weighted = (
+            lax.psum_scatter(each, self.axes, scatter_dimension=1, tiled=True) for each in (total, weighted)
+        )
+        return raised, total, weighted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What of a page of ``page_tokens`` one device has: ``own_tokens``, from ``first`` on."""
+
+    parts: Parts
+    page_tokens: int
+    own_tokens: int
+    first: jax.Array | int
+
+    @classmethod
+    def of(cls, parts: Parts, own_tokens: int) -> Part:
+        """This device's part."""
+        first = lax.axis_index(parts.axes) * own_tokens if parts.axes else 0
+        return cls(parts=parts, page_tokens=parts.ways * own_tokens, own_tokens=own_tokens, first=first)
+
+    def tokens(self, first: jax.Array | int, pages: int) -> jax.Array:
+        """The positions [pages, own_tokens] of the tokens here of so many pages, which begin at ``first``."""
+        begin = first + self.first + self.page_tokens * jnp.arange(pages, dtype=jnp.int32)
+        return begin[:, None] + jnp.arange(self.own_tokens, dtype=jnp.int32)
+
+
+READERS: tuple[str, ...] = ("gather", "blocked", "ragged")
+#: Tokens of a sequence whose keys and values are gathered at a time.
+BLOCK = 1024
+#: The same of ``blocked`` for a row that generates; rows at a time, if they have not more queries together than this.
+SMALL_BLOCK, GROUP, QUERIES = 32, 8, 32
+#: Below all scores; unlike -inf, it can be subtracted from itself.
+_LEAST = -1e30
+#: Tokens of the cache and queries that the kernel takes at a time: what fits VMEM for 8 key/value heads of 128.
+_KERNEL_TOKENS, _KERNEL_QUERIES = 512, 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Pages:
+    """The pool of one layer: values [pages + 1, 2, k, p, H], and of an int8 cache ``scales`` [pages + 1, 2, k, p].
+
+    A value is its int8 times its scale; there is one for each token and head.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None = None
+
+    def write(self, page: jax.Array, offset: jax.Array, tokens: jax.Array) -> Pages:
+        """Put tokens [..., 2, k, H] at ``offset`` [...] of ``page`` [...]."""
+        page, offset, tokens = _many(page, offset, tokens)
+        if self.scales is None:
+            return Pages(values=self.values.at[page, :, :, offset].set(tokens.astype(self.values.dtype)))
+        wide = tokens.astype(jnp.float32)
+        scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), 1e-30) / 127
+        return Pages(
+            values=self.values.at[page, :, :, offset].set(jnp.round(wide / scale[..., None]).astype(jnp.int8)),
+            scales=self.scales.at[page, :, :, offset].set(scale),
+        )
+
+    def read(self, part: int, table: jax.Array, dtype: jnp.dtype, *, by_rows: bool = False) -> jax.Array:
+        """The keys (``part`` 0) or values (1) of the pages ``table`` [R, P], head by head: [R, k, P p, H].
+
+        ``by_rows`` is how a CPU copies them fastest.
+        """
+        values = _taken(self.values, part, table, by_rows=by_rows)
+        if self.scales is not None:
+            scales = _taken(self.scales, part, table, by_rows=by_rows)
+            values = (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+        return values
+
+
+def _taken(pool: jax.Array, part: int, table: jax.Array, *, by_rows: bool) -> jax.Array:
+    """``part`` of the pages ``table`` [R, P], [R, k, P p, ...]: what a page has of a head is a row of a matrix.
+
+    XLA:CPU copies rows at the memory's speed, but fused with the reshape behind it, it computes for each element where
+    that is, and takes twice as long. With ``by_rows`` the copy is in a branch, which is always taken and never fused.
+    """
+    pages, parts, heads, page_tokens, *rest = pool.shape
+    index = (table * parts + part)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
+    matrix = pool.reshape(pages * parts * heads, -1)
+
+    def copied() -> jax.Array:
+        return matrix.at[index.reshape(-1)].get(mode="promise_in_bounds")
+
+    def none() -> jax.Array:
+        return varying_as(varying_as(jnp.zeros((index.size, matrix.shape[1]), pool.dtype), pool), table)
+
+    rows = lax.cond(table[0, 0] >= 0, copied, none) if by_rows else copied()
+    return rows.reshape(table.shape[0], heads, table.shape[1] * page_tokens, *rest)
+
+
+def _many(page: jax.Array, offset: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same places and tokens, two of them at least.
+
+    XLA makes a slice of a single place, updates it once more where it is read, and copies the pool for that.
+    """
+    if page.size > 1:
+        return page, offset, tokens
+    return jnp.repeat(page, 2, axis=0), jnp.repeat(offset, 2, axis=0), jnp.repeat(tokens, 2, axis=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Where a step's new tokens stand: block tables [R, P], ``start`` [R] tokens before them, ``count`` [R] of them.
+
+    A row has room for C = ``width`` tokens, of which the first ``count`` are there. The table reaches to the last of
+    these.
+    """
+
+    tables: jax.Array
+    start: jax.Array
+    count: jax.Array
+    width: int = field(metadata={"static": True})
+
+    @property
+    def tokens(self) -> int:
+        """R C."""
+        return self.start.shape[0] * self.width
+
+    def positions(self) -> jax.Array:
+        """Positions of the new tokens in their sequences, padding included: [R, C]."""
+        return self.start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
+
+    def places(self, part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
+        """Page and offset in it of each new token, [R, C]; ``scratch`` for padding and for other devices' tokens."""
+        positions = self.positions()
+        index = jnp.minimum(positions // part.page_tokens, self.tables.shape[1] - 1)
+        page = jnp.take_along_axis(self.tables, index, axis=1)
+        there = jnp.arange(self.width) < self.count[:, None]
+        offset = positions % part.page_tokens - part.first
+        if part.parts.ways > 1:
+            there &= (offset >= 0) & (offset < part.own_tokens)
+            offset %= part.own_tokens
+        return jnp.where(there, page, scratch), offset
+
+
+#: Pages that are whole on every device.
+_WHOLE = Parts()
+
+
+def require_reader(reader: str, model: ModelConfig, *, quantised: bool) -> None:
+    """Raises RooftopError for an unknown reader, and for what the kernel does not do."""
+    if reader not in READERS:
+        raise unknown("paged attention", reader, READERS)
+    if reader == "ragged":
+        for what, has in (
+            ("latent attention", model.mla is not None),
+            ("attention sinks", model.attention_sinks),
+            (f"heads of {model.d_head}, no multiple of {LANES}", model.d_head % LANES != 0),
+            ("an int8 cache", quantised),
+        ):
+            if has:
+                raise RooftopError("paged attention", reader, f"gather: {model.name} has {what}")
+
+
+def best_reader(model: ModelConfig, platform: str, *, quantised: bool) -> str:
+    """The kernel on TPU where the model allows, blocks on CPU, else gather."""
+    if platform != "tpu":
+        return "blocked" if platform == "cpu" else "gather"
+    try:
+        require_reader("ragged", model, quantised=quantised)
+    except RooftopError:
+        return "gather"
+    return "ragged"
+
+
+def attend_heads(
+    reader: str,
+    scores: Scores,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    pool: Pages,
+    rows: Sequence[Rows],
+    parts: Parts = _WHOLE,
+) -> tuple[jax.Array, Pages]:
+    """Attention of new tokens, on one device: q [T, n, H], k and v [T, k, H] of them -> o [T, n, H], the pool.
+
+    All keys and values are written first, and then read with all before them. Of pages in ``parts`` each device reads
+    its own (not with ``ragged``).
+    """
+    pages = pool.values.shape[0]
+    if reader == "ragged":
+        part = Part.of(parts, pool.values.shape[1])
+        both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
+        page, offset, both = _many(*_places(rows, part, pages - 1), both)
+        pool = Pages(values=pool.values.at[page, offset].set(both.astype(pool.values.dtype)))
+        return _by_rows(lambda q, rows: _ragged(scores, q, pool, rows), q, rows), pool
+    part = Part.of(parts, pool.values.shape[3])
+    pool = pool.write(*_places(rows, part, pages - 1), jnp.stack([k, v], axis=1))
+
+    def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = (pool.read(each, table, q.dtype, by_rows=reader == "blocked") for each in (0, 1))
+        return k, v
+
+    return _by_rows(lambda q, rows: _attended(reader, scores, q, sinks, rows, read, part), q, rows), pool
+
+
+def attend_latents(
+    reader: str,
+    scores: Scores,
+    q: jax.Array,
+    latent: jax.Array,
+    shared: jax.Array,
+    pool: Pages,
+    rows: Sequence[Rows],
+    parts: Parts = _WHOLE,
+) -> tuple[jax.Array, Pages]:
+    """Attention in the space of latents, on one device (DeepSeek-V2 paper, section 2.1.2): no key is ever expanded.
+
+    q [T, n, kv_rank + d_rope], its first part multiplied by the keys' up-projection; latent [T, kv_rank] and shared
+    [T, d_rope] of the new tokens. Outputs o [T, n, kv_rank] are sums of latents.
+    """
+    pages, part = pool.values.shape[0], Part.of(parts, pool.values.shape[3])
+    rank = latent.shape[-1]
+    both = jnp.concatenate([latent, shared], axis=-1)[:, None, None]
+    pool = pool.write(*_places(rows, part, pages - 1), both)
+
+    def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        both = pool.read(0, table, q.dtype, by_rows=reader == "blocked")
+        return both, both[..., :rank]
+
+    return _by_rows(lambda q, rows: _attended(reader, scores, q, None, rows, read, part), q, rows), pool
+
+
+def _places(rows: Sequence[Rows], part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
+    """``Rows.places`` of all of them, [T] each."""
+    found = [[each.reshape(-1) for each in some.places(part, scratch)] for some in rows]
+    page, offset = (jnp.concatenate(each) for each in zip(*found, strict=True))
+    return page, offset
+
+
+def _by_rows(attend: Callable[[jax.Array, Rows], jax.Array], q: jax.Array, rows: Sequence[Rows]) -> jax.Array:
+    """Outputs [T, n, ...] of queries [T, n, H], those of each of the ``rows`` as [R, C, n, H]."""
+    found, first = list[jax.Array](), 0
+    for some in rows:
+        o = attend(q[first : first + some.tokens].reshape(-1, some.width, *q.shape[1:]), some)
+        found.append(o.reshape(-1, *o.shape[2:]))
+        first += some.tokens
+    return jnp.concatenate(found)
+
+
+#: Keys [R, k, P p, H] and values [R, k, P p, d_v] of the pages of a table.
+_Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _attended(
+    reader: str, scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, part: Part
+) -> jax.Array:
+    """[R, C, n, d_v]: softmax over the tokens that the tables hold, as far as each query may see."""
+    count, width = q.shape[:2]
+    q = part.parts.gathered(q)
+    if reader == "gather":
+        return _gathered(scores, q, sinks, rows, read, part, BLOCK)
+    block = min(max(SMALL_BLOCK, width), BLOCK)
+    most = min(GROUP, count, max(1, QUERIES // width))
+    size = max(size for size in range(1, most + 1) if count % size == 0)
+    if size == count:
+        return _gathered(scores, q, sinks, rows, read, part, block)
+    groups = jax.tree.map(lambda each: each.reshape(-1, size, *each.shape[1:]), (q, rows))
+    found = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, part, block), groups)
+    return found.reshape(count, width, *found.shape[3:])
+
+
+def _gathered(
+    scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, part: Part, block: int
+) -> jax.Array:
+    """The same for one group of rows, ``block`` tokens at a time. M = g C are the queries of a key/value head."""
+    (count, width, heads, size), pages = q.shape, rows.tables.shape[1]
+    k, v = jax.eval_shape(read, rows.tables)
+    kv_heads, page_tokens = k.shape[1], k.shape[2] // pages
+    group = heads // kv_heads
+    q = jnp.moveaxis(q.reshape(count, width, kv_heads, group, size), 1, 3).reshape(count, kv_heads, -1, size)
+    positions = jnp.tile(rows.positions(), (1, group))
+    step = min(pages, max(1, block // page_tokens))
+    blocks = -(-pages // step)
+
+    def joined(carry: Sums, table: jax.Array, first: jax.Array | int) -> Sums:
+        """With the tokens from ``first`` on, which are in the pages of ``table``."""
+        top, total, summed = carry
+        k, v = read(table)
+        found = jnp.einsum("rkmh,rkth->rkmt", q, k, preferred_element_type=jnp.float32)
+        behind = positions[:, :, None] - part.tokens(first, step).reshape(-1)
+        seen = behind >= 0
+        if scores.window is not None:
+            seen &= behind < scores.window
+        found = jnp.where(seen[:, None], scores.scaled(found), -jnp.inf)
+        raised = jnp.maximum(top, found.max(3))
+        weights, kept = jnp.exp(found - raised[..., None]), jnp.exp(top - raised)
+        more = jnp.einsum("rkmt,rkth->rkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return raised, kept * total + weights.sum(3), kept[..., None] * summed + more
+
+    sums = q.shape[:3]
+    none: Sums = (
+        varying_as(jnp.full(sums, _LEAST, jnp.float32), q),
+        varying_as(jnp.zeros(sums, jnp.float32), q),
+        varying_as(jnp.zeros((*sums, v.shape[3]), jnp.float32), q),
+    )
+    if blocks == 1:
+        top, total, summed = joined(none, rows.tables, 0)
+    else:
+        tables = jnp.pad(rows.tables, ((0, 0), (0, blocks * step - pages)))
+
+        def body(index: jax.Array, carry: Sums) -> Sums:
+            table = lax.dynamic_slice_in_dim(tables, index * step, step, axis=1)
+            return joined(carry, table, index * step * part.page_tokens)
+
+        longest = jnp.max(rows.start + rows.count)
+        trips = jnp.minimum(-(-longest // (step * part.page_tokens)), blocks)
+        top, total, summed = lax.fori_loop(0, trips, body, none)
+    top, total, summed = (each.reshape(count, heads, width, *each.shape[3:]) for each in (top, total, summed))
+    if part.parts.ways > 1:
+        top, total, summed = part.parts.summed((top, total, summed))
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32)[None, :, None]
+        raised = jnp.maximum(top, sink)
+        kept = jnp.exp(top - raised)
+        total, summed = kept * total + jnp.exp(sink - raised), kept[..., None] * summed
+    # Padding may see nothing; what it yields is never used, but must be a number.
+    o = summed / jnp.where(total == 0, 1.0, total)[..., None]
+    return jnp.moveaxis(o, 1, 2).astype(q.dtype)
+
+
+def _ragged(scores: Scores, q: jax.Array, pool: Pages, rows: Rows) -> jax.Array:
+    """The same by the TPU kernel: every row has C queries, those of padding behind the others, where none sees them."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    count, width = q.shape[:2]
+    room = rows.tables.shape[1] * pool.values.shape[1]
+    o = ragged_paged_attention(
+        q.reshape(count * width, *q.shape[2:]),
+        pool.values,
+        jnp.minimum(rows.start + width, room),
+        rows.tables,
+        jnp.arange(count + 1, dtype=jnp.int32) * width,
+        jnp.full((1,), count, jnp.int32),
+        sm_scale=scores.scale,
+        sliding_window=scores.window,
+        soft_cap=scores.softcap,
+        # By itself it asks the first device for its kind, which is another one where a program is compiled ahead.
+        num_kv_pages_per_block=min(rows.tables.shape[1], max(1, _KERNEL_TOKENS // pool.values.shape[1])),
+        num_queries_per_block=min(count * width, _KERNEL_QUERIES),
+    )
+    return o.reshape(q.shape)

@@ -1,0 +1,1 @@
+"""The training step: program, optimizer, microbatches and pipeline stages."""

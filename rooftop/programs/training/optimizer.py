@@ -1,0 +1,81 @@
+"""The optimizers that a plan may name, from optax, with their state in any dtype and their arithmetic in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.programs.parameters import Parameter, Transformer
+
+#: Dtypes of arrays that live from step to step.
+DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+NAMES: tuple[str, ...] = ("adamw", "adam", "lion", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or plain SGD, by ``name``.
+
+    ``weight_decay`` is decoupled, of adamw and lion only; scales, biases and sinks do not decay. ``clip_norm``:
+    gradients are scaled down to this norm of them all together. ``moments`` is the dtype of the state.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = None
+    moments: str = "f32"
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise unknown("optimizer", self.name, NAMES)
+        if self.moments not in DTYPES:
+            raise unknown("dtype of moments", self.moments, DTYPES)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise RooftopError("clip_norm", self.clip_norm, "a positive number, or none")
+
+    def clip(self, gradients: Transformer[jax.Array]) -> Transformer[jax.Array]:
+        """Gradients no longer than ``clip_norm``."""
+        if self.clip_norm is None:
+            return gradients
+        clipped, _ = optax.clip_by_global_norm(self.clip_norm).update(gradients, optax.EmptyState())
+        return clipped
+
+    def transformation(self, described: Transformer[Parameter]) -> optax.GradientTransformation:
+        """From float32 gradients to what is added to the weights."""
+        decays = jax.tree.map(lambda parameter: parameter.fan_in is not None, described)
+        decay = optax.add_decayed_weights(self.weight_decay, decays)
+        adam = optax.scale_by_adam(self.b1, self.b2, self.eps)
+        parts = {
+            "adamw": (adam, decay),
+            "adam": (adam,),
+            "lion": (optax.scale_by_lion(self.b1, self.b2), decay),
+            "sgd": (),
+        }[self.name]
+        return _stored(optax.chain(*parts, optax.scale_by_learning_rate(self.learning_rate)), DTYPES[self.moments])
+
+
+def _stored(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+    """``inner`` in float32, its state kept in ``dtype``."""
+
+    def init(weights: Any) -> Any:
+        return _cast(inner.init(_cast(weights, jnp.float32)), dtype)
+
+    def update(gradients: Any, state: Any, weights: Any) -> tuple[Any, Any]:
+        changes, state = inner.update(gradients, _cast(state, jnp.float32), _cast(weights, jnp.float32))
+        return changes, _cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    """The tree with its floating arrays in ``dtype``; counters stay as they are."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -1,0 +1,405 @@
+"""Loss and gradients of a batch whose microbatches pass through pipeline stages, by a table of ``rooftop.scheduling``.
+
+One program runs on all devices. It is manual (``jax.shard_map``) over the stage axis, and over the axes that hold
+copies of the weights, whose gradients are summed once at the end. It scans over the table's slots: each stage does its
+own task by ``jax.lax.switch``, and neighbours exchange results (``ppermute``). The collectives of a task are among the
+devices of one stage, which do the same task; those between stages stand outside of the switch.
+
+The other mesh axes stay explicit. JAX 0.10.2 has no ``reduced`` and ``unreduced`` types beside manual axes, so that in
+here gradients are summed over fsdp, and partial sums over tensor, where the matmul that makes them ends.
+
+Stages share the layers of the longest run of periods (``rooftop.models.segments.shared_segment``). What stands before
+it, such as dense layers before those of experts, goes with the embedding, and what stands behind it with the loss: all
+stages have the weights of both, as they have the tables, and the first and the last use them.
+
+Dims: M microbatches, S stages, v chunks of the model on a stage, B, T, D as elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax, named_scope
+
+from rooftop.core.errors import RooftopError
+from rooftop.models.segments import Segment, segments, shared_segment
+from rooftop.programs.model import transformer
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.model.moe import no_load
+from rooftop.programs.parameters import Batch, Transformer
+from rooftop.programs.sharding import Dim, Specs, in_parts
+from rooftop.programs.training.passes import Layers, Passes, Stream, varying
+from rooftop.scheduling.pipeline import Buffer, Op, Places, Table, places
+
+
+class _StageSpecs(Specs):
+    """Specs inside a stage: nothing is left ``reduced`` or ``unreduced``."""
+
+    def activation(self, *dims: Dim, reduced: str | None = None, unreduced: str | None = None) -> P:
+        """An activation, its partial sums summed."""
+        return super().activation(*dims)
+
+    def token_axes(self, sequence: str = "seq") -> frozenset[str]:
+        """No axis: the gradient of a weight is summed over tokens where it is made."""
+        return frozenset()
+
+
+def pipelined(
+    weights: Transformer[jax.Array],
+    batch: Batch[jax.Array],
+    how: Computation,
+    table: Table,
+    *,
+    loss_chunks: int,
+    summed: jnp.dtype,
+    counted: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, Terms], Transformer[jax.Array]]:
+    """``transformer.objective`` of a batch and its gradients: both are means over microbatches.
+
+    ``weights`` are as they are stored (``Specs.parameter``), shared layers over ``stage``, in the dtype of matmuls; so
+    are the gradients, summed over microbatches in float32 and over devices in ``summed``. ``counted`` tokens of the
+    whole batch carry loss, if it is packed. Interleaved chunks of layers are exchanged between stages before and after:
+    stored weights lie in the order of the model. Runs under ``jax.set_mesh``.
+
+    Raises RooftopError for layers that stages cannot share evenly, remat with offload, and a context axis with ring
+    attention.
+    """
+    if "=offload" in how.remat:
+        raise RooftopError("remat", how.remat, "no offload with pipeline stages")
+    if how.specs.rules.activations["seq"] and how.context_attention == "ring":
+        # On CPU devices a permutation waits for all devices, and stages are not at the same one.
+        raise RooftopError("context_attention", how.context_attention, "all_gather with pipeline stages")
+    runs, shared = segments(how.model), shared_segment(how.model)
+    _require_even(runs[shared], table)
+    mesh = jax.sharding.get_abstract_mesh()
+    batch_axes, stored = how.specs.rules.activations["batch"], how.specs.rules.parameters
+    split_axes = {axis for name, axes in stored.items() if name != "layers" for axis in axes}
+    copies = tuple(axis for at, axis in enumerate(batch_axes) if not split_axes & set(batch_axes[: at + 1]))
+    manual = ("stage", *copies)
+    shares = table.microbatches * math.prod(mesh.shape[axis] for axis in copies)
+    inside = replace(how, specs=_StageSpecs(how.specs.rules.only(dict.fromkeys(set(mesh.shape) - set(manual), 1))))
+    parts = jax.tree.map(lambda ids: in_parts(ids, table.microbatches, dim=0), batch)
+    # A Pallas kernel's outputs do not say over which axes they vary; then nothing in here says so.
+    typed = () if how.attention == "splash" else manual
+
+    def of_shared(layers: tuple[Layers, ...], here: Layers) -> tuple[Layers, ...]:
+        """The layers of all segments, those of the shared one in place of what is there."""
+        return (*layers[:shared], here, *layers[shared + 1 :])
+
+    def body(stacks: Layers, tables: Transformer[jax.Array], parts: Batch[jax.Array], counted: Any) -> Any:
+        stacks, tables, parts, counted = varying((stacks, tables, parts, counted), typed)
+
+        def begin(tables: Transformer[jax.Array], part: Batch[jax.Array]) -> Stream:
+            with named_scope("embed"):
+                x = transformer.embed(tables, part, inside)
+            load = varying(no_load(how.model, inside.specs), typed) if how.balance_loss else None
+            return _through(runs[:shared], tables.layers[:shared], Stream(x=x, load=load), part, inside)
+
+        def finish(stream: Stream, tables: Transformer[jax.Array], part: Batch[jax.Array]) -> tuple[jax.Array, Terms]:
+            stream = _through(runs[shared + 1 :], tables.layers[shared + 1 :], stream, part, inside)
+            found = transformer.head_loss(stream.x, tables, part, inside, chunks=loss_chunks, counted=counted)
+            if stream.load is not None:
+                with named_scope("loss"):
+                    load = lax.psum(jnp.sum(stream.load, axis=0), copies)
+                found = transformer.balanced(*found, load, inside)
+            each: tuple[jax.Array, Terms] = jax.tree.map(lambda mean: mean / shares, found)
+            return each
+
+        stage = Stage(
+            stacks=stacks, tables=tables, parts=parts, how=inside, segment=runs[shared], begin=begin, finish=finish,
+            table=table, manual=typed,
+        )  # fmt: skip
+        found, of_layers, of_tables = stage.run(places(table))
+        with named_scope("gradients"):
+            of_layers, of_tables = jax.tree.map(lambda sum_: sum_.astype(summed), (of_layers, of_tables))
+            of_layers = jax.tree.map(lambda sum_: lax.psum(sum_, copies), of_layers) if copies else of_layers
+            return lax.psum(found, manual), of_layers, lax.psum(of_tables, manual)
+
+    by_stage = P(None, "stage")
+    of_each = None if counted is None else counted / shares
+    found, of_layers, of_tables = jax.shard_map(
+        body,
+        in_specs=(by_stage, P(), P(None, copies or None), P()),
+        out_specs=(P(), by_stage, P()),
+        axis_names=set(manual),
+        check_vma=bool(typed),
+    )(_by_chunk(weights.layers[shared], table), replace(weights, layers=of_shared(weights.layers, ())), parts, of_each)
+    return found, replace(of_tables, layers=of_shared(of_tables.layers, _by_layer(of_layers)))
+
+
+def _through(
+    runs: Sequence[Segment], layers: Sequence[Layers], stream: Stream, part: Batch[jax.Array], how: Computation
+) -> Stream:
+    """The stream behind the layers of whole segments, which the first stage or the last does alone."""
+    with named_scope("layers"):
+        at = transformer.places(part, how)
+        for run, stacks in zip(runs, layers, strict=True):
+            period = transformer.period(run, how)
+            # One by one: inside a stage JAX 0.10.2 cannot differentiate a scan over them.
+            for repeat in range(run.repeats):
+                weights = jax.tree.map(lambda weight, repeat=repeat: weight[repeat], stacks)
+                stream = stream.after(*period(stream.x, weights, at))
+    return stream
+
+
+def _require_even(run: Segment, table: Table) -> None:
+    """Raise RooftopError if the stages' chunks cannot share the periods of ``run`` evenly."""
+    if run.repeats % (table.stages * table.chunks):
+        periods = f"{run.repeats} periods of {len(run.kinds)} layers"
+        given = f"{table.stages} x {table.chunks} chunks"
+        raise RooftopError("mesh axis stage", given, f"parts that divide the {periods} evenly")
+
+
+def _by_chunk(stacks: Layers, table: Table) -> Layers:
+    """[L, ...] split over stages -> [v, L/v, ...] with the second dim split: part c S + s of the model on stage s."""
+
+    def move(weight: jax.Array) -> jax.Array:
+        spec = jax.typeof(weight).sharding.spec.partitions
+        shape = (table.chunks, weight.shape[0] // table.chunks, *weight.shape[1:])
+        return weight.reshape(shape, out_sharding=P(None, *spec))
+
+    with named_scope("pipeline"):
+        return jax.tree.map(move, stacks)
+
+
+def _by_layer(stacks: Layers) -> Layers:
+    """The inverse of ``_by_chunk``."""
+
+    def move(weight: jax.Array) -> jax.Array:
+        _, *spec = jax.typeof(weight).sharding.spec.partitions
+        return weight.reshape(-1, *weight.shape[2:], out_sharding=P(*spec))
+
+    with named_scope("pipeline"):
+        return jax.tree.map(move, stacks)
+
+
+#: The means that an objective has beside its value, by their names.
+Terms = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """What a stage carries from slot to slot; ``buffers`` have their places first."""
+
+    input: Stream
+    gradient: Stream
+    saved: list[jax.Array]
+    split: list[jax.Array]
+    of_layers: Layers
+    of_tables: Transformer[jax.Array]
+    found: tuple[jax.Array, Terms]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One device's part of a pipeline: its layers [v, n, ...], all other weights, and all microbatches [M, B, T].
+
+    ``begin`` is what comes before all shared layers, and ``finish`` the objective of what leaves them: both of the
+    other weights and a microbatch.
+    """
+
+    stacks: Layers
+    tables: Transformer[jax.Array]
+    parts: Batch[jax.Array]
+    how: Computation
+    segment: Segment
+    begin: Callable[[Transformer[jax.Array], Batch[jax.Array]], Stream]
+    finish: Callable[[Stream, Transformer[jax.Array], Batch[jax.Array]], tuple[jax.Array, Terms]]
+    table: Table
+    manual: tuple[str, ...]
+
+    def run(self, where: Places) -> tuple[tuple[jax.Array, Terms], Layers, Transformer[jax.Array]]:
+        """The sums over this stage's tasks: of losses, of its layers' gradients and of the other weights'."""
+        part, weights_ = _first(self.parts), _first(_first(self.stacks))
+        x, period = self.begin(self.tables, part), transformer.period(self.segment, self.how)
+
+        def through(stream: Stream, weights: Layers, at: transformer.Places) -> Stream:
+            return stream.after(*period(stream.x, weights, at))
+
+        passes = Passes.of(
+            through, x, weights_, transformer.places(part, self.how), split_=self.table.split, manual=self.manual
+        )
+        stages, chunks = self.table.stages, self.table.chunks
+        stage = lax.axis_index("stage")
+        first_, last_ = stage == 0, stage == stages - 1
+
+        def nothing() -> Stream:
+            return varying(jax.tree.map(jnp.zeros_like, x), self.manual)
+
+        def idle(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+            return kept, nothing(), nothing()
+
+        def forward(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+            part = self.part(task)
+            x = lax.cond(
+                first_ & (task.chunk == 0),
+                lambda: self.begin(self.tables, part),
+                lambda: _at(kept.input, task.used[Buffer.INPUT]),
+            )
+            with named_scope("layers"):
+                at = transformer.places(part, self.how)
+                y, saved = lax.scan(lambda x, weights: passes.forward(x, weights, at), x, self.layers(task))
+
+            def head() -> tuple[Any, Transformer[jax.Array], Stream]:
+                found, pull, terms = jax.vjp(
+                    lambda y, tables: self.finish(y, tables, part), y, self.tables, has_aux=True
+                )
+                dy, more = pull(varying(jnp.ones_like(found), self.manual))
+                added = jax.tree.map(jnp.add, kept.found, (found, terms))
+                return added, _added(kept.of_tables, more), _put(kept.gradient, dy, task.used[Buffer.GRADIENT])
+
+            found, of_tables, gradient = lax.cond(
+                last_ & (task.chunk == chunks - 1), head, lambda: (kept.found, kept.of_tables, kept.gradient)
+            )
+            buffer = [
+                _put(buffer, each, task.used[Buffer.SAVED]) for buffer, each in zip(kept.saved, saved, strict=True)
+            ]
+            return replace(kept, saved=buffer, gradient=gradient, found=found, of_tables=of_tables), y, nothing()
+
+        def backward(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+            part = self.part(task)
+            with named_scope("layers"):
+                at = transformer.places(part, self.how)
+                saved = [_at(buffer, task.used[Buffer.SAVED]) for buffer in kept.saved]
+                dx, more = lax.scan(
+                    lambda dy, of_layer: passes.backward(dy, *of_layer, at),
+                    _at(kept.gradient, task.used[Buffer.GRADIENT]),
+                    (self.layers(task), saved),
+                    reverse=True,
+                )
+                if self.table.split:
+                    buffer = [
+                        _put(into, each, task.used[Buffer.SPLIT]) for into, each in zip(kept.split, more, strict=True)
+                    ]
+                    kept = replace(kept, split=buffer)
+                else:
+                    kept = replace(kept, of_layers=self.added(kept.of_layers, more, task))
+
+            def tables() -> Transformer[jax.Array]:
+                _, pull = jax.vjp(lambda tables: self.begin(tables, part), self.tables)
+                return _added(kept.of_tables, pull(dx)[0])
+
+            of_tables = lax.cond(first_ & (task.chunk == 0), tables, lambda: kept.of_tables)
+            return replace(kept, of_tables=of_tables), nothing(), dx
+
+        def weights(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+            assert passes.weights is not None
+            of_weights = passes.weights
+            with named_scope("layers"):
+                at = transformer.places(self.part(task), self.how)
+                stashed = [_at(buffer, task.used[Buffer.SPLIT]) for buffer in kept.split]
+                _, more = lax.scan(
+                    lambda _, of_layer: (None, of_weights(*of_layer, at)), None, (self.layers(task), stashed)
+                )
+                return replace(kept, of_layers=self.added(kept.of_layers, more, task)), nothing(), nothing()
+
+        ops = [
+            self.declared(op, task) for op, task in ((Op.IDLE, idle), (Op.FORWARD, forward), (Op.BACKWARD, backward))
+        ]
+        ops += [self.declared(Op.WEIGHTS, weights)] if self.table.split else []
+        round_ = [(each, (each + 1) % stages) for each in range(stages if chunks > 1 else stages - 1)]
+
+        def slot(kept: _Kept, row: tuple[jax.Array, ...]) -> tuple[_Kept, None]:
+            op, microbatch, chunk, used, arriving = (_at(each, stage) for each in row)
+            task = _Task(microbatch=microbatch, chunk=chunk, used=used)
+            kept, y, dx = lax.switch(op, ops, kept, task)
+            with named_scope("pipeline"):
+                y, dx = lax.ppermute(y, "stage", round_), lax.ppermute(dx, "stage", [(b, a) for a, b in round_])
+            return replace(
+                kept,
+                input=_put(kept.input, y, arriving[Buffer.INPUT]),
+                gradient=_put(kept.gradient, dx, arriving[Buffer.GRADIENT]),
+            ), None
+
+        rows = tuple(map(jnp.asarray, (where.op, where.microbatch, where.chunk, where.used, where.arriving)))
+        kept, _ = lax.scan(slot, self.empty(x, passes, where), rows)
+        return kept.found, kept.of_layers, kept.of_tables
+
+    def declared(self, op: Op, branch: _Branch) -> _Branch:
+        """A task in the scope that says how often a stage does it, of how many slots: readers cannot see that."""
+        slots = self.table.slots
+        times = sum((row[0].op if row[0] else Op.IDLE) is op for row in slots)
+
+        def taken(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+            with named_scope(f"taken[{times}:{len(slots)}]"):
+                return branch(kept, task)
+
+        return taken
+
+    def empty(self, x: Stream, passes: Passes, where: Places) -> _Kept:
+        """What is carried into the first slot."""
+
+        def buffer(like: Any, kind: Buffer, *more: int) -> jax.Array:
+            # One place more than is needed, for what nobody reads.
+            return self.zeros(like, like.dtype, where.sizes[kind] + 1, *more)
+
+        n = jax.tree.leaves(self.stacks)[0].shape[1]
+        found = jax.eval_shape(self.finish, x, self.tables, _first(self.parts))
+        return _Kept(
+            input=jax.tree.map(lambda each: buffer(each, Buffer.INPUT), x),
+            gradient=jax.tree.map(lambda each: buffer(each, Buffer.GRADIENT), x),
+            saved=[buffer(each, Buffer.SAVED, n) for each in passes.saved],
+            split=[buffer(each, Buffer.SPLIT, n) for each in passes.kept],
+            of_layers=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.stacks),
+            of_tables=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.tables),
+            found=jax.tree.map(lambda each: self.zeros(each, each.dtype), found),
+        )
+
+    def zeros(self, like: Any, dtype: Any, *more: int) -> jax.Array:
+        """Zeros [*more, *like], split as ``like``."""
+        spec = like.sharding.spec if isinstance(like, jax.core.ShapedArray) else jax.typeof(like).sharding.spec
+        made = jnp.zeros((*more, *like.shape), dtype, out_sharding=P(*(None for _ in more), *spec.partitions))
+        return varying(made, self.manual)
+
+    def part(self, task: _Task) -> Batch[jax.Array]:
+        """The task's microbatch [B, T]."""
+        found: Batch[jax.Array] = _at(self.parts, task.microbatch)
+        return found
+
+    def layers(self, task: _Task) -> Layers:
+        """The layers [n, ...] of the task's chunk."""
+        found: Layers = _at(self.stacks, task.chunk)
+        return found
+
+    def added(self, sums: Layers, more: Layers, task: _Task) -> Layers:
+        """Gradients of the task's chunk added to all."""
+        with named_scope("gradients"):
+            return jax.tree.map(
+                lambda sum_, each: _put(sum_, _at(sum_, task.chunk) + each.astype(jnp.float32), task.chunk), sums, more
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What a stage does in a slot: int32 scalars, and the places that it uses in each buffer."""
+
+    microbatch: jax.Array
+    chunk: jax.Array
+    used: jax.Array
+
+
+_Branch = Callable[[_Kept, _Task], tuple[_Kept, Stream, Stream]]
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda each: each[0], tree)
+
+
+def _at(tree: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), tree)
+
+
+def _put(tree: Any, update: Any, index: jax.Array) -> Any:
+    return jax.tree.map(lambda array, new: lax.dynamic_update_index_in_dim(array, new, index, 0), tree, update)
+
+
+def _added(sums: Any, more: Any) -> Any:
+    with named_scope("gradients"):
+        return jax.tree.map(lambda sum_, each: sum_ + each.astype(jnp.float32), sums, more)

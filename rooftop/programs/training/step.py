@@ -1,0 +1,228 @@
+"""One optimizer step: loss, gradients summed over microbatches, update; and how to lower it for any mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import P, named_scope
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+
+from rooftop.core.errors import RooftopError
+from rooftop.programs.model.describe import describe
+from rooftop.programs.model.loss import carrying
+from rooftop.programs.model.transformer import objective
+from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, initialise
+from rooftop.programs.sharding import Specs, in_parts, named_reshard
+from rooftop.programs.training.optimizer import DTYPES
+from rooftop.programs.training.pipeline import pipelined
+from rooftop.programs.training.program import TrainProgram
+from rooftop.scheduling.pipeline import pipeline_table
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState(Generic[Leaf]):
+    """What a step reads and writes: step (int32 scalar), weights, and the optimizer's state as optax keeps it."""
+
+    step: Leaf
+    weights: Transformer[Leaf]
+    optimizer: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Metrics(Generic[Leaf]):
+    """What a step tells, float32 scalars; None: not asked for, or nothing of the kind.
+
+    ``loss`` is the mean cross-entropy in nats over the tokens that carry loss. ``z_loss`` and ``balance_loss`` are the
+    means that a program with these coefficients adds to it, before they are multiplied. ``tokens`` counts those that
+    carry loss in a packed batch. ``gradient_norm`` is the norm of all gradients together, before clipping.
+    """
+
+    loss: Leaf
+    z_loss: Leaf | None = None
+    balance_loss: Leaf | None = None
+    tokens: Leaf | None = None
+    gradient_norm: Leaf | None = None
+
+
+def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
+    """The state before the first step, every array made in its shards."""
+    described = describe(program.model)
+    weights = initialise(described, key, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
+    with jax.set_mesh(mesh):
+        places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
+        optimizer = jax.jit(program.optimizer.transformation(described).init, out_shardings=places)(weights)
+        step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, P()))
+        return TrainState(step=step, weights=weights, optimizer=optimizer)
+
+
+def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the state, with no memory behind them."""
+    described = describe(program.model)
+    weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
+    transformation = program.optimizer.transformation(described)
+
+    def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    # Moments lie where their weights do. It is said here: not every release of JAX has eval_shape say it.
+    structure: Any = jax.tree.structure(weights)
+
+    def moments(node: Any) -> bool:
+        return bool(structure == jax.tree.structure(node))
+
+    def beside(node: Any) -> Any:
+        if moments(node):
+            return jax.tree.map(lambda leaf, weight: placed(leaf, weight.sharding), node, weights)
+        return placed(node, NamedSharding(mesh, P()))
+
+    optimizer = jax.tree.map(beside, jax.eval_shape(transformation.init, weights), is_leaf=moments)
+    step = placed(jax.ShapeDtypeStruct((), jnp.int32), NamedSharding(mesh, P()))
+    return TrainState(step=step, weights=weights, optimizer=optimizer)
+
+
+def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of one global batch; over a context axis its sequences lie in ``context_order``.
+
+    Raises RooftopError when it does not divide over the mesh, microbatches or chunks.
+    """
+    specs = program.specs(mesh)
+    axes = specs.rules.activations
+    for name, dim, size, parts in (
+        ("batch", "batch", program.batch, 1),
+        ("microbatches", "batch", program.batch, program.microbatches),
+        ("seq_len", "residual_seq", program.seq_len, 1),
+        ("loss_chunks", "seq", program.seq_len, program.loss_chunks),
+    ):
+        ways = math.prod(mesh.shape[axis] for axis in axes[dim])
+        if size % (ways * parts):
+            over = f" (mesh axes {', '.join(axes[dim])})" if axes[dim] else ""
+            if parts == 1:
+                raise RooftopError(name, size, f"a multiple of {ways}{over}")
+            whole = "sequences" if dim == "batch" else "positions"
+            raise RooftopError(name, parts, f"a divisor of the {size // ways} {whole} of a device{over}")
+    ids = jax.ShapeDtypeStruct(
+        (program.batch, program.seq_len), jnp.int32, sharding=NamedSharding(mesh, specs.activation("batch", "seq"))
+    )
+    return Batch(tokens=ids, targets=ids, **({"segments": ids, "positions": ids} if program.packed else {}))
+
+
+_Terms = dict[str, jax.Array]
+_Step = Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax.Array], Metrics[jax.Array]]]
+
+
+def train_step(program: TrainProgram, specs: Specs) -> _Step:
+    """The step: (state, batch) -> (state, metrics). To be jitted under ``jax.set_mesh``, the state donated.
+
+    Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
+    """
+    described, how = describe(program.model), replace(program.computation, specs=specs)
+    compute = jnp.dtype(DTYPES[program.compute_dtype])
+    summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
+    transformation = program.optimizer.transformation(described)
+
+    def step(state: TrainState[jax.Array], batch: Batch[jax.Array]) -> tuple[TrainState[jax.Array], Metrics[jax.Array]]:
+        counted = None if batch.segments is None else carrying(batch.targets)
+        of_each = None if counted is None else counted / program.microbatches
+
+        def share(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> tuple[jax.Array, _Terms]:
+            found = objective(weights, batch, how, chunks=program.loss_chunks, counted=of_each)
+            shares: tuple[jax.Array, _Terms] = jax.tree.map(lambda mean: mean / program.microbatches, found)
+            return shares
+
+        # Cast outside the scan over layers, where XLA would move it anyway; so gradients stack up in this dtype.
+        weights = _as(state.weights, summed)
+        if (stages := jax.sharding.get_abstract_mesh().shape.get("stage", 1)) > 1:
+            table = pipeline_table(
+                program.schedule, stages=stages, microbatches=program.microbatches, chunks=program.chunks
+            )
+            weights = _as(weights, compute)
+            (value, terms), gradients = pipelined(
+                weights, batch, how, table, loss_chunks=program.loss_chunks, summed=summed, counted=counted
+            )
+        else:
+            weights, reduce = jax.vjp(lambda weights: _shared(weights, described, specs), weights)
+            weights = _as(weights, compute)
+            if program.microbatches == 1:
+                (value, terms), gradients = jax.value_and_grad(share, has_aux=True)(weights, batch)
+            else:
+                (value, terms), gradients = _accumulated(share, weights, batch, program.microbatches)
+            with named_scope("gradients"):
+                (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
+        with named_scope("gradients"):
+            gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+            norm = optax.tree.norm(gradients) if program.gradient_norm else None
+            gradients = program.optimizer.clip(gradients)
+        with named_scope("optimizer"):
+            changes, optimizer = transformation.update(gradients, state.optimizer, state.weights)
+            weights = optax.apply_updates(state.weights, changes)
+        with named_scope("loss"):
+            for name, mean in terms.items():
+                value = value - getattr(how, name) * mean
+        metrics = Metrics(loss=value, **terms, tokens=counted, gradient_norm=norm)
+        return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), metrics
+
+    return step
+
+
+def _as(weights: Transformer[jax.Array], dtype: jnp.dtype) -> Transformer[jax.Array]:
+    with named_scope("optimizer"):
+        return jax.tree.map(lambda weight: weight.astype(dtype), weights)
+
+
+def _shared(weights: Transformer[jax.Array], described: Transformer[Parameter], specs: Specs) -> Transformer[jax.Array]:
+    """Weights marked reduced over the axes that hold copies: no communication; backward, one AllReduce of a shard."""
+
+    def mark(parameter: Parameter, weight: jax.Array) -> jax.Array:
+        return named_reshard(weight, specs.at_rest(*parameter.dims, sequence=parameter.sequence))
+
+    with named_scope("gradients"):
+        return jax.tree.map(mark, described, weights)
+
+
+def _accumulated(
+    share: Callable[[Transformer[jax.Array], Batch[jax.Array]], tuple[jax.Array, _Terms]],
+    weights: Transformer[jax.Array],
+    batch: Batch[jax.Array],
+    microbatches: int,
+) -> tuple[tuple[jax.Array, _Terms], Transformer[jax.Array]]:
+    """The sums over microbatches of their shares of the objective and its terms and, in float32, of the gradients."""
+
+    def zeros(weight: jax.Array) -> jax.Array:
+        spec = jax.typeof(weight).sharding.spec
+        start = jnp.zeros(weight.shape, jnp.float32, out_sharding=P(*spec.partitions))
+        return reshard(start, P(*spec.partitions, unreduced=spec.reduced))
+
+    def body(total: _Total, part: Batch[jax.Array]) -> tuple[_Total, None]:
+        values, gradients = jax.value_and_grad(share, has_aux=True)(weights, part)
+        with named_scope("gradients"):
+            summed = jax.tree.map(lambda sum_, more: sum_ + more.astype(jnp.float32), total[1], gradients)
+            return (jax.tree.map(jnp.add, total[0], values), summed), None
+
+    parts = jax.tree.map(lambda ids: in_parts(ids, microbatches, dim=0), batch)
+    shapes = jax.eval_shape(share, weights, jax.tree.map(lambda ids: ids[0], parts))
+    with named_scope("gradients"):
+        start = jax.tree.map(lambda scalar: jnp.zeros((), scalar.dtype), shapes), jax.tree.map(zeros, weights)
+    total, _ = jax.lax.scan(body, start, parts)
+    return total
+
+
+_Total = tuple[tuple[jax.Array, _Terms], Transformer[jax.Array]]
+
+
+def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    """The step lowered for ``mesh``, whose devices need not be here; ``arguments`` is a TrainProgram in JSON.
+
+    Raises RooftopError for a program that does not fit the mesh.
+    """
+    program = TrainProgram.from_json(arguments)
+    with jax.set_mesh(mesh):
+        step = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0)
+        return step.lower(abstract_state(program, mesh), abstract_batch(program, mesh))

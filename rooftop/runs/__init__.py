@@ -1,0 +1,1 @@
+"""A run on disk: its folder, signals, supervision, and checkpoints of its state."""

@@ -1,0 +1,259 @@
+"""One server whose KV cache is spread over groups of devices: each sequence has all its pages on one of them.
+
+Each group has a ``Scheduler`` and a cache of its own; all take their steps together. A sequence gets its group when one
+has room for it, and stays there: where the beginning of its prompt is cached, unless that group has much more to read
+than others, else where the fewest pages are in use, since a step lasts as long as its busiest group. No clock, no JAX.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
+
+from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.scheduler import Policy, Scheduler, Step
+
+_ROUTING = Routing(kind="affinity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedStep(Step):
+    """The steps of all groups together; ``parts`` has that of each, None where there is nothing to do.
+
+    All wait for the busiest group: ``batch`` and ``context_tokens`` are as if each had as much as that one.
+    """
+
+    parts: tuple[Step | None, ...]
+
+    @classmethod
+    def of(cls, parts: tuple[Step | None, ...]) -> GroupedStep | None:
+        """The steps of all groups; None if none of them has anything to do."""
+        steps = [part for part in parts if part is not None]
+        if not steps:
+            return None
+        busiest = max(steps, key=lambda step: (step.context_tokens, step.batch))
+        repeats = 1
+        if not any(step.chunks or step.preempted for step in steps):
+            # The decision stands as long as that of each group, and until another one is the busiest.
+            repeats = min(step.repeats for step in steps)
+            for step in steps:
+                if step.growth > busiest.growth:
+                    behind = busiest.context_tokens - step.context_tokens
+                    repeats = min(repeats, 1 + behind // (step.growth - busiest.growth))
+        return cls(
+            copies=tuple(chain(*(step.copies for step in steps))),
+            chunks=tuple(chain(*(step.chunks for step in steps))),
+            prefill=tuple(chain(*(step.prefill for step in steps))),
+            batch=len(parts) * max(step.batch for step in steps),
+            generating=sum(step.generating for step in steps),
+            context_tokens=len(parts) * busiest.context_tokens,
+            growth=len(parts) * busiest.growth,
+            repeats=repeats,
+            preempted=tuple(chain(*(step.preempted for step in steps))),
+            resumed=tuple(chain(*(step.resumed for step in steps))),
+            parts=parts,
+        )
+
+
+class GroupedScheduler:
+    """As ``Scheduler``, over ``caches``, one for each group of devices (see ``KvCache``).
+
+    A group holds its share of ``policy.max_batch`` sequences at most. All groups together fill a step of
+    ``policy.chunk_tokens``; without them, each prefills a prompt at a time, for which those who generate wait in all.
+    """
+
+    def __init__(self, policy: Policy, caches: Several[KvCache], role: str = "both") -> None:
+        self.policy, self.role = policy, role
+        own = replace(policy, max_batch=-(-policy.max_batch // len(caches)))
+        self._groups = tuple(Scheduler(own, cache, role) for cache in caches)
+        self._unplaced: deque[Sequence] = deque()
+        self._placed = 0
+
+    @property
+    def groups(self) -> tuple[Scheduler, ...]:
+        """The scheduler of each group."""
+        return self._groups
+
+    @property
+    def caches(self) -> tuple[KvCache, ...]:
+        """The cache of each group."""
+        return tuple(each.cache for each in self._groups)
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences that are here and not finished."""
+        return len(self._unplaced) + sum(each.outstanding for each in self._groups)
+
+    @property
+    def queued(self) -> int:
+        """Sequences that have no pages."""
+        return len(self._unplaced) + sum(each.queued for each in self._groups)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences that have no pages: those of groups, then those that have no group."""
+        return tuple(chain(*(each.waiting for each in self._groups), self._unplaced))
+
+    @property
+    def swapped(self) -> tuple[Sequence, ...]:
+        """Sequences in the host's memory."""
+        return tuple(chain(*(each.swapped for each in self._groups)))
+
+    @property
+    def prefilling(self) -> Mapping[Sequence, None]:
+        """See ``Scheduler``."""
+        return ChainMap(*(each.prefilling for each in self._groups))
+
+    @property
+    def generating(self) -> Mapping[Sequence, None]:
+        """See ``Scheduler``."""
+        return ChainMap(*(each.generating for each in self._groups))
+
+    @property
+    def to_send(self) -> Mapping[Sequence, list[int]]:
+        """See ``Scheduler``."""
+        return ChainMap(*(each.to_send for each in self._groups))
+
+    def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
+        """Why such a request could never be served here, or None."""
+        return self._groups[0].refusal(prompt_tokens, max_tokens)
+
+    def submit(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Queue a sequence; ``first``, before all others that have no group."""
+        if first:
+            self._unplaced.appendleft(sequence)
+        else:
+            self._unplaced.append(sequence)
+
+    def may_admit(self) -> bool:
+        """See ``Scheduler``."""
+        return len(self._unplaced) == 1 and bool(self._takers(self._unplaced[0]))
+
+    def next_step(self) -> GroupedStep | None:
+        """The next step, or None while there is nothing to do."""
+        self._place()
+        found = self._prompts() if self.policy.chunk_tokens is None else {}
+        if not any(found.values()):
+            found = self._shared()
+        return GroupedStep.of(tuple(found[each] for each in self._groups))
+
+    def _prompts(self) -> dict[Scheduler, Step | None]:
+        """A whole prompt in each group that has one: all who generate wait for them."""
+        return {each: each.next_step(generate=False) for each in self._groups}
+
+    def _shared(self) -> dict[Scheduler, Step | None]:
+        """A token for all who generate, and pieces of prompts in what that leaves of a step."""
+        expected = {each: each.outstanding - len(each.waiting) - len(each.prefilling) for each in self._groups}
+        found = dict[Scheduler, Step | None]()
+        # Tokens for prompts are those of who came first: ids grow.
+        for each in sorted(self._groups, key=lambda group: next((s.id for s in group.prefilling), inf)):
+            del expected[each]
+            found[each] = step = each.next_step(sum(expected.values()))
+            if step is not None:
+                expected[each] = step.batch + sum(chunk.tokens for chunk in step.chunks)
+        return found
+
+    def complete(self, step: Step, repeats: int = 1) -> None:
+        """See ``Scheduler``."""
+        assert isinstance(step, GroupedStep)
+        for each, part in zip(self._groups, step.parts, strict=True):
+            if part is not None:
+                each.complete(part, repeats)
+
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """See ``Scheduler``."""
+        self._groups[sequence.group].advance(sequence, tokens)
+
+    def finish(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        if sequence in self._unplaced:
+            self._unplaced.remove(sequence)
+        else:
+            self._home(sequence).finish(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        if sequence in self._unplaced:
+            self._unplaced.remove(sequence)
+        for each in self._groups:
+            each.forget(sequence)
+
+    def receive(self) -> list[Sequence]:
+        """See ``Scheduler``."""
+        self._place()
+        return list(chain(*(each.receive() for each in self._groups)))
+
+    def sent(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        self._home(sequence).sent(sequence)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """See ``Scheduler``."""
+        self._groups[sequence.group].arrived(sequence)
+
+    def _home(self, sequence: Sequence) -> Scheduler:
+        """The group that has it. What is to be sent may have its group at the server where it goes by now."""
+        sends = next((each for each in self._groups if sequence in each.to_send), None)
+        return self._groups[sequence.group] if sends is None else sends
+
+    def _place(self) -> None:
+        """Give those who wait a group, first come, first served, as long as one has room."""
+        while self._unplaced:
+            sequence = self._unplaced[0]
+            takers = self._takers(sequence)
+            if not takers:
+                return
+            caches = [self._groups[number].cache for number in takers]
+            loads = [
+                cache.device.used + sum(cache.pages_for(each.target) for each in self._groups[number].waiting)
+                for number, cache in zip(takers, caches, strict=True)
+            ]
+            matches = [cache.match(sequence) for cache in caches]
+            sequence.group = takers[_ROUTING.choose(self._placed, loads, matches)]
+            self._placed += 1
+            self._groups[sequence.group].submit(self._unplaced.popleft())
+
+    def _takers(self, sequence: Sequence) -> list[int]:
+        """The groups that have room for ``sequence``."""
+        if self.outstanding - len(self._unplaced) >= self.policy.max_batch:
+            return []
+        return [number for number, each in enumerate(self._groups) if each.takes(sequence)]
+
+
+#: What batches continuously: over one cache, or over one for each group of devices.
+AnyScheduler = Scheduler | GroupedScheduler
+
+
+def make_scheduler(
+    policy: Policy,
+    role: str,
+    *,
+    groups: int,
+    page_tokens: int,
+    pages: int,
+    host_pages: int,
+    prefixes: bool,
+    padding: int = 0,
+) -> AnyScheduler:
+    """A scheduler that knows of no request, over an empty cache for each of ``groups`` groups of devices.
+
+    A group has ``pages`` pages, and ``padding`` behind them that no sequence gets, and ``host_pages`` in the host's
+    memory. A server that only generates keeps no ``prefixes``.
+    """
+    caches = [
+        KvCache(
+            page_tokens=page_tokens,
+            pages=pages,
+            host_pages=host_pages,
+            prefixes=prefixes and role != "generate",
+            first=group * (pages + padding),
+            host_first=group * host_pages,
+        )
+        for group in range(groups)
+    ]
+    return Scheduler(policy, caches[0], role) if groups == 1 else GroupedScheduler(policy, caches, role)

@@ -1,0 +1,322 @@
+"""What a serving engine does next: admission, batching, chunked prefill, preemption. No clock, no arrays, no JAX.
+
+A scheduler serves one server (a replica on a slice). An engine, real or simulated, repeats: ``next_step``, execute it,
+``complete``, and ``finish`` for every sequence that has ended. Sequences come in by ``submit`` at any time.
+
+- interleaved (continuous batching): prompts are prefilled one at a time and before anything else, as soon as there is
+  a slot and room; all others wait for it. With ``chunk_tokens`` every step generates a token for each running
+  sequence, and fills up with pieces of prompts to that many tokens: none waits for a whole prompt.
+- disaggregated: a server of role ``prefill`` does the one, a server of role ``generate`` the other, and the KV is
+  sent between them.
+- static: see ``serving_static``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rooftop.core.errors import unknown
+from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.policy import BATCHING, PREEMPTION, Chunk, Policy, Queue, Step, refusal
+
+__all__ = ["BATCHING", "PREEMPTION", "ROLES", "Chunk", "Policy", "Scheduler", "Step", "refusal"]
+
+ROLES = ("both", "prefill", "generate")
+
+
+@dataclass(slots=True)
+class _Preempted:
+    """What one decision did to sequences that were running."""
+
+    lost: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler(Queue):
+    """Continuous batching on one server: the whole of it, or the half that prefills or generates.
+
+    First come, first served; a sequence that was preempted goes before those that have not begun. A prompt is admitted
+    with pages for all of it, and if every generating sequence, and it too, can have its next page. When pages run out,
+    the sequence admitted last gives its own up.
+    """
+
+    def __init__(self, policy: Policy, cache: KvCache, role: str = "both") -> None:
+        if role not in ROLES:
+            raise unknown("role", role, ROLES)
+        super().__init__(policy, cache)
+        self.role = role
+        self.swapped: deque[Sequence] = deque()
+        #: In order of admission. Dicts are used as ordered sets: any member leaves in constant time.
+        self.prefilling: dict[Sequence, None] = {}
+        self.generating: dict[Sequence, None] = {}
+        #: Disaggregated. At the prefill server, the pages of sequences whose KV has yet to be sent; at the generate
+        #: server, sequences that have pages and whose KV is on its way, and those whose KV has arrived since.
+        self.to_send: dict[Sequence, list[int]] = {}
+        self.incoming: dict[Sequence, None] = {}
+        self._arrived: list[Sequence] = []
+        self._steps = 0
+        self._context = 0
+        #: Who needs a new page at which step: sequence in [step % page_tokens], since all grow by a token a step.
+        self._due: list[dict[Sequence, None]] = [{} for _ in range(cache.page_tokens)]
+        self._preempted = _Preempted()
+
+    @property
+    def groups(self) -> tuple[Scheduler, ...]:
+        """One scheduler for each group of devices that has a cache: this one."""
+        return (self,)
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences that are here and not finished: what a router balances."""
+        return len(self.waiting) + len(self.swapped) + self._held
+
+    @property
+    def _held(self) -> int:
+        return len(self.prefilling) + len(self.generating) + len(self.incoming) + len(self._arrived)
+
+    @property
+    def _spare(self) -> int:
+        """Pages that a newcomer leaves: the next one of each generating sequence, and its own; none if it is alone."""
+        return len(self.generating) + 1 if self._held else 0
+
+    def kv_tokens(self, sequence: Sequence) -> int:
+        """Tokens whose KV a sequence holds now."""
+        return sequence.length + (self._steps - sequence.since if sequence in self.generating else 0)
+
+    def may_admit(self) -> bool:
+        """Whether what was submitted last could change the next step: no one waits before it, and there is a slot.
+
+        If not, the step that is being repeated may go on.
+        """
+        return len(self.waiting) == 1 and not self.swapped and self._held < self.policy.max_batch
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether ``sequence``, which waits elsewhere, could be admitted: there is a slot and room behind who waits."""
+        ahead = len(self.waiting)
+        if self.swapped or self._held + ahead >= self.policy.max_batch:
+            return False
+        need = sum(self.cache.pages_for(each.target) for each in (*self.waiting, sequence))
+        spare = self._spare + ahead if self._held or ahead else 0
+        return self.cache.device.available - spare >= need
+
+    def next_step(self, others: int = 0, *, generate: bool = True) -> Step | None:
+        """The next step, or None while there is nothing to do; ``others`` tokens of it are those of other groups.
+
+        Unless it may ``generate``, a step without chunks is none.
+        """
+        for sequence in self._arrived:
+            self._begin(sequence)
+        self._arrived.clear()
+        self._preempted = _Preempted()
+        chunks: list[Chunk] = []
+        if self.policy.chunk_tokens is None and self.role != "generate":
+            chunks = self._whole_prompt()
+        generates = generate and not chunks and self.role != "prefill"
+        if generates:
+            self._make_room()
+            if not self._preempted.lost:
+                self._resume()
+            self._grow()
+        batch, context = (len(self.generating), self._context) if generates else (0, 0)
+        if self.policy.chunk_tokens is not None:
+            chunks = self._chunks(self.policy.chunk_tokens - batch - others)
+        if not chunks and not batch and not self._preempted.lost:
+            return None
+        return Step(
+            copies=self.cache.copies(),
+            chunks=tuple(chunks),
+            prefill=tuple((chunk.tokens, chunk.start) for chunk in chunks),
+            batch=batch,
+            generating=batch,
+            context_tokens=context,
+            growth=batch,
+            repeats=1 if chunks or self._preempted.lost else self._steady(),
+            preempted=tuple(self._preempted.lost),
+            resumed=tuple(self._preempted.resumed),
+        )
+
+    def complete(self, step: Step, repeats: int = 1) -> None:
+        """``step`` has been executed ``repeats`` times (at most as often as it allows)."""
+        if step.batch:
+            for _ in range(repeats - 1):
+                self._steps += 1
+                self._grow()
+            self._steps += 1
+            self._context += repeats * step.batch
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.length += chunk.tokens
+            if chunk.last:
+                del self.prefilling[sequence]
+                self.cache.keep(sequence)
+                sequence.generated += 1
+                if self.role == "prefill":
+                    self.to_send[sequence], sequence.pages = sequence.pages, []
+                else:
+                    self._begin(sequence)
+
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """``sequence`` got ``tokens`` more than one from the step that was completed last: guesses that were right.
+
+        It generates, and has pages for them.
+        """
+        del self._due[self._due_at(sequence)][sequence]
+        sequence.length += tokens
+        sequence.generated += tokens
+        self._context += tokens
+        self._due[self._due_at(sequence)][sequence] = None
+
+    def finish(self, sequence: Sequence) -> None:
+        """``sequence`` has ended (its last token is out, or no one wants it any more): its pages are free."""
+        if sequence in self.generating:
+            self._end(sequence)
+            self.cache.keep(sequence)
+        elif sequence in self.to_send:
+            sequence.pages = self.to_send.pop(sequence)
+        elif sequence in self.prefilling:
+            del self.prefilling[sequence]
+        else:
+            self._withdraw(sequence)
+        self.cache.release(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """``sequence`` no longer waits here, if it did."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def receive(self) -> list[Sequence]:
+        """Sequences, of those submitted to this generate server, that have got pages: their KV may be sent now."""
+        found = list[Sequence]()
+        while self.waiting and not self.swapped and self._held < self.policy.max_batch:
+            length = self.waiting[0].length
+            if not self.cache.admit(self.waiting[0], length, self._spare):
+                break
+            sequence = self.waiting.popleft()
+            sequence.length = length
+            self.incoming[sequence] = None
+            found.append(sequence)
+        return found
+
+    def sent(self, sequence: Sequence) -> None:
+        """The KV of ``sequence`` has left this prefill server: its pages are free."""
+        self.cache.release_pages(self.to_send.pop(sequence), sequence.keys)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """The KV of ``sequence`` is at this generate server: it generates from the next step on."""
+        del self.incoming[sequence]
+        self._arrived.append(sequence)
+
+    def _whole_prompt(self) -> list[Chunk]:
+        """The prompt at the head of the queue, if it is admitted."""
+        if not self._admit_next():
+            return []
+        sequence = next(reversed(self.prefilling))
+        start = sequence.length
+        return [Chunk(sequence=sequence, start=start, tokens=sequence.target - start, last=True)]
+
+    def _chunks(self, budget: int) -> list[Chunk]:
+        """Pieces of prompts, begun ones first, of ``budget`` tokens in all."""
+        found: list[Chunk] = []
+        for sequence in self.prefilling:
+            if budget <= 0:
+                return found
+            found.append(_chunk(sequence, budget))
+            budget -= found[-1].tokens
+        while budget > 0 and not self._preempted.lost and self._admit_next():
+            found.append(_chunk(next(reversed(self.prefilling)), budget))
+            budget -= found[-1].tokens
+        return found
+
+    def _admit_next(self) -> bool:
+        """Admit the head of the queue, if it has a slot and pages."""
+        if not self.waiting or self.swapped or self._held >= self.policy.max_batch:
+            return False
+        if not self.cache.admit(self.waiting[0], self.waiting[0].target, self._spare):
+            return False
+        self.prefilling[self.waiting.popleft()] = None
+        return True
+
+    def _make_room(self) -> None:
+        """Preempt, last admitted first, until every generating sequence can have the page that it needs next."""
+        while self.cache.device.available < len(self._due[self._steps % len(self._due)]):
+            begun = not self.prefilling
+            if begun:
+                sequence = next(reversed(self.generating))
+                self._end(sequence)
+            else:
+                sequence, _ = self.prefilling.popitem()
+            self._preempted.lost.append(sequence)
+            self.cache.keep(sequence)
+            if begun and self.policy.preemption == "swap" and self.cache.swap_out(sequence):
+                self.swapped.appendleft(sequence)
+            else:
+                self.cache.release(sequence)
+                sequence.length = 0
+                if self.role == "both":
+                    self.waiting.appendleft(sequence)
+
+    def _resume(self) -> None:
+        """Swap back in, first those that were swapped out first, what has a slot and pages."""
+        while self.swapped and self._held < self.policy.max_batch:
+            if not self.cache.swap_in(self.swapped[0], self._spare):
+                break
+            sequence = self.swapped.popleft()
+            self._begin(sequence)
+            self._preempted.resumed.append(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """``sequence``, whose KV is here, generates from the next step on."""
+        sequence.since = self._steps
+        self.generating[sequence] = None
+        self._context += sequence.length
+        self._due[self._due_at(sequence)][sequence] = None
+
+    def _end(self, sequence: Sequence) -> None:
+        """``sequence`` generates no more, for now or for good."""
+        del self._due[self._due_at(sequence)][sequence]
+        del self.generating[sequence]
+        steps = self._steps - sequence.since
+        sequence.length += steps
+        sequence.generated += steps
+        sequence.since = self._steps
+        self._context -= sequence.length
+
+    def _due_at(self, sequence: Sequence) -> int:
+        return (sequence.since - sequence.length) % len(self._due)
+
+    def _grow(self) -> None:
+        """A page for each sequence whose pages are full."""
+        for sequence in self._due[self._steps % len(self._due)]:
+            self.cache.grow(sequence)
+
+    def _steady(self) -> int:
+        """For how many steps, the next included, pages last; all of it if that is known to be long."""
+        free, page_tokens = self.cache.device.available, len(self._due)
+        rounds = free // len(self.generating)
+        if rounds:
+            return 1 + rounds * page_tokens
+        steps = 1
+        while True:
+            free -= len(self._due[(self._steps + steps) % page_tokens])
+            if free < 0:
+                return steps
+            steps += 1
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence that does not run out of whatever it waits in."""
+        if sequence in self.incoming:
+            del self.incoming[sequence]
+        elif sequence in self._arrived:
+            self._arrived.remove(sequence)
+        elif sequence in self.swapped:
+            self.swapped.remove(sequence)
+            self.cache.host.release(sequence.host_pages)
+            sequence.host_pages = []
+        else:
+            self.waiting.remove(sequence)
+
+
+def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    left = sequence.target - sequence.length
+    return Chunk(sequence=sequence, start=sequence.length, tokens=min(left, budget), last=left <= budget)

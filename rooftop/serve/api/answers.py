@@ -1,0 +1,237 @@
+"""One request on its way through the engine: pieces of its answer, what it measured, and what the log says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from rooftop.core.errors import RooftopError
+from rooftop.serve.api.choices import Choice, Piece
+from rooftop.serve.api.constraint import Matcher
+from rooftop.serve.api.metrics import Metrics
+from rooftop.serve.api.openai import Form, Prepared, Wanted, error, event, usage
+from rooftop.serve.api.texts import Texts
+from rooftop.serve.engine.requests import Engine, Overloaded, Request, Sampling, Token
+
+
+class BrokenOff(Exception):
+    """The engine ended a sequence before its time: 'error', or 'cancelled' because the server stops."""
+
+    def __init__(self, finish: str, message: str | None) -> None:
+        self.stopping = finish == "cancelled"
+        super().__init__(message or ("the server is shutting down" if self.stopping else "the engine failed"))
+
+
+class Answer:
+    """The sequences of one request, as pieces or as a whole. Whoever stops reading cancels what is left of it."""
+
+    def __init__(self, wanted: Wanted, prepared: Prepared, texts: Texts, form: Form, metrics: Metrics) -> None:
+        self.wanted, self.form = wanted, form
+        self._prepared, self._metrics = prepared, metrics
+        self._choices = [
+            Choice(
+                texts.vocabulary,
+                wanted.stop,
+                logprobs=wanted.logprobs is not None,
+                text=text,
+                calling=prepared.calling,
+            )
+            for text in prepared.echo
+        ]
+        #: Why it ended before its time; None if it did not.
+        self.broken_off: str | None = None
+        #: When the first and the last token of each sequence came.
+        self._times = dict[int, tuple[float, float]]()
+        self._arrival_s = 0.0
+
+    def start(self, stream: Stream, arrival_s: float) -> None:
+        """Submit it. Raises RooftopError or Overloaded."""
+        self._arrival_s, self._stream = arrival_s, stream
+        stream.submit(self._prepared.prompts, self._prepared.samplings, arrival_s)
+        for prompt in self._prepared.prompts:
+            self._metrics.prompt.observe(len(prompt))
+
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+        """Pieces as they come: (choice, piece), all that came at once together. Raises BrokenOff."""
+        try:
+            async with aclosing(self._stream.read()) as reading:
+                async for come in reading:
+                    found = []
+                    for index, token, when in come:
+                        choice = self._choices[index]
+                        if choice.finish is not None:
+                            continue
+                        piece = choice.push(token)
+                        if choice.failed is not None:
+                            raise BrokenOff(choice.failed.finish or "error", choice.failed.message)
+                        self._measure(index, when)
+                        constraint = self._prepared.samplings[index].constraint
+                        if isinstance(constraint, Matcher) and constraint.failed is not None:
+                            raise BrokenOff("error", f"the constraint could not be kept: {constraint.failed}")
+                        if choice.stopped:
+                            self._stream.cancel(index)
+                        if piece is not None:
+                            found.append((index, piece))
+                    if found:
+                        yield found
+        except BrokenOff as broken:
+            self.broken_off = str(broken)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self.broken_off = "the client left"
+            raise
+        finally:
+            self._stream.cancel()
+            self._count()
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece. Raises BrokenOff."""
+        parts = [list[Piece]() for _ in self._choices]
+        async with aclosing(self.pieces()) as reading:
+            async for come in reading:
+                for index, piece in come:
+                    parts[index].append(piece)
+        joined = [_join(each) for each in parts]
+        return self.form.whole(joined, self.usage())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events. One that breaks off ends with an error, and without [DONE]."""
+        try:
+            async with aclosing(self.pieces()) as reading:
+                async for come in reading:
+                    with_usage = self.wanted.include_usage
+                    yield b"".join(event(self.form.part(index, piece, usage=with_usage)) for index, piece in come)
+            if self.wanted.include_usage:
+                yield event(self.form.usage(self.usage()))
+            yield b"data: [DONE]\n\n"
+        except BrokenOff as broken:
+            yield event(error(str(broken), "server_error"))
+
+    def usage(self) -> dict[str, int]:
+        """OpenAI's usage: each prompt is counted once, whatever the choices of it."""
+        prompts = self._prepared.prompts[:: self.wanted.n]
+        return usage(sum(map(len, prompts)), sum(choice.tokens for choice in self._choices))
+
+    def record(self) -> dict[str, Any]:
+        """What the log says of it; no text."""
+        first = min((first for first, _ in self._times.values()), default=None)
+        return {
+            "id": self.form.id,
+            "stream": self.wanted.stream,
+            **self.usage(),
+            "finish": [choice.finish or _why(choice) for choice in self._choices],
+            "ttft_s": None if first is None else round(first - self._arrival_s, 6),
+            "seconds": round(time.monotonic() - self._arrival_s, 6),
+            **({} if self.broken_off is None else {"broken_off": self.broken_off}),
+        }
+
+    def _measure(self, index: int, when: float) -> None:
+        first, last = self._times.get(index, (when, None))
+        if last is None:
+            self._metrics.ttft.observe(when - self._arrival_s)
+        else:
+            self._metrics.itl.observe(when - last)
+        self._times[index] = first, when
+
+    def _count(self) -> None:
+        """The figures of each sequence, once."""
+        for index, choice in enumerate(self._choices):
+            self._metrics.finished.labels(choice.finish or _why(choice)).inc()
+            self._metrics.output.observe(choice.tokens)
+            if index in self._times and choice.finish is not None:
+                first, last = self._times[index]
+                self._metrics.e2e.observe(last - self._arrival_s)
+                if choice.tokens > 1:
+                    self._metrics.tpot.observe((last - first) / (choice.tokens - 1))
+
+
+def _why(choice: Choice) -> str:
+    """Why a choice has no end of its own."""
+    return "error" if choice.failed is not None and choice.failed.finish == "error" else "cancelled"
+
+
+def _join(pieces: list[Piece]) -> Piece:
+    entries = [entry for piece in pieces for entry in piece.logprobs or ()]
+    asked = any(piece.logprobs is not None for piece in pieces)
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        calls=tuple(part for piece in pieces for part in piece.calls),
+        logprobs=tuple(entries) if asked else None,
+        finish=next((piece.finish for piece in pieces if piece.finish is not None), None),
+    )
+
+
+class Inbox:
+    """Takes tokens from the engine's thread, and hands them out in the event loop in which it was made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._come = deque[tuple[Stream, int, Token, float]]()
+        self._woken = False
+
+    def put(self, stream: Stream, index: int, token: Token) -> None:
+        """From any thread; returns at once."""
+        self._come.append((stream, index, token, time.monotonic()))
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._hand_out)
+
+    def number(self) -> int:
+        """A number for a request, never given before."""
+        return next(self._ids)
+
+    def _hand_out(self) -> None:
+        # First: what comes from now on wakes the loop again.
+        self._woken = False
+        while self._come:
+            stream, index, token, when = self._come.popleft()
+            stream.tokens.append((index, token, when))
+            stream.ready.set()
+
+
+class Stream:
+    """The sequences of one answer in the engine. ``tokens``: (sequence, token, when on ``time.monotonic``) to read."""
+
+    def __init__(self, inbox: Inbox, engine: Engine) -> None:
+        self.tokens = deque[tuple[int, Token, float]]()
+        self.ready = asyncio.Event()
+        self._inbox, self._engine = inbox, engine
+        self._running = dict[int, int]()
+
+    def submit(self, prompts: Sequence[tuple[int, ...]], samplings: Sequence[Sampling], arrival_s: float) -> None:
+        """Queue all of them, or none. Raises RooftopError or Overloaded, as the engine does."""
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            request = Request(id=self._inbox.number(), prompt=prompt, sampling=sampling, arrival_s=arrival_s)
+            self._running[index] = request.id
+            try:
+                self._engine.submit(request, partial(self._inbox.put, self, index))
+            except (RooftopError, Overloaded):
+                del self._running[index]
+                self.cancel()
+                raise
+
+    async def read(self) -> AsyncGenerator[list[tuple[int, Token, float]], None]:
+        """What has come since the last time; until all sequences have ended."""
+        while self._running:
+            await self.ready.wait()
+            self.ready.clear()
+            come = list(self.tokens)
+            self.tokens.clear()
+            for index, token, _ in come:
+                if token.finish is not None:
+                    self._running.pop(index, None)
+            yield come
+
+    def cancel(self, index: int | None = None) -> None:
+        """End sequence ``index``, or all: no one reads on."""
+        for each in [*self._running] if index is None else [index]:
+            number = self._running.pop(each, None)
+            if number is not None:
+                self._engine.cancel(number)

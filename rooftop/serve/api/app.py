@@ -1,0 +1,334 @@
+"""OpenAI's API over HTTP, in front of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hmac
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from rooftop.core.errors import RooftopError
+from rooftop.serve.api.answers import Answer, BrokenOff, Inbox, Stream
+from rooftop.serve.api.metrics import Metrics
+from rooftop.serve.api.openai import Form, Prepared, TooLong, Wanted, error, prepare, read_request
+from rooftop.serve.api.published import document
+from rooftop.serve.api.texts import Texts
+from rooftop.serve.engine.requests import Engine, Overloaded
+
+_Answer = TypeVar("_Answer")
+#: Seconds after which to ask a server again that is loading or draining.
+_RETRY_S = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the API answers.
+
+    ``model`` is the name that requests say. Without ``keys`` everyone may ask. ``origins`` are those of web pages that
+    may ask from a browser: none, unless named. ``log_texts`` puts prompts and answers into the log.
+    """
+
+    model: str
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    body_bytes: int = 32 * 2**20
+    log_texts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.body_bytes < 1:
+            raise RooftopError("max-body", self.body_bytes, "a positive number of bytes")
+        if not all(self.keys):
+            raise RooftopError("api-key", "", "a key that is not empty")
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: float | None = None,
+    ) -> None:
+        self.status, self.param, self.code = status, param, code
+        self.headers = {} if retry_s is None else {"Retry-After": str(max(1, math.ceil(retry_s)))}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+        super().__init__(message)
+
+    def response(self) -> JSONResponse:
+        """The error in OpenAI's form."""
+        kind = {429: "rate_limit_error"}.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        content = error(str(self), kind, param=self.param, code=self.code)
+        return JSONResponse(content, status_code=self.status, headers=self.headers)
+
+
+class Api:
+    """The state of a server: its ``engine``, None while it loads, and whether it is ``draining``.
+
+    To be made in the event loop that serves it.
+    """
+
+    def __init__(self, settings: Settings, texts: Texts, log: logging.Logger) -> None:
+        self.settings, self.texts, self.log = settings, texts, log
+        self.engine: Engine | None = None
+        self.draining = False
+        self.metrics = Metrics(lambda: self.engine)
+        self._inbox = Inbox()
+        self._created = int(time.time())
+        self._document = _published(settings)
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/models", self._guarded(self._models)),
+            Route("/v1/models/{model:path}", self._guarded(self._model)),
+            Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/health", self._guarded(self._health, key=False)),
+            Route("/ready", self._guarded(self._ready, key=False)),
+            Route("/metrics", self._guarded(self._metrics, key=False)),
+            Route("/openapi.json", self._guarded(self._openapi, key=False)),
+        ]
+        origins = list(self.settings.origins)
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+        return Starlette(
+            routes=routes,
+            middleware=[cors] if origins else [],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    def _guarded(
+        self, handle: Callable[[Request], Awaitable[Response]], *, key: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """``handle``, with ``key`` for those who have one; what it refuses, and where it fails, is answered."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                if key:
+                    self._require_key(request)
+                response = await handle(request)
+            except Refused as refused:
+                response = refused.response()
+                fields = {"path": request.url.path, "status": refused.status, "param": refused.param}
+                # The message repeats what was given.
+                fields |= {"message": str(refused)} if self.settings.log_texts else {}
+                self.log.info("refused", extra={"fields": fields})
+            except Exception as defect:
+                response = Refused(500, "a defect of the server; its log has more").response()
+                self.log.error("defect", exc_info=defect, extra={"fields": {"path": request.url.path}})
+            self.metrics.responses.labels(request.scope["route"].path, response.status_code).inc()
+            return response
+
+        return guarded
+
+    def _require_key(self, request: Request) -> None:
+        if not self.settings.keys:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        known = [hmac.compare_digest(given.encode(), key.encode()) for key in self.settings.keys]
+        if scheme.lower() != "bearer" or not any(known):
+            raise Refused(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._require_model(request.path_params["model"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "rooftop",
+            "max_model_len": None if self.engine is None else self.engine.longest,
+            "vocab": self.texts.vocab,
+        }
+
+    def _require_model(self, given: str) -> None:
+        if given != self.settings.model:
+            message = f"model: got {given[:60]!r}; accepted: {self.settings.model!r}"
+            raise Refused(404, message, param="model", code="model_not_found")
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._generate(request, chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._generate(request, chat=True)
+
+    async def _generate(self, request: Request, *, chat: bool) -> Response:
+        arrival_s = time.monotonic()
+        engine = self._require_ready()
+        body = await self._body(request)
+        try:
+            wanted, prepared = await run_in_threadpool(self._prepare, body, chat, engine.longest)
+            form = Form(
+                id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+                created=int(time.time()),
+                model=self.settings.model,
+                chat=chat,
+            )
+            answer = Answer(wanted, prepared, self.texts, form, self.metrics)
+            answer.start(Stream(self._inbox, engine), arrival_s)
+        except RooftopError as wrong:
+            # The code by which clients know that less may do.
+            code = "context_length_exceeded" if isinstance(wrong, TooLong) else None
+            raise Refused(400, str(wrong), param=wrong.field, code=code) from None
+        except Overloaded as full:
+            self._require_ready()
+            raise Refused(429, str(full), code="rate_limit_exceeded", retry_s=full.retry_after_s) from None
+        headers = {"x-request-id": form.id}
+        if wanted.stream:
+            return _EventStream(answer.events(), headers, lambda: self._note(request, answer, body))
+        try:
+            whole = await _unless_left(request.receive, answer.whole())
+        except BrokenOff as broken:
+            self._note(request, answer, body)
+            raise Refused(
+                503 if broken.stopping else 500, str(broken), retry_s=_RETRY_S if broken.stopping else None
+            ) from None
+        if whole is None:
+            self._note(request, answer, body)
+            return Response(status_code=499)
+        self._note(request, answer, body, whole)
+        return JSONResponse(whole, headers=headers)
+
+    def _require_ready(self) -> Engine:
+        if self.draining:
+            raise Refused(503, "the server is shutting down", retry_s=_RETRY_S)
+        if self.engine is None:
+            raise Refused(503, "the server is loading its model", retry_s=_RETRY_S)
+        return self.engine
+
+    def _prepare(self, body: bytes, chat: bool, longest: int) -> tuple[Wanted, Prepared]:
+        wanted = read_request(body, chat=chat)
+        self._require_model(wanted.model)
+        return wanted, prepare(wanted, self.texts, longest)
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(415, f"content-type: got {kind[:60]!r}; accepted: 'application/json'")
+        most = self.settings.body_bytes
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    break
+        except ClientDisconnect:
+            raise Refused(400, "the client left") from None
+        if len(body) > most:
+            raise Refused(413, f"body: got more than {most:,} bytes; accepted: at most those")
+        return bytes(body)
+
+    def _note(self, request: Request, answer: Answer, body: bytes, whole: dict[str, Any] | None = None) -> None:
+        fields = {"path": request.url.path, **answer.record()}
+        if self.settings.log_texts:
+            fields |= {"request": body.decode(errors="replace"), "answer": whole}
+        self.log.info("answered" if answer.broken_off is None else "broken off", extra={"fields": fields})
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def _ready(self, request: Request) -> Response:
+        status = "draining" if self.draining else "loading" if self.engine is None else "ready"
+        if status == "ready":
+            return JSONResponse({"status": status})
+        return JSONResponse({"status": status}, status_code=503, headers={"Retry-After": str(_RETRY_S)})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(self._document)
+
+
+async def _http_error(request: Request, exception: Exception) -> Response:
+    """What the router says: no such path, no such method."""
+    assert isinstance(exception, HTTPException)
+    content = error(f"{request.method} {request.url.path[:60]}: {exception.detail}", "invalid_request_error")
+    return JSONResponse(content, status_code=exception.status_code, headers=exception.headers)
+
+
+def _published(settings: Settings) -> dict[str, Any]:
+    """The document, saying which model there is and whether keys are needed."""
+    found = copy.deepcopy(dict(document()))
+    for path in found["paths"].values():
+        for operation in path.values():
+            if operation.pop("security", None) and settings.keys:
+                operation["security"] = [{"key": []}]
+            for parameter in operation.get("parameters", ()):
+                parameter["schema"]["enum"] = [settings.model]
+    for name in ("CompletionRequest", "ChatRequest"):
+        found["components"]["schemas"][name]["properties"]["model"]["enum"] = [settings.model]
+    return found
+
+
+class _EventStream(Response):
+    """Server-sent events; they stop being made when the client leaves. ``on_end`` is called after the last."""
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: dict[str, str], on_end: Callable[[], None]
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", **headers}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events, self._on_end = events, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _unless_left(receive, self._send_all(send))
+        self._on_end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_left(receive: Receive, work: Coroutine[Any, Any, _Answer]) -> _Answer | None:
+    """What ``work`` returns; None, and ``work`` is cancelled, if the client leaves before that."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

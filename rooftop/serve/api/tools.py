@@ -1,0 +1,387 @@
+"""Calls of tools: which form a model writes them in, and reading them out of its answer piece by piece.
+
+Forms, by what a chat template spells out:
+
+- ``hermes`` (Hermes, Qwen): ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, text around it;
+- ``mistral``: ``[TOOL_CALLS]`` and a list of such objects, or ``name[ARGS]{...}``;
+- ``deepseek`` (V3, R1, V3.1): special tokens around all calls and around each: ``function``, a separator, the name and
+  a fence of Markdown with arguments in it; or the name, the separator and the arguments;
+- ``dsml`` (DeepSeek V3.2): see ``rooftop.serve.api.tools``;
+- ``llama`` (Llama 3): an answer that is such an object, with ``parameters``, perhaps behind ``<|python_tag|>``;
+- ``json``: the answer is one such object, or a list: what an answer is held to that must call a tool.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.core.errors import RooftopError, unknown
+
+#: What all tags begin with, behind their bracket.
+TOKEN = "\uff5cDSML\uff5c"
+OPENS, CLOSES = f"<{TOKEN}function_calls>", f"</{TOKEN}function_calls>"
+#: A call as far as its arguments, and what it begins with.
+CALL, BEGINS = re.compile(rf'<{TOKEN}invoke\s+name="([^"]+)"\s*>'), f"<{TOKEN}invoke"
+_ARGUMENT = re.compile(
+    rf'\s*<{TOKEN}parameter\s+name="([^"]*)"\s+string="(true|false)"\s*>(.*?)</{TOKEN}parameter>', re.DOTALL
+)
+_END = re.compile(rf".*?</{TOKEN}invoke>", re.DOTALL)
+
+
+def argument(text: str, *, first: bool) -> tuple[str, int, bool] | None:
+    """What comes next of a call's arguments, as JSON of an object; None if it is not all there.
+
+    With it how many characters of ``text`` say so, and whether it is the end. ``first``: none has come before.
+    """
+    found = _ARGUMENT.match(text)
+    if found is not None:
+        name, value = json.dumps(found[1], ensure_ascii=False), found[3]
+        if found[2] == "true" or not _is_json(value):
+            value = json.dumps(value, ensure_ascii=False)
+        return f"{'{' if first else ', '}{name}: {value.strip()}", found.end(), False
+    end = _END.match(text)
+    return None if end is None else ("{}" if first else "}", end.end(), True)
+
+
+def _is_json(value: str) -> bool:
+    try:
+        json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+#: What begins calls.
+_OPENS = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "dsml": OPENS,
+    "deepseek": "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "llama": "<|python_tag|>",
+    "json": "",
+}
+#: What stands in a template of each form: the same, or how Llama 3.2 is told to write one.
+_SIGNS: dict[str, tuple[str, ...]] = {form: (opens,) for form, opens in _OPENS.items() if opens}
+_SIGNS["llama"] += ('"parameters": dictionary',)
+_SIGNS["dsml"] = (TOKEN,)
+#: What ends them.
+_CLOSES = {"hermes": "</tool_call>", "dsml": CLOSES, "deepseek": "<\uff5ctool\u2581calls\u2581end\uff5c>"}
+#: DeepSeek's tokens of one call: before it, between its kind and name or its name and arguments, and behind it.
+_CALL, _SEP, _ENDS = (f"<\uff5ctool\u2581{word}\uff5c>" for word in ("call\u2581begin", "sep", "call\u2581end"))
+#: What may stand between calls, beside blanks.
+_BETWEEN = {"deepseek": ("```", _ENDS)}
+#: Special tokens that calls are made of: they are read, and never shown.
+MARKERS: frozenset[str] = frozenset(
+    (*filter(None, _OPENS.values()), *_CLOSES.values(), "[ARGS]", "[CALL_ID]", _CALL, _SEP, _ENDS, TOKEN)
+)
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_BEGINS_NAMED = re.compile(r"[\w.-]+(?:\[[A-Z_]*\]?\w*)*\s*")
+#: One of DeepSeek's calls as far as its arguments.
+_FENCED = re.compile(rf"{_CALL}\s*(?:function\s*{_SEP}\s*([\w.-]+)\s*```(?:json)?|([\w.-]+)\s*{_SEP})\s*(?=\{{)")
+_BLANKS = " \t\r\n,;"
+_SEPARATORS = _BLANKS + "[]"
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calling:
+    """What tools there are, by their names, and the ``form`` in which an answer calls them.
+
+    ``schema`` is one of JSON, if an answer must be a call.
+    """
+
+    form: str
+    names: frozenset[str]
+    schema: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallPart:
+    """What is new of call ``index``: with ``id`` and ``name`` it begins; ``arguments`` is a piece of JSON."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+def calling(fields: Mapping[str, Any], template: str | None) -> Calling | None:
+    """How the answer to a chat request calls tools; None if it may not, or no one knows how this model does.
+
+    ``template`` is the text of the chat template. Raises RooftopError for a choice that cannot be.
+    """
+    tools, choice = fields.get("tools") or [], fields.get("tool_choice", "auto")
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if choice not in ("none", "auto") and not tools:
+        raise RooftopError("tool_choice", choice, "none or auto where there are no tools")
+    if choice == "none" or not tools:
+        return None
+    if choice == "auto":
+        form = next((form for form, signs in _SIGNS.items() if any(sign in (template or "") for sign in signs)), None)
+        return None if form is None else Calling(form=form, names=frozenset(functions))
+    if fields.get("response_format", {"type": "text"})["type"] != "text" or "guided_regex" in fields:
+        raise RooftopError("tool_choice", choice, "none or auto beside response_format and guided_regex")
+    if isinstance(choice, dict):
+        name = choice["function"]["name"]
+        if name not in functions:
+            raise unknown("tool_choice.function.name", name, functions)
+        functions = {name: functions[name]}
+    schema = _schema(list(functions.values()))
+    if choice == "required" and fields.get("parallel_tool_calls"):
+        several = {name: value for name, value in schema.items() if name != "$defs"}
+        schema = {"type": "array", "items": several, "minItems": 1, "$defs": schema["$defs"]}
+    return Calling(form="json", names=frozenset(functions), schema=schema)
+
+
+def _schema(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """JSON that calls one of ``functions``."""
+    calls, definitions = list[dict[str, Any]](), dict[str, Any]()
+    for number, function in enumerate(functions):
+        parameters = function.get("parameters") or {"type": "object"}
+        place = f"#/$defs/{number}"
+        definitions[str(number)] = _moved(parameters, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to its own root lead to ``place``."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _moved(value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        found["$ref"] = place + reference[1:]
+    return found
+
+
+class CallReader:
+    """Reads calls out of one answer: pieces of its text in, pieces of content and of calls out.
+
+    ``calls`` counts them. What looks like a call and is none is content.
+    """
+
+    def __init__(self, how: Calling) -> None:
+        self.calls = 0
+        self._how, self._opens = how, _OPENS[how.form]
+        self._markers = [self._opens, _CLOSES.get(how.form, ""), *_BETWEEN.get(how.form, ())]
+        self._text = ""
+        self._read = self._answer if how.form in ("llama", "json") else self._outside
+        #: What made us look for a call, and is content if there is none.
+        self._before = ""
+        self._scan, self._scanned, self._first = _Scan(), 0, True
+        self._content, self._parts = "", list[CallPart]()
+
+    def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
+        """What of content and calls ``text`` completes."""
+        self._text += text
+        self._content, self._parts = "", []
+        while self._text and self._read():
+            pass
+        return self._content, tuple(self._parts)
+
+    def flush(self) -> str:
+        """The content that was held back, at the end of the answer."""
+        none = self._read in (self._outside, self._answer, self._object) or bool(self._before)
+        held, self._text = self._before + self._text if none else "", ""
+        return held if held.strip() or not self.calls else ""
+
+    # Each of these reads what it can from the beginning of the text, and says whether to go on reading.
+
+    def _answer(self) -> bool:
+        """At the beginning of an answer that may be a call as a whole."""
+        text = self._text.lstrip()
+        if not text:
+            return False
+        self._read = self._between if text[0] == "{" or (text[0] == "[" and self._how.form == "json") else self._outside
+        return True
+
+    def _outside(self) -> bool:
+        if not self._opens:
+            self._content, self._text = self._content + self._text, ""
+            return False
+        before, opens, after = self._text.partition(self._opens)
+        if opens:
+            shown = before.rstrip()
+            self._content += shown
+            self._before, self._text, self._read = before[len(shown) :] + opens, after, self._between
+            return True
+        # Blanks and what may begin a call wait for what comes after them.
+        held = next(size for size in range(len(self._opens) - 1, -1, -1) if before.endswith(self._opens[:size]))
+        shown = before[: len(before) - held].rstrip()
+        self._content, self._text = self._content + shown, before[len(shown) :]
+        return False
+
+    def _between(self) -> bool:
+        text = self._text.lstrip(_BLANKS)
+        for marker in filter(None, self._markers):
+            if text.startswith(marker):
+                self._text = text.removeprefix(marker)
+                self._read = self._outside if marker == _CLOSES.get(self._how.form) else self._between
+                return True
+            if marker.startswith(text):
+                return False
+        text = text.lstrip(_SEPARATORS)
+        if not text:
+            return False
+        if text[0] == "{":
+            self._text, self._read, self._scan, self._scanned = text, self._object, _Scan(), 0
+            return True
+        if self._how.form == "deepseek":
+            if (named := _FENCED.match(text)) is None:
+                # The brace of its arguments may be yet to come.
+                begun = text.startswith(_CALL) or _CALL.startswith(text)
+                return False if begun and "{" not in text else self._no_call()
+            self._begin(named[1] or named[2])
+            self._text, self._read, self._scan = text[named.end() :], self._arguments_alone, _Scan()
+            return True
+        if self._how.form == "dsml":
+            if (named := CALL.match(text)) is None:
+                begun = text.startswith(BEGINS) or BEGINS.startswith(text)
+                return False if begun and ">" not in text else self._no_call()
+            self._begin(named[1])
+            self._text, self._read, self._first = text[named.end() :], self._tagged, True
+            return True
+        if self._how.form == "mistral" and (named := _NAMED.match(text)):
+            self._begin(named[1])
+            self._text, self._read, self._scan = text[named.end() :], self._arguments_alone, _Scan()
+            return True
+        if self._how.form == "mistral" and _BEGINS_NAMED.fullmatch(text):
+            return False
+        return self._no_call()
+
+    def _object(self) -> bool:
+        head = _HEAD.match(self._text)
+        if head is not None:
+            name = _string(head[1])
+            if name is None or not self._known(name):
+                return self._no_call()
+            self._begin(name)
+            self._text, self._read, self._scan = self._text[head.end() :], self._arguments, _Scan()
+            return True
+        end = self._scan.end(self._text[self._scanned :])
+        if end is None:
+            self._scanned = len(self._text)
+            return False
+        end += self._scanned
+        try:
+            found = json.loads(self._text[:end])
+        except (ValueError, RecursionError):
+            return self._no_call()
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+        if not isinstance(name, str) or not self._known(name):
+            return self._no_call()
+        self._begin(name)
+        self._argue(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self._text, self._read = self._text[end:], self._between
+        return True
+
+    def _arguments(self) -> bool:
+        """Of an object that goes on behind them."""
+        if self._arguments_alone():
+            # The object itself is open yet.
+            self._read, self._scan = self._tail, _Scan(depth=1)
+            return True
+        return False
+
+    def _arguments_alone(self) -> bool:
+        end = self._scan.end(self._text)
+        self._argue(self._text[:end])
+        self._text = "" if end is None else self._text[end:]
+        if end is None:
+            return False
+        self._read = self._between
+        return True
+
+    def _tagged(self) -> bool:
+        """Arguments in tags of their own."""
+        found = argument(self._text, first=self._first)
+        if found is None:
+            return False
+        said, size, last = found
+        self._argue(said)
+        self._text, self._first = self._text[size:], False
+        if last:
+            self._read = self._between
+        return True
+
+    def _tail(self) -> bool:
+        end = self._scan.end(self._text)
+        self._text = "" if end is None else self._text[end:]
+        if end is None:
+            return False
+        self._read = self._between
+        return True
+
+    def _no_call(self) -> bool:
+        """What comes now is content to the next marker."""
+        self._content += self._before
+        self._before, self._read = "", self._outside
+        if not self._opens or self._how.form == "llama":
+            self._content, self._text = self._content + self._text, ""
+            self._opens = ""
+        return True
+
+    def _known(self, name: str) -> bool:
+        """Whether it is a call: where only its form tells, it must be one of a tool that there is."""
+        return self._how.form != "llama" or name in self._how.names
+
+    def _begin(self, name: str) -> None:
+        length, prefix = (9, "") if self._how.form == "mistral" else (24, "call_")
+        made = prefix + "".join(secrets.choice(_LETTERS) for _ in range(length))
+        self._parts.append(CallPart(index=self.calls, id=made, name=name))
+        self.calls += 1
+        self._before = ""
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._parts.append(CallPart(index=self.calls - 1, arguments=text))
+
+
+@dataclass
+class _Scan:
+    """How deep in objects and lists of JSON a text is."""
+
+    depth: int = 0
+    quoted: bool = False
+    escaped: bool = False
+
+    def end(self, text: str) -> int | None:
+        """Where in ``text``, which goes on with what was read before, the outermost object ends; None: not in it."""
+        for at, character in enumerate(text):
+            if self.escaped:
+                self.escaped = False
+            elif self.quoted:
+                self.escaped, self.quoted = character == "\\", character != '"'
+            elif character == '"':
+                self.quoted = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth <= 0:
+                    return at + 1
+        return None
+
+
+def _string(quoted: str) -> str | None:
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        return None

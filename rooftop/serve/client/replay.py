@@ -1,0 +1,255 @@
+"""A trace of requests against any server with OpenAI's API, and what its clients wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.core.errors import RooftopError
+from rooftop.simulate.serving.metrics import Targets, spread
+from rooftop.simulate.serving.traces import Trace
+
+Floats = npt.NDArray[np.float64]
+Progress = Callable[[int, int, str], None]
+
+#: Answers that a server gives when it has too much to do.
+_REFUSED = (429, 503)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A server: its ``url`` (without /v1), ``model`` and ``key``; prompts have token ids below ``vocab``.
+
+    With ``exact`` it is asked to go on behind the end of a text (``ignore_eos``), so that answers have their lengths.
+    """
+
+    url: str
+    model: str
+    vocab: int
+    key: str | None = None
+    exact: bool = True
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """What became of one request; times in seconds since the replay began. ``error``: why there was no answer."""
+
+    due_s: float
+    sent_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    refused: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What was measured. Definitions are those of ``rooftop.simulate.serving.metrics``, seen by the client.
+
+    A request arrives when it is sent; a token when the event with it does, so that the times between tokens are those
+    between events. ``duration_s`` is from the first request to the last token.
+    """
+
+    records: list[Record]
+    targets: Targets
+
+    @property
+    def served(self) -> list[Record]:
+        """Requests that were answered whole."""
+        return [each for each in self.records if each.error is None and each.times_s]
+
+    def trace(self) -> Trace:
+        """What was served, when it was sent and with the lengths that it had: for a simulation of the same."""
+        served = sorted(self.served, key=lambda each: each.sent_s)
+        return Trace(
+            arrival_s=np.array([each.sent_s for each in served]) - served[0].sent_s,
+            prompt_tokens=np.array([each.prompt_tokens for each in served], np.int64),
+            output_tokens=np.array([each.output_tokens for each in served], np.int64),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, by the names of a simulation; times in seconds."""
+        served, failed = self.served, [each for each in self.records if each.error is not None]
+        ttft = np.array([each.times_s[0] - each.sent_s for each in served])
+        e2e = np.array([each.times_s[-1] - each.sent_s for each in served])
+        after = np.array([each.output_tokens - 1.0 for each in served])
+        after[after <= 0] = np.nan
+        tpot = (e2e - ttft) / after
+        gaps = [b - a for each in served for a, b in itertools.pairwise(each.times_s)]
+        first = min((each.sent_s for each in self.records), default=0.0)
+        duration = max((each.times_s[-1] for each in served), default=first) - first
+        good = self._good(ttft, tpot)
+        tokens = sum(each.output_tokens for each in served)
+        return {
+            "requests": {
+                "offered": len(self.records),
+                "finished": len(served),
+                "refused": sum(each.refused for each in failed),
+                "failed": sum(not each.refused for each in failed),
+                "why": next((each.error for each in failed), None),
+                "per_second": _rate(len(served), duration),
+            },
+            "tokens": {
+                "prompt": sum(each.prompt_tokens for each in served),
+                "generated": tokens,
+                "generated_per_second": _rate(tokens, duration),
+            },
+            "duration_s": duration,
+            "worst_lag_s": max((each.sent_s - each.due_s for each in self.records), default=0.0),
+            "ttft_s": spread(ttft),
+            "tpot_s": spread(tpot),
+            "itl_s": spread(np.array(gaps)),
+            "e2e_s": spread(e2e),
+            "goodput": {
+                "ttft_target_s": self.targets.ttft_s,
+                "tpot_target_s": self.targets.tpot_s,
+                "requests": good,
+                "requests_per_second": _rate(good, duration),
+                "share": good / len(self.records),
+            },
+        }
+
+    def _good(self, ttft: Floats, tpot: Floats) -> int:
+        met = np.ones(len(ttft), bool)
+        if self.targets.ttft_s is not None:
+            met &= ttft <= self.targets.ttft_s
+        if self.targets.tpot_s is not None:
+            met &= ~(tpot > self.targets.tpot_s)
+        return int(met.sum())
+
+
+def _rate(amount: float, of: float) -> float:
+    return float(amount / of) if of else 0.0
+
+
+def prompts_of(trace: Trace, vocab: int, seed: int) -> list[list[int]]:
+    """Token ids for each request: at random, but blocks with equal hashes are equal."""
+    found = []
+    for request, length in enumerate(trace.prompt_tokens.tolist()):
+        ids = list[int]()
+        for hashed in () if trace.hashes is None else trace.hashes[request]:
+            ids += np.random.default_rng([seed, 1, hashed]).integers(0, vocab, trace.hash_tokens).tolist()
+        ids += np.random.default_rng([seed, 0, request]).integers(0, vocab, max(0, length - len(ids))).tolist()
+        found.append(ids[:length])
+    return found
+
+
+async def replay(
+    trace: Trace,
+    prompts: Sequence[Sequence[int]],
+    target: Target,
+    targets: Targets,
+    on_progress: Progress | None = None,
+) -> Replayed:
+    """Send each request when it is due, whatever has become of those before; until all have ended."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A queue may be long: what is not refused is waited for.
+    timeout = httpx.Timeout(None, connect=30.0)
+    records = [Record(due_s=due) for due in trace.arrival_s.tolist()]
+    done = 0
+    async with httpx.AsyncClient(base_url=target.url, limits=limits, timeout=timeout, headers=target.headers) as client:
+        begun = time.perf_counter()
+
+        async def one(record: Record, prompt: Sequence[int], output: int) -> None:
+            nonlocal done
+            await asyncio.sleep(max(0.0, record.due_s - (time.perf_counter() - begun)))
+            try:
+                await _ask(client, record, _body(target, prompt, output), begun)
+            except httpx.HTTPError as error:
+                record.error = f"{type(error).__name__}: {error}"
+            done += 1
+            if on_progress is not None:
+                on_progress(done, len(records), "requests")
+
+        outputs = trace.output_tokens.tolist()
+        await asyncio.gather(*(one(*each) for each in zip(records, prompts, outputs, strict=True)))
+    return Replayed(records=records, targets=targets)
+
+
+def _body(target: Target, prompt: Sequence[int], output: int) -> dict[str, Any]:
+    body = {"model": target.model, "prompt": list(prompt), "max_tokens": output, "stream": True}
+    return body | {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if target.exact else {})
+
+
+async def _ask(client: httpx.AsyncClient, record: Record, body: Mapping[str, Any], begun: float) -> None:
+    record.sent_s = time.perf_counter() - begun
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            text = (await answer.aread()).decode(errors="replace")
+            record.refused = answer.status_code in _REFUSED
+            record.error = f"{answer.status_code}: {_message(text)}"
+            return
+        whole = False
+        async for line in _lines(answer):
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                whole = True
+                break
+            try:
+                event = json.loads(data)
+            except ValueError:
+                record.error = f"an event that is no JSON: {data[:200]}"
+                return
+            if "error" in event:
+                record.error = _message(data)
+                return
+            if event.get("choices"):
+                record.times_s.append(time.perf_counter() - begun)
+            usage = event.get("usage")
+            if usage:
+                record.prompt_tokens, record.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        if not whole:
+            record.error = "the answer broke off"
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """Lines as they come: a line feed ends one and nothing else does. Texts hold Unicode's other ends of lines."""
+    rest = b""
+    async for chunk in answer.aiter_bytes():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+    yield rest.decode(errors="replace")
+
+
+def _message(text: str) -> str:
+    """What an error in OpenAI's form says."""
+    try:
+        return str(json.loads(text)["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError):
+        return text[:200]
+
+
+def find_model(url: str, model: str | None, key: str | None) -> tuple[str, int | None]:
+    """The name of the served model, and its vocabulary where the server tells. Raises RooftopError."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30.0)
+        listed = {each["id"]: each.get("vocab") for each in answer.json()["data"]} if answer.is_success else {}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise RooftopError("url", url, f"a server with OpenAI's API ({type(error).__name__}: {error})") from None
+    if not answer.is_success:
+        raise RooftopError("url", url, f"a server with OpenAI's API ({answer.status_code}: {_message(answer.text)})")
+    if model is not None and model not in listed:
+        raise RooftopError("model", model, f"one of {', '.join(listed)}")
+    if model is None and len(listed) != 1:
+        raise RooftopError("model", None, f"--model NAME, one of {', '.join(listed)}")
+    name = next(iter(listed)) if model is None else model
+    return name, listed[name]

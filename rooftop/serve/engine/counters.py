@@ -1,0 +1,156 @@
+"""What the servers of an engine count of themselves, and the time that they spend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from rooftop.scheduling.serving.groups import AnyScheduler
+from rooftop.serve.engine.requests import EngineStats, ProgramTimes
+
+#: Of a program: rows, new tokens of each, tokens of context, and rows that generate beside those that are prefilled.
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What servers did, in sums; ``device_s`` is what of ``step_s`` went by in XLA and in waiting for it.
+
+    Steps that several servers take at once count as one; ``busy_s`` is the time of the longest of each.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    preemptions: int = 0
+    guessed: int = 0
+    accepted: int = 0
+    step_s: float = 0.0
+    device_s: float = 0.0
+    busy_s: float = 0.0
+    #: Runs and seconds of each program.
+    programs: dict[Shape, list[float]] = field(default_factory=dict)
+    #: The same of steps that ran nothing else.
+    alone: dict[Shape, list[float]] = field(default_factory=dict)
+    _longest_s: float = 0.0
+
+    def ran(self, programs: list[Shape], seconds: float, *, at_most: bool = False) -> None:
+        """A step of these programs took so long: each as long as it takes alone, and what is left is the others'.
+
+        ``at_most``: nobody saw it end, for another server was waited for; where it is known how long its programs take,
+        it has taken no longer.
+        """
+        known = [self.alone.get(program) for program in programs]
+        means = [None if each is None else each[1] / each[0] for each in known]
+        spent, unknown = sum(mean for mean in means if mean is not None), means.count(None)
+        if at_most and not unknown:
+            seconds = min(seconds, spent)
+        self._longest_s = max(self._longest_s, seconds)
+        scale = seconds / spent if spent and (not unknown or spent > seconds) else 1.0
+        rest = max(0.0, seconds - spent)
+        for program, mean in zip(programs, means, strict=True):
+            share = rest / unknown if mean is None else mean * scale
+            for totals in (self.programs, self.alone) if len(programs) == 1 else (self.programs,):
+                entry = totals.setdefault(program, [0, 0.0])
+                entry[0] += 1
+                entry[1] += share
+
+    def stepped(self) -> None:
+        """All servers have ended the step that they took at once."""
+        self.steps += 1
+        self.busy_s += self._longest_s
+        self._longest_s = 0.0
+
+    def program_times(self) -> tuple[ProgramTimes, ...]:
+        """The programs that have run, in order of their sizes."""
+        return tuple(
+            ProgramTimes(
+                sequences=rows, tokens=rows * width if width > 1 else 0, context_tokens=context,
+                generating=beside, runs=int(runs), seconds=seconds,
+            )
+            for (rows, width, context, beside), (runs, seconds) in sorted(self.programs.copy().items())
+        )  # fmt: skip
+
+    def on_device(self) -> _OnDevice:
+        """What goes by inside is time of the device."""
+        return _OnDevice(self)
+
+
+class Handovers:
+    """How long the KV of sequences takes to another process: from when it is wanted there until all of it has come."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._since = dict[int, float]()
+
+    def wanted(self, ticket: int) -> None:
+        """There is room for it; or a piece has come damaged, and is wanted once more."""
+        self._since.setdefault(ticket, perf_counter())
+
+    def arrived(self, ticket: int) -> None:
+        """All of it is there."""
+        since = self._since.pop(ticket, None)
+        if since is not None:
+            self.count += 1
+            self.seconds += perf_counter() - since
+
+    def dropped(self, ticket: int) -> None:
+        """No one wants it any more."""
+        self._since.pop(ticket, None)
+
+    def lost(self) -> None:
+        """Nothing of what is under way arrives."""
+        self._since.clear()
+
+
+def stats_of(
+    schedulers: Sequence[AnyScheduler], counters: Counters, *, page_tokens: int, programs: int, compilations: int
+) -> EngineStats:
+    """What the servers of an engine did and hold; of requests, only those that they have.
+
+    The first of them may be one that only prefills.
+    """
+    groups = [group for each in schedulers for group in each.groups]
+    caches = [group.cache for group in groups]
+    front, back = schedulers[0], schedulers[-1]
+    prefills = front.groups if front.role == "prefill" else ()
+    return EngineStats(
+        waiting=0,
+        running=sum(len(group.generating) + len(group.prefilling) for group in groups),
+        pages_used=sum(cache.device.used for cache in caches),
+        pages=sum(cache.device.size for cache in caches),
+        host_pages_used=sum(cache.host.used + cache.host.idle for cache in caches),
+        host_pages=sum(cache.host.size for cache in caches),
+        page_tokens=page_tokens,
+        requests=0,
+        steps=counters.steps,
+        tokens=counters.tokens,
+        prompt_tokens=counters.prompt_tokens + counters.prefix_tokens,
+        prefix_tokens=counters.prefix_tokens,
+        preemptions=counters.preemptions,
+        host_s=counters.step_s - counters.device_s,
+        step_s=counters.step_s,
+        busy_s=counters.busy_s,
+        programs=programs,
+        compilations=compilations,
+        guessed=counters.guessed,
+        accepted=counters.accepted,
+        servers=len(schedulers),
+        kv_groups=0 if back.role == "prefill" else len(back.groups),
+        prefill_kv_groups=len(prefills),
+        prefill_pages=sum(group.cache.device.size for group in prefills),
+        program_times=counters.program_times(),
+    )
+
+
+class _OnDevice:
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def __enter__(self) -> None:
+        self._begun = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._counters.device_s += perf_counter() - self._begun

@@ -1,0 +1,367 @@
+"""The engine: a thread that steps its servers as long as there are requests, and what others may ask of it.
+
+Interleaved, one server prefills and generates, or each of several copies does for requests of its own. Disaggregated,
+one prefills and another one, on devices of its own, generates; the KV goes from pool to pool. The policy is
+``rooftop.scheduling``'s, driven as ``rooftop.simulate`` does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.engine.counters import Counters, stats_of
+from rooftop.serve.engine.programs import COPIED, Compilations
+from rooftop.serve.engine.replica import Replica
+from rooftop.serve.engine.requests import Deliver, EngineStats, Overloaded, Request, Token
+from rooftop.serve.engine.running import Running
+from rooftop.serve.engine.schedulers import check_scheduler, scheduler_of
+from rooftop.serve.engine.steps import Server
+
+#: How copies get requests.
+_ROUTING = Routing(kind="affinity")
+
+
+class PagedEngine:
+    """An ``requests.Engine`` over one replica or copies, or one that prefills and one that generates.
+
+    ``stops`` are the tokens that end a text of the model; ``draft`` guesses, on the same pages.
+    Make it with ``rooftop.serve.engine.loading.load``.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        configuration: Configuration,
+        *,
+        longest: int,
+        stops: frozenset[int] = frozenset(),
+        draft: Replica | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.configuration, self.longest, self.stops = configuration, longest, stops
+        self.model = replicas[0].decoder.model
+        self.replicas, self.draft, self._on_progress = tuple(replicas), draft, on_progress
+        self._running = dict[int, Running]()
+        self._counters = Counters()
+        self._compilations = Compilations()
+        self._programs = self._requests = self._finished = self._routed = 0
+        self._began_s = 0.0
+        self._wake = threading.Condition()
+        self._commands = deque[Callable[[], None]]()
+        #: Requests that were submitted and have not ended, by id; guarded by ``_wake``.
+        self._open = dict[int, Running]()
+        self._state = "new"
+        self._thread = threading.Thread(target=self._loop, name="rooftop engine", daemon=True)
+        self._reset()
+
+    @property
+    def policy(self) -> Policy:
+        """How it batches."""
+        return self.configuration.policy
+
+    @property
+    def prefix_cache(self) -> bool:
+        """Whether prompts that begin alike share KV."""
+        return self.configuration.prefix_cache
+
+    def start(self) -> None:
+        """Compile everything and begin to serve."""
+        for replica in self._all:
+            self._programs += replica.compile(self._on_progress, role=self.configuration.role)
+        self._began_s = time.monotonic()
+        self._state = "serving"
+        self._thread.start()
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """See ``requests.Engine``."""
+        running = self._taken(request, deliver)
+        with self._wake:
+            if self._state != "serving":
+                raise Overloaded(1.0)
+            waiting = len(self._open) - self.configuration.policy.max_batch
+            if waiting >= self.configuration.max_queue:
+                raise Overloaded(self._retry_after_s(waiting))
+            if request.id in self._open:
+                raise RooftopError("request id", request.id, "an id that no request in progress has")
+            self._open[request.id] = running
+            self._requests += 1
+            self._commands.append(lambda: self._admit(running))
+            self._wake.notify_all()
+
+    def cancel(self, id: int) -> None:
+        """See ``requests.Engine``."""
+        self._ask(lambda: self._end(id, Token(id=id, token=None, finish="cancelled")))
+
+    def drain(self, timeout_s: float) -> bool:
+        """See ``requests.Engine``."""
+        with self._wake:
+            if self._state == "new":
+                self._state = "stopped"
+            if self._state == "stopped":
+                return True
+            self._state = "draining"
+            done = self._wake.wait_for(lambda: not self._open, timeout_s)
+            left = list(self._open)
+        for each in left:
+            self.cancel(each)
+        with self._wake:
+            self._wake.wait_for(lambda: not self._open, 60.0)
+            self._state = "stopped"
+            self._wake.notify_all()
+        self._thread.join()
+        return done
+
+    def abandon(self, message: str) -> None:
+        """End every request with an error, and take no more: the devices may never answer. From any thread."""
+        with self._wake:
+            self._state = "stopped"
+            left, self._open = self._open, {}
+            self._wake.notify_all()
+        for id, running in left.items():
+            # Who is gone need not hear of it.
+            with suppress(Exception):
+                running.deliver(Token(id=id, token=None, finish="error", message=message))
+
+    def stats(self) -> EngineStats:
+        """See ``requests.Engine``."""
+        found = stats_of(
+            [server.scheduler for server in self._servers],
+            self._counters,
+            page_tokens=self.configuration.page_tokens,
+            programs=self._programs,
+            compilations=self._compilations.count,
+        )
+        with self._wake:
+            open_ = len(self._open)
+        return replace(found, waiting=max(0, open_ - found.running), requests=self._requests)
+
+    def check(self) -> None:
+        """See ``requests.Engine``."""
+        if not self._thread.is_alive():
+            return self._check()
+        failed, done = list[AssertionError](), threading.Event()
+
+        def check() -> None:
+            try:
+                self._check()
+            except AssertionError as error:
+                failed.append(error)
+            done.set()
+
+        self._ask(check)
+        while not done.wait(0.1) and self._thread.is_alive():
+            pass
+        if failed:
+            raise failed[0]
+
+    @property
+    def _all(self) -> tuple[Replica, ...]:
+        return self.replicas if self.draft is None else (*self.replicas, self.draft)
+
+    def _check(self) -> None:
+        for server in self._servers:
+            running = [each for each in list(self._running.values()) if self._home(each) is server]
+            check_scheduler(server.scheduler, [each.sequence for each in running])
+
+    def _home(self, running: Running) -> Server:
+        """The server whose pool the pages of ``running`` are of."""
+        if not self._apart:
+            return self._servers[running.copy]
+        (front, back), sequence = self._servers, running.sequence
+        scheduler = back.scheduler
+        return back if sequence in scheduler.generating or sequence in scheduler.swapped else front
+
+    def _reset(self) -> None:
+        """Schedulers that know of no request, and caches that hold nothing."""
+        configuration = self.configuration
+        self._apart = configuration.policy.batching == "disaggregated" and len(self.replicas) > 1
+        roles = ("prefill", "generate") if self._apart else (configuration.role,) * len(self.replicas)
+        self._servers = [
+            Server(scheduler_of(configuration, replica, role), replica, self._running, self._counters, self.draft)
+            for role, replica in zip(roles, self.replicas, strict=True)
+        ]
+        self._running.clear()
+
+    def _taken(self, request: Request, deliver: Deliver) -> Running:
+        """Raises RooftopError for what can never be served."""
+        how, vocab = request.sampling, self.model.vocab
+        if not request.prompt:
+            raise RooftopError("prompt", "no tokens", "one token at least")
+        tokens = np.asarray(request.prompt)
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise RooftopError("prompt", int(tokens.min() if tokens.min() < 0 else tokens.max()), f"0 to {vocab - 1}")
+        for token in how.logit_bias:
+            if token >= vocab:
+                raise RooftopError("logit_bias", token, f"tokens from 0 to {vocab - 1}")
+        total = len(request.prompt) + how.max_tokens
+        if total > self.longest:
+            given = f"{len(request.prompt)} tokens and {how.max_tokens} to generate"
+            raise RooftopError("prompt", given, f"at most {self.longest} together")
+        for server in self._servers:
+            refused = server.scheduler.refusal(len(request.prompt), how.max_tokens)
+            if refused is not None:
+                raise RooftopError("prompt", f"{len(request.prompt)} tokens", f"fewer: {refused}")
+        return Running(
+            request=request,
+            deliver=deliver,
+            sequence=Held(id=request.id, prompt_tokens=len(request.prompt), max_tokens=how.max_tokens),
+            stops=how.stop_tokens if how.ignore_eos else how.stop_tokens | self.stops,
+            seed=secrets.randbits(64) if how.seed is None else how.seed,
+            page_tokens=self.configuration.page_tokens,
+            cached=self.configuration.prefix_cache,
+        )
+
+    def _retry_after_s(self, waiting: int) -> float:
+        """When a place in the queue may be free, by how fast requests have ended so far."""
+        rate = self._finished / max(time.monotonic() - self._began_s, 1e-3)
+        return min(60.0, max(1.0, 1 / rate)) if rate else 1.0
+
+    def _ask(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify_all()
+
+    def _loop(self) -> None:
+        self._compilations.watch()
+        idle, begun_s = True, 0.0
+        while True:
+            with self._wake:
+                if idle:
+                    self._wake.wait_for(lambda: self._commands or self._state == "stopped")
+                if self._state == "stopped" and not self._commands:
+                    break
+                commands, self._commands = self._commands, deque()
+            if idle:
+                begun_s = time.perf_counter()
+            try:
+                for command in commands:
+                    command()
+                idle = not self._advance()
+            except Exception as error:
+                self._fail(error)
+                idle = True
+            # One step ends where the next one begins: requests wait for what goes by between them as well.
+            now_s = time.perf_counter()
+            if not idle:
+                self._counters.step_s += now_s - begun_s
+            begun_s = now_s
+        self._compilations.stop()
+
+    def _fail(self, error: Exception) -> None:
+        """A step has failed: every request ends with an error, and the next ones find an empty cache.
+
+        Where there is no memory for that, the engine stops.
+        """
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        left = list(self._running.values())
+        self._reset()
+        for running in left:
+            self._deliver(running, Token(id=running.request.id, token=None, finish="error", message=message))
+        try:
+            for replica in self._all:
+                replica.allocate()
+        except Exception:
+            with self._wake:
+                self._state = "stopped"
+
+    def _admit(self, running: Running) -> None:
+        self._running[running.request.id] = running
+        if len(self._servers) > 1 and not self._apart:
+            running.copy = self._copy_for(running)
+        self._servers[running.copy].scheduler.submit(running.sequence)
+
+    def _copy_for(self, running: Running) -> int:
+        """Which replica gets it: one that has the beginning of its prompt, unless others have much less to do."""
+        schedulers = [server.scheduler for server in self._servers]
+        matches = [max(cache.match(running.sequence) for cache in each.caches) for each in schedulers]
+        chosen = _ROUTING.choose(self._routed, [each.outstanding for each in schedulers], matches)
+        self._routed += 1
+        return chosen
+
+    def _advance(self) -> bool:
+        """One step of each server; whether there was anything to do."""
+        if self._apart:
+            self._hand_over()
+        sent = [(server, server.send()) for server in self._servers]
+        if not any(step for _, step in sent):
+            return False
+        behind = False
+        for server, step in sent:
+            if step is None:
+                continue
+            for running, token in server.collect(step, behind=behind):
+                self._counters.tokens += 1
+                if token.finish is not None:
+                    self._end(running.request.id, token)
+                elif not self._deliver(running, token):
+                    self._end(running.request.id, Token(id=running.request.id, token=None, finish="cancelled"))
+            if self._apart:
+                self._moved(server, step.step.preempted, [chunk.sequence for chunk in step.step.chunks if chunk.last])
+            behind = True
+        self._counters.stepped()
+        return True
+
+    def _moved(self, server: Server, preempted: Sequence[Held], prefilled: Sequence[Held]) -> None:
+        """Disaggregated: prompts that are complete go on to generate, what has lost its KV there is prefilled again."""
+        front, back = self._servers
+        for sequence in prefilled:
+            if sequence in front.scheduler.to_send:
+                back.scheduler.submit(sequence)
+        for sequence in preempted:
+            if server is back and not sequence.host_pages and sequence.id in self._running:
+                front.scheduler.submit(sequence, first=True)
+
+    def _hand_over(self) -> None:
+        """Send the KV for which the generate server has room."""
+        front, back = self._servers
+        for sequence in back.scheduler.receive():
+            source = np.array(front.scheduler.to_send[sequence], np.int32)
+            target = np.array(sequence.pages, np.int32)
+            for first in range(0, len(target), COPIED):
+                pages = front.replica.take(source[first : first + COPIED])
+                back.replica.put(target[first : first + COPIED], pages)
+            front.scheduler.sent(sequence)
+            back.arrived(sequence)
+
+    def _end(self, id: int, token: Token) -> None:
+        """``token`` is the last of a request, if it is still here: its pages are free."""
+        running = self._running.pop(id, None)
+        if running is None:
+            return
+        sequence = running.sequence
+        server = self._home(running)
+        if self._apart and server is self._servers[0]:
+            self._servers[1].scheduler.forget(sequence)
+        server.scheduler.finish(sequence)
+        server.leave(running)
+        self._deliver(running, token)
+
+    def _deliver(self, running: Running, token: Token) -> bool:
+        """Whether the token was taken."""
+        if running.request.id not in self._open:
+            # Abandoned: its end has been said.
+            return False
+        if token.finish is not None:
+            with self._wake:
+                self._finished += 1
+                self._open.pop(running.request.id, None)
+                self._wake.notify_all()
+        try:
+            running.deliver(token)
+        except Exception:
+            # Whoever asked is gone: the request ends, and the others go on.
+            return False
+        return True

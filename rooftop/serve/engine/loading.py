@@ -1,0 +1,396 @@
+"""From a checkpoint to an engine: its weights onto the devices here, and what room they leave for the cache."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from rooftop.checkpoints.huggingface import load_weights
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.quantities import format_bytes
+from rooftop.models import ModelConfig, from_huggingface
+from rooftop.programs.model.describe import describe
+from rooftop.programs.parameters import Parameter, Transformer, initialise
+from rooftop.programs.serving.decode import Decoder, by_layer
+from rooftop.programs.serving.paged import best_reader
+from rooftop.programs.serving.quantised import FORMATS, Turned, quantise, require_format, summed_dim
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.configuration import AXES, CACHES, WEIGHTS, Configuration, Shapes
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.replica import Replica
+
+#: Tokens of a step that prefills: enough to be bound by compute, and not so many that those who generate wait long.
+_PREFILL_TOKENS = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+
+
+#: What an array becomes when it is there.
+Placed = Callable[[Parameter, jax.Array], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model, what ends its texts, and its weights: in stacks, each array as ``Placed`` makes it."""
+
+    model: ModelConfig
+    stops: frozenset[int]
+    weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]]
+
+
+def published(checkpoint: Path) -> Source:
+    """The model of a folder with config.json and safetensors. Raises RooftopError if it has none."""
+    path = checkpoint / "config.json"
+    if not path.exists():
+        raise RooftopError("checkpoint", str(checkpoint), "a folder with a config.json")
+    model = from_huggingface(path, checkpoint.resolve().name)
+
+    def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
+        found: Transformer[Any] = load_weights(checkpoint, model, decoder.abstract_weights(mesh), placed=placed)
+        return found
+
+    return Source(model=model, stops=stop_tokens(checkpoint), weights=weights)
+
+
+def drawn(model: ModelConfig, *, seed: int = 0) -> Source:
+    """Weights that are drawn: for measurements, which do not depend on them."""
+
+    def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
+        described = describe(model)
+        made = initialise(described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
+        found: Transformer[Any] = jax.tree.map(placed, described, made)
+        return found
+
+    return Source(model=model, stops=frozenset(), weights=weights)
+
+
+def load(
+    checkpoint: Path | Source,
+    configuration: Configuration | None = None,
+    *,
+    draft: Path | Source | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    options: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> PagedEngine:
+    """An engine, not yet started, of the ``checkpoint``: a folder with config.json and safetensors, or ``drawn``.
+
+    ``draft`` is a smaller model of the same vocabulary, which guesses tokens. ``devices`` are those that may be used
+    (all that are here), ``options`` are the compiler's; ``on_progress`` hears how many of the programs are compiled.
+
+    Raises RooftopError for what is wrong with any of it, and Infeasible where weights or cache do not fit.
+    """
+    configuration = configuration or Configuration()
+    made = parts(checkpoint, configuration, draft, devices, options)
+    return PagedEngine(
+        made.replicas, configuration, longest=made.longest, stops=made.stops, draft=made.draft, on_progress=on_progress
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine is made of."""
+
+    replicas: list[Replica]
+    draft: Replica | None
+    longest: int
+    stops: frozenset[int]
+
+
+def parts(
+    checkpoint: Path | Source,
+    configuration: Configuration,
+    draft: Path | Source | None,
+    devices: Sequence[jax.Device] | None,
+    options: Mapping[str, Any] | None,
+    replica: Callable[..., Replica] = Replica,
+) -> Parts:
+    """What ``load`` makes an engine of, with a kind of ``replica``; raises as it does."""
+    source = published(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    guesser = published(draft) if isinstance(draft, Path) else draft
+    here = list(jax.devices() if devices is None else devices)
+    platform = here[0].platform
+    meshes = _meshes(configuration, here)
+    decoder = _decoder(source.model, configuration, platform)
+    decoders, drafter = [decoder], None
+    if guesser is not None:
+        _require_draft(source.model, guesser.model, configuration)
+        drafter = _decoder(guesser.model, configuration, platform)
+        decoders.append(drafter)
+    for mesh in meshes:
+        require_room(decoders, mesh, configuration)
+    placed = [_placed(decoder, mesh, configuration, source.weights) for mesh in meshes]
+    small = None if drafter is None or guesser is None else _placed(drafter, meshes[-1], configuration, guesser.weights)
+    pages, longest = cache_pages(decoders, meshes[-1], configuration)
+    shapes = configuration.shapes or Shapes.of(
+        max_batch=configuration.own_policy.max_batch,
+        longest=longest,
+        page_tokens=configuration.page_tokens,
+        prefill_tokens=_PREFILL_TOKENS[platform],
+        reader=decoder.reader,
+        least=decoder.groups.ways if source.model.moe is None else math.prod(size for _, size in decoder.sizes),
+    )
+    if any(rows % decoder.groups.ways for rows in shapes.batches):
+        raise RooftopError("batches", shapes.batches, f"multiples of the {decoder.groups.ways} groups")
+    made = partial(
+        replica,
+        pages=pages,
+        host_pages=configuration.host_pages,
+        slots=-(-configuration.own_policy.max_batch // decoder.groups.ways) * decoder.groups.ways,
+        shapes=shapes,
+        guesses=configuration.guesses,
+        options=None if options is None else dict(options),
+    )
+    return Parts(
+        replicas=[made(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
+        draft=None if drafter is None or small is None else made(drafter, meshes[-1], small, drafts=True),
+        longest=longest,
+        stops=source.stops,
+    )
+
+
+def configuration_of(plan: Mapping[str, Any]) -> Configuration:
+    """How a serving plan (plan.json of kind 'serve') is served: its batch, where it generates, weights and cache.
+
+    These are plain where the plan has a format that no engine has. Raises RooftopError for another kind of plan, and
+    where its axes split what an engine does not.
+    """
+    if plan.get("kind") != "serve":
+        raise RooftopError("plan kind", plan.get("kind"), "serve")
+    axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
+    for axis in axes:
+        if axis not in AXES:
+            # With hidden columns split in place of D, each device reads as little, and sends a little more.
+            other = {name: size for name, size in axes.items() if name != axis}
+            other["context"] = other.get("context", 1) * axes[axis]
+            again = ",".join(f"{name}={size}" for name, size in other.items())
+            accepted = f"1: an engine's axes are {', '.join(AXES)}; plan again, perhaps with --mesh {again}"
+            raise RooftopError(f"plan mesh axis {axis}", axes[axis], accepted)
+    # The workload's own batch is null where the plan has searched for one.
+    batch = int(plan["generate"]["batch"])
+    planned = plan["dtypes"]
+    weights = {"f8_e4m3": "fp8", "int4": f"int4-{planned['weight_group']}"}.get(planned["weights"], planned["weights"])
+    return Configuration(
+        policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
+        mesh=tuple(axes.items()),
+        kv_split=plan["kv_split"],
+        weights=weights if weights in WEIGHTS else "plain",
+        cache=planned["kv"] if planned["kv"] in CACHES else "plain",
+    )
+
+
+def stop_tokens(checkpoint: Path) -> frozenset[int]:
+    """The tokens that end a text, by generation_config.json or config.json: none, if neither says so."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint / name
+        try:
+            keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except ValueError as error:
+            raise RooftopError(str(path), f"{error}", "JSON") from None
+        found = keys.get("eos_token_id", keys.get("text_config", {}).get("eos_token_id"))
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()
+
+
+def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:
+    sizes, quantised = dict(configuration.mesh), configuration.cache == "int8"
+    split = tuple((axis, sizes[axis]) for axis in AXES[1:] if sizes.get(axis, 1) > 1)
+    dtype = configuration.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    plain = configuration.weights == "plain" and model.moe is None and model.mla is None and not split
+    decoder = Decoder(
+        model=model,
+        sizes=split,
+        kv_split=configuration.kv_split,
+        page_tokens=configuration.page_tokens,
+        dtype=dtype,
+        quantised_cache=quantised,
+        # JAX's kernel reads whole pages.
+        reader="gather"
+        if platform == "tpu" and sizes.get("context", 1) > 1 and configuration.kv_split == "seq"
+        else best_reader(model, platform, quantised=quantised),
+        expert_matmul="grouped" if platform == "tpu" else "batched",
+        weights_left=platform == "cpu" and dtype == "float32" and plain,
+    )
+    if model.moe is None and sizes.get("expert", 1) > 1:
+        raise RooftopError("mesh axis expert", sizes["expert"], f"1: {model.name} has no experts")
+    columns = decoder.tensor * sizes.get("context", 1)
+    if model.heads % columns:
+        raise RooftopError("mesh axes tensor and context", columns, f"a divisor of the {model.heads} query heads")
+    if decoder.page_tokens % decoder.parts.ways:
+        accepted = f"a multiple of {decoder.parts.ways}, over which {' and '.join(decoder.parts.axes)} split pages"
+        raise RooftopError("page_tokens", decoder.page_tokens, accepted)
+    if model.mla is None and model.kv_heads % decoder.tensor and decoder.tensor % model.kv_heads:
+        accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
+        raise RooftopError("mesh axis tensor", decoder.tensor, accepted)
+    return decoder
+
+
+def _require_draft(model: ModelConfig, draft: ModelConfig, configuration: Configuration) -> None:
+    if draft.vocab != model.vocab:
+        raise RooftopError("draft", f"a vocabulary of {draft.vocab}", f"that of the model, {model.vocab}")
+    if not configuration.guesses:
+        raise RooftopError("guesses", 0, "1 or more with a draft model")
+    if configuration.policy.batching == "disaggregated":
+        raise RooftopError("draft", draft.name, "none with disaggregated batching: its cache is not sent")
+    if configuration.copies > 1:
+        raise RooftopError("draft", draft.name, f"none with mesh axis data: here are {configuration.copies} copies")
+
+
+def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Mesh]:
+    """One mesh or several copies of it, or the one that prefills and the one that generates."""
+    sizes, copies = dict(configuration.mesh), configuration.copies
+    each = math.prod(sizes.values()) // copies
+    split = configuration.policy.batching == "disaggregated" and configuration.role == "both"
+    if bool(configuration.prefill_devices) != split:
+        accepted = f"{each} with disaggregated batching, 0 with any other"
+        raise RooftopError("prefill_devices", configuration.prefill_devices, accepted)
+    if split and configuration.prefill_devices != each:
+        raise RooftopError("prefill_devices", configuration.prefill_devices, f"{each}, as many as the mesh has")
+    count = 2 if split else copies
+    if count * each > len(here):
+        raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, f"at most the {len(here)} devices that are here")
+    if jax.process_count() > 1 and count * each < len(here):
+        accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
+        raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, accepted)
+    axes = AXES[1:]
+    shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
+    groups = _apart(here, count, each)
+    return [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
+
+
+def _apart(here: Sequence[jax.Device], count: int, each: int) -> list[Sequence[jax.Device]]:
+    """``count`` meshes' devices: of several processes, as many of each process in all of them, in the same places.
+
+    All processes then run all programs, and what goes from mesh to mesh stays in its process. Raises RooftopError where
+    that cannot be.
+    """
+    of_process = dict[int, list[jax.Device]]()
+    for device in here:
+        of_process.setdefault(device.process_index, []).append(device)
+    if count == 1 or len(of_process) == 1:
+        return [here[at * each : (at + 1) * each] for at in range(count)]
+    share, rest = divmod(each, len(of_process))
+    if rest or any(len(own) != count * share for own in of_process.values()):
+        accepted = f"as many devices of each of the {len(of_process)} processes in each of {count} meshes"
+        raise RooftopError("mesh", f"{each} devices", accepted)
+    return [
+        [device for own in of_process.values() for device in own[at * share : (at + 1) * share]] for at in range(count)
+    ]
+
+
+def _placed(
+    decoder: Decoder,
+    mesh: Mesh,
+    configuration: Configuration,
+    weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]],
+) -> Transformer[Any]:
+    """The weights layer by layer, each array quantised or turned, and taken apart, as soon as it is there."""
+
+    def placed(parameter: Parameter, array: jax.Array) -> Any:
+        with jax.set_mesh(mesh):
+            dim, kept = summed_dim(parameter), array
+            if dim is not None and configuration.weights != "plain":
+                kept = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights)
+            turns = decoder.weights_left and (dim == 1 or parameter.dims == ("embed", "vocab"))
+            whole = Turned.of if turns else lambda leaf: leaf
+            if not parameter.stacked:
+                return whole(kept)
+            return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], kept)) for at in range(parameter.shape[0]))
+
+    found = by_layer(decoder.model, weights(decoder, mesh, placed))
+    if found.unembed is None and decoder.specs.rules.parameters["vocab"]:
+        # A tied table is split over D, and would be exchanged for one split over V in every step.
+        with jax.set_mesh(mesh):
+            place = NamedSharding(mesh, decoder.specs.parameter("embed", "vocab"))
+            unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(found.embed)
+            found = replace(found, unembed=jax.device_put(unembed, place))
+    return found
+
+
+#: Of the memory that weights leave, the part that the cache gets by itself: the rest is for steps and the host.
+_CACHE_SHARE = {"cpu": 0.25, "gpu": 0.85, "tpu": 0.85}
+
+
+def weight_bytes(decoder: Decoder, mesh: Mesh, configuration: Configuration) -> int:
+    """Bytes of the weights on one device.
+
+    Raises RooftopError where they cannot be quantised so.
+    """
+    total = 0
+    parameters, leaves = jax.tree.leaves(describe(decoder.model)), jax.tree.leaves(decoder.abstract_weights(mesh))
+    for parameter, leaf in zip(parameters, leaves, strict=True):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        count, dim = math.prod(shard), summed_dim(parameter)
+        if dim is None or configuration.weights == "plain":
+            total += count * leaf.dtype.itemsize
+            continue
+        require_format(configuration.weights, parameter, shard)
+        total += FORMATS[configuration.weights].weight_bytes(count, shard[dim])
+    return total
+
+
+def _memory(device: jax.Device) -> int:
+    """Bytes that a device has for us."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return int((device.memory_stats() or {}).get("bytes_limit", 0))
+
+
+def _sharing(mesh: Mesh) -> int:
+    """How many devices of the mesh share the memory of one."""
+    local = mesh.local_devices
+    return len(local) if local[0].platform == "cpu" else 1
+
+
+def require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> None:
+    """Raises Infeasible where the weights, or they and the pages that are asked for, do not fit."""
+    device = mesh.local_devices[0]
+    room = _memory(device) // _sharing(mesh)
+    weights = sum(weight_bytes(decoder, mesh, configuration) for decoder in decoders)
+    pages = 1 if configuration.pages is None else configuration.pages
+    need = weights + (pages + decoders[0].groups.ways) * sum(decoder.page_bytes for decoder in decoders) // mesh.size
+    if need > room:
+        names = " and ".join(decoder.model.name for decoder in decoders)
+        what = f"{names}: {format_bytes(weights)} of weights and {pages} pages of cache on a device"
+        raise Infeasible(what, f"{format_bytes(need - room)} more than the {format_bytes(room)} that it has")
+
+
+def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> tuple[int, int]:
+    """Pages of the cache, and the most tokens of a sequence: what one group of devices has pages for.
+
+    All groups have as many; those for padding between them are counted. Raises RooftopError where that is too little.
+    """
+    groups = decoders[0].groups.ways
+    page_tokens, most = configuration.page_tokens, min(decoder.model.max_seq_len for decoder in decoders)
+    longest = configuration.longest or most
+    if longest > most:
+        raise RooftopError("longest", longest, f"at most the model's {most} tokens")
+    pages = configuration.pages
+    if pages is None:
+        device = mesh.local_devices[0]
+        stats = device.memory_stats() or {}
+        free = _memory(device) // _sharing(mesh) - int(stats.get("bytes_in_use", 0))
+        if jax.process_count() > 1:
+            # The same in all processes: what the one with the least has.
+            free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
+        fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(each.page_bytes for each in decoders)
+        useful = configuration.own_policy.max_batch * -(-longest // page_tokens)
+        pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
+    own = max(1, pages // groups)
+    if configuration.longest is not None and configuration.longest > own * page_tokens:
+        cache = "the cache's" if groups == 1 else "one group's"
+        accepted = f"at most the {own * page_tokens} tokens of {cache} {own} pages"
+        raise RooftopError("longest", configuration.longest, accepted)
+    return groups * (own + 1) - 1, min(longest, own * page_tokens)

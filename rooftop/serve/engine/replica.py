@@ -1,0 +1,253 @@
+"""The device side of an engine: weights, pools and the programs that run over them, all compiled before they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding
+
+from rooftop.programs.parameters import Transformer
+from rooftop.programs.serving.decode import HEAD, SLOT, Chosen, Decoder, heads_of_each, only_likeliest
+from rooftop.scheduling.serving.prefixes import Copy
+from rooftop.serve.engine.configuration import Shapes
+from rooftop.serve.engine.programs import COPIED, Key, Programs, Shape
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjusted:
+    """What changes the logits of one request, in full: see ``rooftop.programs.serving.sampling.Adjustments``."""
+
+    bias: npt.NDArray[np.float32]
+    seen: Ints
+    mask: npt.NDArray[np.uint32]
+    penalties: npt.NDArray[np.float32]
+
+
+class Replica:
+    """A model on a mesh with its cache. Used by one thread.
+
+    ``weights`` are as ``programs.serving.decode`` takes them. ``options`` go to the compiler. It checks ``guesses`` of
+    each sequence at a time, or if it ``drafts`` makes them.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        weights: Transformer[Any],
+        *,
+        pages: int,
+        host_pages: int,
+        slots: int,
+        shapes: Shapes,
+        guesses: int = 0,
+        drafts: bool = False,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.decoder, self.shapes, self.pages, self.slots = decoder, shapes, pages, slots
+        self.guesses, self.drafts = guesses, drafts
+        self._programs = Programs(
+            decoder,
+            mesh,
+            weights,
+            pages=pages,
+            slots=slots,
+            shapes=shapes,
+            guesses=guesses,
+            drafts=drafts,
+            options=options,
+        )
+        self._weights = jax.tree.leaves(weights)
+        self._pools, self._adjustments = list[jax.Array](), list[jax.Array]()
+        self._host = HostPages(self._programs.contents, host_pages)
+        #: Emulated devices share threads: one program at a time (see JAX's notes on CPU collectives).
+        self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+    def allocate(self) -> None:
+        """Empty pools, and adjustments that change nothing."""
+        self._pools, self._adjustments = self._programs["allocate",]()
+
+    @property
+    def pool_leaves(self) -> Sequence[jax.ShapeDtypeStruct]:
+        """The arrays of the cache: [pages, ...] each."""
+        return self._programs.pools
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
+        """Every program that a step of a server with that role can need; returns how many. Raises Infeasible."""
+        wanted = self._wanted(role)
+        self._programs.compile(wanted, on_progress)
+        self.allocate()
+        return len(wanted)
+
+    def _wanted(self, role: str) -> list[Key]:
+        return self._programs.of_role(role)
+
+    def step(self, *parts: tuple[Ints, int], every: bool = False) -> list[Chosen]:
+        """Run ``programs.serving.decode.step``, each part a packed [R, HEAD + C + P] and its C; see ``can_mix``.
+
+        And ``choose_tokens`` for parts with a row that wants that; what a draft chooses after a prompt is never used.
+        """
+        program = self._programs["check" if every else "step", *(_shape(*each) for each in parts)]
+        tokens, logits, self._pools = program(self._weights, self._pools, [self._given(each) for each, _ in parts])
+        if self._one_at_a_time:
+            jax.block_until_ready(logits)
+        heads = [heads_of_each(*each) if every else each[0][:, :HEAD] for each in parts]
+        return [
+            Chosen(tokens=likeliest) if self.drafts or only_likeliest(asked) else self._chosen(each, asked)
+            for likeliest, each, asked in zip(tokens, logits, heads, strict=True)
+        ]
+
+    def _chosen(self, logits: jax.Array, asked: Ints) -> Chosen:
+        heads = np.zeros((len(logits), HEAD), np.int32)
+        heads[:, SLOT] = self.slots
+        heads[: len(asked)] = asked
+        program = self._programs["choose", len(heads)]
+        chosen, self._adjustments = program(logits, self._adjustments, self._given(heads))
+        if self._one_at_a_time:
+            jax.block_until_ready(chosen)
+        return Chosen(tokens=chosen[0], logprobs=chosen[1], top=chosen[2], top_ids=chosen[3])
+
+    def can_mix(self, *parts: tuple[Ints, int]) -> bool:
+        """Whether one program takes these parts together."""
+        return ("step", *(_shape(*each) for each in parts)) in self._programs
+
+    def propose(self, packed: Ints) -> Ints:
+        """Run ``programs.serving.decode.propose`` for ``packed`` [R, HEAD + 1 + P]: guesses [R, ``guesses``]."""
+        program = self._programs["propose", _shape(packed, 1)]
+        found, self._pools = program(self._weights, self._pools, self._put(packed))
+        if self._one_at_a_time:
+            jax.block_until_ready(self._pools)
+        return np.asarray(found)
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Pages to the host's memory and back, in order."""
+        for each in copies:
+            source, target = np.array(each.source, np.int32), np.array(each.target, np.int32)
+            for first in range(0, len(source), COPIED):
+                out, into = source[first : first + COPIED], target[first : first + COPIED]
+                if each.to_host:
+                    self._host.keep(into, self._taken(out))
+                else:
+                    self._fill(into, self._host.contents(self._padded(out, 0)))
+
+    def take(self, pages: Ints) -> Sequence[jax.Array]:
+        """The contents of at most ``COPIED`` pages, of each pool array [COPIED, ...]."""
+        return self._taken(pages)
+
+    def put(self, pages: Ints, contents: Sequence[Content]) -> None:
+        """The reverse, from arrays of the host or of another replica with such pools."""
+        self._fill(pages, contents)
+
+    def _taken(self, pages: Ints) -> Sequence[jax.Array]:
+        found: Sequence[jax.Array] = self._programs["take",](self._pools, self._put(self._padded(pages, self.pages)))
+        return jax.block_until_ready(found) if self._one_at_a_time else found
+
+    def _fill(self, pages: Ints, contents: Sequence[Content]) -> None:
+        moved = placed(contents, self._programs.contents)
+        self._pools = self._programs["put",](self._pools, self._put(self._padded(pages, self.pages)), moved)
+        if self._one_at_a_time:
+            jax.block_until_ready(self._pools)
+
+    def adjust(self, slot: int, how: Adjusted) -> None:
+        """What changes the logits of the request in ``slot`` from now on."""
+        arrays = [self._put(each) for each in (np.int32(slot), how.bias, how.seen, how.mask, how.penalties)]
+        self._adjustments = self._programs["adjust",](self._adjustments, *arrays)
+
+    def set_mask(self, slot: int, mask: npt.NDArray[np.uint32]) -> None:
+        """The tokens that the request in ``slot`` may choose from next."""
+        self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
+
+    def _given(self, array: Ints) -> Any:
+        """An argument that nobody else has: programs of one process take it as it is, which is faster."""
+        return array if self._programs.whole.is_fully_addressable else self._put(array)
+
+    def _put(self, array: Any) -> jax.Array:
+        if self._programs.whole.is_fully_addressable:
+            placed: jax.Array = jax.device_put(array, self._programs.whole)
+            return placed
+        # ``device_put`` would have all processes compare what they have, each time.
+        given = np.asarray(array)
+        return jax.make_array_from_callback(given.shape, self._programs.whole, lambda index: given[index])
+
+    def _padded(self, pages: Ints, with_: int) -> Ints:
+        return np.concatenate([pages, np.full(COPIED - len(pages), with_, np.int32)])
+
+
+def _shape(packed: Ints, width: int) -> Shape:
+    rows, columns = packed.shape
+    return rows, width, columns - HEAD - width
+
+
+#: Where a shard begins and ends in each dim of its array.
+_Place = tuple[tuple[int | None, int | None], ...]
+#: An array, or the shards that this process has of it.
+Content = jax.Array | npt.NDArray[Any] | Mapping[_Place, Any]
+
+
+class HostPages:
+    """The host's tier of a cache: ``pages`` pages of arrays such as ``contents`` [pages at a time, ...]."""
+
+    def __init__(self, contents: Sequence[jax.ShapeDtypeStruct], pages: int) -> None:
+        self._kept = list[dict[_Place, npt.NDArray[Any]]]()
+        for each in contents:
+            assert isinstance(each.sharding, NamedSharding)
+            own = each.sharding.shard_shape(each.shape)
+            whole = each.sharding.is_fully_addressable
+            shape = (pages, *(each.shape if whole else own)[1:])
+            places = {()} if whole else _places(each.sharding, each.shape).values()
+            self._kept.append({place: np.zeros(shape, each.dtype) for place in places})
+
+    def keep(self, pages: Ints, contents: Sequence[jax.Array]) -> None:
+        """Put the first of ``contents`` into ``pages``, as many as these are."""
+        for kept, array in zip(self._kept, contents, strict=True):
+            for place, shard in _shards(array).items():
+                kept[place][pages] = np.asarray(shard)[: len(pages)]
+
+    def contents(self, pages: Ints) -> list[Content]:
+        """What is in ``pages``."""
+        return [
+            kept[()][pages] if () in kept else {place: shard[pages] for place, shard in kept.items()}
+            for kept in self._kept
+        ]
+
+
+def placed(contents: Sequence[Content], like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """``contents`` on the devices of ``like``; what is in shards has a shard here for each of this process's."""
+    if all(each.sharding is not None and each.sharding.is_fully_addressable for each in like):
+        found: list[jax.Array] = jax.device_put(list(contents), [each.sharding for each in like])
+        return found
+    return [_placed(content, each) for content, each in zip(contents, like, strict=True)]
+
+
+def _placed(content: Content, like: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding = like.sharding
+    assert isinstance(sharding, NamedSharding)
+    if isinstance(content, np.ndarray):
+        return jax.make_array_from_callback(like.shape, sharding, lambda index: content[index])
+    shards = _shards(content) if isinstance(content, jax.Array) else content
+    parts = [jax.device_put(shards[place], device) for device, place in _places(sharding, like.shape).items()]
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, parts)
+
+
+def _shards(array: jax.Array) -> dict[_Place, Any]:
+    """The shards that are here, each once; the array itself where all of it is."""
+    if array.is_fully_addressable:
+        return {(): array}
+    return {_place(shard.index): shard.data for shard in array.addressable_shards}
+
+
+def _places(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[jax.Device, _Place]:
+    """What each device of this process has."""
+    found = sharding.addressable_devices_indices_map(shape)
+    return {device: _place(index) for device, index in found.items() if index is not None}
+
+
+def _place(index: tuple[slice, ...]) -> _Place:
+    return tuple((each.start, each.stop) for each in index)

@@ -1,0 +1,258 @@
+"""What passes between the API and the engine: requests in, tokens out. Token ids only: texts are the API's.
+
+Dims: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.scheduler import Policy
+
+#: The most alternatives of ``Sampling.logprobs``, as OpenAI has it.
+MOST_TOP = 20
+
+
+class Constraint(Protocol):
+    """What a text may go on with: a grammar, a schema. One object for one request; called by the engine's thread."""
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """The tokens allowed next, [ceil(V/32)]: token t is bit t % 32 of word t // 32."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """``token`` was chosen. The engine asks for the next mask only after this."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the tokens of a request are chosen.
+
+    Logits first get the penalties (OpenAI's ``presence_penalty`` and ``frequency_penalty`` count what was generated;
+    ``repetition_penalty``, of Keskar et al. 2019, divides positive and multiplies negative logits of tokens of prompt
+    and output alike), then ``logit_bias``, then the mask of ``constraint``. ``temperature`` 0 takes the likeliest.
+    Otherwise logits are divided by it, and one token is drawn among the ``top_k`` likeliest (None: all), of these
+    among the fewest whose probabilities reach ``top_p``, of these among those at least ``min_p`` times as likely as the
+    likeliest. ``seed`` draws the same tokens whatever is in the batch; None: a seed of the engine's.
+
+    ``stop_tokens`` end the text, and so do those of the model unless ``ignore_eos``; the last token is delivered with
+    ``finish`` 'stop'. ``logprobs`` asks for the logarithms of the probabilities, of the model before any of the above:
+    of the chosen token, and of so many of the likeliest (0: of none besides). None: not at all.
+
+    Raises RooftopError naming the field.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        _whole("max_tokens", self.max_tokens, 1)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        if self.top_k is not None:
+            _whole("top_k", self.top_k, 1)
+        _real("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise RooftopError("top_p", self.top_p, "a number above 0, at most 1")
+        _real("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MOST_TOP)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0)
+            _real(f"logit_bias of {token}", bias, -100.0, 100.0)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """``prompt`` are token ids, at least one; ``id`` is the caller's, and of one request at a time.
+
+    ``arrival_s`` is on the clock ``time.monotonic``.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    arrival_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One token of request ``id``, or why there is none.
+
+    ``token`` is None with the finishes 'cancelled' and 'error' (``message`` says what happened), else never.
+    ``logprob`` and ``top``, the likeliest tokens with their log-probabilities, best first, are there if asked for.
+    ``finish`` is 'stop', 'length', 'cancelled' or 'error' on the last one of a request, which every request that was
+    submitted gets.
+    """
+
+    id: int
+    token: int | None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish: str | None = None
+    message: str | None = None
+
+
+Deliver = Callable[[Token], None]
+
+
+class Overloaded(Exception):
+    """The queue is full; ``retry_after_s`` is when it may be worth trying again."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"the queue is full; try again in {retry_after_s:.0f} s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramTimes:
+    """How long one compiled program took, all its ``runs`` together: what a simulation of this engine is fed with.
+
+    It has room for ``sequences`` sequences and ``tokens`` new tokens of prompts in all (0: it generates one token for
+    each sequence), each of which can read ``context_tokens`` tokens of KV; beside those that it prefills, it generates
+    a token for ``generating`` others. ``seconds`` are from when the step that ran
+    it began until its tokens were known to the host; programs of one step share the step's time.
+    """
+
+    sequences: int
+    tokens: int
+    context_tokens: int
+    generating: int = 0
+    runs: int
+    seconds: float
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Which program it is."""
+        return self.sequences, self.tokens, self.context_tokens, self.generating
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """What an engine did since it began, and what it holds now. Seconds are sums.
+
+    ``waiting`` requests have no place yet, ``running`` ones do. ``host_s`` is the time of steps outside XLA, ``step_s``
+    that of all steps. ``prefix_tokens`` are those of ``prompt_tokens`` that were found in the prefix cache.
+    ``compilations`` are those after warm-up (0, or something is wrong), ``programs`` those of the warm-up. Of
+    ``guessed`` tokens (speculative decoding) ``accepted`` were right. So many ``servers`` take their steps at once,
+    each with a cache for each of ``kv_groups`` groups of devices; ``busy_s`` is the time of the longest of those steps.
+    Of ``pages`` a server that only prefills has ``prefill_pages``, in ``prefill_kv_groups`` groups. In ``handover_s``
+    ``handovers`` sequences came from it to the process that generates.
+    """
+
+    waiting: int
+    running: int
+    pages_used: int
+    pages: int
+    host_pages_used: int
+    host_pages: int
+    page_tokens: int
+    requests: int
+    steps: int
+    tokens: int
+    prompt_tokens: int
+    prefix_tokens: int
+    preemptions: int
+    host_s: float
+    step_s: float
+    programs: int
+    compilations: int
+    guessed: int = 0
+    accepted: int = 0
+    busy_s: float = 0.0
+    servers: int = 1
+    kv_groups: int = 1
+    prefill_pages: int = 0
+    prefill_kv_groups: int = 0
+    handovers: int = 0
+    handover_s: float = 0.0
+    program_times: tuple[ProgramTimes, ...] = ()
+
+
+class Engine(Protocol):
+    """What the API asks of an engine. All methods are safe to call from any thread."""
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its output together."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """How it batches: /metrics tells, so that a simulation can do the same."""
+        ...
+
+    @property
+    def prefix_cache(self) -> bool:
+        """Whether prompts that begin alike share KV."""
+        ...
+
+    def start(self) -> None:
+        """Compile everything (minutes, for a large model) and begin to serve; returns when requests are served."""
+        ...
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Queue a request. ``deliver`` is called from the engine's thread, and must return at once.
+
+        Raises RooftopError for what can never be served, and Overloaded.
+        """
+        ...
+
+    def cancel(self, id: int) -> None:
+        """End a request with 'cancelled'; nothing happens if it has ended already."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new (``submit`` raises Overloaded), finish what is here, and stop.
+
+        After ``timeout_s`` what is left ends with 'cancelled'; the result says that nothing was left.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Now."""
+        ...
+
+    def check(self) -> None:
+        """Raises AssertionError if a page is lost: each is free, cached, or of a request that is here."""
+        ...
+
+
+def _whole(name: str, value: object, least: int, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        upto = "" if most == math.inf else f" to {int(most):,}"
+        raise RooftopError(name, value, f"a whole number from {least:,}{upto}" if upto else f"{least} or more")
+
+
+def _real(name: str, value: object, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise RooftopError(name, value, f"a number from {least:g} to {most:g}")

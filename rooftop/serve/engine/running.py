@@ -1,0 +1,132 @@
+"""A request that an engine has taken: its tokens so far, the keys of its pages, and what its choices depend on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.programs.serving.decode import (
+    ADJUSTED,
+    COUNT,
+    DRAWN,
+    HEAD,
+    LOGPROBS,
+    MIN_P,
+    SEED,
+    START,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+from rooftop.programs.serving.sampling import IN_PROMPT
+from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.serve.engine.guessing import Lookup
+from rooftop.serve.engine.replica import Adjusted
+from rooftop.serve.engine.requests import Deliver, Request
+
+Ints = npt.NDArray[np.int32]
+
+
+def page_keys(tokens: list[int], page_tokens: int, known: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
+    """A key for each full page of ``tokens``: a digest of them and all before; ``known`` are the first ones."""
+    found = list(known)
+    last = found[-1] if found else b""
+    for end in range((len(found) + 1) * page_tokens, len(tokens) + 1, page_tokens):
+        page = np.array(tokens[end - page_tokens : end], np.int32).tobytes()
+        last = blake2b(page, digest_size=16, key=last).digest()
+        found.append(last)
+    return tuple(found)
+
+
+def check_pages(cache: KvCache, sequences: Iterable[Sequence], away: Iterable[list[int]] = ()) -> None:
+    """Raises AssertionError if a page of ``cache`` is lost: each is free, cached, of ``sequences``, or ``away``."""
+    users, host = Counter[int](), 0
+    for sequence in sequences:
+        users.update(sequence.pages)
+        host += len(sequence.host_pages)
+    for pages in away:
+        users.update(pages)
+    pool = cache.device
+    assert pool.used == len(users), f"{pool.used} pages in use, and requests hold {len(users)}"
+    for page, count in users.items():
+        assert pool.users(page) == count, f"page {page} is held {pool.users(page)} times, by {count} requests"
+    assert cache.host.used == host, f"{cache.host.used} pages of the host, {host} held"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Running:
+    """A request from submission to its last token.
+
+    ``tokens`` are prompt and output; ``slot`` is its place in the server that has it, -1 while it has none; ``copy``
+    is the one of several replicas that has it. A request that was handed over to another process has a ``ticket``;
+    ``losses`` is how often that process was lost with it.
+    """
+
+    request: Request
+    deliver: Deliver
+    sequence: Sequence
+    stops: frozenset[int]
+    seed: int
+    page_tokens: int
+    cached: bool
+    tokens: list[int] = field(init=False)
+    slot: int = -1
+    copy: int = 0
+    ticket: int | None = None
+    losses: int = 0
+    lookup: Lookup = field(default_factory=Lookup)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        if self.cached:
+            self.sequence.keys = page_keys(self.tokens, self.page_tokens)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the output so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether its logits are changed before it chooses."""
+        how = self.request.sampling
+        return how.penalised or bool(how.logit_bias) or how.constraint is not None
+
+    def extend_keys(self, held: int) -> None:
+        """Give the pages that are full of its first ``held`` tokens their keys."""
+        if self.cached:
+            self.sequence.keys = page_keys(self.tokens[:held], self.page_tokens, self.sequence.keys)  # type: ignore[arg-type]
+
+    def guessable(self, most: int) -> int:
+        """How many of ``most`` tokens may be guessed: no more than it may still generate but for the last one."""
+        # With adjustments the choice behind a guess would have to know of it.
+        return 0 if self.adjusted else max(0, min(most, self.request.sampling.max_tokens - self.generated - 1))
+
+    def head(self, start: int) -> Ints:
+        """The columns of a step [HEAD] before its tokens; the slot is the server's to fill in."""
+        how = self.request.sampling
+        row = np.zeros(HEAD, np.int32)
+        real = row.view(np.float32)
+        row[START], row[COUNT], row[DRAWN] = start, 1, self.generated
+        real[TEMPERATURE], real[TOP_P], real[MIN_P] = how.temperature, how.top_p, how.min_p
+        row[TOP_K] = min(how.top_k or 0, 2**31 - 1)
+        row[SEED : SEED + 2] = np.array([self.seed % 2**64], np.uint64).view(np.int32)
+        row[ADJUSTED], row[LOGPROBS] = self.adjusted, how.logprobs is not None
+        return row
+
+    def adjustments(self, vocab: int) -> Adjusted:
+        """What changes its logits, from all its tokens so far."""
+        how, prompt = self.request.sampling, len(self.request.prompt)
+        bias = np.zeros(vocab, np.float32)
+        for token, by in how.logit_bias.items():
+            bias[token] = by
+        seen = np.bincount(self.tokens[prompt:], minlength=vocab).astype(np.int32)
+        seen[list(set(self.tokens[:prompt]))] += IN_PROMPT
+        mask = np.full(-(-vocab // 32), 2**32 - 1, np.uint32)
+        penalties = np.array([how.presence_penalty, how.frequency_penalty, how.repetition_penalty], np.float32)
+        return Adjusted(bias=bias, seen=seen, mask=mask, penalties=penalties)

@@ -1,0 +1,196 @@
+"""What goes over a link (``rooftop.serve.hosts.link``): requests with their tokens, pages, and what a process did.
+
+Dims: V vocabulary, P pages of a piece.
+
+A request that is handed over has a ticket, a number of its own each time. The process that prefills says
+
+- ``offer``: a request, to be generated; with the first mask of its constraint, if it has one;
+- ``pages``: a piece of its KV, when it was ``wanted``;
+- ``mask``: the tokens that its constraint allows next;
+- ``cancel``: no one wants it any more;
+- ``check``: count your pages and ``report``.
+
+The one that generates says ``serving`` (what it serves, once), ``wanted`` (there is room for its KV, or a piece came
+damaged), ``arrived`` (all of it is here), ``tokens``, ``lost`` (its pages went to others: prefill it again), ``failed``
+(a step, and with it every request) and ``report``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.serve.engine.programs import COPIED
+from rooftop.serve.engine.replica import Replica
+from rooftop.serve.engine.requests import Constraint, EngineStats, ProgramTimes, Request, Sampling, Token
+from rooftop.serve.engine.running import Running
+from rooftop.serve.hosts.link import Buffer, Link
+
+#: Bytes at the end of a file of weights that stand for all of it.
+_SAMPLED = 1 << 20
+
+
+def offered(running: Running) -> dict[str, Any]:
+    """What another process needs to go on with a request: the fields of an ``offer``, but for the ticket."""
+    how = running.request.sampling
+    sampling = {each.name: getattr(how, each.name) for each in fields(how) if each.name != "constraint"}
+    sampling |= {"stop_tokens": sorted(how.stop_tokens), "logit_bias": list(how.logit_bias.items())}
+    return {
+        "prompt": running.request.prompt,
+        "generated": running.tokens[len(running.request.prompt) :],
+        "stops": sorted(running.stops),
+        "seed": running.seed,
+        "sampling": sampling,
+    }
+
+
+def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: Constraint | None) -> Running:
+    """The same request in this process, its KV yet to come; what is delivered to it goes nowhere."""
+    sampling = offer["sampling"] | {
+        "stop_tokens": frozenset(offer["sampling"]["stop_tokens"]),
+        "logit_bias": dict(offer["sampling"]["logit_bias"]),
+        "constraint": constraint,
+    }
+    request = Request(id=ticket, prompt=tuple(offer["prompt"]), sampling=Sampling(**sampling), arrival_s=0.0)
+    prompt, generated = len(request.prompt), len(offer["generated"])
+    found = Running(
+        request=request,
+        deliver=lambda token: None,
+        sequence=Held(
+            id=ticket,
+            prompt_tokens=prompt,
+            max_tokens=request.sampling.max_tokens,
+            generated=generated,
+            length=prompt + generated - 1,
+        ),
+        stops=frozenset(offer["stops"]),
+        seed=offer["seed"],
+        page_tokens=page_tokens,
+        cached=False,
+    )
+    found.tokens += offer["generated"]
+    return found
+
+
+def begin_anew(running: Running) -> None:
+    """A request that has lost its KV is one that waits to be prefilled, with the tokens that it has."""
+    running.ticket = None
+    running.sequence = Held(
+        id=running.request.id,
+        prompt_tokens=len(running.request.prompt),
+        max_tokens=running.request.sampling.max_tokens,
+        generated=running.generated,
+    )
+    running.extend_keys(len(running.tokens))
+
+
+def token_fields(token: Token) -> list[Any]:
+    """A token as JSON; its id is a ticket."""
+    return [token.id, token.token, token.logprob, token.top, token.finish]
+
+
+def token_of(fields: Sequence[Any], id: int) -> Token:
+    """The reverse, for request ``id``."""
+    _, token, logprob, top, finish = fields
+    best = tuple((int(other), float(value)) for other, value in top)
+    return Token(id=id, token=token, logprob=logprob, top=best, finish=finish)
+
+
+def pieces(pages: int) -> int:
+    """In how many pieces so many pages are sent."""
+    return -(-pages // COPIED)
+
+
+def page_bytes(replica: Replica, arrays: Sequence[Any], count: int) -> Sequence[Buffer]:
+    """The first ``count`` of pages as ``Replica.take`` gives them, of one pool array after the other."""
+    assert len(arrays) == len(replica.pool_leaves)
+    return [np.asarray(each)[:count].reshape(-1).view(np.uint8).data for each in arrays]
+
+
+def send_pages(link: Link, ticket: int, replica: Replica, held: Sequence[int], wanted: Iterable[int]) -> None:
+    """Send the ``wanted`` pieces of the pages that a request holds. Called by the thread of ``replica``."""
+    for piece in wanted:
+        pages = np.array(held[piece * COPIED : (piece + 1) * COPIED], np.int32)
+        payload = partial(page_bytes, replica, replica.take(pages), len(pages))
+        link.send("pages", payload=payload, ticket=ticket, piece=piece)
+
+
+def page_arrays(replica: Replica, payload: bytearray, count: int) -> list[np.ndarray[Any, Any]] | None:
+    """The reverse, as ``Replica.put`` takes them: [COPIED, ...]. None if the payload is of another size."""
+    found, at = [], 0
+    for leaf in replica.pool_leaves:
+        array = np.zeros((COPIED, *leaf.shape[1:]), leaf.dtype)
+        part = array[:count].reshape(-1).view(np.uint8)
+        if at + part.size > len(payload):
+            return None
+        part[:] = np.frombuffer(payload, np.uint8, part.size, at)
+        found.append(array)
+        at += part.size
+    return found if at == len(payload) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a process that generates did since it began, and what it holds; ``problem`` is a page that is lost."""
+
+    stats: EngineStats
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Report:
+        """From the fields of a ``report``."""
+        times = tuple(ProgramTimes(**each) for each in fields["stats"]["program_times"])
+        return cls(stats=EngineStats(**(fields["stats"] | {"program_times": times})), problem=fields["problem"])
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"stats": asdict(self.stats), "problem": self.problem}
+
+
+#: Of ``EngineStats``, what is held now; the rest counts from the beginning.
+_NOW = (
+    "waiting", "running", "pages_used", "pages", "host_pages_used", "host_pages", "kv_groups", "prefill_pages",
+    "prefill_kv_groups",
+)  # fmt: skip
+
+
+def summed(stats: Iterable[EngineStats]) -> EngineStats:
+    """What processes of one engine did and hold together."""
+    first, *others = stats
+    found = {each.name: getattr(first, each.name) for each in fields(first)}
+    for other in others:
+        for name in found.keys() - {"page_tokens", "servers", "program_times"}:
+            found[name] += getattr(other, name)
+        times = {each.shape: each for each in found["program_times"]}
+        for each in other.program_times:
+            known = times.get(each.shape)
+            if known is not None:
+                each = replace(each, runs=each.runs + known.runs, seconds=each.seconds + known.seconds)
+            times[each.shape] = each
+        found["program_times"] = tuple(times[shape] for shape in sorted(times))
+    return EngineStats(**found)
+
+
+def ended(stats: EngineStats) -> EngineStats:
+    """What is left of a process that has ended: what it did."""
+    found = {each.name: getattr(stats, each.name) for each in fields(stats)}
+    return EngineStats(**found | dict.fromkeys(_NOW, 0))
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Tells checkpoints apart: by config.json, and of each file of weights its size and its end."""
+    digest = blake2b(digest_size=16)
+    digest.update((checkpoint / "config.json").read_bytes())
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(0, size - _SAMPLED))
+            digest.update(f"{path.name} {size} ".encode() + file.read())
+    return digest.hexdigest()

@@ -1,0 +1,234 @@
+"""A connection between the process that prefills and the one that generates: messages over TCP, each of them checked.
+
+Both know a key. They prove it to each other before anything else is read, and every digest depends on it and on the
+number of the message: none can be made, changed, left out or repeated by others. They can be read by others.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from queue import Queue
+from typing import Any
+
+from rooftop.core.errors import RooftopError
+
+#: What a payload is made of: bytes, or an array of them.
+Buffer = bytes | memoryview
+_LENGTHS = struct.Struct(">II")
+_DIGEST = 16
+_NONCE = 32
+#: Messages that wait to be sent: few, because pages that wait take memory.
+_WAITING = 16
+_HANDSHAKE_S = 10.0
+#: Seconds after which the other machine counts as lost when it does not confirm what was sent.
+_LOST_S = 30
+
+
+class LinkLost(Exception):
+    """There is no connection, or no longer; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """``fields`` are JSON. ``payload`` is what was sent with them, empty if nothing was, None if it is damaged."""
+
+    kind: str
+    fields: Mapping[str, Any]
+    payload: bytearray | None
+
+
+class Link:
+    """One end of a connection. Any thread may send and close, one receives.
+
+    What is sent is written by a thread of the link, in order; a failure to do so shows at the receiver.
+    """
+
+    def __init__(self, connection: socket.socket, *, send_key: bytes, receive_key: bytes) -> None:
+        self._connection = connection
+        self._send_key, self._receive_key = send_key, receive_key
+        self._sent = self._received = 0
+        self._reason: str | None = None
+        self._waiting = Queue[tuple[bytes, Callable[[], Sequence[Buffer]] | None] | None](_WAITING)
+        self._writer = threading.Thread(target=self._write_all, name="rooftop link writer", daemon=True)
+        self._writer.start()
+
+    def send(self, kind: str, *, payload: Callable[[], Sequence[Buffer]] | None = None, **fields: Any) -> None:
+        """Queue a message; after the connection is lost nothing happens. ``payload`` is made when it is its turn."""
+        if self._reason is None:
+            self._waiting.put((json.dumps([kind, fields]).encode(), payload))
+
+    def receive(self) -> Message:
+        """The next message. Raises LinkLost at the end, and where what comes is not what was sent."""
+        lengths, number = self._take(_LENGTHS.size), self._received
+        self._received += 1
+        self._verify(lengths, number, b"lengths")
+        head_bytes, payload_bytes = _LENGTHS.unpack(lengths)
+        head = self._take(head_bytes)
+        self._verify(head, number, b"head")
+        payload: bytearray | None = bytearray()
+        if payload_bytes:
+            payload = self._take(payload_bytes)
+            if not self._fits(payload, number, b"payload"):
+                payload = None
+        kind, fields = json.loads(bytes(head))
+        return Message(kind=kind, fields=fields, payload=payload)
+
+    def close(self, reason: str = "closed") -> None:
+        """End the connection, for the other side too. What waits is not sent."""
+        if self._reason is None:
+            self._reason = reason
+        # It may have ended already.
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def finish(self) -> None:
+        """Close it when all that waits is sent. Nothing is to be sent after that."""
+        self._waiting.put(None)
+        self._writer.join()
+        self.close()
+
+    def discard(self) -> None:
+        """Close it and wait for its thread; called by the one who receives, after the end."""
+        self.close()
+        self._waiting.put(None)
+        self._writer.join()
+        self._connection.close()
+
+    def _write_all(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            if self._reason is not None:
+                continue
+            head, payload = item
+            try:
+                self._write(head, [] if payload is None else payload())
+            except Exception as error:  # of the connection, or of a device that pages are on
+                self.close(f"{type(error).__name__}: {error}")
+
+    def _write(self, head: bytes, payload: Sequence[Buffer]) -> None:
+        number = self._sent
+        self._sent += 1
+        size = sum(len(part) for part in payload)
+        lengths = _LENGTHS.pack(len(head), size)
+        found = [lengths, self._digest(self._send_key, number, b"lengths", lengths).digest()]
+        found += [head, self._digest(self._send_key, number, b"head", head).digest()]
+        self._connection.sendall(b"".join(found))
+        if size:
+            digest = self._digest(self._send_key, number, b"payload", b"")
+            for part in payload:
+                digest.update(part)
+                self._connection.sendall(part)
+            self._connection.sendall(digest.digest())
+
+    def _take(self, count: int) -> bytearray:
+        try:
+            return _exactly(self._connection, count)
+        except LinkLost as error:
+            raise LinkLost(self._reason or str(error)) from None
+
+    def _verify(self, data: bytearray, number: int, what: bytes) -> None:
+        if not self._fits(data, number, what):
+            self.close(f"the {what.decode()} of message {number} came damaged")
+            raise LinkLost(str(self._reason))
+
+    def _fits(self, data: bytearray, number: int, what: bytes) -> bool:
+        came = self._take(_DIGEST)
+        return hmac.compare_digest(came, self._digest(self._receive_key, number, what, data).digest())
+
+    @staticmethod
+    def _digest(key: bytes, number: int, what: bytes, data: bytes | bytearray) -> blake2b:
+        digest = blake2b(number.to_bytes(_DIGEST, "big"), digest_size=_DIGEST, key=key, person=what)
+        digest.update(data)
+        return digest
+
+
+def connect(host: str, port: int, key: str) -> Link:
+    """A link to one who listens there and knows ``key``. Raises LinkLost."""
+    try:
+        connection = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
+    except OSError as error:
+        raise LinkLost(f"{host}:{port} cannot be reached ({error.strerror or error})") from None
+    return _greeted(connection, key, asks=True)
+
+
+def accept(listening: socket.socket, key: str) -> Link:
+    """The next link from one who knows ``key``. Raises LinkLost for one who does not."""
+    connection, _ = listening.accept()
+    return _greeted(connection, key, asks=False)
+
+
+def address(given: str, field: str) -> tuple[str, int]:
+    """HOST:PORT, of which the host may be in brackets. Raises RooftopError naming ``field``."""
+    host, colon, port = given.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise RooftopError(field, given, "HOST:PORT")
+    return host, int(port)
+
+
+def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
+    """Both sides prove that they know the key, each over random numbers of both."""
+    try:
+        until_s = time.monotonic() + _HANDSHAKE_S
+        connection.settimeout(_HANDSHAKE_S)
+        ours = secrets.token_bytes(_NONCE)
+        connection.sendall(ours)
+        theirs = bytes(_exactly(connection, _NONCE, until_s=until_s))
+        root, nonces = blake2b(key.encode()).digest(), ours + theirs if asks else theirs + ours
+
+        def derived(what: bytes) -> bytes:
+            return blake2b(nonces, key=root, person=what, digest_size=32).digest()
+
+        # The one who asks proves first: who only listens tells a stranger nothing that depends on the key.
+        proofs = (derived(b"asks"), derived(b"answers"))
+        if asks:
+            connection.sendall(proofs[0])
+        theirs = bytes(_exactly(connection, len(proofs[asks]), until_s=until_s))
+        if not hmac.compare_digest(theirs, proofs[asks]):
+            raise LinkLost("the other side has another link key")
+        if not asks:
+            connection.sendall(proofs[1])
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Names that not every system has.
+        for name, value in (
+            ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 1000 * _LOST_S),
+        ):  # fmt: skip
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    except OSError as error:
+        connection.close()
+        raise LinkLost(f"no link ({error.strerror or error})") from None
+    except LinkLost as error:
+        connection.close()
+        raise LinkLost(f"no link ({error}); is its key the same?" if asks else str(error)) from None
+    to, back = derived(b"to answering"), derived(b"to asking")
+    return Link(connection, send_key=to if asks else back, receive_key=back if asks else to)
+
+
+def _exactly(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytearray:
+    """``count`` bytes, until then. Raises LinkLost where they do not come."""
+    found = bytearray(count)
+    view, at = memoryview(found), 0
+    while at < count:
+        try:
+            if until_s is not None:
+                # Whoever sends a byte now and then gets no more time than others.
+                connection.settimeout(max(1e-3, until_s - time.monotonic()))
+            more = connection.recv_into(view[at:])
+        except OSError as error:
+            raise LinkLost(error.strerror or str(error)) from None
+        if not more:
+            raise LinkLost("the other side has closed the link")
+        at += more
+    return found

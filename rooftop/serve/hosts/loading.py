@@ -1,0 +1,69 @@
+"""From a checkpoint to an engine of two parts, each of one process or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import rooftop
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.engine.loading import parts
+from rooftop.serve.engine.replica import Replica
+from rooftop.serve.hosts.generating import Generator
+from rooftop.serve.hosts.handover import fingerprint
+from rooftop.serve.hosts.prefilling import PrefillEngine
+from rooftop.serve.hosts.processes import Other
+
+
+def load_prefill(
+    checkpoint: Path,
+    configuration: Configuration,
+    other: Other,
+    *,
+    options: Mapping[str, Any] | None = None,
+    replica: Callable[..., Replica] = Replica,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_link: Callable[[str], None] = lambda event: None,
+) -> PrefillEngine:
+    """An engine, not yet started, that prefills here (role 'prefill'), and of which ``other`` generates.
+
+    With a kind of ``replica``, as the first of several processes (``together``). Raises as ``load`` does.
+    """
+    made = parts(checkpoint, configuration, None, None, options, replica)
+    return PrefillEngine(
+        made.replicas[0],
+        configuration,
+        other,
+        facts=_facts(checkpoint, made.replicas[0], configuration),
+        longest=made.longest,
+        stops=made.stops,
+        on_progress=on_progress,
+        on_link=on_link,
+    )
+
+
+def load_generator(
+    checkpoint: Path,
+    configuration: Configuration,
+    *,
+    options: Mapping[str, Any] | None = None,
+    replica: Callable[..., Replica] = Replica,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Generator:
+    """The other part (role 'generate'), likewise. Raises as ``load`` does."""
+    made = parts(checkpoint, configuration, None, None, options, replica)
+    facts = _facts(checkpoint, made.replicas[0], configuration)
+    return Generator(made.replicas[0], configuration, longest=made.longest, facts=facts, on_progress=on_progress)
+
+
+def _facts(checkpoint: Path, replica: Replica, configuration: Configuration) -> dict[str, Any]:
+    """What two processes of one engine have in common: the same weights, and pages that can be sent."""
+    return {
+        "version": rooftop.__version__,
+        "checkpoint": fingerprint(checkpoint),
+        "weights": configuration.weights,
+        "dtype": replica.decoder.dtype,
+        "page_tokens": configuration.page_tokens,
+        "pools": [[list(leaf.shape[1:]), str(leaf.dtype)] for leaf in replica.pool_leaves],
+    }

@@ -1,0 +1,362 @@
+"""An engine that prefills, and hands what it has prefilled over to another process to be generated.
+
+A request is in the hands of one process at a time. While the other one has it (it has a ticket), its tokens are
+delivered by the thread that hears the link, whatever step is under way here. When the other process is lost, its
+requests are prefilled again, with the tokens that they have: seeds and positions decide what is drawn, so that nothing
+changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.engine.counters import Handovers
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.replica import Replica
+from rooftop.serve.engine.requests import EngineStats, Token
+from rooftop.serve.engine.running import Running
+from rooftop.serve.hosts.handover import Report, begin_anew, ended, offered, send_pages, summed, token_of
+from rooftop.serve.hosts.link import Link, LinkLost, Message
+from rooftop.serve.hosts.processes import Other
+
+#: How often the process that generates may be lost with a request, which may be what ends it.
+_LOSSES = 8
+#: Seconds to wait for the other process to count its pages.
+_PATIENCE_S = 60.0
+
+
+class PrefillEngine(PagedEngine):
+    """An ``rooftop.serve.engine.requests.Engine`` of which ``other`` generates; both have the ``facts`` in common.
+
+    ``on_link`` hears when it is linked and when that is lost, and why.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        configuration: Configuration,
+        other: Other,
+        *,
+        facts: Mapping[str, Any],
+        longest: int,
+        stops: frozenset[int] = frozenset(),
+        on_progress: Callable[[int, int], None] | None = None,
+        on_link: Callable[[str], None] = lambda event: None,
+    ) -> None:
+        #: Guards ``_away`` and ``_link``, and with them whose a request is.
+        self._lock = threading.RLock()
+        #: Requests that the other process has, by their tickets.
+        self._away = dict[int, Running]()
+        self._tickets = count(1)
+        self._link: Link | None = None
+        self._away_tokens = 0
+        self._handovers = Handovers()
+        super().__init__([replica], configuration, longest=longest, stops=stops, on_progress=on_progress)
+        self.facts, self._other, self._on_link = dict(facts), other, on_link
+        self._past = list[EngineStats]()
+        self._report: Report | None = None
+        self._checked = self._asked = 0  # The check that was answered last, and that was asked for last.
+        self._heard = threading.Condition(self._lock)
+        self._closing = False
+        self._error: Exception | None = None
+        self._listener = threading.Thread(target=self._follow, name="rooftop link", daemon=True)
+
+    def start(self) -> None:
+        """Compile everything in both processes and begin to serve.
+
+        Raises RooftopError or Infeasible where there is no process that generates, or none of the same model.
+        """
+        self._other.begin()
+        try:
+            super().start()
+            self._listener.start()
+            with self._heard:
+                self._heard.wait_for(lambda: self._link is not None or self._error is not None)
+            if isinstance(self._error, LinkLost):
+                raise Infeasible("no process generates", str(self._error))
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self.drain(0.0)
+            raise
+
+    def drain(self, timeout_s: float) -> bool:
+        """See ``rooftop.serve.engine.requests.Engine``; the link ends, and a process that was started for it."""
+        done = super().drain(timeout_s)
+        self._ask_for_report()
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+        self._other.close()
+        if self._listener.ident is not None:
+            self._listener.join()
+        return done
+
+    def stats(self) -> EngineStats:
+        """Of both processes together."""
+        own = super().stats()
+        with self._lock:
+            others = [*self._past, *([] if self._report is None else [self._report.stats])]
+            away = self._away_tokens
+        found = summed([own, *others])
+        with self._wake:
+            open_ = len(self._open)
+        return replace(
+            found,
+            tokens=found.tokens + away,
+            waiting=max(0, open_ - found.running),
+            handovers=self._handovers.count,
+            handover_s=self._handovers.seconds,
+        )
+
+    def check(self) -> None:
+        """See ``rooftop.serve.engine.requests.Engine``; in both processes."""
+        super().check()
+        self._ask_for_report()
+        with self._lock:
+            assert self._report is None or self._report.problem is None, self._report.problem
+
+    def _ask_for_report(self) -> None:
+        """With the pages counted. Returns when it is here, or the link is lost."""
+        with self._heard:
+            link = self._link
+            if link is None:
+                return
+            self._asked = number = self._asked + 1
+            link.send("check", number=number)
+            self._heard.wait_for(lambda: self._checked >= number or self._link is not link, _PATIENCE_S)
+
+    # What the engine's thread does.
+
+    def _advance(self) -> bool:
+        for sequence in list(self._servers[0].scheduler.to_send):
+            running = self._running.get(sequence.id)
+            if running is not None and running.sequence is sequence and running.ticket is None:
+                self._offer(running)
+        return super()._advance()
+
+    def _offer(self, running: Running) -> None:
+        constraint, payload = running.request.sampling.constraint, None
+        if constraint is not None:
+            payload = partial(list[bytes], [constraint.mask().tobytes()])
+        with self._lock:
+            link = self._link
+            if link is None:
+                return
+            running.ticket = next(self._tickets)
+            self._away[running.ticket] = running
+        fields = offered(running) | {"constrained": constraint is not None}
+        link.send("offer", payload=payload, ticket=running.ticket, **fields)
+
+    def _send_pages(self, link: Link, ticket: int, wanted: list[int]) -> None:
+        with self._lock:
+            running = self._away.get(ticket)
+        held = None if running is None else self._servers[0].scheduler.to_send.get(running.sequence)
+        if held is None:
+            return
+        send_pages(link, ticket, self.replicas[0], held, wanted)
+
+    def _sent(self, sequence: Held) -> None:
+        scheduler = self._servers[0].scheduler
+        if sequence in scheduler.to_send:
+            scheduler.sent(sequence)
+
+    def _again(self, running: Running) -> None:
+        """Prefill a request that has lost its KV."""
+        if self._running.get(running.request.id) is not running:
+            return
+        begin_anew(running)
+        self._servers[0].scheduler.submit(running.sequence, first=True)
+
+    def _recover(self, left: list[Running], reason: str) -> None:
+        """The link is lost, and with it what the other process had."""
+        # Each goes before all others: the first one is the last to do so.
+        for running in reversed(left):
+            if self._running.get(running.request.id) is not running:
+                continue
+            running.losses += 1
+            if running.losses > _LOSSES:
+                message = f"the process that generates was lost {running.losses} times: {reason}"
+                self._end(running.request.id, Token(id=running.request.id, token=None, finish="error", message=message))
+            elif running.sequence in self._servers[0].scheduler.to_send:
+                running.ticket = None
+            else:
+                self._again(running)
+
+    def _abandon(self, reason: str, done: threading.Event) -> None:
+        """There is no other process: all that is here ends with an error."""
+        message = f"no process generates: {reason}"
+        for id in list(self._running):
+            self._end(id, Token(id=id, token=None, finish="error", message=message))
+        done.set()
+
+    def _end(self, id: int, token: Token) -> None:
+        with self._lock:
+            running = self._running.get(id)
+            if running is None or running.ticket is None:
+                super()._end(id, token)
+                return
+            self._withdraw(running)
+            if running.sequence in self._servers[0].scheduler.to_send:
+                self._servers[0].scheduler.finish(running.sequence)
+            self._deliver(running, token)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            for running in list(self._away.values()):
+                if self._link is not None:
+                    self._link.send("cancel", ticket=running.ticket)
+            self._away.clear()
+            super()._fail(error)
+
+    # What the link's thread does.
+
+    def _follow(self) -> None:
+        """Link, hear, and link again."""
+        while not self._closing:
+            try:
+                link, hello = self._connected()
+            except (LinkLost, RooftopError, Infeasible) as error:
+                if self._closing:
+                    return
+                if self._report is None and not self._past:
+                    with self._heard:
+                        self._error = error
+                        self._heard.notify_all()
+                    return
+                self._without(str(error))
+                continue
+            with self._heard:
+                if self._closing:
+                    link.discard()
+                    return
+                self._link, self._report = link, Report.of(hello.fields["report"])
+                self.longest = min(self.longest, hello.fields["longest"])
+                self._heard.notify_all()
+            self._on_link("linked")
+            # What waits to be handed over is offered.
+            self._ask(lambda: None)
+            reason = self._hear(link)
+            with self._heard:
+                left = list(self._away.values())
+                self._away.clear()
+                self._handovers.lost()
+                self._link = None
+                if not self._closing and self._report is not None:
+                    self._past.append(ended(self._report.stats))
+                    self._report = None
+                self._heard.notify_all()
+            link.discard()
+            if not self._closing:
+                self._on_link(f"lost: {reason}")
+            self._ask(partial(self._recover, left, reason))
+
+    def _connected(self) -> tuple[Link, Message]:
+        link = self._other.connect()
+        try:
+            hello = link.receive()
+            for name, ours in self.facts.items():
+                theirs = hello.fields["facts"].get(name)
+                if theirs != ours:
+                    raise RooftopError(f"{name} of the process that generates", theirs, f"{ours}, as here")
+        except BaseException:
+            link.discard()
+            raise
+        return link, hello
+
+    def _without(self, reason: str) -> None:
+        """Tell everyone, and wait for someone to try again for."""
+        self._on_link(f"not linked: {reason}")
+        done = threading.Event()
+        self._ask(partial(self._abandon, reason, done))
+        while not done.wait(0.1) and self._thread.is_alive():
+            pass
+        with self._wake:
+            self._wake.wait_for(lambda: self._open or self._closing)
+
+    def _hear(self, link: Link) -> str:
+        """Until the link is lost; why it was."""
+        try:
+            while True:
+                message = link.receive()
+                fields = message.fields
+                if message.kind == "tokens":
+                    for each in fields["tokens"]:
+                        self._came(link, each)
+                elif message.kind == "wanted":
+                    self._handovers.wanted(fields["ticket"])
+                    self._ask(partial(self._send_pages, link, fields["ticket"], fields["pieces"]))
+                elif message.kind == "report":
+                    with self._heard:
+                        self._report, self._checked = Report.of(fields), max(self._checked, fields["number"])
+                        self._heard.notify_all()
+                elif message.kind == "failed":
+                    self._all_failed(fields["message"])
+                else:
+                    with self._lock:
+                        running = self._away.get(fields["ticket"])
+                        if running is not None and message.kind == "arrived":
+                            self._handovers.arrived(fields["ticket"])
+                            self._ask(partial(self._sent, running.sequence))
+                        elif running is not None and message.kind == "lost":
+                            del self._away[fields["ticket"]]
+                            self._ask(partial(self._again, running))
+        except LinkLost as error:
+            return str(error)
+        except Exception as error:  # what came is not what a process that generates says
+            link.close()
+            return f"{type(error).__name__}: {error}"
+
+    def _came(self, link: Link, fields: list[Any]) -> None:
+        """A token of a request that is away."""
+        with self._lock:
+            running = self._away.get(fields[0])
+            if running is None or running.ticket is None:
+                return
+            id, constraint = running.request.id, running.request.sampling.constraint
+            token = token_of(fields, id)
+            assert token.token is not None
+            running.tokens.append(token.token)
+            self._away_tokens += 1
+            if token.finish is not None:
+                del self._away[running.ticket]
+                del self._running[id]
+            mask = b""
+            if constraint is not None and token.finish is None:
+                try:
+                    constraint.accept(token.token)
+                    mask = constraint.mask().tobytes()
+                except Exception as error:
+                    token = Token(id=id, token=None, finish="error", message=f"{type(error).__name__}: {error}")
+                    self._withdraw(running)
+            if not self._deliver(running, token) and token.finish is None:
+                self._withdraw(running)
+                self._deliver(running, Token(id=id, token=None, finish="cancelled"))
+            elif mask and token.finish is None:
+                link.send("mask", payload=partial(list[bytes], [mask]), ticket=running.ticket)
+
+    def _all_failed(self, message: str) -> None:
+        """A step of the other process has failed: so has every request that it had."""
+        with self._lock:
+            for running in list(self._away.values()):
+                self._withdraw(running)
+                self._ask(partial(self._sent, running.sequence))
+                self._deliver(running, Token(id=running.request.id, token=None, finish="error", message=message))
+
+    def _withdraw(self, running: Running) -> None:
+        """A request that is away has no one who wants it any more. The lock is held."""
+        self._running.pop(running.request.id, None)
+        if running.ticket is not None and self._away.pop(running.ticket, None) is not None and self._link is not None:
+            self._handovers.dropped(running.ticket)
+            self._link.send("cancel", ticket=running.ticket)

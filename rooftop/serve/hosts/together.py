@@ -1,0 +1,377 @@
+"""Several processes as one engine, under ``jax.distributed``: one mesh over the devices of all of them.
+
+The first process answers and schedules. What a step needs of the host (tokens, block tables, how to sample: kilobytes)
+it sends to the others over a link (``link``) before it begins the step itself; all run the same programs
+in the same order. What comes out is alike on all of them, and the first one reads it.
+
+The first one says ``begin``, then the methods of ``Replica`` by their names, and ``stop``. The others say ``here``
+(what they serve), ``ready`` when their programs are compiled, and ``stop`` when they are told to end.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import rooftop
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.prefixes import Copy
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.loading import parts
+from rooftop.serve.engine.programs import COPIED, Key
+from rooftop.serve.engine.replica import Adjusted, Content, Ints, Replica
+from rooftop.serve.hosts.handover import fingerprint
+from rooftop.serve.hosts.link import Buffer, Link, LinkLost, Message, accept, connect
+from rooftop.serve.server import bind
+
+
+class Joined(Replica):
+    """A ``Replica`` of several processes. What one that only prefills takes from its pages, each process has whole."""
+
+    _role = "both"
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
+        """See ``Replica``."""
+        self._role = role
+        return super().compile(on_progress, role=role)
+
+    def _wanted(self, role: str) -> list[Key]:
+        return super()._wanted(role) + ([("gather",)] if role == "prefill" else [])
+
+    def take(self, pages: Ints) -> Sequence[jax.Array]:
+        """See ``Replica``."""
+        if self._role != "prefill":
+            return super().take(pages)
+        padded = self._put(self._padded(pages, self.pages))
+        found: Sequence[jax.Array] = self._programs["gather",](self._pools, padded)
+        return jax.block_until_ready(found) if self._one_at_a_time else found
+
+    def fill(self, pages: Ints, contents: Sequence[np.ndarray[Any, Any]]) -> None:
+        """``put`` of pages as ``page_parts`` has them."""
+        arrays = [
+            part.view(leaf.dtype).reshape(COPIED, *leaf.shape[1:])
+            for part, leaf in zip(contents, self.pool_leaves, strict=True)
+        ]
+        self.put(pages, arrays)
+
+
+def page_parts(contents: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Pages [COPIED, ...] of each pool array as bytes: a dtype such as bfloat16 has no name that NumPy knows."""
+    return [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in contents]
+
+
+#: Bytes in which the first process says where it listens.
+_WHERE = 512
+
+
+class Followers:
+    """The other processes, seen from the first.
+
+    From other threads ``on_lost`` is called when one of them is lost, and ``on_stop`` when one is told to end.
+    """
+
+    def __init__(self, links: Sequence[Link], on_lost: Callable[[str], None], on_stop: Callable[[], None]) -> None:
+        self.on_lost, self.on_stop = on_lost, on_stop
+        self._links, self._numbers = list(links), count()
+        self._ready = threading.Semaphore(0)
+        self._ended = False
+        for process, link in enumerate(self._links, 1):
+            threading.Thread(target=self._hear, args=(process, link), name="rooftop follower", daemon=True).start()
+
+    def tell(self, kind: str, arrays: Sequence[np.ndarray[Any, Any]] = (), **fields: Any) -> None:
+        """Have all of them do ``kind``; ``arrays`` are copied before this returns."""
+        shapes = [[list(each.shape), each.dtype.str] for each in arrays]
+        sent: list[Buffer] = [each.tobytes() for each in arrays]
+        for link in self._links:
+            link.send(kind, payload=(lambda: sent) if sent else None, arrays=shapes, **fields)
+
+    def number(self) -> int:
+        """Of the next replica: all processes make theirs in the same order."""
+        return next(self._numbers)
+
+    def wait(self) -> None:
+        """Until all have compiled their programs."""
+        for _ in self._links:
+            self._ready.acquire()
+
+    def stop(self) -> None:
+        """Let them end."""
+        self._ended = True
+        self.tell("stop")
+        for link in self._links:
+            link.finish()
+
+    def _hear(self, process: int, link: Link) -> None:
+        try:
+            while True:
+                kind = link.receive().kind
+                if kind == "ready":
+                    self._ready.release()
+                elif kind == "stop":
+                    self.on_stop()
+        except LinkLost as lost:
+            if not self._ended:
+                self.on_lost(f"process {process} of the engine is lost ({lost})")
+
+
+class Leading(Joined):
+    """A replica whose ``followers`` do what it does."""
+
+    def __init__(self, followers: Followers, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._followers, self._number, self._compiled = followers, followers.number(), False
+
+    def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
+        """See ``Replica``; all processes compile at the same time."""
+        self._tell("compile", role=role)
+        self._compiled = False
+        programs = super().compile(on_progress, role=role)
+        self._compiled = True
+        return programs
+
+    def allocate(self) -> None:
+        """See ``Replica``."""
+        if self._compiled:
+            # The others have done so where they have compiled.
+            self._tell("allocate")
+        super().allocate()
+
+    def step(self, *parts: tuple[Ints, int], every: bool = False) -> Any:
+        """See ``Replica``."""
+        self._tell("step", *(packed for packed, _ in parts), widths=[width for _, width in parts], every=every)
+        return super().step(*parts, every=every)
+
+    def propose(self, packed: Ints) -> Ints:
+        """See ``Replica``."""
+        self._tell("propose", packed)
+        return super().propose(packed)
+
+    def adjust(self, slot: int, how: Adjusted) -> None:
+        """See ``Replica``."""
+        self._tell("adjust", how.bias, how.seen, how.mask, how.penalties, slot=slot)
+        super().adjust(slot, how)
+
+    def set_mask(self, slot: int, mask: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+        """See ``Replica``."""
+        self._tell("set_mask", mask, slot=slot)
+        super().set_mask(slot, mask)
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """See ``Replica``; each process has its own shards in its own host's memory."""
+        every = list(copies)
+        self._tell("copy", copies=[[each.to_host, each.source, each.target] for each in every])
+        super().copy(every)
+
+    def take(self, pages: Ints) -> Sequence[jax.Array]:
+        """See ``Replica``; what the others take so, the next ``put`` puts."""
+        self._tell("take", pages)
+        return super().take(pages)
+
+    def put(self, pages: Ints, contents: Sequence[Content]) -> None:
+        """See ``Replica``; ``contents`` are what was taken last, or have come from elsewhere."""
+        came = [each for each in contents if isinstance(each, np.ndarray)]
+        if came:
+            self._tell("fill", pages, *page_parts(came))
+        else:
+            self._tell("put", pages)
+        super().put(pages, contents)
+
+    def _tell(self, kind: str, *arrays: np.ndarray[Any, Any], **fields: Any) -> None:
+        self._followers.tell(kind, arrays, replica=self._number, **fields)
+
+
+def leading(followers: Followers) -> Callable[..., Leading]:
+    """What makes the replicas of the first process."""
+    return partial(Leading, followers)
+
+
+def load_together(
+    checkpoint: Path,
+    configuration: Configuration,
+    followers: Followers,
+    *,
+    draft: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> PagedEngine:
+    """In the first process: an engine, not yet started, over the devices of all. Raises as ``loading.load`` does."""
+    made = parts(checkpoint, configuration, draft, None, options, replica=leading(followers))
+    return PagedEngine(
+        made.replicas, configuration, longest=made.longest, stops=made.stops, draft=made.draft, on_progress=on_progress
+    )
+
+
+def gather(
+    checkpoint: Path,
+    configuration: Configuration,
+    host: str,
+    *,
+    draft: Path | None = None,
+    on_lost: Callable[[str], None],
+    on_stop: Callable[[], None],
+) -> Followers:
+    """In the first process: links to all others, which reach it at ``host``.
+
+    Raises RooftopError where one of them serves something else.
+    """
+    ours, key = _facts(checkpoint, configuration, draft), secrets.token_hex()
+    with bind(host, 0) as listening:
+        listening.listen(jax.process_count())
+        _shared(json.dumps([host, listening.getsockname()[1], key]))
+        links = dict[int, Link]()
+        while len(links) < jax.process_count() - 1:
+            link = accept(listening, key)
+            theirs = link.receive().fields
+            links[theirs["process"]] = link
+            for name, value in ours.items():
+                if theirs["facts"][name] != value:
+                    field = f"{name} of process {theirs['process']}"
+                    raise RooftopError(field, theirs["facts"][name], f"{value}, as in process 0")
+    followers = Followers([links[process] for process in sorted(links)], on_lost, on_stop)
+    followers.tell("begin")
+    return followers
+
+
+class Follower:
+    """One of the other processes: it does what the first one does, until that ends.
+
+    ``on_lost`` is called, from another thread, when the first one is lost. Raises RooftopError and Infeasible as
+    ``loading.load`` does.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        configuration: Configuration,
+        *,
+        draft: Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._on_lost, self._messages = on_lost, Queue[Message]()
+        host, port, key = json.loads(_shared(""))
+        try:
+            self._link = connect(host, port, key)
+        except LinkLost as lost:
+            raise RooftopError(
+                "coordinator", f"{host}:{port}", f"where the first process is reached ({lost})"
+            ) from None
+        facts = _facts(checkpoint, configuration, draft)
+        self._link.send("here", process=jax.process_index(), facts=facts)
+        threading.Thread(target=self._hear, name="rooftop leader", daemon=True).start()
+        # Where it is something else that we serve, the first process says so and is lost.
+        self._messages.get()
+        self._made = parts(checkpoint, configuration, draft, None, options, replica=Joined)
+
+    def stop(self) -> None:
+        """Have the first process finish what is running, and end them all."""
+        self._link.send("stop")
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Until the first process has ended; ``on_ready`` is called once all programs are compiled."""
+        replicas = [*self._made.replicas, *([] if self._made.draft is None else [self._made.draft])]
+        waiting, taken = len(replicas), list[jax.Array]()
+        while (message := self._messages.get()).kind != "stop":
+            _do(replicas[message.fields["replica"]], message, taken)
+            if message.kind == "compile":
+                waiting -= 1
+                if not waiting:
+                    self._link.send("ready")
+                    on_ready()
+        self._link.close()
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                message = self._link.receive()
+                if message.payload is None:
+                    self._link.close("a message came damaged")
+                    continue
+                self._messages.put(message)
+                if message.kind == "stop":
+                    return
+        except LinkLost as lost:
+            self._on_lost(f"the first process of the engine is lost ({lost})")
+
+
+def _do(replica: Joined, message: Message, taken: list[jax.Array]) -> None:
+    """What the first process has said; ``taken`` is what pages held that go from replica to replica."""
+    fields, at = message.fields, 0
+    arrays = list[np.ndarray[Any, Any]]()
+    for shape, name in fields["arrays"]:
+        dtype = np.dtype(name)
+        elements = int(np.prod(shape, dtype=np.int64))
+        assert message.payload is not None, "checked where it came"
+        arrays.append(np.frombuffer(message.payload, dtype, elements, at).reshape(shape))
+        at += elements * dtype.itemsize
+    match message.kind:
+        case "compile":
+            replica.compile(role=fields["role"])
+        case "allocate":
+            replica.allocate()
+        case "step":
+            replica.step(*zip(arrays, fields["widths"], strict=True), every=fields["every"])
+        case "propose":
+            replica.propose(arrays[0])
+        case "adjust":
+            bias, seen, mask, penalties = arrays
+            replica.adjust(fields["slot"], Adjusted(bias=bias, seen=seen, mask=mask, penalties=penalties))
+        case "set_mask":
+            replica.set_mask(fields["slot"], arrays[0])
+        case "copy":
+            replica.copy(
+                Copy(to_host=to_host, source=tuple(source), target=tuple(target))
+                for to_host, source, target in fields["copies"]
+            )
+        case "take":
+            taken[:] = replica.take(arrays[0])
+        case "put":
+            replica.put(arrays[0], list(taken))
+        case "fill":
+            replica.fill(arrays[0], arrays[1:])
+
+
+def _facts(checkpoint: Path, configuration: Configuration, draft: Path | None) -> dict[str, Any]:
+    """What all processes must have alike, as JSON."""
+    fields = asdict(configuration)
+    fields |= fields.pop("policy")
+    return {name: str(value) for name, value in fields.items()} | {
+        "version": rooftop.__version__,
+        "checkpoint": fingerprint(checkpoint),
+        "draft": None if draft is None else fingerprint(draft),
+    }
+
+
+def _shared(text: str) -> str:
+    """The ``text`` of the first process, in all of them."""
+    given = np.zeros(_WHERE, np.uint8)
+    given[: len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(given)).rstrip(b"\0").decode()
+
+
+def own_host(coordinator: str) -> str:
+    """Where the others reach the first process: at the coordinator, which it is, or where it reaches other networks."""
+    if coordinator == "auto":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                # To an address of no one (RFC 5737): nothing is sent, and the way there is known. A machine's own name
+                # often leads to itself only.
+                probe.connect(("192.0.2.1", 9))
+                return str(probe.getsockname()[0])
+            except OSError:
+                return socket.gethostbyname(socket.gethostname())
+    return coordinator.rpartition(":")[0].removeprefix("[").removesuffix("]")

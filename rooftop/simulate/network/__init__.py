@@ -1,0 +1,1 @@
+"""Collectives simulated link by link on a torus."""

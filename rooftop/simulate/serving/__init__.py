@@ -1,0 +1,1 @@
+"""Serving simulated request by request, with the scheduler that the server runs."""

@@ -1,0 +1,163 @@
+"""Step times that an engine measured of itself, for a simulation of that engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rooftop.core.errors import RooftopError
+
+#: Pieces of prompts that are prefilled one by one, whatever else would be padded.
+_FEW = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled program with room for ``sequences`` sequences, that read up to ``context_tokens`` tokens of KV each.
+
+    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence; beside those that it
+    prefills, it may have room for ``generating`` others. A run takes ``seconds``.
+    """
+
+    sequences: int
+    tokens: int
+    context_tokens: int
+    generating: int = 0
+    seconds: float
+
+    @property
+    def width(self) -> int:
+        """New tokens of each sequence."""
+        return self.tokens // self.sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTimes:
+    """``StepTimes`` of an engine with static shapes: a step takes as long as the programs that it is padded to.
+
+    Only programs that ran are known; what would need another one is priced as the nearest. ``overhead_s`` is what each
+    step takes beside its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together. Of an
+    engine of two parts they are those of the one that generates; the other one has ``prefill_kv_tokens`` in
+    ``prefill_kv_groups``, and sends the KV of a sequence in ``handover_s``.
+    """
+
+    page_tokens: int
+    kv_tokens: int
+    programs: tuple[Program, ...]
+    overhead_s: float = 0.0
+    kv_groups: int = 1
+    prefill_kv_tokens: int = 0
+    prefill_kv_groups: int = 1
+    handover_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self._generates or not self._prefills:
+            accepted = "programs that prefill and programs that generate: requests that were served before"
+            raise RooftopError("measured programs", len(self.programs), accepted)
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Pieces by the narrowest program that holds them, as many at a time as one has rows."""
+        return self.overhead_s + sum(self._run_s(run) for run in self._runs(chunks))
+
+    def generate_s(self, batch: int, context_tokens: int) -> float:
+        """The smallest program for the batch, and for the mean context in it."""
+        return self.overhead_s + self._generate_s(batch, context_tokens)
+
+    def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        """One program after another, the first prefill in one with what generates where there is such a program."""
+        if not batch:
+            return self.prefill_s(chunks)
+        runs = list(self._runs(chunks))
+        first = self._mixed(batch, runs[0]) if runs else []
+        if first:
+            seconds, runs = _nearest(first, max(runs[0].context_tokens, context_tokens // batch + 1)), runs[1:]
+        else:
+            seconds = self._generate_s(batch, context_tokens)
+        return self.overhead_s + seconds + sum(self._run_s(run) for run in runs)
+
+    def transfer_s(self, tokens: int) -> float:
+        """As long as they took in the mean, whatever their size. Raises RooftopError where there were none."""
+        if self.handover_s is None:
+            raise RooftopError("batching", "disaggregated", "interleaved: transfers were not measured")
+        return self.handover_s
+
+    def host_copy_s(self, tokens: int) -> float:
+        """Raises RooftopError: copies are not measured apart."""
+        raise RooftopError("host_kv_tokens", tokens, "0: copies to the host were not measured")
+
+    @cached_property
+    def _generates(self) -> list[Program]:
+        found = [each for each in self.programs if not each.tokens]
+        return sorted(found, key=lambda each: (each.sequences, each.context_tokens))
+
+    @cached_property
+    def _prefills(self) -> dict[int, list[Program]]:
+        """Programs by width, in ascending order."""
+        found: dict[int, list[Program]] = {}
+        prefills = [each for each in self.programs if each.tokens and not each.generating]
+        for each in sorted(prefills, key=lambda each: (each.width, each.context_tokens)):
+            found.setdefault(each.width, []).append(each)
+        return found
+
+    def _size(self, batch: int) -> int:
+        """Rows of the program that generates for so many sequences."""
+        sizes = [each.sequences for each in self._generates]
+        return min((each for each in sizes if each >= batch), default=sizes[-1])
+
+    def _generate_s(self, batch: int, context_tokens: int) -> float:
+        size = self._size(batch)
+        return _nearest([each for each in self._generates if each.sequences == size], context_tokens // batch + 1)
+
+    def _mixed(self, batch: int, run: _Run) -> list[Program]:
+        """The programs that do a run while they generate."""
+        size = self._size(batch)
+        shape = (run.rows, run.rows * run.width)
+        return sorted(
+            (each for each in self.programs if each.generating == size and (each.sequences, each.tokens) == shape),
+            key=lambda each: each.context_tokens,
+        )
+
+    def _runs(self, chunks: Sequence[tuple[int, int]]) -> Iterator[_Run]:
+        """The programs that prefill (tokens, tokens before them), in the engine's order."""
+        widths = [*self._prefills]
+        waves: dict[tuple[int, int], list[int]] = {}
+        for tokens, before in chunks:
+            for wave, start in enumerate(range(0, tokens, widths[-1])):
+                size = min(widths[-1], tokens - start)
+                width = next(each for each in widths if each >= size)
+                waves.setdefault((wave, width), []).append(before + start + size)
+        for (_, width), ends in sorted(waves.items(), key=lambda wave: wave[0]):
+            rows = {each.sequences for each in self._prefills[width]}
+            while ends:
+                count = prefill_rows(len(ends), max(rows))
+                count = count if count in rows else max(rows)
+                taken, ends = ends[:count], ends[count:]
+                yield _Run(rows=count, width=width, context_tokens=max(taken))
+
+    def _run_s(self, run: _Run) -> float:
+        return _nearest([each for each in self._prefills[run.width] if each.sequences == run.rows], run.context_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Pieces of prompts that a program with ``rows`` of ``width`` prefills; the longest then has so many tokens."""
+
+    rows: int
+    width: int
+    context_tokens: int
+
+
+def prefill_rows(pieces: int, full: int) -> int:
+    """Rows of the program that prefills the first of so many ``pieces`` of one width: 1, or ``full``.
+
+    A few go one by one: in a full program that is half padding they take longer where compute binds, and where the
+    bytes of the weights bind a single one, a full program takes some such times as well.
+    """
+    return 1 if pieces <= max(1, min(_FEW, full // 2)) else full
+
+
+def _nearest(programs: list[Program], context_tokens: int) -> float:
+    """The time of the smallest program that reads so many tokens; of the largest if none does."""
+    enough = [each for each in programs if each.context_tokens >= context_tokens]
+    return (min(enough, key=lambda each: each.context_tokens) if enough else programs[-1]).seconds

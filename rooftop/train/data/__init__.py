@@ -1,0 +1,1 @@
+"""Training data: corpora, tokens, packing and batches by step."""

@@ -1,0 +1,113 @@
+"""From ``--data`` to batches: the tokenizer, the token store, and what is trained and evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import cache_folder
+from rooftop.runs.folder import RunFolder
+from rooftop.train.data.corpus import Corpus, documents, find_corpus
+from rooftop.train.data.loading import Loader, hold_out
+from rooftop.train.data.packing import pack
+from rooftop.train.data.tokens import TokenStore, token_arrays, tokenise, unigram_entropy
+
+#: Called with how much is done, how much there is, and what comes next.
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What to train on and how to read it; ``tokenizer`` None: one of at most ``vocab`` tokens is trained on it."""
+
+    data: tuple[str, ...]
+    field: str
+    tokenizer: Path | None
+    vocab: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Batches to train on, and to evaluate on if documents are held out; the tokenizer, None for token arrays.
+
+    ``left_out``: files that are no text. ``unigram_entropy``: nats per token of the best guess that sees no context.
+    """
+
+    train: Loader
+    held: Loader | None
+    tokenizer: Tokenizer | None
+    left_out: int
+    unigram_entropy: float
+
+    @property
+    def store(self) -> TokenStore:
+        """All tokens."""
+        return self.train.store
+
+    @property
+    def digest(self) -> str:
+        """Tells data with other tokens apart."""
+        return self.store.digest
+
+
+def open_dataset(
+    source: Source,
+    folder: RunFolder,
+    *,
+    vocab: int,
+    batch: int,
+    seq_len: int,
+    seed: int,
+    held_share: float,
+    progress: Progress | None = None,
+) -> Dataset:
+    """The data, tokenised into the user's cache; the tokenizer is kept in ``folder``, and read there next time.
+
+    ``vocab`` is the model's. All processes call it. Raises RooftopError for what the parts of it raise.
+    """
+    corpus = find_corpus(source.data, progress=progress)
+    tokenizer = None if corpus.tokenised else _tokenizer(source, corpus, folder, progress)
+    if tokenizer is None:
+        store = token_arrays(corpus, vocab=vocab, progress=progress)
+    else:
+        store = tokenise(corpus, tokenizer, cache_folder("tokens"), vocab=vocab, field=source.field, progress=progress)
+    if held_share and store.documents < 2:
+        raise RooftopError("hold-out", held_share, "0 with one document, of which nothing can be held out")
+    kept, held = hold_out(store.documents, held_share, seed) if held_share else (None, None)
+    return Dataset(
+        train=Loader(store=store, packing=pack(store, seq_len, chosen=kept), batch=batch, seed=seed),
+        held=None
+        if held is None
+        else Loader(store=store, packing=pack(store, seq_len, chosen=held), batch=batch, seed=None),
+        tokenizer=tokenizer,
+        left_out=len(corpus.left_out),
+        unigram_entropy=unigram_entropy(store),
+    )
+
+
+def _tokenizer(source: Source, corpus: Corpus, folder: RunFolder, progress: Progress | None) -> Tokenizer:
+    """The first process makes it and keeps it; the others read it."""
+    if jax.process_index() == 0 and not folder.tokenizer.exists():
+        if source.tokenizer is not None:
+            Tokenizer.load(source.tokenizer).save(folder.tokenizer)
+        else:
+            train_bpe(_texts(corpus, source.field, progress), source.vocab).save(folder.tokenizer)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("rooftop tokenizer")
+    found = Tokenizer.load(folder.tokenizer)
+    if source.tokenizer is not None and Tokenizer.load(source.tokenizer).digest != found.digest:
+        raise RooftopError("tokenizer", str(source.tokenizer), f"the one that the run began with, {folder.tokenizer}")
+    return found
+
+
+def _texts(corpus: Corpus, field: str, progress: Progress | None) -> Iterator[str]:
+    for document in documents(corpus, field=field):
+        yield document.text
+        if progress is not None:
+            progress(document.bytes_read, corpus.bytes, "training a tokenizer")
