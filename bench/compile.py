@@ -27,8 +27,9 @@ from rooftop.explain.compiled.report import Report, bytes_by_axes
 from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 

@@ -18,7 +18,7 @@ from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice
 from rooftop.models import MoE, load_model
-from rooftop.plan.training.plan import plan_training
+from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 

@@ -23,7 +23,8 @@ from rooftop.explain.compiled.training import Refusal, nearest_fit, request
 from rooftop.explain.join import join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 

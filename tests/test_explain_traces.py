@@ -29,7 +29,7 @@ from rooftop.explain.measured.modules import program_of, read_module
 from rooftop.explain.measured.report import Explained, explain
 from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
-from rooftop.plan.training.plan import plan_training
+from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from rooftop.runs.folder import RunFolder

@@ -20,8 +20,9 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan.shapes import attended_pairs
+from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import Sweep, sweep
 from rooftop.plan.training.workload import Numerics, Workload

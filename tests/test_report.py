@@ -23,7 +23,7 @@ from rooftop.core.timelines import COMPUTE, TRANSFER, WAIT, Lane, Lanes, Span
 from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan.training.plan import plan_training
+from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from rooftop.present.report import Material, page

@@ -240,7 +240,7 @@ def test_a_kill_at_any_token_changes_no_answer(folder: Path, made: PrefillEngine
 def test_a_process_that_is_started_ends_with_its_stdin_and_not_by_a_signal(folder: Path) -> None:
     """Ctrl-C and SIGTERM are for the one that started it, which still needs it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rooftop.serve.hosts.processes"],
+        [sys.executable, "-m", "rooftop.serve.hosts.loading"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None

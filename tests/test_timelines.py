@@ -18,7 +18,8 @@ from rooftop.core.timelines.xprof import write, xspace
 from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
-from rooftop.plan.training.plan import TrainingPlan, plan_training
+from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from rooftop.roofline.rates import device_stats

@@ -27,6 +27,7 @@ from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.training.batches import batch_curves, book_meshes
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
 from rooftop.roofline.matmul import attainable
@@ -433,7 +434,7 @@ def test_curves_over_batches_are_the_steps_that_plans_have() -> None:
         assert curve.expected_s[1] == pytest.approx(float(exact.expected_s.min()), rel=1e-12)
         assert curve.memory_bytes[1] == pytest.approx(float(exact.memory_bytes.min()), rel=1e-12)
         step = exact.problem.step(exact.only(exact.best))
-        assert curve.compute_s[1] == pytest.approx(float(np.ravel(step.ledger.total("mxu"))[0]), rel=1e-12)
+        assert curve.compute_s[1] == pytest.approx(float(np.ravel(training_ledger(step).total("mxu"))[0]), rel=1e-12)
     # Chapter 5: FSDP's communication hardly grows with the batch, tensor parallelism's does with it.
     fsdp, tensor = curves[1], curves[-1]
     assert fsdp.network_s[1] < 1.5 * fsdp.network_s[0]

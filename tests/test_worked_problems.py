@@ -14,7 +14,7 @@ from rooftop.arrays import Mesh, ShardedArray
 from rooftop.hardware import Slice, chip
 from rooftop.models import ModelConfig, MoE, count_params, flops_per_token, kv_bytes_per_token, load_model
 from rooftop.models.activations import checkpoint_bytes, checkpoint_widths
-from rooftop.plan.training.plan import plan_training
+from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline import matmul, rules

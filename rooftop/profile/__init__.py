@@ -1,4 +1,4 @@
-"""Measurements on the devices here, read from traces or taken directly. Importing it without JAX raises RooftopError."""
+"""Measurements on the devices here, from traces or taken directly. Raises RooftopError on import without JAX."""
 
 from importlib.util import find_spec
 

@@ -183,9 +183,9 @@ def _compiled_function(
     how: Mapping[str, Any],
 ) -> Report:
     from rooftop.arrays import Mesh
-    from rooftop.cli.matmul.command import parse_sizes
     from rooftop.core.errors import RooftopError
     from rooftop.hardware import Slice
+    from rooftop.simulate.expressions import parse_sizes
 
     with uninterrupted():
         from rooftop.compiler.compiling import require_compiler

@@ -78,7 +78,7 @@ def train(
     """
     from rooftop.core.files import write_text
     from rooftop.core.quantities import parse_count
-    from rooftop.plan.training.plan import plan_training
+    from rooftop.plan.training.answer import plan_training
 
     answer = plan_training(_problem(**options), alternatives=parse_count(alternatives, "alternatives"))
     data = answer.to_json()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rooftop.core.ledger import Collective, Ledger, Number, Row
-from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.placement import Placed
+from rooftop.plan.training.pricing import Transfer, Work
 from rooftop.roofline.rates import Rates
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import Sweep, best_of, sweep
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.overlap import overlap
-
-if TYPE_CHECKING:
-    from rooftop.plan.training.plan import TrainingPlan
 
 #: Layouts (the best ones of the search) among which a changed job looks again.
 LOOK_AGAIN = 32
@@ -81,8 +79,6 @@ def _chip(problem: Problem, change: Callable[[Any], dict[str, float]]) -> Proble
 
 def nearest_executable(plan: TrainingPlan) -> dict[str, Any] | None:
     """The largest smaller slice of the chip on which the job splits evenly and fits, with its plan's summary."""
-    from rooftop.plan.training.plan import TrainingPlan
-
     problem = plan.problem
     for shape in _smaller_shapes(problem.slice):
         try:

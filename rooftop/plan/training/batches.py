@@ -19,6 +19,7 @@ from rooftop.core.ledger import Number
 from rooftop.models.activations import parse_policy
 from rooftop.plan.layouts import Layouts, enumerate_layouts
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import BLOCK
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
@@ -113,7 +114,7 @@ def _priced(problem: Problem, layouts: Layouts, choice: Choice, batches: Sequenc
     def table(values: Number) -> Floats:
         return np.broadcast_to(np.asarray(values, np.float64), (shape[0] * shape[1], 1)).reshape(shape)
 
-    ledger = step.ledger
+    ledger = training_ledger(step)
     return _Priced(
         compute_s=table(ledger.total("mxu")),
         network_s=table(ledger.total("ici") + ledger.total("dcn")),

@@ -12,19 +12,19 @@ import numpy as np
 from rooftop import __version__
 from rooftop.arrays.mesh import AXES, Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.core.errors import Infeasible, RooftopError, misread
+from rooftop.core.errors import RooftopError, misread
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, flops_per_token
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import from_mesh
-from rooftop.plan.pricing import idle_fraction
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import host_bytes
+from rooftop.plan.training.pricing import idle_fraction
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.reasons import Reason, shortfall, training_reasons
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.reasons import Reason, training_reasons
+from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -53,7 +53,7 @@ class TrainingPlan:
     @cached_property
     def ledger(self) -> Ledger:
         """The planned ledger: scalar rows, those that do nothing left out."""
-        rows = (_scalar_row(row, self.mesh) for row in self.step.ledger)
+        rows = (_scalar_row(row, self.mesh) for row in training_ledger(self.step))
         return Ledger(tuple(row for row in rows if row.count and (row.expected_s or row.time_s)))
 
     @cached_property
@@ -240,54 +240,6 @@ class TrainingPlan:
             return cls(problem=problem, mesh=Mesh.from_json(slice_, data["mesh"]), choice=choice)
         except (KeyError, TypeError, ValueError) as error:
             raise misread("plan", error, "a plan.json written by rooftop plan") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingAnswer:
-    """The best plan, the runners-up, and the changes that would help; ``searched`` is the number of candidates."""
-
-    plan: TrainingPlan
-    alternatives: list[TrainingPlan]
-    what_if: list[dict[str, Any]]
-    nearest_executable: dict[str, Any] | None
-    searched: int
-
-    def to_json(self) -> dict[str, Any]:
-        """plan.json."""
-        return self.plan.to_json() | {
-            "alternatives": [plan.summary() for plan in self.alternatives],
-            "what_if": self.what_if,
-            "nearest_executable": self.nearest_executable,
-            "searched": self.searched,
-        }
-
-    def require_fit(self) -> None:
-        """Raises Infeasible, saying by how many bytes and in which class, if even the smallest does not fit."""
-        if not self.plan.fits:
-            raise Infeasible(
-                f"{self.plan.problem.model.name} does not fit {self.plan.problem.slice.name}",
-                shortfall(self.plan.problem, self.plan.memory),
-            )
-
-
-def plan_training(problem: Problem, *, alternatives: int = 5) -> TrainingAnswer:
-    """Search and answer. Raises RooftopError on sizes that cannot be."""
-    from rooftop.plan.training.advice import nearest_executable, what_if
-
-    found = sweep(problem)
-    best = _plan(found, found.best)
-    return TrainingAnswer(
-        plan=best,
-        alternatives=[_plan(found, candidate) for candidate in found.alternatives(alternatives)],
-        what_if=what_if(found, best),
-        nearest_executable=nearest_executable(best) if best.obstacles else None,
-        searched=found.searched,
-    )
-
-
-def _plan(found: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
-    only = found.only(candidate)
-    return TrainingPlan(problem=found.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
 
 
 def _obstacles(problem: Problem, mesh: Mesh, choice: Choice) -> list[str]:

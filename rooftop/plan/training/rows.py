@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rooftop.core.ledger import Number
+from rooftop.core.ledger import Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import POLICIES
-from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
     Matmul,
     attention_head_sizes,
@@ -24,12 +22,10 @@ from rooftop.plan.shapes import (
     mlp_matmuls,
     parameters,
 )
+from rooftop.plan.training.pricing import Transfer, Work, price_work
+from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import TOKEN_AXES
 from rooftop.roofline.achievable import kernel_flops
-
-if TYPE_CHECKING:
-    from rooftop.plan.training.step import TrainingStep
-
 
 #: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.
 _ATTENTION_CHECKPOINTS = {
@@ -54,6 +50,11 @@ _EXPERT_CHECKPOINTS = {
     "mlp_act": "layers/moe/experts",
     "mlp_down": "layers/moe/experts",
 }
+
+
+def training_ledger(step: TrainingStep) -> Ledger:
+    """Every row of the step, with the exposed time of its collectives; figures broadcast to [C, K]."""
+    return price_work(training_work(step), step.strategies, step.rates, step.assumptions)
 
 
 def training_work(step: TrainingStep) -> list[Work]:

@@ -22,6 +22,7 @@ from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
@@ -170,7 +171,7 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
         step = problem.step(strategies[part] if shape[0] > rows else strategies)
-        expected[part] = np.broadcast_to(step.ledger.expected_s, expected[part].shape)
+        expected[part] = np.broadcast_to(training_ledger(step).expected_s, expected[part].shape)
         if memory:
             held[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
     return expected, held

@@ -14,15 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
-from rooftop.core.ledger import Ledger, Number
+from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
 from rooftop.models.segments import layers_alone
-from rooftop.plan.pricing import price_work
 from rooftop.plan.shapes import attention_matmuls, mlp_matmuls, parameters
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import TOKEN_AXES, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import Rates
@@ -195,8 +193,3 @@ class TrainingStep:
         router = 0.0 if moe is None else (1 - self.dense_share) * self.model.d_model * moe.experts
         found: Floats = self.layers * (latent + router) / self.strategies.devices("fsdp")
         return found
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """Every row of the step, with what each collective leaves exposed; figures broadcast to [C, K]."""
-        return price_work(training_work(self), self.strategies, self.rates, self.assumptions)

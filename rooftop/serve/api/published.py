@@ -29,7 +29,7 @@ _CLIPPED = 60
 @cache
 def document() -> Mapping[str, Any]:
     """The OpenAPI document of the server."""
-    found: dict[str, Any] = json.loads(files("rooftop.serve").joinpath("openapi.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(files("rooftop.serve.api").joinpath("openapi.json").read_text(encoding="utf-8"))
     found["info"]["version"] = __version__
     return found
 

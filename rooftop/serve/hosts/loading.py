@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import rooftop
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.loading import parts
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.hosts.generating import Generator
 from rooftop.serve.hosts.handover import fingerprint
 from rooftop.serve.hosts.prefilling import PrefillEngine
-from rooftop.serve.hosts.processes import Other
+from rooftop.serve.hosts.processes import Other, Told
+from rooftop.serve.server import bind
 
 
 def load_prefill(
@@ -67,3 +75,38 @@ def _facts(checkpoint: Path, replica: Replica, configuration: Configuration) -> 
         "page_tokens": configuration.page_tokens,
         "pools": [[list(leaf.shape[1:]), str(leaf.dtype)] for leaf in replica.pool_leaves],
     }
+
+
+def main() -> None:
+    """The process that is started here: generates for the one that started it, until that ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Whatever else is printed goes to stderr.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    told: Told = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+
+    try:
+        generator = load_generator(told.checkpoint, told.configuration, options=told.options)
+        generator.start()
+    except RooftopError as error:
+        said = {"field": error.field, "given": str(error.given), "accepted": error.accepted}
+        print(json.dumps(said), file=out, flush=True)
+        return
+    except Infeasible as error:
+        print(json.dumps({"what": error.what, "by": error.by}), file=out, flush=True)
+        return
+    with bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        print(json.dumps({"port": bound.getsockname()[1]}), file=out, flush=True)
+        generator.serve(bound, told.key, lambda event: None)
+
+
+def _end_with(pipe: IO[bytes]) -> None:
+    pipe.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.serve.engine.configuration import Configuration
@@ -116,7 +115,7 @@ class Child:
                 raise LinkLost("closed")
             self._port = None
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rooftop.serve.hosts.processes"],
+                [sys.executable, "-m", "rooftop.serve.hosts.loading"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=os.environ | self._environment,
@@ -182,40 +181,3 @@ class Child:
                 # What was not flushed has no reader.
                 with suppress(OSError):
                     pipe.close()
-
-
-def main() -> None:
-    """The process that is started here: generates for the one that started it, until that ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    # Whatever else is printed goes to stderr.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    told: Told = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
-    from rooftop.serve.hosts.loading import load_generator
-    from rooftop.serve.server import bind
-
-    try:
-        generator = load_generator(told.checkpoint, told.configuration, options=told.options)
-        generator.start()
-    except RooftopError as error:
-        said = {"field": error.field, "given": str(error.given), "accepted": error.accepted}
-        print(json.dumps(said), file=out, flush=True)
-        return
-    except Infeasible as error:
-        print(json.dumps({"what": error.what, "by": error.by}), file=out, flush=True)
-        return
-    with bind("127.0.0.1", 0) as bound:
-        bound.listen()
-        print(json.dumps({"port": bound.getsockname()[1]}), file=out, flush=True)
-        generator.serve(bound, told.key, lambda event: None)
-
-
-def _end_with(pipe: IO[bytes]) -> None:
-    pipe.read()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,10 +12,10 @@ from rooftop.algebra.einsums import Strategy
 from rooftop.algebra.expression import parse
 from rooftop.algebra.pricing import PRICES, Prices
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
-from rooftop.cli.matmul.command import parse_sizes, price_expression
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
+from rooftop.simulate.expressions import parse_sizes, price_expression
 from rooftop.ui.answers import PRICE_LEVELS, Answer, Blocks, Chart, Explorer, Figure, Held, Spans, Table
 from rooftop.ui.controls import Control, State, select, slider, text
 

@@ -1,0 +1,59 @@
+"""The answer to a training problem: the best plan, the runners-up, and the changes that would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.core.errors import Infeasible
+from rooftop.plan.training.advice import nearest_executable, what_if
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.reasons import shortfall
+from rooftop.plan.training.search import Sweep, sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingAnswer:
+    """The best plan, the runners-up, and the changes that would help; ``searched`` is the number of candidates."""
+
+    plan: TrainingPlan
+    alternatives: list[TrainingPlan]
+    what_if: list[dict[str, Any]]
+    nearest_executable: dict[str, Any] | None
+    searched: int
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json."""
+        return self.plan.to_json() | {
+            "alternatives": [plan.summary() for plan in self.alternatives],
+            "what_if": self.what_if,
+            "nearest_executable": self.nearest_executable,
+            "searched": self.searched,
+        }
+
+    def require_fit(self) -> None:
+        """Raises Infeasible, saying by how many bytes and in which class, if even the smallest does not fit."""
+        if not self.plan.fits:
+            raise Infeasible(
+                f"{self.plan.problem.model.name} does not fit {self.plan.problem.slice.name}",
+                shortfall(self.plan.problem, self.plan.memory),
+            )
+
+
+def plan_training(problem: Problem, *, alternatives: int = 5) -> TrainingAnswer:
+    """Search and answer. Raises RooftopError on sizes that cannot be."""
+    found = sweep(problem)
+    best = _plan(found, found.best)
+    return TrainingAnswer(
+        plan=best,
+        alternatives=[_plan(found, candidate) for candidate in found.alternatives(alternatives)],
+        what_if=what_if(found, best),
+        nearest_executable=nearest_executable(best) if best.obstacles else None,
+        searched=found.searched,
+    )
+
+
+def _plan(found: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
+    only = found.only(candidate)
+    return TrainingPlan(problem=found.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
