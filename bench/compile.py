@@ -23,7 +23,7 @@ from typing import Any
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import write_text
-from rooftop.explain.compiled.report import Report, bytes_by_axes
+from rooftop.explain.compiled.report import CompiledReport, bytes_by_axes
 from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.hardware import Slice
 from rooftop.models import load_model
@@ -119,7 +119,7 @@ def row(case: Case) -> dict[str, Any]:
         return given | {"note": str(error)}
 
 
-def _compared(report: Report) -> dict[str, Any]:
+def _compared(report: CompiledReport) -> dict[str, Any]:
     data = report.to_json()
     moved = bytes_by_axes(report.joined, report.findings)
     return {

@@ -24,7 +24,7 @@ from rooftop.algebra.einsums import Einsum, strategies
 from rooftop.algebra.pricing import Prices
 from rooftop.algebra.resharding import shardings
 from rooftop.arrays import Mesh, ShardedArray
-from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import write_text
@@ -68,7 +68,7 @@ def compare(prices: Prices, asked: Einsum) -> dict[str, object]:
         "overlapped": False,
     }  # fmt: skip
     program = "rooftop.programs.einsum.sharded:lower_strategy"
-    written = compile_ahead_of_time(Request(mesh=prices.mesh, program=program, arguments=arguments))
+    written = compile_ahead_of_time(CompileRequest(mesh=prices.mesh, program=program, arguments=arguments))
     schedule = timeline(written.module, written.mesh)
     best = planned_program(strategies(asked, prices, overlapped=False)[0], prices)
     kept = compiled_program(written, schedule, prices, "bf16").keys == best.keys

@@ -57,11 +57,11 @@ def main() -> None:
     from rooftop.embed.preprocess import Preprocessor
     from rooftop.embed.workers import make_ready
     from rooftop.models.embedding_tables.stacking import stack_tables
-    from rooftop.models.embedding_tables.tables import Feature, Table, Tables
+    from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, Tables
 
     names = [f"C{index + 1}" for index in range(FEATURES)]
     model = Tables(
-        tables=tuple(Table(name=name, vocabulary=VOCABULARY, width=16) for name in names),
+        tables=tuple(EmbeddingTable(name=name, vocabulary=VOCABULARY, width=16) for name in names),
         features=tuple(Feature(name=name, table=name) for name in names),
     )
     stacking = stack_tables(model, cores=CHIPS * CORES_PER_CHIP, cores_per_device=CORES_PER_CHIP, batch=chosen.batch)

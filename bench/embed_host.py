@@ -99,14 +99,15 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
     from rooftop.embed.workers import make_ready
     from rooftop.models.embedding_tables.limits import StackLimits
     from rooftop.models.embedding_tables.stacking import padded, stack_tables
-    from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+    from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables
 
     inputs = draw(batch)
     names = [f"t{index:02d}" for index in range(FEATURES)]
     optimizer = TableOptimizer(kind="sgd")
     model = Tables(
         tables=tuple(
-            Table(name=name, vocabulary=VOCABULARY, width=16, combiner=combiner, optimizer=optimizer) for name in names
+            EmbeddingTable(name=name, vocabulary=VOCABULARY, width=16, combiner=combiner, optimizer=optimizer)
+            for name in names
         ),
         features=tuple(Feature(name=f"f{name[1:]}", table=name) for name in names),
         config=SparseCoreConfig(disable_table_stacking=not stacked, max_ids_per_chip_per_sample=10_000),

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Request
+from rooftop.compiler.compiling import CompileRequest
 from rooftop.compiler.sparsecore import compile_with_marks
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import write_text
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, per_device
 
@@ -89,7 +89,9 @@ def run(case: Case) -> dict[str, Any]:
     cores = own * where.devices
     tables = Tables(
         tables=(
-            Table(name="t", vocabulary=4096 * cores, width=case.width, optimizer=TableOptimizer(kind=case.optimizer)),
+            EmbeddingTable(
+                name="t", vocabulary=4096 * cores, width=case.width, optimizer=TableOptimizer(kind=case.optimizer)
+            ),
         ),
         features=(Feature(name="f", table="t"),),
     )
@@ -102,7 +104,7 @@ def run(case: Case) -> dict[str, Any]:
     )
     plan = EmbedPlan(problem=problem)
     memory = plan.stack_memory(problem.stacking.stacks[0])
-    request = Request(
+    request = CompileRequest(
         mesh=Mesh.lay(where, {"data": where.devices}),
         program="rooftop.programs.embedding.lowering:lower_part",
         arguments={

@@ -16,12 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, sparsecore_overlap
 from rooftop.core.files import write_text
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.problem import per_device, stacking_on
 
 RESULTS = Path(__file__).parent / "results" / "embed_overlap.csv"
@@ -37,7 +37,7 @@ def run(name: str, kinds: tuple[str, ...], part: str, rescheduled: bool) -> dict
     cores = per_device(where) * where.devices
     tables = Tables(
         tables=tuple(
-            Table(name=f"t{index}", vocabulary=4096 * cores, width=32, optimizer=TableOptimizer(kind=kind))
+            EmbeddingTable(name=f"t{index}", vocabulary=4096 * cores, width=32, optimizer=TableOptimizer(kind=kind))
             for index, kind in enumerate(kinds)
         ),
         features=tuple(Feature(name=f"f{index}", table=f"t{index}") for index in range(len(kinds))),
@@ -45,7 +45,7 @@ def run(name: str, kinds: tuple[str, ...], part: str, rescheduled: bool) -> dict
     limits = StackLimits(max_ids=256, max_unique_ids=128, buffer=full_buffer(256, cores))
     stacks = stacking_on(tables, where, SAMPLES * cores).stacks
     compiled = compile_ahead_of_time(
-        Request(
+        CompileRequest(
             mesh=Mesh.lay(where, {"data": where.devices}),
             program="rooftop.programs.embedding.lowering:lower_part",
             arguments={

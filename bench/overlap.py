@@ -16,7 +16,7 @@ import time
 from collections import Counter
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 from rooftop.programs.model.layer import Computation
@@ -58,7 +58,7 @@ def main() -> None:
             laid = Mesh.from_layout(Slice.parse(name), layout)
             mesh = Mesh(laid.slice, {axis: laid.axes.get(axis, ()) for axis in AXES})
             program = TrainProgram(computation=Computation(model=MODEL, remat="block"), batch=batch, seq_len=2048)
-            request = Request(
+            request = CompileRequest(
                 mesh=mesh,
                 program="rooftop.programs.training.step:lower",
                 arguments=program.to_json(),

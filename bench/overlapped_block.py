@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.files import write_text
 from rooftop.hardware import Slice
@@ -34,7 +34,7 @@ def main() -> None:
         for version, bidirectional in VERSIONS:
             arguments = {"B": 8192, "D": 8192, "F": width, "version": version, "bidirectional": bidirectional}
             compiled = compile_ahead_of_time(
-                Request(mesh=mesh, program="rooftop.programs.einsum.block:lower", arguments=arguments)
+                CompileRequest(mesh=mesh, program="rooftop.programs.einsum.block:lower", arguments=arguments)
             )
             ours = timeline(compiled.module, mesh)
             theirs = timeline(compiled.module, mesh, estimates="xla")

@@ -31,8 +31,8 @@ from typing import Any
 from serve_cpu import MODELS, make_checkpoint
 
 from rooftop.checkpoints.tokenizer import train_bpe
-from rooftop.serve.client.prediction import Told, deployment_of, measured_times, outside_s, predict
-from rooftop.serve.client.replay import Target, prompts_of, replay
+from rooftop.serve.client.prediction import PredictionInput, deployment_of, measured_times, outside_s, predict
+from rooftop.serve.client.replay import ReplayTarget, prompts_of, replay
 from rooftop.simulate.serving.metrics import Targets
 from rooftop.simulate.serving.traces import Lengths, draw_trace
 
@@ -89,10 +89,10 @@ def ask(options: argparse.Namespace, *, rate: float, seed: int) -> dict[str, Any
         seed=seed,
     )
     # The tokenizer is smaller than the model: it can spell what comes back.
-    target = Target(url=url, model=options.model, vocab=300)
-    before = Told.read(url)
+    target = ReplayTarget(url=url, model=options.model, vocab=300)
+    before = PredictionInput.read(url)
     replayed = asyncio.run(replay(trace, prompts_of(trace, 300, seed), target, Targets()))
-    after = Told.read(url)
+    after = PredictionInput.read(url)
     assert before is not None and after is not None and len(replayed.served) == len(trace)
     policy, _ = after.policy
     measured = replayed.to_json()

@@ -33,8 +33,8 @@ from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
-from rooftop.simulate.serving.metrics import Metrics, Targets
-from rooftop.simulate.serving.traces import Lengths, Trace, draw_trace
+from rooftop.simulate.serving.metrics import ServingMetrics, Targets
+from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace
 
 RATE, SECONDS = 20, 3600
 
@@ -50,7 +50,7 @@ def step_times() -> StepTimes:
     return plan_serving(problem).plan.step_times()
 
 
-def independent() -> Trace:
+def independent() -> RequestTrace:
     """Poisson arrivals of requests that have nothing in common."""
     return draw_trace(
         requests_per_second=RATE,
@@ -60,7 +60,7 @@ def independent() -> Trace:
     )
 
 
-def conversations(turns: int = 6) -> Trace:
+def conversations(turns: int = 6) -> RequestTrace:
     """As many requests, in conversations of some turns, a minute apart; each repeats all blocks of those before it."""
     random = np.random.default_rng(0)
     people = RATE * SECONDS // turns
@@ -70,7 +70,7 @@ def conversations(turns: int = 6) -> Trace:
     said = [
         tuple(range(who * turns, who * turns + n + 1)) for who, n in zip(person.tolist(), turn.tolist(), strict=True)
     ]
-    return Trace(
+    return RequestTrace(
         arrival_s=arrival[order],
         prompt_tokens=(128 * (turn + 1) + random.integers(1, 128, len(turn)))[order],
         output_tokens=random.integers(50, 450, len(turn), endpoint=True)[order],
@@ -79,7 +79,7 @@ def conversations(turns: int = 6) -> Trace:
     )
 
 
-def cases(times: StepTimes) -> Iterator[tuple[str, Trace, Deployment]]:
+def cases(times: StepTimes) -> Iterator[tuple[str, RequestTrace, Deployment]]:
     """What is simulated: a name, requests, servers."""
     trace = independent()
     yield "static", trace, Deployment(policy=Policy(max_batch=64, batching="static"), times=times, replicas=4)
@@ -102,10 +102,10 @@ def cases(times: StepTimes) -> Iterator[tuple[str, Trace, Deployment]]:
     )
 
 
-def measure(trace: Trace, deployment: Deployment) -> tuple[float, float, dict[str, Any], int]:
+def measure(trace: RequestTrace, deployment: Deployment) -> tuple[float, float, dict[str, Any], int]:
     """CPU and wall seconds of a simulation with its figures, the figures, and how many runs of steps it took."""
     cpu, wall = time.process_time(), time.perf_counter()
-    found = Metrics(simulation=simulate(trace, deployment), targets=Targets(ttft_s=1.0, tpot_s=0.05))
+    found = ServingMetrics(simulation=simulate(trace, deployment), targets=Targets(ttft_s=1.0, tpot_s=0.05))
     figures = found.to_json()
     runs = sum(len(server.runs) for server in found.simulation.servers)
     return time.process_time() - cpu, time.perf_counter() - wall, figures, runs

@@ -49,7 +49,7 @@ from rooftop.profile.microbench.timing import provenance, usable_bytes
 from rooftop.programs.parameters import Batch
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, abstract_state, init_state, train_step
-from rooftop.train.metrics import Rates
+from rooftop.train.metrics import TrainRates
 
 TOY = ModelConfig(
     name="toy", family="llama", layers=2, d_model=128, d_ff=384, heads=4, kv_heads=2, d_head=32, vocab=512,
@@ -147,7 +147,7 @@ def measure(case: Case, chip: str, here: Local, steps: int, traced: int) -> list
         (trace,) = Path(folder).rglob("*.xplane.pb")
         spent = by_row(ProfileData.from_file(str(trace)), places(compiled))
     peak = here.flops_per_s(program.compute_dtype)
-    rates, tokens = Rates.of(model, case.seq_len, peak), case.batch * case.seq_len
+    rates, tokens = TrainRates.of(model, case.seq_len, peak), case.batch * case.seq_len
     mfu = rates.mfu(tokens / step_s)
     used = (here.devices[0].memory_stats() or {}).get("peak_bytes_in_use")
     same = {
@@ -283,7 +283,7 @@ def main() -> None:
         print(f"# python bench/train_gpu.py {' '.join(sys.argv[1:])}".rstrip(), file=file)
         where = f"{told['devices']}; planned for {chip}:1"
         print(f"# {time.strftime('%Y-%m-%d')}, {versions}, {told['runtime']}; {where}", file=file)
-        print(f"# MFU: {Rates.of(cases(chosen.tiny)[0].model, 1, None).convention}", file=file)
+        print(f"# MFU: {TrainRates.of(cases(chosen.tiny)[0].model, 1, None).convention}", file=file)
         names = dict.fromkeys(name for line in lines for name in line)
         out = csv.DictWriter(file, list(names), lineterminator="\n", restval="")
         out.writeheader()

@@ -12,11 +12,14 @@ import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
-from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, Tables
 
 SAMPLES, ROWS = 32, 100
 TABLES = Tables(
-    tables=(Table(name="a", vocabulary=ROWS, width=8, combiner="mean"), Table(name="b", vocabulary=ROWS, width=8)),
+    tables=(
+        EmbeddingTable(name="a", vocabulary=ROWS, width=8, combiner="mean"),
+        EmbeddingTable(name="b", vocabulary=ROWS, width=8),
+    ),
     features=(Feature(name="x", table="a"), Feature(name="y", table="b")),
     config=SparseCoreConfig(allow_id_dropping=False),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rooftop.embed.inputs import Ragged
-from rooftop.models.embedding_tables.tables import Table, TableOptimizer
+from rooftop.models.embedding_tables.tables import EmbeddingTable, TableOptimizer
 
 
 def combine_weights(ids: Ragged, combiner: str) -> np.ndarray:
@@ -27,7 +27,7 @@ def look_up(table: np.ndarray, ids: Ragged, combiner: str) -> np.ndarray:
     return found
 
 
-def table_gradient(table: Table, looked: list[tuple[Ragged, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+def table_gradient(table: EmbeddingTable, looked: list[tuple[Ragged, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """[vocabulary, width], and which rows were looked up; ``looked`` are ids and their activations' gradients."""
     gradient = np.zeros((table.vocabulary, table.width))
     used = np.zeros(table.vocabulary, bool)
@@ -41,7 +41,7 @@ def table_gradient(table: Table, looked: list[tuple[Ragged, np.ndarray]]) -> tup
 class DenseTable:
     """One table and its slots, every row updated by itself."""
 
-    def __init__(self, table: Table, rows: np.ndarray) -> None:
+    def __init__(self, table: EmbeddingTable, rows: np.ndarray) -> None:
         self.table, self.rows, self.step = table, rows.astype(np.float64), 0
         begin = dict(table.optimizer.parameters).get("initial_accumulator", 0.0)
         self.slots = [np.zeros_like(self.rows), np.zeros_like(self.rows)]

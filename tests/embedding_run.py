@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 
 FEATURES = 4
 BATCH = 64
@@ -19,7 +19,9 @@ def tables() -> Tables:
     rowwise = TableOptimizer(kind="rowwise_adagrad", learning_rate=0.2)
     return Tables(
         tables=tuple(
-            Table(name=f"t{index + 1}", vocabulary=40 + index, width=8, optimizer=adagrad if index < 2 else rowwise)
+            EmbeddingTable(
+                name=f"t{index + 1}", vocabulary=40 + index, width=8, optimizer=adagrad if index < 2 else rowwise
+            )
             for index in range(FEATURES)
         ),
         features=tuple(Feature(name=f"C{index + 1}", table=f"t{index + 1}") for index in range(FEATURES)),

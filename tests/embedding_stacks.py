@@ -9,7 +9,7 @@ from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
-from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables
 
 
 @st.composite
@@ -18,7 +18,7 @@ def stacks(draw: st.DrawFn) -> tuple[Stacking, int, dict[str, Ragged]]:
     devices, per_device = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     combiner, cores = draw(st.sampled_from(["sum", "mean", "sqrtn"])), devices * per_device
     tables = tuple(
-        Table(
+        EmbeddingTable(
             name=f"t{index}",
             vocabulary=draw(st.sampled_from([1, 2, 7, 50, 120])),
             width=8,

@@ -18,7 +18,7 @@ from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import load
-from rooftop.serve.engine.requests import Request, Sampling, Token
+from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
 
 GREEDY: dict[str, Any] = json.loads((ORACLES / "greedy.json").read_text())
 NAMES = sorted(set(GREEDY) - {"made_with"})
@@ -68,7 +68,7 @@ def answers(
             if token.finish is not None:
                 ended.set()
 
-        request = Request(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic())
+        request = ServeRequest(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic())
         serving.submit(request, deliver)
         if not at_once:
             assert ended.wait(120)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.arrays import Mesh, Piece, Span, span
+from rooftop.arrays import AxisPiece, AxisSpan, Mesh, span
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import PhysicalAxis, Slice
 from rooftop.roofline.collectives import FORMS, price
@@ -17,7 +17,7 @@ from rooftop.roofline.collectives import FORMS, price
 LINK = 4.5e10
 
 
-def group(*axes: tuple[int, int, bool], length: tuple[int, ...] | None = None) -> Span:
+def group(*axes: tuple[int, int, bool], length: tuple[int, ...] | None = None) -> AxisSpan:
     """A group from (size, stride, wrapped) per physical axis of a torus."""
     physical = tuple(
         PhysicalAxis(
@@ -34,7 +34,7 @@ def group(*axes: tuple[int, int, bool], length: tuple[int, ...] | None = None) -
     return span(physical, np.array([a[0] for a in axes]), np.array([a[1] for a in axes]))
 
 
-def rate(kind: str, g: Span) -> float:
+def rate(kind: str, g: AxisSpan) -> float:
     return float(price(kind, g).seconds_per_byte["ici"])
 
 
@@ -79,7 +79,7 @@ def test_part_of_a_ring_is_an_open_line() -> None:
 def test_over_dcn_only_the_slowest_bytes_move() -> None:
     mesh = Mesh(
         Slice.parse("v5e:4x4@4"),
-        {"data": (Piece("dcn", 1, 4), Piece("x", 1, 4)), "fsdp": (Piece("y", 1, 4),)},
+        {"data": (AxisPiece("dcn", 1, 4), AxisPiece("x", 1, 4)), "fsdp": (AxisPiece("y", 1, 4),)},
     )
     found = price("all_reduce", mesh.span("data"))
     dcn = next(axis for axis in mesh.slice.physical_axes if axis.resource == "dcn")
@@ -88,7 +88,7 @@ def test_over_dcn_only_the_slowest_bytes_move() -> None:
 
 
 def test_gpu_nodes_are_a_switch() -> None:
-    mesh = Mesh(Slice.parse("h100:8x4"), {"fsdp": (Piece("network", 1, 4), Piece("node", 1, 8))})
+    mesh = Mesh(Slice.parse("h100:8x4"), {"fsdp": (AxisPiece("network", 1, 4), AxisPiece("node", 1, 8))})
     node, network = (axis for axis in mesh.slice.physical_axes)
     found = price("all_gather", mesh.span("fsdp"))
     # The book's GPU chapter: every level takes V (n - 1)/n over what its members can take in together.
@@ -130,7 +130,7 @@ def seconds(kind: str, on: str, layout: str, axis: str, payload: float, form: st
     return float(found.bound_s(payload)["ici"])
 
 
-def wrapped(g: Span) -> Span:
+def wrapped(g: AxisSpan) -> AxisSpan:
     """The same group, were its axes rings."""
     physical = tuple(replace(axis, wrapped=True) for axis in g.physical)
     return span(physical, g.size, g.stride)
@@ -213,7 +213,7 @@ def test_the_book_counts_whole_shards_and_every_axis_as_full() -> None:
 
 
 def test_the_book_forms_leave_switches_and_dcn_as_they_are() -> None:
-    h100 = Mesh(Slice.parse("h100:8x4"), {"fsdp": (Piece("network", 1, 4), Piece("node", 1, 8))}).span("fsdp")
+    h100 = Mesh(Slice.parse("h100:8x4"), {"fsdp": (AxisPiece("network", 1, 4), AxisPiece("node", 1, 8))}).span("fsdp")
     for kind in ("all_gather", "all_reduce", "all_to_all"):
         assert price(kind, h100, "book").seconds_per_byte == price(kind, h100).seconds_per_byte
 

@@ -20,7 +20,7 @@ import pytest
 from rooftop.arrays import AXES, Mesh
 from rooftop.compiler import cache as cache_module
 from rooftop.compiler.cache import Cache, digest
-from rooftop.compiler.compiling import ENVIRONMENT, PHASES, Request, compile_ahead_of_time
+from rooftop.compiler.compiling import ENVIRONMENT, PHASES, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.compiler.worker import header, load, pack
 from rooftop.core.errors import Infeasible, RooftopError
@@ -51,9 +51,11 @@ def refuse(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.
     raise Infeasible("seven heads on four devices", "one too few")
 
 
-def request(program: str, *, save: bool = False, options: Mapping[str, Any] | None = None, **arguments: Any) -> Request:
+def request(
+    program: str, *, save: bool = False, options: Mapping[str, Any] | None = None, **arguments: Any
+) -> CompileRequest:
     """A request for a program of this file."""
-    return Request(
+    return CompileRequest(
         mesh=MESH, program=f"test_compiling:{program}", arguments=arguments, options=options or {}, save=save
     )
 
@@ -255,7 +257,7 @@ def test_executables_are_stamped() -> None:
     assert made.executable is not None
     found = header(made.executable)
     assert found["versions"] == dict(made.versions)
-    assert Request.from_json(found["request"]) == request("multiply", size=256, save=True)
+    assert CompileRequest.from_json(found["request"]) == request("multiply", size=256, save=True)
     assert len(made.executable) > 10_000
     other = made.executable.replace(b'"jax": "', b'"jax": "1', 1)
     with pytest.raises(RooftopError, match=r"the versions that compiled it: jax 1"):

@@ -18,7 +18,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Compiled, Request
+from rooftop.compiler.compiling import Compiled, CompileRequest
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.compiler.sparsecore import CHECKS, TILE_MEMORY, Marks, check_options, parse_checks, require_checks
 from rooftop.core.errors import Infeasible, RooftopError
@@ -58,7 +58,7 @@ class Pretended(Compilation):
     beyond_plan: int | None = None
     no_hbm: bool = False
 
-    def run(self, request: Request) -> Marks:
+    def run(self, request: CompileRequest) -> Marks:
         part, only = request.arguments["part"], request.arguments.get("only")
         limits = request.arguments["limits"]
         if only is not None and self.most < limits[only]["max_unique_ids"] != self.island:
@@ -282,11 +282,11 @@ def test_a_flag_that_libtpu_does_not_know_is_one_line(monkeypatch: pytest.Monkey
 
 
 def test_a_pretended_compiler_is_given_the_plans_mesh(plan: EmbedPlan) -> None:
-    seen: list[Request] = []
+    seen: list[CompileRequest] = []
 
     @dataclass(frozen=True, kw_only=True)
     class Watched(Pretended):
-        def run(self, request: Request) -> Marks:
+        def run(self, request: CompileRequest) -> Marks:
             seen.append(request)
             return super().run(request)
 

@@ -23,11 +23,11 @@ from rooftop.embed.criteo import (
     read_batches,
     require_labels,
 )
-from rooftop.models.embedding_tables.tables import MOST_ROWS, Feature, Table, Tables
+from rooftop.models.embedding_tables.tables import MOST_ROWS, EmbeddingTable, Feature, Tables
 
 SIZES = {"C26": 2, "C1": 40, "C2": 1, "C3": MOST_ROWS, "C14": 100_003}
 TABLES = Tables(
-    tables=tuple(Table(name=f"t{name}", vocabulary=size, width=8) for name, size in SIZES.items()),
+    tables=tuple(EmbeddingTable(name=f"t{name}", vocabulary=size, width=8) for name, size in SIZES.items()),
     features=tuple(Feature(name=name, table=f"t{name}") for name in SIZES),
 )
 
@@ -199,7 +199,9 @@ def test_only_what_criteo_does_not_write_is_read_line_by_line(path: Path) -> Non
 
 def test_nothing_is_looked_at_for_tables_of_one_row(path: Path) -> None:
     path.write_bytes(b"\t".join([b"1", *[b"7"] * COUNTS, *[b"no"] * CATEGORIES]) + b"\n0" + b"\t 7" * 13 + b"\t" * 26)
-    tables = Tables(tables=(Table(name="t", vocabulary=1, width=8),), features=(Feature(name="C5", table="t"),))
+    tables = Tables(
+        tables=(EmbeddingTable(name="t", vocabulary=1, width=8),), features=(Feature(name="C5", table="t"),)
+    )
     (batch,) = read_batches(path, tables, 2)
     assert {name: ids.tolist() for name, ids in batch.ids.items()} == {"C5": [0, 0]}
     assert batch.label.tolist() == [1, 0] and (batch.dense == np.log1p(np.float32(7))).all()

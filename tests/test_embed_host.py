@@ -26,7 +26,7 @@ from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
-from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables
 
 ORACLES = Path(__file__).parent / "oracles"
 KERNELS = [False, True] if importlib.util.find_spec("numba") else [False]
@@ -109,7 +109,7 @@ def models(draw: st.DrawFn) -> tuple[Stacking, int, dict[str, Ragged]]:
     tables, features = [], []
     for index in range(draw(st.integers(1, 3))):
         tables.append(
-            Table(
+            EmbeddingTable(
                 name=f"t{index}",
                 vocabulary=draw(st.sampled_from([1, 2, 7, 50, 1000, 2**24])),
                 width=8,
@@ -310,7 +310,7 @@ def test_weights_of_keys_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_table(vocabulary: int = 64, cores: int = 2, **config: Any) -> Stacking:
     model = Tables(
-        tables=(Table(name="t", vocabulary=vocabulary, width=8),),
+        tables=(EmbeddingTable(name="t", vocabulary=vocabulary, width=8),),
         features=(Feature(name="f", table="t"),),
         config=SparseCoreConfig(**config),
     )
@@ -425,7 +425,7 @@ def test_a_bucket_that_no_pass_can_hold() -> None:
         == 2
     )
     model = Tables(
-        tables=(Table(name="t", vocabulary=64, width=8),),
+        tables=(EmbeddingTable(name="t", vocabulary=64, width=8),),
         features=(Feature(name="f", table="t", length=3),),
     )
     shared = stack_tables(model, cores=2, cores_per_device=2, batch=2)
@@ -514,7 +514,10 @@ def test_kernels_that_are_not_installed() -> None:
 @pytest.mark.parametrize("accelerate", KERNELS)
 def test_passes_over_samples_hold_what_one_pass_holds(accelerate: bool) -> None:
     tables = Tables(
-        tables=(Table(name="a", vocabulary=90, width=8), Table(name="b", vocabulary=40, width=8, combiner="sum")),
+        tables=(
+            EmbeddingTable(name="a", vocabulary=90, width=8),
+            EmbeddingTable(name="b", vocabulary=40, width=8, combiner="sum"),
+        ),
         features=(
             Feature(name="x", table="a"), Feature(name="y", table="a"), Feature(name="s", table="b", length=3),
         ),
@@ -564,7 +567,9 @@ def test_passes_over_samples_hold_what_one_pass_holds(accelerate: bool) -> None:
 
 
 def test_an_id_of_every_sample_fits_in_passes_over_samples_alone() -> None:
-    tables = Tables(tables=(Table(name="t", vocabulary=64, width=8),), features=(Feature(name="f", table="t"),))
+    tables = Tables(
+        tables=(EmbeddingTable(name="t", vocabulary=64, width=8),), features=(Feature(name="f", table="t"),)
+    )
     stacking = stack_tables(tables, cores=2, cores_per_device=2, batch=64)
     small = {"t": StackLimits(max_ids=8, max_unique_ids=8, buffer=64)}
     inputs = {"f": np.zeros(64, np.int64)}

@@ -18,7 +18,7 @@ from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.embed.space import Space
 from rooftop.models.embedding_tables.limits import StackLimits
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
-from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, Tables
 
 
 @settings(max_examples=200)
@@ -162,7 +162,7 @@ def ids_of(rng: np.random.Generator, samples: int, most: int, vocabulary: int) -
 
 def two_stacks(cores: int, per_device: int, batch: int, vocabulary: int = 600, **config: Any) -> Stacking:
     """Two tables, a and b, that are not stacked."""
-    tables = tuple(Table(name=name, vocabulary=vocabulary, width=8) for name in "ab")
+    tables = tuple(EmbeddingTable(name=name, vocabulary=vocabulary, width=8) for name in "ab")
     features = tuple(Feature(name=name, table=name) for name in "ab")
     options = SparseCoreConfig(disable_table_stacking=True, max_ids_per_chip_per_sample=10**6, **config)
     model = Tables(tables=tables, features=features, config=options)

@@ -20,7 +20,7 @@ from rooftop.embed.lookups import TableBatch, layouts
 from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.threads import Threads
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
-from rooftop.models.embedding_tables.tables import Feature, Table, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, Tables
 
 
 @settings(max_examples=100)
@@ -42,7 +42,7 @@ def test_numbas_loops_make_what_numpy_makes(
 
 def test_numba_leaves_keys_beyond_its_own_to_numpy() -> None:
     accelerated = pytest.importorskip("rooftop.embed.accelerated")
-    tables = tuple(Table(name=name, vocabulary=2**29, width=8) for name in "ab")
+    tables = tuple(EmbeddingTable(name=name, vocabulary=2**29, width=8) for name in "ab")
     features = tuple(Feature(name=name, table=name) for name in "ab")
     stacking = stack_tables(Tables(tables=tables, features=features), cores=1, cores_per_device=1, batch=2**30)
     found = layouts(stacking, stacking.stacks[0], 2**30)
@@ -55,7 +55,7 @@ def test_numba_leaves_keys_beyond_its_own_to_numpy() -> None:
 def test_what_numba_does_not_sort_numpy_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where keys have so few bits that not one source fits."""
     accelerated = pytest.importorskip("rooftop.embed.accelerated")
-    tables = tuple(Table(name=name, vocabulary=50, width=8) for name in "ab")
+    tables = tuple(EmbeddingTable(name=name, vocabulary=50, width=8) for name in "ab")
     features = tuple(Feature(name=name, table=name) for name in "ab")
     stacking = stack_tables(Tables(tables=tables, features=features), cores=4, cores_per_device=2, batch=64)
     splits = np.arange(0, 193, 3)
@@ -104,7 +104,7 @@ def test_what_takes_table_after_table(
     weighted: bool, vocabulary: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids with weights, and keys that do not fit; ids that were not checked are kept within theirs."""
-    tables = tuple(Table(name=f"t{index}", vocabulary=vocabulary, width=8) for index in range(count))
+    tables = tuple(EmbeddingTable(name=f"t{index}", vocabulary=vocabulary, width=8) for index in range(count))
     features = tuple(Feature(name=f"f{table.name}", table=table.name, weighted=weighted) for table in tables)
     stacking = stack_tables(Tables(tables=tables, features=features), cores=64, cores_per_device=2, batch=512)
     weights = np.ones(512, np.float32) if weighted else None
@@ -126,7 +126,7 @@ def test_what_takes_table_after_table(
 def test_ids_that_are_not_checked_take_table_after_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """As their keys do not fit: they are cut to the bits of a row."""
     stacking = stack_tables(
-        Tables(tables=(Table(name="t", vocabulary=8, width=8),), features=(Feature(name="f", table="t"),)),
+        Tables(tables=(EmbeddingTable(name="t", vocabulary=8, width=8),), features=(Feature(name="f", table="t"),)),
         cores=2,
         cores_per_device=2,
         batch=8,

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from rooftop.models.embedding_tables.stacking import pack, stack_tables, unpack
-from rooftop.models.embedding_tables.tables import Feature, Initializer, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import (
+    EmbeddingTable,
+    Feature,
+    Initializer,
+    SparseCoreConfig,
+    TableOptimizer,
+    Tables,
+)
 from rooftop.programs.embedding.state import initialise
 
 KINDS = {
@@ -24,7 +31,7 @@ def tables(config: SparseCoreConfig) -> Tables:
     adagrad = TableOptimizer(kind="adagrad", parameters=(("initial_accumulator", 0.3),))
     return Tables(
         tables=tuple(
-            Table(
+            EmbeddingTable(
                 name=kind, vocabulary=400 + 7 * index, width=12 - index // 2, optimizer=adagrad,
                 initializer=Initializer(kind=kind, parameters=tuple(parameters.items())),
             )

@@ -12,7 +12,7 @@ from rooftop.explain.embedding.compiled import MOST_TRIALS, NEAR, EmbedRefusal, 
 from rooftop.explain.embedding.programs import Compilation
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, per_device
 
@@ -75,7 +75,7 @@ def test_a_table_that_all_but_fills_hbm_is_answered_with_the_largest_limits(
     def filled(vocabulary: int) -> EmbedPlan:
         adagrad = TableOptimizer(kind="adagrad")
         tables = Tables(
-            tables=(Table(name="t", vocabulary=vocabulary, width=width, optimizer=adagrad),),
+            tables=(EmbeddingTable(name="t", vocabulary=vocabulary, width=width, optimizer=adagrad),),
             features=(Feature(name="f", table="t"),),
         )
         return EmbedPlan(problem=EmbedProblem(tables=tables, slice=where, batch=4096, limits={"t": limits}))

@@ -18,7 +18,7 @@ from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.statistics import Statistics
 from rooftop.models.embedding_tables.limits import StackLimits
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
-from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, Tables
 
 BATCH = 64
 
@@ -26,9 +26,9 @@ BATCH = 64
 def stacking(cores: int = 4, **config: Any) -> Stacking:
     tables = Tables(
         tables=(
-            Table(name="a", vocabulary=5000, width=8),
-            Table(name="b", vocabulary=900, width=8),
-            Table(name="c", vocabulary=100, width=32),
+            EmbeddingTable(name="a", vocabulary=5000, width=8),
+            EmbeddingTable(name="b", vocabulary=900, width=8),
+            EmbeddingTable(name="c", vocabulary=100, width=32),
         ),
         features=(
             Feature(name="fa", table="a", ids_per_sample=9),

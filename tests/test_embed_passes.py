@@ -26,7 +26,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.train.checkpoint import restore
 from rooftop.embed.train.options import TrainOptions
-from rooftop.embed.train.step import Target
+from rooftop.embed.train.step import StepTarget
 from rooftop.embed.train.trainer import Trainer
 from rooftop.models.embedding_tables.limits import StackLimits
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables, unpack
@@ -171,7 +171,7 @@ def test_a_run_in_passes_is_that_of_one_pass(
         all(passes._step.limits[name].max_ids <= limits.max_ids for name, limits in once._step.limits.items())
         and passes.limits_file.name == "limits-2-4-passes.json"
     )
-    target = SimpleNamespace(of=lambda *_: Target(kernel="sparsecore", cores_per_device=2))
+    target = SimpleNamespace(of=lambda *_: StepTarget(kernel="sparsecore", cores_per_device=2))
     monkeypatch.setattr("rooftop.embed.train.trainer.Target", target)
     monkeypatch.setattr("rooftop.embed.train.trainer.compiler_options", lambda *_, **__: {})
     adagrad = [dataclasses.replace(each, optimizer=TableOptimizer(kind="adagrad")) for each in click_tables().tables]

@@ -22,7 +22,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.schemas import schema
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.exchange import cheapest_exchange, exchanged_bytes
 from rooftop.plan.embedding.memory import document_stack_bytes, least_tile_bytes, replica_factor, stack_bytes, tile_room
 from rooftop.plan.embedding.plan import UNITS, EmbedPlan
@@ -35,7 +35,9 @@ def problem(
     *, on: str = "v5p:2x2x1", vocabulary: int = 5_000_000, unique: int = 512, ids: int = 1024, dense_flops: float = 0.0
 ) -> EmbedProblem:
     tables = Tables(
-        tables=(Table(name="user", vocabulary=vocabulary, width=64, optimizer=TableOptimizer(kind="adagrad")),),
+        tables=(
+            EmbeddingTable(name="user", vocabulary=vocabulary, width=64, optimizer=TableOptimizer(kind="adagrad")),
+        ),
         features=(Feature(name="f", table="user", ids_per_sample=20),),
     )
     where = Slice.parse(on)
@@ -83,7 +85,7 @@ def test_stacks_of_tables_lie_side_by_side() -> None:
     kinds = ("adagrad", "sgd")
     tables = Tables(
         tables=tuple(
-            Table(name=kind, vocabulary=65536, width=64, optimizer=TableOptimizer(kind=kind)) for kind in kinds
+            EmbeddingTable(name=kind, vocabulary=65536, width=64, optimizer=TableOptimizer(kind=kind)) for kind in kinds
         ),
         features=tuple(Feature(name=kind, table=kind) for kind in kinds),
     )
@@ -160,7 +162,7 @@ def test_limits_beyond_a_tile_are_refused_with_the_largest(unique: int, ids: int
 def test_hbm_that_overflows_is_refused_with_the_largest_limits() -> None:
     whole = problem(on="v6e:2x2", unique=5000, ids=5000)
     wide = Tables(
-        tables=(Table(name="user", vocabulary=1000, width=4096),), features=(Feature(name="f", table="user"),)
+        tables=(EmbeddingTable(name="user", vocabulary=1000, width=4096),), features=(Feature(name="f", table="user"),)
     )
     big = EmbedPlan(problem=dataclasses.replace(whole, tables=wide))
     with pytest.raises(Infeasible, match="limits at most user max_unique_ids") as refused:
@@ -185,7 +187,9 @@ def test_a_stack_beyond_what_sparsecores_address_is_refused() -> None:
     # Compiled for v6e:2x2 with 33 GB: "SparseCore only supports 16 GiB of HBM per tensor".
     for vocabulary, fits in ((2**28 - 1024, True), (2**28 + 1024, False)):
         tables = Tables(
-            tables=(Table(name="user", vocabulary=vocabulary, width=64, optimizer=TableOptimizer(kind="sgd")),),
+            tables=(
+                EmbeddingTable(name="user", vocabulary=vocabulary, width=64, optimizer=TableOptimizer(kind="sgd")),
+            ),
             features=(Feature(name="f", table="user"),),
         )
         plan = EmbedPlan(problem=dataclasses.replace(problem(on="v6e:2x2"), tables=tables))
@@ -206,7 +210,9 @@ def test_memory_counts_padding_slots_and_steps_under_way() -> None:
 
 def test_an_optimizer_of_whole_rows_is_an_obstacle() -> None:
     tables = Tables(
-        tables=(Table(name="user", vocabulary=1000, width=8, optimizer=TableOptimizer(kind="rowwise_adagrad")),),
+        tables=(
+            EmbeddingTable(name="user", vocabulary=1000, width=8, optimizer=TableOptimizer(kind="rowwise_adagrad")),
+        ),
         features=(Feature(name="f", table="user"),),
     )
     plan = EmbedPlan(problem=dataclasses.replace(problem(), tables=tables))

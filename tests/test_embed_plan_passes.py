@@ -23,7 +23,7 @@ from rooftop.embed.preprocess import Preprocessor
 from rooftop.explain.embedding.programs import part_request, step_request
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.limits import limits_in_passes
 from rooftop.plan.embedding.memory import stack_bytes, tile_room
 from rooftop.plan.embedding.plan import EmbedPlan
@@ -35,7 +35,7 @@ def plan(
 ) -> EmbedPlan:
     own = optimizer or TableOptimizer(kind="adagrad")
     tables = Tables(
-        tables=(Table(name="user", vocabulary=1_000_000, width=64, optimizer=own),),
+        tables=(EmbeddingTable(name="user", vocabulary=1_000_000, width=64, optimizer=own),),
         features=(Feature(name="f", table="user", ids_per_sample=20),),
     )
     where = Slice.parse(on)
@@ -105,7 +105,7 @@ def test_a_pass_is_an_execution_of_its_rows_and_sums_are_a_second_loop() -> None
 def test_limits_in_passes_hold_what_is_expected_of_a_pass(batch: int, ids: float, vocabulary: int, passes: int) -> None:
     where = Slice.parse("v6e:2x2")
     tables = Tables(
-        tables=(Table(name="t", vocabulary=vocabulary, width=8),),
+        tables=(EmbeddingTable(name="t", vocabulary=vocabulary, width=8),),
         features=(Feature(name="f", table="t", ids_per_sample=ids),),
     )
     samples = 8 * batch
@@ -119,7 +119,7 @@ def test_limits_in_passes_hold_what_is_expected_of_a_pass(batch: int, ids: float
 
 def test_limits_in_passes_hold_what_is_observed() -> None:
     tables = Tables(
-        tables=(Table(name="t", vocabulary=5000, width=8),), features=(Feature(name="f", table="t"),)
+        tables=(EmbeddingTable(name="t", vocabulary=5000, width=8),), features=(Feature(name="f", table="t"),)
     )  # fmt: skip
     batch = 4096
     stacking = stacking_on(tables, Slice.parse("v6e:2x2"), batch)
@@ -160,7 +160,7 @@ def test_limits_that_do_not_fit_in_one_pass_are_answered_with_passes_that_do() -
 
 def test_no_passes_are_proposed_where_tables_are_too_large() -> None:
     tables = Tables(
-        tables=(Table(name="user", vocabulary=2**30, width=64),), features=(Feature(name="f", table="user"),)
+        tables=(EmbeddingTable(name="user", vocabulary=2**30, width=64),), features=(Feature(name="f", table="user"),)
     )
     small = plan(on="v6e:2x2").problem
     big = EmbedPlan(problem=dataclasses.replace(small, tables=tables))

@@ -20,10 +20,10 @@ from rooftop.models.embedding_tables.stacking import Stacking, stack_tables, unp
 from rooftop.models.embedding_tables.tables import (
     COMBINERS,
     OPTIMIZERS,
+    EmbeddingTable,
     Feature,
     Quantization,
     SparseCoreConfig,
-    Table,
     TableOptimizer,
     Tables,
 )
@@ -48,7 +48,7 @@ def model(kind: str, combiner: str, *, stacked: bool = True, clip: float | None 
     sizes = {"items": (90, 6), "users": (50, 5), "words": (300, 12)}
     return Tables(
         tables=tuple(
-            Table(name=name, vocabulary=vocabulary, width=width, optimizer=optimizer, combiner=combiner)
+            EmbeddingTable(name=name, vocabulary=vocabulary, width=width, optimizer=optimizer, combiner=combiner)
             for name, (vocabulary, width) in sizes.items()
         ),
         features=(
@@ -70,7 +70,9 @@ def every_pair(*, stacked: bool = True) -> Tables:
             for width, vocabulary in ((6, 70), (5, 40)):
                 name = f"{kind}-{combiner}-{width}"
                 tables.append(
-                    Table(name=name, vocabulary=vocabulary, width=width, optimizer=optimizer, combiner=combiner)
+                    EmbeddingTable(
+                        name=name, vocabulary=vocabulary, width=width, optimizer=optimizer, combiner=combiner
+                    )
                 )
                 features.append(Feature(name=f"of-{name}", table=name, weighted=width == 6))
     config = SparseCoreConfig(disable_table_stacking=not stacked, max_ids_per_chip_per_sample=1000)
@@ -258,7 +260,7 @@ def test_every_optimizer_with_every_combiner_on_every_mesh(
 def test_simulated_quantisation_looks_up_the_nearest_level(exchange: str) -> None:
     quantization = Quantization(buckets=9, low=-0.1, high=0.1)
     tables = Tables(
-        tables=(Table(name="t", vocabulary=64, width=8, combiner="mean", quantization=quantization),),
+        tables=(EmbeddingTable(name="t", vocabulary=64, width=8, combiner="mean", quantization=quantization),),
         features=(Feature(name="f", table="t"),),
     )
     stacking = stack_tables(tables, cores=8, cores_per_device=2, batch=BATCH)

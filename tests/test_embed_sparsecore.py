@@ -11,7 +11,7 @@ import pytest
 from embedding_programs import HLO
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Request, compile_ahead_of_time
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.compiler.hlo.text import parse
 from rooftop.compiler.sparsecore import (
     PIPELINING_OPTIONS,
@@ -25,7 +25,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import stack_tables
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.memory import stack_bytes, tile_capacity, tile_room
 from rooftop.plan.embedding.problem import per_device
 from rooftop.programs.embedding.lookup import EmbeddingProgram
@@ -34,15 +34,15 @@ from rooftop.programs.embedding.lowering import lower_part
 SLICES = ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
-def request(on: str, part: str, kind: str, *, unique: int = 256, ids: int = 512, width: int = 32) -> Request:
+def request(on: str, part: str, kind: str, *, unique: int = 256, ids: int = 512, width: int = 32) -> CompileRequest:
     where = Slice.parse(on)
     cores = per_device(where) * where.devices
     tables = Tables(
-        tables=(Table(name="t", vocabulary=4096 * cores, width=width, optimizer=TableOptimizer(kind=kind)),),
+        tables=(EmbeddingTable(name="t", vocabulary=4096 * cores, width=width, optimizer=TableOptimizer(kind=kind)),),
         features=(Feature(name="f", table="t"),),
     )
     limits = StackLimits(max_ids=ids, max_unique_ids=unique, buffer=full_buffer(ids, cores))
-    return Request(
+    return CompileRequest(
         mesh=Mesh.lay(where, {"data": where.devices}),
         program="rooftop.programs.embedding.lowering:lower_part",
         arguments={
@@ -116,7 +116,7 @@ def test_an_optimizer_with_a_slot_per_row_is_refused_on_sparsecores() -> None:
 
 
 def test_sparsecores_read_buffers_laid_out_for_passes() -> None:
-    tables = Tables(tables=(Table(name="t", vocabulary=8, width=8),), features=(Feature(name="f", table="t"),))
+    tables = Tables(tables=(EmbeddingTable(name="t", vocabulary=8, width=8),), features=(Feature(name="f", table="t"),))
     stacking = stack_tables(tables, cores=2, cores_per_device=2, batch=2)
     limits = {"t": StackLimits(max_ids=8, max_unique_ids=8, buffer=16)}
     with pytest.raises(RooftopError, match="minibatching"):

@@ -14,11 +14,11 @@ from rooftop.models.embedding_tables.tables import (
     COMBINERS,
     INITIALIZERS,
     OPTIMIZERS,
+    EmbeddingTable,
     Feature,
     Initializer,
     Quantization,
     SparseCoreConfig,
-    Table,
     TableOptimizer,
     Tables,
 )
@@ -57,7 +57,7 @@ length = 20
 
 
 def test_toml_gives_what_python_gives() -> None:
-    user = Table(
+    user = EmbeddingTable(
         name="user",
         vocabulary=1_000_000,
         width=32,
@@ -68,7 +68,7 @@ def test_toml_gives_what_python_gives() -> None:
         initializer=Initializer(kind="uniform", parameters=(("low", -0.1), ("high", 0.1))),
         quantization=Quantization(low=-1.0, high=1.0),
     )
-    item = Table(name="item", vocabulary=10, width=6, optimizer=TableOptimizer(kind="adam"))
+    item = EmbeddingTable(name="item", vocabulary=10, width=6, optimizer=TableOptimizer(kind="adam"))
     features = (
         Feature(name="user_id", table="user"),
         Feature(name="clicked", table="item", weighted=True, ids_per_sample=12.5),
@@ -116,7 +116,7 @@ def test_a_file(tmp_path: Path) -> None:
 def test_json_there_and_back(
     optimizer: str, initializer: str, combiner: str, vocabulary: int, width: int, quantized: bool
 ) -> None:
-    table = Table(
+    table = EmbeddingTable(
         name="t",
         vocabulary=vocabulary,
         width=width,
@@ -182,7 +182,7 @@ def test_one_line_for_what_is_wrong(change: tuple[str, str], says: str) -> None:
 
 
 def test_names_are_told_apart() -> None:
-    table = Table(name="t", vocabulary=1, width=1)
+    table = EmbeddingTable(name="t", vocabulary=1, width=1)
     feature = Feature(name="f", table="t")
     with pytest.raises(RooftopError, match="names that differ"):
         Tables(tables=(table, table), features=(feature,))

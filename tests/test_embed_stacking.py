@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rooftop.core.errors import RooftopError
 from rooftop.models.embedding_tables.stacking import Stacking, pack, padded, report, stack_tables, unpack
 from rooftop.models.embedding_tables.tables import (
+    EmbeddingTable,
     Feature,
     Quantization,
     SparseCoreConfig,
-    Table,
     TableOptimizer,
     Tables,
 )
@@ -24,7 +24,7 @@ from rooftop.models.embedding_tables.tables import (
 def model(*sizes: tuple[int, int], **config: bool) -> Tables:
     """Tables t0, t1, ... of (vocabulary, width), each with a feature."""
     return Tables(
-        tables=tuple(Table(name=f"t{i}", vocabulary=v, width=w) for i, (v, w) in enumerate(sizes)),
+        tables=tuple(EmbeddingTable(name=f"t{i}", vocabulary=v, width=w) for i, (v, w) in enumerate(sizes)),
         features=tuple(Feature(name=f"f{i}", table=f"t{i}") for i in range(len(sizes))),
         config=SparseCoreConfig(**config),
     )
@@ -49,7 +49,7 @@ MODELS = st.lists(
 
 def drawn(sizes: list[tuple[int, int, str, str]], cores: int, cores_per_device: int, activation_bytes: int) -> Stacking:
     tables = tuple(
-        Table(name=f"t{i}", vocabulary=v, width=w, combiner=c, optimizer=TableOptimizer(kind=o))
+        EmbeddingTable(name=f"t{i}", vocabulary=v, width=w, combiner=c, optimizer=TableOptimizer(kind=o))
         for i, (v, w, c, o) in enumerate(sizes)
     )
     features = tuple(Feature(name=f"f{i}", table=f"t{i}") for i in range(len(sizes)))
@@ -110,12 +110,12 @@ def test_stacks_are_alike_within_and_no_larger_than_allowed(
 def test_what_keeps_tables_apart() -> None:
     tables = Tables(
         tables=(
-            Table(name="a", vocabulary=8, width=8),
-            Table(name="b", vocabulary=8, width=9),
-            Table(name="c", vocabulary=8, width=8, combiner="mean"),
-            Table(name="d", vocabulary=8, width=8, optimizer=TableOptimizer(kind="sgd")),
-            Table(name="e", vocabulary=8, width=8, quantization=Quantization(low=0.0, high=1.0)),
-            Table(name="f", vocabulary=8, width=3),
+            EmbeddingTable(name="a", vocabulary=8, width=8),
+            EmbeddingTable(name="b", vocabulary=8, width=9),
+            EmbeddingTable(name="c", vocabulary=8, width=8, combiner="mean"),
+            EmbeddingTable(name="d", vocabulary=8, width=8, optimizer=TableOptimizer(kind="sgd")),
+            EmbeddingTable(name="e", vocabulary=8, width=8, quantization=Quantization(low=0.0, high=1.0)),
+            EmbeddingTable(name="f", vocabulary=8, width=3),
         ),
         features=tuple(Feature(name=f"of_{name}", table=name) for name in "abcdef"),
     )
@@ -129,7 +129,7 @@ def test_what_keeps_tables_apart() -> None:
 
 def test_a_sequence_counts_as_its_positions() -> None:
     tables = Tables(
-        tables=(Table(name="a", vocabulary=8, width=8), Table(name="b", vocabulary=8, width=8)),
+        tables=(EmbeddingTable(name="a", vocabulary=8, width=8), EmbeddingTable(name="b", vocabulary=8, width=8)),
         features=(Feature(name="x", table="a", length=10), Feature(name="y", table="b"), Feature(name="z", table="b")),
     )
     together = stack_tables(tables, cores=2, cores_per_device=2, batch=4, activation_bytes=8 * 4 * 2 * 12)

@@ -13,16 +13,16 @@ import pytest
 from embedding_run import BATCH, tables, write_clicks
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Request
+from rooftop.compiler.compiling import CompileRequest
 from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, compile_with_marks, refusal, sparsecore_overlap
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.embed.train.checkpoint import Saved, restore
 from rooftop.embed.train.options import TrainOptions
-from rooftop.embed.train.step import STAGES, Target, compiler_options, lower_step
+from rooftop.embed.train.step import STAGES, StepTarget, compiler_options, lower_step
 from rooftop.embed.train.trainer import Trainer
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
-from rooftop.models.embedding_tables.tables import Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.problem import per_device, stacking_on
 
 BATCHES = 6
@@ -38,19 +38,21 @@ def elementwise() -> Tables:
     kinds = ("adagrad", "adagrad", "adam", "adam")
     return Tables(
         tables=tuple(
-            Table(name=f"t{index + 1}", vocabulary=500_000 + index, width=32, optimizer=TableOptimizer(kind=kind))
+            EmbeddingTable(
+                name=f"t{index + 1}", vocabulary=500_000 + index, width=32, optimizer=TableOptimizer(kind=kind)
+            )
             for index, kind in enumerate(kinds)
         ),
         features=tuple(Feature(name=f"C{index + 1}", table=f"t{index + 1}") for index in range(len(kinds))),
     )
 
 
-def request(on: str, stage: str) -> Request:
+def request(on: str, stage: str) -> CompileRequest:
     where = Slice.parse(on)
     cores = per_device(where) * where.devices
     limits = StackLimits(max_ids=512, max_unique_ids=256, buffer=full_buffer(512, cores))
     stacks = stacking_on(elementwise(), where, 128 * cores).stacks
-    return Request(
+    return CompileRequest(
         mesh=Mesh.lay(where, {"data": where.devices}),
         program="rooftop.embed.train.step:lower_step",
         arguments={
@@ -108,25 +110,25 @@ def test_a_step_in_passes_over_samples_compiles(on: str) -> None:
 
 def test_the_devices_decide_who_looks_up() -> None:
     for kind, own in (("TPU v5", 4), ("TPU v5p", 4), ("TPU v6 lite", 2), ("TPU7x", 2)):
-        assert Target.of(device(kind), elementwise()) == Target(kernel="sparsecore", cores_per_device=own)
-    assert Target.of(device("TPU v5p"), elementwise(), 4).cores_per_device == 4
+        assert StepTarget.of(device(kind), elementwise()) == StepTarget(kernel="sparsecore", cores_per_device=own)
+    assert StepTarget.of(device("TPU v5p"), elementwise(), 4).cores_per_device == 4
     with pytest.raises(RooftopError, match="cores_per_device: got 2; accepted: 4"):
-        Target.of(device("TPU v5p"), elementwise(), 2)
+        StepTarget.of(device("TPU v5p"), elementwise(), 2)
     # An optimizer that needs whole rows, and chips without SparseCores or whose compiler refuses them.
-    assert Target.of(device("TPU v5p"), tables()).kernel == "reference"
+    assert StepTarget.of(device("TPU v5p"), tables()).kernel == "reference"
     for kind in ("TPU v4", "TPU v5 lite"):
-        assert Target.of(device(kind), elementwise()).kernel == "reference"
+        assert StepTarget.of(device(kind), elementwise()).kernel == "reference"
     here = jax.devices()[0]
-    assert Target.of(here, elementwise()) == Target(kernel="reference", cores_per_device=2)
-    assert Target.of(here, elementwise(), 3).cores_per_device == 3
+    assert StepTarget.of(here, elementwise()) == StepTarget(kernel="reference", cores_per_device=2)
+    assert StepTarget.of(here, elementwise(), 3).cores_per_device == 3
 
 
 def test_a_pipeline_on_sparsecores_is_told_to_overlap() -> None:
-    target = Target(kernel="sparsecore", cores_per_device=4)
+    target = StepTarget(kernel="sparsecore", cores_per_device=4)
     given = device("TPU v5p")
     assert compiler_options(target, given, (), pipelined=True) == PIPELINING_OPTIONS
     assert compiler_options(target, given, (), pipelined=False) == {}
-    elsewhere = Target(kernel="reference", cores_per_device=2)
+    elsewhere = StepTarget(kernel="reference", cores_per_device=2)
     assert compiler_options(elsewhere, jax.devices()[0], ("nan",), pipelined=True) == {}
 
 
@@ -162,7 +164,7 @@ def sparsecores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs for SparseCores whose operations are the reference's: all but these operations is as on a TPU."""
     monkeypatch.setattr(
         "rooftop.embed.train.trainer.Target",
-        SimpleNamespace(of=lambda *_: Target(kernel="sparsecore", cores_per_device=2)),
+        SimpleNamespace(of=lambda *_: StepTarget(kernel="sparsecore", cores_per_device=2)),
     )
     monkeypatch.setattr("rooftop.embed.train.trainer.compiler_options", lambda *_, **__: {})
     monkeypatch.setattr("rooftop.programs.embedding.lookup._lookup_on_sparsecores", _reference("_lookup"))

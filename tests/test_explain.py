@@ -12,13 +12,13 @@ import pytest
 from rooftop.arrays import Mesh
 from rooftop.compiler.collectives.logical import LogicalCollective
 from rooftop.compiler.machine.schedule import Scheduled
-from rooftop.compiler.memory import Buffer, OutOfMemory, PeakMemory
+from rooftop.compiler.memory import HbmBuffer, OutOfMemory, PeakMemory
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.explain.compiled.findings import Findings, find
 from rooftop.explain.compiled.function import inspect, laid_mesh
-from rooftop.explain.compiled.report import Check, Report, bytes_by_axes, verdict
-from rooftop.explain.compiled.rooflines import Operation
+from rooftop.explain.compiled.report import Check, CompiledReport, bytes_by_axes, verdict
+from rooftop.explain.compiled.rooflines import OperationRoofline
 from rooftop.explain.compiled.training import Refusal, nearest_fit, request
 from rooftop.explain.join import join
 from rooftop.hardware import Slice
@@ -62,15 +62,15 @@ def compiled(collectives: Iterable[Scheduled], *rows: Row) -> Ledger:
     return Ledger((*made, *rows))
 
 
-def operation(scope: str, flops: float, *, phase: str = "forward", name: str = "fusion.1") -> Operation:
-    return Operation(
+def operation(scope: str, flops: float, *, phase: str = "forward", name: str = "fusion.1") -> OperationRoofline:
+    return OperationRoofline(
         name=name, opcode="fusion", scope=scope, phase=phase, source="model.py:3", executions=2, shape="", matmul="",
         flops=flops, hbm_bytes=1.0, vector_ops=0.0, time_s={"mxu": 1e-3, "hbm": 2e-3}, expected_s=3e-3, kernel=False,
     )  # fmt: skip
 
 
 def found(
-    plan: Iterable[Row], moved: Iterable[Scheduled] = (), operations: Iterable[Operation] = (), *rows: Row
+    plan: Iterable[Row], moved: Iterable[Scheduled] = (), operations: Iterable[OperationRoofline] = (), *rows: Row
 ) -> Findings:
     moved, plan = list(moved), Ledger(tuple(plan))
     return find(join(plan, compiled(moved, *rows)), plan, moved, list(operations), MESH)
@@ -234,7 +234,7 @@ def test_verdict_says_when_only_the_compiler_makes_it_fit() -> None:
 
 
 def refusal(plan: TrainingPlan, needed: float) -> Refusal:
-    buffers = (Buffer(bytes=7, shape="f32[7]", memory_class="workspace", name="fusion.1", source="model.py:9"),)
+    buffers = (HbmBuffer(bytes=7, shape="f32[7]", memory_class="workspace", name="fusion.1", source="model.py:9"),)
     at_peak = PeakMemory(allocated_bytes=7, buffers=buffers)
     answer = OutOfMemory("toy", needed_bytes=needed, available_bytes=plan.problem.capacity, at_peak=at_peak)
     return Refusal(plan=plan, answer=answer, nearest=nearest_fit(plan, needed))
@@ -291,21 +291,21 @@ def gathered_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> CompiledReport:
     return inspect(gathered_matmul, "bf16[8192_X, D]", "bf16[D_X, F_Y]", on="v5e:4x4", mesh="X=4,Y=4", dims=DIMS)
 
 
 DIMS = {"D": 4096, "F": 16384}
 
 
-def test_operations_add_up_to_the_timeline(report: Report) -> None:
+def test_operations_add_up_to_the_timeline(report: CompiledReport) -> None:
     line = report.timeline
     assert sum(each.total_s for each in report.operations) == pytest.approx(line.compute_s + line.other_wait_s)
     assert float(report.ledger.expected_s) == pytest.approx(line.total_s)
     assert report.to_json()["step"]["expected_s"] == line.total_s
 
 
-def test_a_function_is_read_with_its_roofline(report: Report) -> None:
+def test_a_function_is_read_with_its_roofline(report: CompiledReport) -> None:
     """2048 x 4096 x 4096 on a device: 68.7 GFLOPs; the gather of the weight over X is 4096 x 4096 x 2 bytes."""
     assert report.flops == 2 * 2048 * 4096 * 4096
     assert report.timed.step.mxu_s == pytest.approx(report.flops / 1.97e14)

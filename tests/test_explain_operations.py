@@ -15,7 +15,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.schemas import schema
 from rooftop.explain.axes import axes_of, devices_of, infer_mesh, stride
 from rooftop.explain.operation.inferred import infer
-from rooftop.explain.operation.instruction import Matmul, operation_json, read_operation, times
+from rooftop.explain.operation.instruction import HloMatmul, operation_json, read_operation, times
 from rooftop.hardware import chip
 
 #: A core of the TPU v2 of the book's figures: a v3 has two devices a chip as well.
@@ -69,7 +69,7 @@ def test_the_fusion_string_of_the_book() -> None:
 
 def test_a_matmul_of_the_book_takes_95_6_ms() -> None:
     operation = read_operation(UP)
-    assert operation.matmul == Matmul(batch=1, m=8192, k=8192, n=16384, contracted=(8192,))
+    assert operation.matmul == HloMatmul(batch=1, m=8192, k=8192, n=16384, contracted=(8192,))
     found = times(operation, V2)
     assert found.bound == "mxu"
     # The book, of the whole array on 8 cores: 2 * 32 * 1024 * 8192 * 32768 / (23e12 * 8).

@@ -23,7 +23,7 @@ from jax import P, named_scope
 from jax.experimental import pallas as pl
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.compiler.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
@@ -442,7 +442,7 @@ def too_large(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stag
 
 def compiled(program: str, slice_: str, layout: str = "", **arguments: Any) -> Compiled:
     """Compile a function of this file in this process: its environment is that of the worker (see conftest)."""
-    request = Request(mesh=mesh_on(slice_, layout), program=f"{__name__}:{program}", arguments=arguments)
+    request = CompileRequest(mesh=mesh_on(slice_, layout), program=f"{__name__}:{program}", arguments=arguments)
     return Compiled(mesh=request.mesh, **compile_here(request))
 
 
@@ -568,17 +568,17 @@ def test_only_tpus_are_described() -> None:
 def test_a_program_that_does_not_fit_is_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker process says so in one line, with by how much."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
-    request = Request(mesh=mesh_on("v5e:1x1"), program="test_hlo:too_large", arguments={"elements": 2**32})
+    request = CompileRequest(mesh=mesh_on("v5e:1x1"), program="test_hlo:too_large", arguments={"elements": 2**32})
     with pytest.raises(Infeasible, match=r"test_hlo:too_large on v5e:1x1: needs [\d.]+GiB of the 15.75GiB of HBM"):
         compile_ahead_of_time(request)
 
 
 def test_a_request_that_is_wrong() -> None:
-    request = Request(mesh=mesh_on("v5e:1x1"), program="rooftop.programs.training.step:raise_it")
+    request = CompileRequest(mesh=mesh_on("v5e:1x1"), program="rooftop.programs.training.step:raise_it")
     with pytest.raises(RooftopError, match=r"program: got 'rooftop\.programs\.train_step:raise_it'"):
         compile_ahead_of_time(request)
-    assert Request.from_json(request.to_json()) == request
-    lowers_not = Request(mesh=mesh_on("v5e:1x1"), program="math:atan2")
+    assert CompileRequest.from_json(request.to_json()) == request
+    lowers_not = CompileRequest(mesh=mesh_on("v5e:1x1"), program="math:atan2")
     with pytest.raises(RooftopError, match=r"one that lowers for this mesh \(TypeError"):
         compile_here(lowers_not)
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.compiler.compiling import Compiled, Request
+from rooftop.compiler.compiling import Compiled, CompileRequest
 from rooftop.compiler.hlo import text as hlo
-from rooftop.compiler.memory import CLASSES, Buffer, OutOfMemory, PeakMemory, argument_class, read_memory
+from rooftop.compiler.memory import CLASSES, HbmBuffer, OutOfMemory, PeakMemory, argument_class, read_memory
 from rooftop.compiler.worker import compile_here
 from rooftop.hardware import Slice
 
@@ -138,7 +138,7 @@ def test_what_is_alive_at_the_peak() -> None:
     # A frame of JAX's own stands for the line that called it.
     assert by_name["grad"].source == "/a/model.py:9"
     # A stack that a loop fills belongs to what makes its parts.
-    assert by_name["put"] == Buffer(
+    assert by_name["put"] == HbmBuffer(
         bytes=128,
         shape="f32[4,8]",
         memory_class="activations",
@@ -236,7 +236,7 @@ def train(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.L
 @cache
 def compiled() -> Compiled:
     """The step, compiled in this process for one v5e."""
-    request = Request(mesh=MESH, program=f"{__name__}:train")
+    request = CompileRequest(mesh=MESH, program=f"{__name__}:train")
     return Compiled(mesh=MESH, **compile_here(request))
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.arrays import Mesh, Piece, ShardedArray, parse_axes
+from rooftop.arrays import AxisPiece, Mesh, ShardedArray, parse_axes
 from rooftop.arrays.rules import Rules
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
@@ -46,13 +46,19 @@ def test_rings() -> None:
 @pytest.mark.parametrize(
     ("axes", "what"),
     [
-        ({"fsdp": (Piece("x", 1, 4), Piece("y", 1, 4))}, "z"),
-        ({"fsdp": (Piece("x", 1, 4), Piece("y", 1, 4), Piece("z", 1, 4))}, "z"),
-        ({"fsdp": (Piece("x", 1, 4), Piece("y", 1, 4), Piece("z", 1, 8)), "tensor": (Piece("z", 1, 2),)}, "z"),
-        ({"fsdp": (Piece("x", 1, 4), Piece("y", 1, 4), Piece("w", 1, 8))}, "z"),
+        ({"fsdp": (AxisPiece("x", 1, 4), AxisPiece("y", 1, 4))}, "z"),
+        ({"fsdp": (AxisPiece("x", 1, 4), AxisPiece("y", 1, 4), AxisPiece("z", 1, 4))}, "z"),
+        (
+            {
+                "fsdp": (AxisPiece("x", 1, 4), AxisPiece("y", 1, 4), AxisPiece("z", 1, 8)),
+                "tensor": (AxisPiece("z", 1, 2),),
+            },
+            "z",
+        ),
+        ({"fsdp": (AxisPiece("x", 1, 4), AxisPiece("y", 1, 4), AxisPiece("w", 1, 8))}, "z"),
     ],
 )
-def test_gaps_overlaps_and_unknown_axes_are_refused(axes: dict[str, tuple[Piece, ...]], what: str) -> None:
+def test_gaps_overlaps_and_unknown_axes_are_refused(axes: dict[str, tuple[AxisPiece, ...]], what: str) -> None:
     with pytest.raises(RooftopError, match=what):
         Mesh(V5P, axes)
 

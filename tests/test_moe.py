@@ -26,7 +26,7 @@ from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.ledger import read_ledger
 from rooftop.core.errors import RooftopError
-from rooftop.explain.join import Joined, join
+from rooftop.explain.join import JoinedRow, join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 from rooftop.models import MoE as Mixture
@@ -37,8 +37,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.model import grouped_matmul
-from rooftop.programs.model.moe import Slots, activate, capacity, from_slots, moe_mlp, route, to_slots
-from rooftop.programs.parameters import MoE, Norm
+from rooftop.programs.model.moe import ExpertSlots, activate, capacity, from_slots, moe_mlp, route, to_slots
+from rooftop.programs.parameters import MoEWeights, Norm
 from rooftop.programs.sharding import Dim, Specs, axes_of, named_reshard
 
 Weights = dict[str, np.ndarray]
@@ -132,7 +132,7 @@ def sharded(
     @jax.jit
     def both(x: jax.Array, weights: dict[str, jax.Array], derivative: jax.Array) -> Any:
         def mixture(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-            layer = MoE(norm=Norm(scale=None), **weights)
+            layer = MoEWeights(norm=Norm(scale=None), **weights)
             return moe_mlp(x, layer, model, specs, capacity_factor=factor, matmul=matmul)[0]
 
         out, pull = jax.vjp(mixture, x, weights)
@@ -338,7 +338,7 @@ def test_slots_are_filled_in_order_and_known_both_ways(shape: tuple[int, int], s
     # Some experts more often than others.
     chosen = np.array([sorted(range(experts), key=lambda e: random.random() * (e + 1)) for _ in range(tokens)])
     chosen = chosen[:, :active].astype(np.int32)
-    slots = Slots.of(jnp.asarray(chosen), experts, size)
+    slots = ExpertSlots.of(jnp.asarray(chosen), experts, size)
     pairs, taken = np.asarray(slots.pairs), np.asarray(slots.taken).reshape(-1)
     for expert in range(experts):
         wanted = [pair for pair, chose in enumerate(chosen.reshape(-1)) if chose == expert]
@@ -349,7 +349,7 @@ def test_slots_are_filled_in_order_and_known_both_ways(shape: tuple[int, int], s
 
 def test_to_and_from_slots_are_each_others_transpose() -> None:
     random = np.random.default_rng(1)
-    slots = Slots.of(jnp.asarray(random.permuted(np.tile(np.arange(5), (7, 1)), axis=1)[:, :2], jnp.int32), 5, 2)
+    slots = ExpertSlots.of(jnp.asarray(random.permuted(np.tile(np.arange(5), (7, 1)), axis=1)[:, :2], jnp.int32), 5, 2)
     x, rows = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((7, 3), (5, 2, 3)))
     source = slots.pairs // 2
     there, back = to_slots(x, source, slots.taken), from_slots(rows, source, slots.taken)
@@ -422,7 +422,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
     x = jax.ShapeDtypeStruct((BATCH, SEQ_LEN, D), jnp.float32, sharding=NamedSharding(mesh, Specs(rules).residual))
 
     def mixture(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        layer = MoE(norm=Norm(scale=None), **weights)
+        layer = MoEWeights(norm=Norm(scale=None), **weights)
         matmul = arguments.get("matmul", "batched")
         return moe_mlp(x, layer, model, Specs(rules), capacity_factor=arguments.get("factor"), matmul=matmul)[0]
 
@@ -441,7 +441,7 @@ def test_a_dense_model_has_no_mixture() -> None:
 # ---- the TPU compiler -----------------------------------------------------------------------------------------------
 
 
-def compiled_rows(model: ModelConfig, slice_name: str, layout: str, batch: int, remat: str) -> dict[Any, Joined]:
+def compiled_rows(model: ModelConfig, slice_name: str, layout: str, batch: int, remat: str) -> dict[Any, JoinedRow]:
     """Planned and compiled rows of two layers of experts, forward and backward, by scope and phase."""
     slice_ = Slice.parse(slice_name)
     axes = Mesh.from_layout(slice_, layout).axes
@@ -462,7 +462,9 @@ def compiled_rows(model: ModelConfig, slice_name: str, layout: str, batch: int, 
         x = checkpoint_name(x, "layer_input")
         with named_scope("mlp"), named_scope("norm"):
             normed = jax.nn.standardize(x)
-        return x + moe_mlp(normed, MoE(norm=Norm(scale=None), **layer), model, specs, capacity_factor=1.0)[0], None
+        return x + moe_mlp(normed, MoEWeights(norm=Norm(scale=None), **layer), model, specs, capacity_factor=1.0)[
+            0
+        ], None
 
     def total(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         weights = {name: at_rest(name, weight) for name, weight in weights.items()}
@@ -487,7 +489,7 @@ def compiled_rows(model: ModelConfig, slice_name: str, layout: str, batch: int, 
     return {(row.scope, row.phase): row for row in rows if row.scope.startswith(("layers/moe", "unscoped"))}
 
 
-def moved(row: Joined, kind: str, axis: str) -> tuple[float, float]:
+def moved(row: JoinedRow, kind: str, axis: str) -> tuple[float, float]:
     """Bytes of one kind of collective, planned and compiled."""
     found = [each for each in row.collectives if each.kind == kind and each.axes == (axis,)]
     return tuple(sum(getattr(each, side) or 0.0 for each in found) for side in ("planned_bytes", "compiled_bytes"))

@@ -30,7 +30,7 @@ from rooftop.programs.parameters import Batch, Transformer, initialise
 from rooftop.programs.sharding import Specs
 from rooftop.programs.training.optimizer import Optimizer
 from rooftop.programs.training.program import TrainProgram
-from rooftop.programs.training.step import Metrics, abstract_batch, init_state, lower, train_step
+from rooftop.programs.training.step import StepMetrics, abstract_batch, init_state, lower, train_step
 
 #: Tiny programs take longer to optimise than to run.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -306,7 +306,7 @@ def test_what_is_not_asked_for_is_not_told() -> None:
         _, metrics = jax.eval_shape(
             train_step(made, made.specs(mesh)), init_state(made, jax.random.key(0), mesh), batch
         )
-    assert metrics == Metrics(loss=metrics.loss)
+    assert metrics == StepMetrics(loss=metrics.loss)
 
 
 def test_json_has_what_is_new_and_reads_what_is_old() -> None:

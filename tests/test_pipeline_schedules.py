@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
 from rooftop.plan.training import strategies as plan
-from rooftop.scheduling.pipeline import SCHEDULES, Buffer, Op, Table, Task, pipeline_table, places
+from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, StageBuffer, StageOp, Task, pipeline_table, places
 from rooftop.simulate.pipeline import Durations, bubble, idle_over_busy, lockstep, most_in_flight, run
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
@@ -89,7 +89,7 @@ def test_the_plan_prices_the_same_schedules() -> None:
         assert idle_over_busy(schedule, **size) == pytest.approx(share * 3 / (8 * chunks))
 
 
-def tampered(table: Table, slot: int, stage: int, task: Task | None) -> tuple[tuple[Task | None, ...], ...]:
+def tampered(table: PipelineTable, slot: int, stage: int, task: Task | None) -> tuple[tuple[Task | None, ...], ...]:
     rows = [list(row) for row in table.slots]
     rows[slot][stage] = task
     return tuple(map(tuple, rows))
@@ -97,7 +97,7 @@ def tampered(table: Table, slot: int, stage: int, task: Task | None) -> tuple[tu
 
 def test_wrong_tables_are_refused() -> None:
     table = pipeline_table("zero_bubble", stages=2, microbatches=2)
-    forward = Task(Op.FORWARD, 0)
+    forward = Task(StageOp.FORWARD, 0)
     with pytest.raises(RooftopError, match="after forward of microbatch 0 by chunk 0 of stage 0"):
         replace(table, slots=tampered(table, 0, 1, forward))
     with pytest.raises(RooftopError, match="in two slots"):
@@ -105,7 +105,7 @@ def test_wrong_tables_are_refused() -> None:
     with pytest.raises(RooftopError, match="every task"):
         replace(table, slots=table.slots[:-1])
     with pytest.raises(RooftopError, match="every task"):
-        replace(table, slots=(*table.slots, (Task(Op.FORWARD, 2), None)))
+        replace(table, slots=(*table.slots, (Task(StageOp.FORWARD, 2), None)))
     with pytest.raises(RooftopError, match="one for each of 2"):
         replace(table, slots=(*table.slots, (None,)))
 
@@ -140,28 +140,28 @@ def test_nothing_is_overwritten_before_it_is_read(schedule: str, chunks: int) ->
     table = pipeline_table(schedule, stages=4, microbatches=8, chunks=chunks)
     where = places(table)
     nowhere = where.sizes
-    held = [{kind: dict[int, tuple[int, int]]() for kind in Buffer} for _ in range(table.stages)]
+    held = [{kind: dict[int, tuple[int, int]]() for kind in StageBuffer} for _ in range(table.stages)]
     parts = table.stages * chunks
     for slot, row in enumerate(table.slots):
         sent = []
         for stage, task in ((stage, task) for stage, task in enumerate(row) if task is not None):
             key, part = (task.microbatch, task.chunk), task.chunk * table.stages + stage
             assert (where.op[slot, stage], where.microbatch[slot, stage], where.chunk[slot, stage]) == (task.op, *key)
-            at = dict(zip(Buffer, where.used[slot, stage].tolist(), strict=True))
+            at = dict(zip(StageBuffer, where.used[slot, stage].tolist(), strict=True))
             reads, makes = {
-                Op.FORWARD: ([Buffer.INPUT] * (part > 0), [Buffer.SAVED]),
-                Op.BACKWARD: ([Buffer.GRADIENT, Buffer.SAVED], [Buffer.SPLIT] * table.split),
-                Op.WEIGHTS: ([Buffer.SPLIT], []),
+                StageOp.FORWARD: ([StageBuffer.INPUT] * (part > 0), [StageBuffer.SAVED]),
+                StageOp.BACKWARD: ([StageBuffer.GRADIENT, StageBuffer.SAVED], [StageBuffer.SPLIT] * table.split),
+                StageOp.WEIGHTS: ([StageBuffer.SPLIT], []),
             }[task.op]
             assert all(held[stage][kind][at[kind]] == key for kind in reads)
-            if task.op == Op.FORWARD and part + 1 == parts:
-                makes.append(Buffer.GRADIENT)
+            if task.op == StageOp.FORWARD and part + 1 == parts:
+                makes.append(StageBuffer.GRADIENT)
             for kind in makes:
                 assert at[kind] < nowhere[kind]
                 held[stage][kind][at[kind]] = key
-            if task.op != Op.WEIGHTS and 0 <= (to := part + (1 if task.op == Op.FORWARD else -1)) < parts:
-                sent.append((to % table.stages, Buffer(task.op - 1), (task.microbatch, to // table.stages)))
+            if task.op != StageOp.WEIGHTS and 0 <= (to := part + (1 if task.op == StageOp.FORWARD else -1)) < parts:
+                sent.append((to % table.stages, StageBuffer(task.op - 1), (task.microbatch, to // table.stages)))
         for stage, kind, key in sent:
             held[stage][kind][int(where.arriving[slot, stage, kind])] = key
-        assert (where.arriving[slot] < nowhere[: Buffer.SAVED]).sum() == len(sent)
-    assert where.sizes[Buffer.SAVED] == max(round(table.in_flight(s) * chunks) for s in range(4)) or table.split
+        assert (where.arriving[slot] < nowhere[: StageBuffer.SAVED]).sum() == len(sent)
+    assert where.sizes[StageBuffer.SAVED] == max(round(table.in_flight(s) * chunks) for s in range(4)) or table.split

@@ -30,7 +30,7 @@ from rooftop.programs.sharding import Specs
 from rooftop.programs.training.optimizer import Optimizer
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import (
-    Metrics,
+    StepMetrics,
     TrainState,
     abstract_batch,
     abstract_state,
@@ -201,7 +201,7 @@ def test_thousands_of_devices_without_any() -> None:
     down = before.weights.layers[0][0].mlp.down
     assert down.sharding.shard_shape(down.shape) == (80, 28672 // 4096, 8192)
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.spec == b.sharding.spec, before.weights, after.weights))
-    assert metrics == Metrics(loss=metrics.loss)
+    assert metrics == StepMetrics(loss=metrics.loss)
     assert (metrics.loss.shape, metrics.loss.dtype) == ((), jnp.float32)
 
 

@@ -19,7 +19,7 @@ from test_explain_traces import MODULE, V5E
 from test_profile_synthetic import Event, plane, tpu, xspace
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.timelines import COMPUTE, TRANSFER, WAIT, Lane, Lanes, Span
+from rooftop.core.timelines import COMPUTE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice
 from rooftop.models import load_model
@@ -252,7 +252,7 @@ def test_transfers_beside_have_a_lane(tmp_path: Path) -> None:
 
 def test_a_long_timeline_stays_small() -> None:
     spans = tuple(
-        Span(name=f"op{at}", sort=COMPUTE if at % 50 else WAIT, start_s=at * 1e-6, end_s=(at + 0.9) * 1e-6)
+        TimeSpan(name=f"op{at}", sort=COMPUTE if at % 50 else WAIT, start_s=at * 1e-6, end_s=(at + 0.9) * 1e-6)
         for at in range(40_000)
     )
     drawn = Lanes(title="long", source="measured", total_s=0.04, lanes=(Lane(name="TPU 0", spans=spans),))

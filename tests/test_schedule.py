@@ -19,12 +19,12 @@ from jax.sharding import AxisType, NamedSharding
 
 from rooftop.arrays import Mesh
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
-from rooftop.compiler.compiling import Compiled, Request
+from rooftop.compiler.compiling import Compiled, CompileRequest
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.ledger import read_ledger
 from rooftop.compiler.machine.lanes import compiled_lanes
 from rooftop.compiler.machine.run import COMPUTE
-from rooftop.compiler.machine.schedule import ESTIMATES, Timeline, timeline
+from rooftop.compiler.machine.schedule import ESTIMATES, ScheduleTimeline, timeline
 from rooftop.compiler.timed import TimedLedger, compiled_ledger
 from rooftop.compiler.worker import compile_here
 from rooftop.core.errors import RooftopError
@@ -331,7 +331,7 @@ def hop_s() -> float:
     return RATES.collective_start_s + routed.latency_s + routed.seconds["ici"] / efficiency
 
 
-def check(line: Timeline) -> None:
+def check(line: ScheduleTimeline) -> None:
     """What holds of every timeline."""
     assert line.total_s == pytest.approx(line.compute_s + line.exposed_s + line.other_wait_s)
     assert sum(line.spent_s.values()) == pytest.approx(line.compute_s + line.other_wait_s)
@@ -344,7 +344,7 @@ def check(line: Timeline) -> None:
         assert (each.ledger_entry.expected_s, each.ledger_entry.exposed_s) == (each.price_s, each.exposed_s)
 
 
-def run(body: Sequence[str], *computations: str, estimates: str = "rooftop") -> Timeline:
+def run(body: Sequence[str], *computations: str, estimates: str = "rooftop") -> ScheduleTimeline:
     line = timeline(module(body, *computations), MESH, estimates=estimates)
     check(line)
     return line
@@ -712,7 +712,7 @@ def test_a_collective_that_is_named_outside_every_scope_stays_there() -> None:
 # ---- traces ---------------------------------------------------------------------------------------------------------
 
 
-def check_trace(found: Mapping[str, Any], line: Timeline) -> None:
+def check_trace(found: Mapping[str, Any], line: ScheduleTimeline) -> None:
     """The Trace Event Format: what every phase of an event must have, slices that nest, arrows with both ends."""
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     required = {
@@ -830,7 +830,7 @@ def compiled(case: str) -> Compiled:
     arguments, name = {"gather": (matmul, "einsum"), "scatter": (second, "einsum"), "ring": ({}, "ring")}[
         case.partition(" ")[0]
     ]
-    request = Request(
+    request = CompileRequest(
         mesh=MESH,
         program=f"{__name__}:{name}",
         arguments=arguments,

@@ -28,7 +28,7 @@ from rooftop.programs.model.describe import describe
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.loading import configuration_of
-from rooftop.simulate.serving.measured import MeasuredTimes, Program
+from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
 
 LONGEST = 64
 #: What a program does does not depend on how well it is compiled.
@@ -380,8 +380,8 @@ def test_a_replay_that_cannot_be_is_one_line(
 
 
 def test_measured_times_are_those_of_the_programs() -> None:
-    def program(sequences: int, tokens: int, context_tokens: int, seconds: float) -> Program:
-        return Program(sequences=sequences, tokens=tokens, context_tokens=context_tokens, seconds=seconds)
+    def program(sequences: int, tokens: int, context_tokens: int, seconds: float) -> MeasuredProgram:
+        return MeasuredProgram(sequences=sequences, tokens=tokens, context_tokens=context_tokens, seconds=seconds)
 
     times = MeasuredTimes(
         page_tokens=16, kv_tokens=1024, overhead_s=0.5,

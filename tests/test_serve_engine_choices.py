@@ -18,7 +18,7 @@ from test_families import case
 from rooftop.checkpoints.names import from_checkpoint
 from rooftop.core.errors import RooftopError
 from rooftop.programs.serving.quantised import FORMATS
-from rooftop.programs.serving.sampling import Adjustments, Choice, choose, filtered
+from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, filtered
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.requests import Constraint, Sampling, Token
@@ -68,9 +68,9 @@ FILTERS = [
 ]
 
 
-def choice(hows: list[Sampling], rows: int) -> Choice:
+def choice(hows: list[Sampling], rows: int) -> SampledChoice:
     each = [hows[row % len(hows)] for row in range(rows)]
-    return Choice(
+    return SampledChoice(
         temperature=jnp.array([how.temperature for how in each], jnp.float32),
         top_k=jnp.array([how.top_k or 0 for how in each], jnp.int32),
         top_p=jnp.array([how.top_p for how in each], jnp.float32),

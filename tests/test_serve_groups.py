@@ -25,7 +25,7 @@ from rooftop.models import load_model
 from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.serving.decode import Decoder, by_layer
-from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.groups import GroupedScheduler
 from rooftop.scheduling.serving.scheduler import PREEMPTION, Policy
 from rooftop.serve.engine.configuration import Configuration, Shapes
@@ -135,12 +135,12 @@ def test_every_sequence_is_served_on_one_group_and_no_page_is_lost(
         for group in range(groups)
     ]  # fmt: skip
     scheduler = GroupedScheduler(Policy(max_batch=max_batch, chunk_tokens=chunk, preemption=preemption), caches)
-    coming, here, home = list[Sequence](), list[Sequence](), dict[Sequence, int]()
+    coming, here, home = list[CachedSequence](), list[CachedSequence](), dict[CachedSequence, int]()
     for number in range(chance.randint(1, 12)):
         prompt = chance.randint(1, pages * page_tokens)
         keys = tuple((number % 3, at) for at in range(prompt // page_tokens))
         wanted = chance.randint(1, pages * page_tokens - prompt + 1)
-        coming.append(Sequence(id=number, prompt_tokens=prompt, max_tokens=wanted, keys=keys))
+        coming.append(CachedSequence(id=number, prompt_tokens=prompt, max_tokens=wanted, keys=keys))
     for _ in range(3000):
         while coming and chance.random() < 0.3:
             here.append(coming.pop(0))
@@ -178,7 +178,7 @@ def test_sequences_go_where_their_prefix_is_or_the_fewest_pages_are_used() -> No
 
     def admitted(number: int, prompt: int, name: str) -> int:
         keys = tuple((name, at) for at in range(prompt // 2))
-        sequence = Sequence(id=number, prompt_tokens=prompt, max_tokens=4, keys=keys)
+        sequence = CachedSequence(id=number, prompt_tokens=prompt, max_tokens=4, keys=keys)
         scheduler.submit(sequence)
         step = scheduler.next_step()
         assert step is not None

@@ -8,16 +8,16 @@ import pytest
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.client.prediction import Told, deployment_of, measured_times, outside_s
+from rooftop.serve.client.prediction import PredictionInput, deployment_of, measured_times, outside_s
 from rooftop.serve.engine.configuration import Shapes
 from rooftop.serve.engine.counters import Counters
-from rooftop.simulate.serving.measured import MeasuredTimes, Program, prefill_rows
+from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes, prefill_rows
 
 GENERATE = (("context_tokens", "512"), ("generating", "0"), ("sequences", "4"), ("tokens", "0"))
 PREFILL = (("context_tokens", "512"), ("generating", "0"), ("sequences", "1"), ("tokens", "64"))
 
 
-def told(scale: float) -> Told:
+def told(scale: float) -> PredictionInput:
     """A server that has run so many times ten steps, and answered as many requests."""
     one = {
         "steps_total": 10, "step_seconds_total": 5.0, "kv_pages": 32, "kv_page_tokens": 16,
@@ -28,7 +28,7 @@ def told(scale: float) -> Told:
     for labels, runs, seconds in ((GENERATE, 8, 1.6), (PREFILL, 2, 2.4)):
         values["rooftop_program_runs_total", labels] = runs * scale
         values["rooftop_program_seconds_total", labels] = seconds * scale
-    return Told(values=values)
+    return PredictionInput(values=values)
 
 
 def test_step_times_are_means_of_what_ran_in_between_and_of_what_goes_by_beside_it() -> None:
@@ -43,10 +43,10 @@ def test_step_times_are_means_of_what_ran_in_between_and_of_what_goes_by_beside_
 
 
 def test_servers_that_step_at_once_share_steps_and_have_pages_of_their_own() -> None:
-    def at(scale: float, **more: float) -> Told:
+    def at(scale: float, **more: float) -> PredictionInput:
         found = told(scale)
         changed = {(f"rooftop_{name}", ()): value for name, value in more.items()}
-        return Told(values={**found.values, **changed})
+        return PredictionInput(values={**found.values, **changed})
 
     policy = Policy(max_batch=9)
     # Programs took 8 of 10 s; two at a time they were under way in 5 of them, in 20 steps.
@@ -97,12 +97,12 @@ def test_a_few_pieces_go_one_by_one(pieces: int, full: int, rows: int) -> None:
 
 
 def test_pieces_are_priced_by_the_programs_that_the_engine_takes() -> None:
-    def program(sequences: int, tokens: int, seconds: float) -> Program:
-        return Program(sequences=sequences, tokens=tokens, context_tokens=64, seconds=seconds)
+    def program(sequences: int, tokens: int, seconds: float) -> MeasuredProgram:
+        return MeasuredProgram(sequences=sequences, tokens=tokens, context_tokens=64, seconds=seconds)
 
     alone, full, step = program(1, 16, 1.0), program(4, 64, 3.0), program(4, 0, 0.1)
 
-    def seconds(programs: tuple[Program, ...], pieces: int) -> float:
+    def seconds(programs: tuple[MeasuredProgram, ...], pieces: int) -> float:
         return MeasuredTimes(page_tokens=16, kv_tokens=640, programs=programs).prefill_s([(16, 0)] * pieces)
 
     assert [seconds((alone, full, step), pieces) for pieces in range(1, 8)] == [1, 2, 3, 3, 4, 5, 6]
@@ -111,8 +111,8 @@ def test_pieces_are_priced_by_the_programs_that_the_engine_takes() -> None:
 
 
 def test_a_piece_is_prefilled_beside_what_generates_where_a_program_did_both() -> None:
-    def program(sequences: int, tokens: int, seconds: float, generating: int = 0) -> Program:
-        return Program(
+    def program(sequences: int, tokens: int, seconds: float, generating: int = 0) -> MeasuredProgram:
+        return MeasuredProgram(
             sequences=sequences, tokens=tokens, context_tokens=64, generating=generating, seconds=seconds
         )  # fmt: skip
 

@@ -27,12 +27,12 @@ from test_families import QUICKLY
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
-from rooftop.serve.engine.requests import Request, Sampling, Token
+from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
 from rooftop.serve.hosts.generating import Generator
 from rooftop.serve.hosts.link import Link, LinkLost, accept, address, connect
 from rooftop.serve.hosts.loading import load_generator, load_prefill
 from rooftop.serve.hosts.prefilling import PrefillEngine
-from rooftop.serve.hosts.processes import Child, Other, Remote, Told
+from rooftop.serve.hosts.processes import Child, GeneratorTask, Other, Remote
 from rooftop.serve.server import bind
 
 CASES = GREEDY["llama"]
@@ -141,7 +141,7 @@ class Caller:
 def ask(serving: PagedEngine, number: int, caller: Caller, **how: Any) -> Caller:
     case = CASES[number % len(CASES)]
     sampling = Sampling(**({"max_tokens": len(case["output"]), "temperature": 0.0} | how))
-    request = Request(id=number, prompt=tuple(case["prompt"]), sampling=sampling, arrival_s=time.monotonic())
+    request = ServeRequest(id=number, prompt=tuple(case["prompt"]), sampling=sampling, arrival_s=time.monotonic())
     serving.submit(request, caller)
     return caller
 
@@ -244,7 +244,7 @@ def test_a_process_that_is_started_ends_with_its_stdin_and_not_by_a_signal(folde
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
-    told = Told(checkpoint=folder, configuration=GENERATE, options=QUICKLY, key="key")
+    told = GeneratorTask(checkpoint=folder, configuration=GENERATE, options=QUICKLY, key="key")
     process.stdin.write(pickle.dumps(told))
     process.stdin.flush()
     port = json.loads(process.stdout.readline())["port"]

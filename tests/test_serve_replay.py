@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from rooftop.serve.client.replay import Record, Target, replay
+from rooftop.serve.client.replay import Record, ReplayTarget, replay
 from rooftop.simulate.serving.metrics import Targets
-from rooftop.simulate.serving.traces import Trace
+from rooftop.simulate.serving.traces import RequestTrace
 
 
 @contextmanager
@@ -40,9 +40,9 @@ def answering(*pieces: bytes) -> Iterator[str]:
 
 
 def replayed(*pieces: bytes) -> Record:
-    trace = Trace(arrival_s=np.zeros(1), prompt_tokens=np.array([3]), output_tokens=np.array([2]))
+    trace = RequestTrace(arrival_s=np.zeros(1), prompt_tokens=np.array([3]), output_tokens=np.array([2]))
     with answering(*pieces) as url:
-        found = asyncio.run(replay(trace, [[1, 2, 3]], Target(url=url, model="m", vocab=10), Targets()))
+        found = asyncio.run(replay(trace, [[1, 2, 3]], ReplayTarget(url=url, model="m", vocab=10), Targets()))
     (record,) = found.records
     return record
 

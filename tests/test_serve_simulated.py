@@ -13,15 +13,15 @@ import pytest
 from engines import CONFIGURATION, again, checkpoint, engine
 from test_serve_groups import GROUPED
 
-from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.scheduling.serving.groups import GroupedScheduler, GroupedStep
-from rooftop.scheduling.serving.scheduler import Policy, Scheduler, Step
-from rooftop.serve.client.prediction import Told, deployment_of
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
+from rooftop.serve.client.prediction import PredictionInput, deployment_of
 from rooftop.serve.engine.engine import PagedEngine
-from rooftop.serve.engine.requests import Request, Sampling, Token
+from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
-from rooftop.simulate.serving.traces import Trace
+from rooftop.simulate.serving.traces import RequestTrace
 
 PAGE_TOKENS, GROUPS, LONGEST = 4, 2, 32
 
@@ -69,7 +69,7 @@ class Decisions:
             self.new.clear()
             return next_step(scheduler)
 
-        def completed(scheduler: GroupedScheduler, step: Step, repeats: int = 1) -> None:
+        def completed(scheduler: GroupedScheduler, step: EngineStep, repeats: int = 1) -> None:
             assert isinstance(step, GroupedStep)
             self.steps += [self._of(step)] * repeats
             complete(scheduler, step, repeats)
@@ -109,7 +109,7 @@ class Rounds(Decisions):
                 self.new.append(sequence.id)
             submit(scheduler, sequence, first=first)
 
-        def decided(scheduler: Scheduler, others: int = 0, *, generate: bool = True) -> Step | None:
+        def decided(scheduler: Scheduler, others: int = 0, *, generate: bool = True) -> EngineStep | None:
             if scheduler not in servers:
                 servers.append(scheduler)
             if scheduler is servers[0]:
@@ -119,7 +119,7 @@ class Rounds(Decisions):
                 self.new.clear()
             return next_step(scheduler, others, generate=generate)
 
-        def completed(scheduler: Scheduler, step: Step, repeats: int = 1) -> None:
+        def completed(scheduler: Scheduler, step: EngineStep, repeats: int = 1) -> None:
             did = (
                 [(chunk.sequence.id, chunk.start, chunk.tokens) for chunk in step.chunks],
                 step.generating,
@@ -155,13 +155,13 @@ def test_servers_of_one_process_are_simulated_as_they_step(several: PagedEngine,
     serving, chance = again(several, policy=policy), random.Random(repr(policy))
     prompts = [[chance.randrange(96) for _ in range(chance.randint(3, 12))] for _ in range(16)]
     outputs = [chance.randint(8, 20) for _ in prompts]
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.sort(np.array([chance.choice([0.0, 0.0, 5.0, 9.5, 17.0, 200.0, 203.0]) for _ in prompts])),
         prompt_tokens=np.array([len(prompt) for prompt in prompts]),
         output_tokens=np.array(outputs),
     )
     room = 12 * PAGE_TOKENS
-    told = Told(values={("rooftop_servers", ()): serving.stats().servers})
+    told = PredictionInput(values={("rooftop_servers", ()): serving.stats().servers})
     times = SecondsOfOne(kv_tokens=room, prefill_kv_tokens=room, kv_groups=1, prefill_kv_groups=1)
     deployment = deployment_of(told, times, policy=policy, prefix_cache=False)
     with pytest.MonkeyPatch.context() as patch:
@@ -201,7 +201,7 @@ def test_the_simulator_decides_as_the_engine_does(
         prompts.append(common + [chance.randrange(80, 96) for _ in range(own)])
     outputs = [min(chance.randint(8, 20), LONGEST - len(prompt)) for prompt in prompts]
     arrivals = np.sort(np.array([chance.choice([0.0, 0.0, 5.0, 9.5, 17.0, 200.0, 203.0]) for _ in prompts]))
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=arrivals,
         prompt_tokens=np.array([len(prompt) for prompt in prompts]),
         output_tokens=np.array(outputs),
@@ -255,7 +255,7 @@ def run(
     def submit(steps: int) -> None:
         for number in [number for number, at in came.items() if at == steps]:
             how = Sampling(max_tokens=outputs[number], temperature=0.0)
-            request = Request(id=number, prompt=tuple(prompts[number]), sampling=how, arrival_s=0.0)
+            request = ServeRequest(id=number, prompt=tuple(prompts[number]), sampling=how, arrival_s=0.0)
             serving.submit(request, deliver)
 
     decisions.after = submit  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.choices import Choice
+from rooftop.serve.api.choices import AnswerChoice
 from rooftop.serve.api.constraint import Grammars
 from rooftop.serve.api.detokenise import Detokeniser, StopStrings, Vocabulary
 from rooftop.serve.api.openai import prepare, read_request
@@ -145,7 +145,7 @@ def test_log_probabilities_come_with_their_text_and_not_after_a_stop_string() ->
     tokenizer = serving_echo.tokenizer()
     vocabulary = Vocabulary(tokenizer.definition)
     ids = [int(token) for token in tokenizer.encode("the quick brown fox")]
-    choice = Choice(vocabulary, ["ick br"], logprobs=True)
+    choice = AnswerChoice(vocabulary, ["ick br"], logprobs=True)
     pieces = [choice.push(Token(id=1, token=token, logprob=-1.0)) for token in ids]
     shown = [piece for piece in pieces if piece is not None]
     assert "".join(piece.text for piece in shown) == "the qu"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.choices import Choice
+from rooftop.serve.api.choices import AnswerChoice
 from rooftop.serve.api.constraint import Grammars
 from rooftop.serve.api.detokenise import Vocabulary
 from rooftop.serve.api.texts import ChatTemplate, for_template
@@ -130,7 +130,7 @@ def test_special_tokens_make_calls_and_are_not_shown() -> None:
     assert len(ids) < len(text) - len("TOOL_CALLS")
 
     def pieces(how: Calling | None) -> tuple[str, str]:
-        choice = Choice(vocabulary, (), logprobs=False, calling=how)
+        choice = AnswerChoice(vocabulary, (), logprobs=False, calling=how)
         found = [choice.push(Token(id=1, token=token)) for token in ids]
         found.append(choice.push(Token(id=1, token=0, finish="stop")))
         said = [piece for piece in found if piece is not None]

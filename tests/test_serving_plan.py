@@ -30,7 +30,7 @@ from rooftop.plan.serving.search import (
     sweep_generate,
     token_s,
 )
-from rooftop.plan.serving.workload import Draft, ServingNumerics, ServingWorkload
+from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
 from rooftop.roofline.achievable import fractions
 
@@ -309,7 +309,7 @@ def test_speculation_trades_flops_for_steps() -> None:
     assert rules.speculated_tokens(4, 0.0) == 1
     assert rules.speculated_tokens(4, 1.0) == 5
     assert rules.speculated_tokens(3, 0.5) == pytest.approx((1 - 0.5**4) / 0.5)
-    draft = Draft(model=load_model("llama3-8b"), length=4, acceptance=0.8)
+    draft = DraftModel(model=load_model("llama3-8b"), length=4, acceptance=0.8)
     slow = plan_serving(problem(batch=4)).plan
     fast = plan_serving(problem(batch=4, draft=draft)).plan
     assert fast.token_s < 0.8 * slow.token_s
@@ -326,7 +326,7 @@ def test_speculation_trades_flops_for_steps() -> None:
     assert fast.problem.prompt_kv_bytes == pytest.approx(kv)
     # Both models are held, and none of it pays if nothing is accepted.
     assert float(fast.memory.weights) > float(slow.memory.weights) + 0.9 * 8e9 / 16
-    useless = Draft(model=draft.model, length=4, acceptance=0.0)
+    useless = DraftModel(model=draft.model, length=4, acceptance=0.0)
     assert plan_serving(problem(batch=4, draft=useless)).plan.token_s > slow.token_s
 
 
@@ -443,7 +443,7 @@ def test_the_front_over_chips_is_faster_or_cheaper() -> None:
 
 
 def test_a_plan_file_is_the_plan() -> None:
-    draft = Draft(model=load_model("llama3-8b"), length=3, acceptance=0.6)
+    draft = DraftModel(model=load_model("llama3-8b"), length=3, acceptance=0.6)
     given = problem(mode="disaggregated", prefill_slice=Slice.parse("v5e:8x8"), draft=draft, link="ici")
     plan = plan_serving(given).plan
     again = ServingPlan.from_json(json.loads(json.dumps(plan.to_json())))

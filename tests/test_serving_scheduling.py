@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
-from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.prefixes import PagePool, PrefixCache
 from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy, Scheduler, Step
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
 from rooftop.scheduling.serving.static import StaticScheduler
 
 Tokens = tuple[int, ...]
@@ -31,11 +31,11 @@ def answer(prompt: Tokens, tokens: int) -> Tokens:
     return history
 
 
-def sequence(number: int, prompt: Tokens, tokens: int, page_tokens: int) -> Sequence:
+def sequence(number: int, prompt: Tokens, tokens: int, page_tokens: int) -> CachedSequence:
     """A request whose keys are the very tokens of each page and all before it, generated ones included."""
     history = answer(prompt, tokens)
     ends = range(page_tokens, len(history) + 1, page_tokens)
-    return Sequence(
+    return CachedSequence(
         id=number, prompt_tokens=len(prompt), max_tokens=tokens, keys=tuple(history[:end] for end in ends)
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class Engine:
         self.host: dict[int, list[Tokens]] = {}
         self.history = dict(prompts)
 
-    def execute(self, step: Step) -> list[Sequence]:
+    def execute(self, step: EngineStep) -> list[CachedSequence]:
         """Do what the step says; returns the sequences that got a token."""
         for copy in step.copies:
             source, target = (self.hbm, self.host) if copy.to_host else (self.host, self.hbm)
@@ -68,7 +68,7 @@ class Engine:
             self.history[one.id] += (next_token(self.history[one.id]),)
         return generating + first
 
-    def write(self, one: Sequence, position: int) -> None:
+    def write(self, one: CachedSequence, position: int) -> None:
         """The KV of a token, which needs that of all tokens before it."""
         history = self.history[one.id]
         for before in range(position):
@@ -118,7 +118,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def check_cache(cache: KvCache, running: list[Sequence], swapped: list[Sequence]) -> None:
+def check_cache(cache: KvCache, running: list[CachedSequence], swapped: list[CachedSequence]) -> None:
     """Every page is free, idle or held by exactly those who say so."""
     for pool, holders in ((cache.device, [s.pages for s in running]), (cache.host, [s.host_pages for s in swapped])):
         users: dict[int, int] = {}
@@ -204,7 +204,7 @@ def test_disaggregated_servers_pass_sequences_on(load: dict[str, Any]) -> None:
     there.history = here.history
     coming = list(sequences)
     tokens = dict.fromkeys(range(len(sequences)), 0)
-    on_the_way: list[Sequence] = []
+    on_the_way: list[CachedSequence] = []
     for _ in range(3000):
         if not (coming or front.outstanding or back.outstanding or front.to_send):
             break
@@ -273,16 +273,16 @@ def test_static_batches_end_together(requests: list[tuple[int, int]], max_batch:
 
 
 def test_prefill_goes_first_and_chunks_fill_up() -> None:
-    def started(chunk_tokens: int | None) -> Iterator[Step]:
+    def started(chunk_tokens: int | None) -> Iterator[EngineStep]:
         scheduler = Scheduler(
             Policy(max_batch=4, chunk_tokens=chunk_tokens), KvCache(page_tokens=4, pages=100)
         )  # fmt: skip
-        scheduler.submit(Sequence(id=0, prompt_tokens=3, max_tokens=50))
+        scheduler.submit(CachedSequence(id=0, prompt_tokens=3, max_tokens=50))
         for number in range(1, 4):
             step = scheduler.next_step()
             assert step is not None
             scheduler.complete(step)
-            scheduler.submit(Sequence(id=number, prompt_tokens=20, max_tokens=50))
+            scheduler.submit(CachedSequence(id=number, prompt_tokens=20, max_tokens=50))
             yield step
         for _ in range(6):
             step = scheduler.next_step()
@@ -305,10 +305,10 @@ def test_prefill_goes_first_and_chunks_fill_up() -> None:
 
 def test_the_last_admitted_is_preempted_and_comes_back_first() -> None:
     scheduler = Scheduler(Policy(max_batch=4), KvCache(page_tokens=2, pages=6))
-    first, second, third = (Sequence(id=number, prompt_tokens=2, max_tokens=9) for number in range(3))
+    first, second, third = (CachedSequence(id=number, prompt_tokens=2, max_tokens=9) for number in range(3))
     for one in (first, second):
         scheduler.submit(one)
-    lost: list[Sequence] = []
+    lost: list[CachedSequence] = []
     for _ in range(20):
         step = scheduler.next_step()
         assert step is not None
@@ -426,4 +426,4 @@ def test_what_never_fits_is_refused() -> None:
     assert scheduler.refusal(100, 61) is None
     assert scheduler.refusal(100, 62) == "161 tokens of KV take 11 pages of 10"
     with pytest.raises(RooftopError):
-        Sequence(id=0, prompt_tokens=0, max_tokens=1)
+        CachedSequence(id=0, prompt_tokens=0, max_tokens=1)

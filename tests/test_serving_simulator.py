@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy, Step
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving import engine as serving
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
-from rooftop.simulate.serving.metrics import Metrics, Targets
+from rooftop.simulate.serving.metrics import ServingMetrics, Targets
 from rooftop.simulate.serving.records import Simulation
 from rooftop.simulate.serving.timeline import timeline
-from rooftop.simulate.serving.traces import Lengths, Trace, draw_trace, read_trace
+from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class AffineTimes:
-    """Step times with a constant and so much per token; the context counts up to ``window`` tokens a sequence."""
+    """EngineStep times with a constant and so much per token; the context counts up to ``window`` tokens a sequence."""
 
     page_tokens: int = 16
     kv_tokens: int = 160_000
@@ -62,19 +62,19 @@ class AffineTimes:
         return 2 * self.transfer_token_s * tokens
 
 
-def fixed(arrivals: Sequence[float], prompt: int, output: int) -> Trace:
+def fixed(arrivals: Sequence[float], prompt: int, output: int) -> RequestTrace:
     count = len(arrivals)
-    return Trace(
+    return RequestTrace(
         arrival_s=np.array(arrivals, np.float64),
         prompt_tokens=np.full(count, prompt),
         output_tokens=np.full(count, output),
     )
 
 
-def metrics(trace: Trace, times: StepTimes, targets: Targets | None = None, **options: Any) -> Metrics:
+def metrics(trace: RequestTrace, times: StepTimes, targets: Targets | None = None, **options: Any) -> ServingMetrics:
     policy = {name: options.pop(name) for name in ("batching", "chunk_tokens", "preemption") if name in options}
     deployment = Deployment(policy=Policy(max_batch=options.pop("max_batch", 64), **policy), times=times, **options)
-    return Metrics(simulation=simulate(trace, deployment), targets=targets or Targets())
+    return ServingMetrics(simulation=simulate(trace, deployment), targets=targets or Targets())
 
 
 MODES: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_at_low_load_latencies_are_the_step_times(mode: dict[str, Any]) -> None:
 
 def queue(
     mode: dict[str, Any], load: float, requests: int, output: int = 1
-) -> tuple[Trace, float, np.ndarray[Any, Any]]:
+) -> tuple[RequestTrace, float, np.ndarray[Any, Any]]:
     """Poisson arrivals of equal requests at a server that takes one at a time: trace, service time, waits."""
     times, prompt = AffineTimes(), 250
     service_s = times.prefill_s([(prompt, 0)])
@@ -212,12 +212,12 @@ def test_disaggregated_never_stalls_a_decode_behind_a_prefill() -> None:
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> tuple[Trace, AffineTimes, dict[str, Any]]:
+def traffic(draw: st.DrawFn) -> tuple[RequestTrace, AffineTimes, dict[str, Any]]:
     """A few requests close together, a cache that is too small for all of them, and any way to serve."""
     count = draw(st.integers(1, 12))
     random = np.random.default_rng(draw(st.integers(0, 10_000)))
     page_tokens = draw(st.sampled_from([1, 4, 16]))
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.cumsum(random.exponential(draw(st.sampled_from([1e-4, 0.02, 0.2])), count)),
         prompt_tokens=random.integers(1, 120, count),
         output_tokens=random.integers(1, 60, count),
@@ -249,7 +249,7 @@ def traffic(draw: st.DrawFn) -> tuple[Trace, AffineTimes, dict[str, Any]]:
     return trace, times, mode
 
 
-def served(found: Metrics) -> None:
+def served(found: ServingMetrics) -> None:
     """Every token of every request exactly once, no page left, no time before another."""
     simulation = found.simulation
     trace, requests = simulation.trace, simulation.requests
@@ -288,18 +288,18 @@ def served(found: Metrics) -> None:
 
 @settings(max_examples=300)
 @given(traffic())
-def test_every_token_of_every_request_exactly_once(case: tuple[Trace, AffineTimes, dict[str, Any]]) -> None:
+def test_every_token_of_every_request_exactly_once(case: tuple[RequestTrace, AffineTimes, dict[str, Any]]) -> None:
     trace, times, mode = case
     served(metrics(trace, times, **mode))
 
 
-def one_by_one(times: StepTimes, step: Step, most: int) -> tuple[int, float, float]:
+def one_by_one(times: StepTimes, step: EngineStep, most: int) -> tuple[int, float, float]:
     return 1, times.generate_s(step.batch, step.context_tokens), 0.0
 
 
 @settings(max_examples=200)
 @given(traffic())
-def test_steps_in_closed_form_are_steps_one_by_one(case: tuple[Trace, AffineTimes, dict[str, Any]]) -> None:
+def test_steps_in_closed_form_are_steps_one_by_one(case: tuple[RequestTrace, AffineTimes, dict[str, Any]]) -> None:
     trace, times, mode = case
     fast = metrics(trace, times, **mode)
     with pytest.MonkeyPatch.context() as patch:
@@ -341,7 +341,7 @@ def test_two_requests_by_hand() -> None:
     )
     # Prefills take 1 s. 0: arrives at 0, tokens at 1, 1.1, 1.2; the second prefill until 2.2; 2.3, 2.4.
     # 1: arrives at 1.15, waits for the step under way; tokens at 2.2, 2.3.
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.array([0.0, 1.15]), prompt_tokens=np.array([100, 100]), output_tokens=np.array([5, 2])
     )  # fmt: skip
     found = metrics(trace, times, Targets(ttft_s=1.06, tpot_s=0.2))
@@ -364,7 +364,7 @@ def test_two_requests_by_hand() -> None:
 def test_a_step_lasts_as_long_as_that_of_the_busiest_group() -> None:
     """Two groups with a sequence each: the devices of the smaller one wait for those of the larger."""
     times = AffineTimes(kv_tokens=2 * 160, kv_groups=2)
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.zeros(2), prompt_tokens=np.array([100, 20]), output_tokens=np.array([11, 11]), hashes=None
     )
     found = metrics(trace, times)
@@ -389,7 +389,7 @@ def test_prefix_cache_and_affinity() -> None:
             prompts.append(512 * (turn + 1))
             hashes.append(tuple(person * turns + block for block in range(turn + 1)))
     order = np.argsort(arrival)
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.array(arrival)[order],
         prompt_tokens=np.array(prompts)[order],
         output_tokens=np.full(len(order), 20),
@@ -413,7 +413,7 @@ def test_prefix_cache_and_affinity() -> None:
 def test_a_host_tier_holds_what_hbm_cannot() -> None:
     people, turns = 30, 3
     hashes = tuple((person, 1000 + person) for _ in range(turns) for person in range(people))
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.arange(len(hashes), dtype=np.float64),
         prompt_tokens=np.full(len(hashes), 1025),
         output_tokens=np.full(len(hashes), 2),
@@ -439,7 +439,7 @@ def test_preempted_sequences_are_computed_anew_or_swapped() -> None:
 
 
 def test_requests_that_never_fit_are_refused_and_the_others_served() -> None:
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.array([0.0, 1.0]), prompt_tokens=np.array([100, 500]), output_tokens=np.array([5, 5])
     )  # fmt: skip
     figures = metrics(trace, AffineTimes(kv_tokens=400)).to_json()
@@ -521,7 +521,7 @@ def test_traces_are_read(tmp_path: Path, name: str, text: str) -> None:
 
 
 def test_hashes_that_go_on_are_of_the_answer() -> None:
-    trace = Trace(
+    trace = RequestTrace(
         arrival_s=np.zeros(1),
         prompt_tokens=np.array([20]),
         output_tokens=np.array([30]),

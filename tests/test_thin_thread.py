@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.compiler.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.core.ledger import Collective, Ledger, Row
-from rooftop.explain.join import Joined, join
+from rooftop.explain.join import JoinedRow, join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
@@ -47,11 +47,11 @@ def compile_step(name: str, layout: str, *, batch: int, remat: str) -> tuple[Tra
     axes = Mesh.from_layout(slice_, layout).axes
     mesh = Mesh(slice_, {name: axes.get(name, ()) for name in AXES})
     program = TrainProgram(computation=Computation(model=MODEL, remat=remat), batch=batch, seq_len=512)
-    request = Request(mesh=mesh, program="rooftop.programs.training.step:lower", arguments=program.to_json())
+    request = CompileRequest(mesh=mesh, program="rooftop.programs.training.step:lower", arguments=program.to_json())
     return program, compile_ahead_of_time(request, timeout_s=1200)
 
 
-def collective_bytes(rows: list[Joined], side: str) -> dict[tuple[str, tuple[str, ...]], float]:
+def collective_bytes(rows: list[JoinedRow], side: str) -> dict[tuple[str, tuple[str, ...]], float]:
     """Bytes per step by kind and axes on one side, whatever the scope."""
     total: dict[tuple[str, tuple[str, ...]], float] = {}
     for row in rows:
@@ -61,7 +61,7 @@ def collective_bytes(rows: list[Joined], side: str) -> dict[tuple[str, tuple[str
     return total
 
 
-def differences(rows: list[Joined]) -> dict[tuple[str, str], str]:
+def differences(rows: list[JoinedRow]) -> dict[tuple[str, str], str]:
     return {(row.scope, row.phase): row.verdict for row in rows if not row.agrees}
 
 

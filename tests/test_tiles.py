@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.arrays.tiles import Layout, default_layout, mxu_padding, native_tile, padded_shape
+from rooftop.arrays.tiles import TileLayout, default_layout, mxu_padding, native_tile, padded_shape
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Slice
@@ -21,10 +21,10 @@ Ints = npt.NDArray[np.int64]
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> TileLayout:
     shape = draw(st.lists(st.integers(1, 7), max_size=4))
     tiles = draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), max_size=3))
-    return Layout(
+    return TileLayout(
         dtype=draw(st.sampled_from(["f32", "bf16", "s8", "pred"])),
         shape=tuple(shape),
         minor_to_major=tuple(draw(st.permutations(range(len(shape))))),
@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-def brute_force(layout: Layout) -> Ints:
+def brute_force(layout: TileLayout) -> Ints:
     """Memory order by padding, reshaping and transposing an array of element numbers; -1 is padding."""
     array = np.arange(prod(layout.shape)).reshape(layout.shape).transpose(layout.minor_to_major[::-1])
     for tile in layout.tiles:
@@ -50,19 +50,19 @@ def brute_force(layout: Layout) -> Ints:
 
 
 @given(layouts())
-def test_text_round_trips(layout: Layout) -> None:
-    assert Layout.parse(str(layout)) == layout
+def test_text_round_trips(layout: TileLayout) -> None:
+    assert TileLayout.parse(str(layout)) == layout
 
 
 @given(layouts())
-def test_memory_order_is_that_of_reshape_and_transpose(layout: Layout) -> None:
+def test_memory_order_is_that_of_reshape_and_transpose(layout: TileLayout) -> None:
     order = layout.physical_order()
     assert order.tolist() == brute_force(layout).tolist()
     assert len(order) == prod(layout.tiled_shape)
 
 
 @given(layouts())
-def test_every_element_has_one_place_in_memory(layout: Layout) -> None:
+def test_every_element_has_one_place_in_memory(layout: TileLayout) -> None:
     offsets = {layout.offset(index) for index in np.ndindex(*layout.shape)}
     assert len(offsets) == prod(layout.shape)
     assert min(offsets) >= 0 and max(offsets) < prod(layout.tiled_shape)
@@ -71,7 +71,7 @@ def test_every_element_has_one_place_in_memory(layout: Layout) -> None:
 
 
 def test_the_books_f32_3_5() -> None:
-    layout = Layout.parse("f32[3,5]{1,0:T(2,2)}")
+    layout = TileLayout.parse("f32[3,5]{1,0:T(2,2)}")
     assert layout.padded_shape == (4, 6)
     assert layout.expansion == pytest.approx(1.6)
     assert layout.nbytes == 4 * 6 * 4
@@ -79,17 +79,17 @@ def test_the_books_f32_3_5() -> None:
     # Within a block (0,0), (0,1), (1,0), (1,1); blocks row by row.
     assert [layout.offset(index) for index in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))] == [0, 1, 2, 3, 4, 12]
     assert layout.physical_order().tolist()[8:16] == [4, -1, 9, -1, 10, 11, -1, -1]
-    assert Layout.parse("bf16[3,5]{1,0:T(2,2)}").nbytes == 4 * 6 * 2
+    assert TileLayout.parse("bf16[3,5]{1,0:T(2,2)}").nbytes == 4 * 6 * 2
 
 
 def test_the_books_two_levels_of_tiles() -> None:
     # The book's figure has a comma before the T.
-    layout = Layout.parse("bf16[4,8]{1,0,T(2,4)(2,1)}")
+    layout = TileLayout.parse("bf16[4,8]{1,0,T(2,4)(2,1)}")
     assert str(layout) == "bf16[4,8]{1,0:T(2,4)(2,1)}"
     assert layout.expansion == 1
     # Rows 0 and 1 of a column lie side by side, in one word of 4 bytes; a block of 2 x 4 is finished first.
     assert layout.physical_order().tolist()[:10] == [0, 8, 1, 9, 2, 10, 3, 11, 4, 12]
-    fusion = Layout.parse("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")
+    fusion = TileLayout.parse("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")
     assert (fusion.memory, fusion.minor_to_major, fusion.expansion) == ("vmem", (2, 1, 0), 1)
     assert fusion.tiled_shape == (32, 4, 64, 4, 128, 2, 1)
     assert fusion.nbytes == 32 * 32 * 8192 * 2
@@ -109,17 +109,17 @@ def test_the_books_two_levels_of_tiles() -> None:
     ],
 )
 def test_other_forms(text: str, canonical: str, nbytes: int) -> None:
-    layout = Layout.parse(text)
+    layout = TileLayout.parse(text)
     assert str(layout) == canonical
     assert layout.nbytes == nbytes
 
 
 def test_a_memory_space_without_a_name_keeps_its_number() -> None:
-    assert Layout.parse("f32[4]{0:S(3)}").memory == "3"
+    assert TileLayout.parse("f32[4]{0:S(3)}").memory == "3"
 
 
 def test_a_tile_that_does_not_divide_the_one_before_it_pads_again() -> None:
-    layout = Layout.parse("f32[3]{0:T(3)(2)}")
+    layout = TileLayout.parse("f32[3]{0:T(3)(2)}")
     assert (layout.padded_shape, layout.tiled_shape, layout.nbytes) == ((3,), (1, 2, 2), 16)
 
 
@@ -140,13 +140,13 @@ def test_a_tile_that_does_not_divide_the_one_before_it_pads_again() -> None:
 )
 def test_bad_layouts_are_refused(text: str, what: str) -> None:
     with pytest.raises(RooftopError, match=what):
-        Layout.parse(text)
+        TileLayout.parse(text)
 
 
 @pytest.mark.parametrize("index", [(3, 0), (0, -1), (0,), (0, np.array([0, 5]))])
 def test_an_index_outside_the_array_is_refused(index: tuple[Any, ...]) -> None:
     with pytest.raises(RooftopError, match="index"):
-        Layout.parse("f32[3,5]{1,0:T(2,2)}").offset(index)
+        TileLayout.parse("f32[3,5]{1,0:T(2,2)}").offset(index)
 
 
 def test_padding() -> None:
@@ -196,7 +196,7 @@ def test_mxu_padding() -> None:
     ],
 )
 def test_default_layouts(text: str) -> None:
-    compiled = Layout.parse(text)
+    compiled = TileLayout.parse(text)
     assert str(default_layout(compiled.dtype, compiled.shape)) == text
 
 
@@ -219,7 +219,7 @@ def lower(mesh: Any, arguments: dict[str, Any]) -> Any:
 def test_default_layouts_are_those_that_the_compiler_here_gives() -> None:
     pytest.importorskip("libtpu", reason="libtpu is not installed")
     from rooftop.arrays import Mesh
-    from rooftop.compiler.compiling import Request, compile_ahead_of_time
+    from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 
     generator = np.random.default_rng(0)
     sizes = [1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 64, 96, 100, 128, 200, 300, 1024]
@@ -228,7 +228,7 @@ def test_default_layouts_are_those_that_the_compiler_here_gives() -> None:
     names = {"float32": "f32", "bfloat16": "bf16", "int8": "s8", "int4": "s4", "float8_e5m2": "f8e5m2", "bool": "pred"}
     arrays = [(dtype, shape) for dtype in names for shape in shapes]
     mesh = Mesh.from_layout(Slice.parse("v5e:1x1"), "X=x+y")
-    request = Request(mesh=mesh, program=f"{__name__}:lower", arguments={"arrays": arrays})
+    request = CompileRequest(mesh=mesh, program=f"{__name__}:lower", arguments={"arrays": arrays})
     header = compile_ahead_of_time(request).hlo_text.partition("->")[0]
     compiled = re.findall(r"\w+\[[\d,]*\]\{[^}]*\}", header)
     assert len(arrays) > 500

@@ -12,7 +12,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from rooftop.compiler.devices import chip_of_kind
-from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
+from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.core.timelines.perfetto import trace
 from rooftop.core.timelines.xprof import write, xspace
 from rooftop.explain.measured.report import explain
@@ -165,7 +165,7 @@ def test_readers_know_the_device_of_a_trace_again(name: str) -> None:
 
 
 def test_a_module_travels_with_the_trace(tmp_path: Path) -> None:
-    span = Span(name="x", sort=COMPUTE, start_s=0.0, end_s=1e-6, op="%x.1 = f32[8]{0} negate(%p)", flops=8.0)
+    span = TimeSpan(name="x", sort=COMPUTE, start_s=0.0, end_s=1e-6, op="%x.1 = f32[8]{0} negate(%p)", flops=8.0)
     drawn = Lanes(title="", source="compiled", total_s=2e-6, lanes=(Lane(name=COMPUTE, spans=(span,)),))
     planes = ProfileData.from_serialized_xspace(xspace(drawn, program="jit_f", module=b"\x0a\x00")).planes
     assert [plane.name for plane in planes] == ["/device:TPU:0", "/host:metadata"]

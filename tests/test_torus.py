@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rooftop.arrays import Mesh, Piece, Span, span
+from rooftop.arrays import AxisPiece, AxisSpan, Mesh, span
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import PhysicalAxis, Slice
 from rooftop.roofline.collectives import price
 from rooftop.roofline.routing import route
 from rooftop.simulate.network.collectives import gather, permute, send, simulate
-from rooftop.simulate.network.torus import Run, Torus, Transfer, run
+from rooftop.simulate.network.torus import LinkTransfer, NetworkRun, Torus, run
 
 LINK, HOP_S = 4.5e10, 1e-6
 LARGE, TINY = 1e12, 1e-6
@@ -27,7 +27,7 @@ def group(
     wrapped: tuple[bool, ...],
     strides: tuple[int, ...] | None = None,
     lengths: tuple[int, ...] | None = None,
-) -> Span:
+) -> AxisSpan:
     """Every ``stride``-th of ``size`` chips per axis, on an axis of ``length`` (all of it unless told)."""
     strides = strides or (1,) * len(sizes)
     physical = tuple(
@@ -49,7 +49,7 @@ def torus(sizes: tuple[int, ...], wrapped: tuple[bool, ...]) -> Torus:
     return Torus(sizes=sizes, wrapped=wrapped, bytes_per_s=LINK, hop_s=HOP_S)
 
 
-def check(kind: str, g: Span, chunks: int | None = None) -> None:
+def check(kind: str, g: AxisSpan, chunks: int | None = None) -> None:
     """Within 2 % above the bandwidth bound for large payloads, and its very number of hops for tiny ones."""
     found = price(kind, g)
     bound_s = float(found.bound_s(LARGE)["ici"])
@@ -60,7 +60,7 @@ def check(kind: str, g: Span, chunks: int | None = None) -> None:
     assert tiny.seconds == pytest.approx(hops * HOP_S, rel=1e-6)
 
 
-def arriving(shape: Torus, found: Run) -> np.ndarray:
+def arriving(shape: Torus, found: NetworkRun) -> np.ndarray:
     """Bytes into every chip."""
     into = np.zeros(shape.chips)
     for axis, direction, chip in product(range(len(shape.sizes)), range(2), range(shape.chips)):
@@ -74,7 +74,7 @@ def arriving(shape: Torus, found: Run) -> np.ndarray:
 
 def test_a_message_pays_for_its_hops() -> None:
     line = torus((4,), (False,))
-    transfers = [Transfer(line.link(0, 0, chip), LINK, (chip - 1,) if chip else (), 3 - chip) for chip in range(3)]
+    transfers = [LinkTransfer(line.link(0, 0, chip), LINK, (chip - 1,) if chip else (), 3 - chip) for chip in range(3)]
     # Flowing on, its bytes take a second once; stored whole at each chip, once per hop.
     assert run(line, transfers).seconds == pytest.approx(1 + 3 * HOP_S)
     stored = run(line, transfers, cut_through=False)
@@ -87,7 +87,9 @@ def test_a_message_pays_for_its_hops() -> None:
 def test_a_link_carries_one_message_at_a_time_by_rank_and_arrival() -> None:
     pair = torus((2,), (False,))
     link = pair.link(0, 0, 0)
-    found = run(pair, [Transfer(link, LINK, (), 1), Transfer(link, LINK, (), 2), Transfer(link, LINK, (), 1)])
+    found = run(
+        pair, [LinkTransfer(link, LINK, (), 1), LinkTransfer(link, LINK, (), 2), LinkTransfer(link, LINK, (), 1)]
+    )
     assert found.left_s == pytest.approx([1, 0, 2])
     assert found.seconds == pytest.approx(3 + HOP_S)
     assert found.hops == 1
@@ -99,10 +101,10 @@ def test_a_sum_waits_for_the_last_of_its_parts(cut_through: bool) -> None:
     ahead, short, long = line.link(0, 0, 2), line.link(0, 0, 1), line.link(0, 1, 3)
     # Chip 2 adds what comes from both sides; the longer message leaves second, since its link is busy until then.
     transfers = [
-        Transfer(long, 2 * LINK, (), 9),
-        Transfer(long, 2 * LINK, (), 1),
-        Transfer(short, LINK, (), 1),
-        Transfer(ahead, LINK, (1, 2), 1),
+        LinkTransfer(long, 2 * LINK, (), 9),
+        LinkTransfer(long, 2 * LINK, (), 1),
+        LinkTransfer(short, LINK, (), 1),
+        LinkTransfer(ahead, LINK, (1, 2), 1),
     ]
     expected = 2 + HOP_S if cut_through else 4 + HOP_S
     assert run(line, transfers, cut_through=cut_through).left_s[3] == pytest.approx(expected)
@@ -140,7 +142,10 @@ def test_wrong_input_is_named(call, names) -> None:  # type: ignore[no-untyped-d
 
 
 def test_groups_over_dcn_are_refused() -> None:
-    mesh = Mesh(Slice.parse("v5e:4x4@2"), {"data": (Piece("dcn", 1, 2), Piece("x", 1, 4)), "fsdp": (Piece("y", 1, 4),)})
+    mesh = Mesh(
+        Slice.parse("v5e:4x4@2"),
+        {"data": (AxisPiece("dcn", 1, 2), AxisPiece("x", 1, 4)), "fsdp": (AxisPiece("y", 1, 4),)},
+    )
     with pytest.raises(RooftopError, match="within one torus"):
         simulate("all_gather", mesh.span("data"), 1e6)
 
@@ -180,7 +185,10 @@ def test_three_axes(kind: str, wrapped: str) -> None:
 
 
 def test_a_large_slice() -> None:
-    check("all_gather", Mesh(Slice.parse("v5e:8x16"), {"fsdp": (Piece("x", 1, 8), Piece("y", 1, 16))}).span("fsdp"))
+    check(
+        "all_gather",
+        Mesh(Slice.parse("v5e:8x16"), {"fsdp": (AxisPiece("x", 1, 8), AxisPiece("y", 1, 16))}).span("fsdp"),
+    )
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])

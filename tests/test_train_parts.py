@@ -38,8 +38,8 @@ from rooftop.runs.folder import MetricsFile, RunFolder
 from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
-from rooftop.train.metrics import Divergence, Rates
-from rooftop.train.recording import Events
+from rooftop.train.metrics import Divergence, TrainRates
+from rooftop.train.recording import TensorBoardEvents
 from rooftop.train.schedule import DECAYS, Schedule, ScheduledOptimizer
 from rooftop.train.start import map_plan, shrink, shrunk_plan
 
@@ -175,9 +175,9 @@ def test_a_loss_that_rises_is_told_from_one_that_shakes() -> None:
 
 def test_mfu_is_model_flops_over_peak() -> None:
     model = from_huggingface(TINY, "tiny")
-    rates = Rates.of(model, 16, 1e9)
+    rates = TrainRates.of(model, 16, 1e9)
     assert rates.mfu(100.0) == pytest.approx(100 * rates.flops_per_token / 1e9)
-    assert Rates.of(model, 16, None).mfu(100.0) is None
+    assert TrainRates.of(model, 16, None).mfu(100.0) is None
 
 
 def test_metrics_go_on_behind_a_step(tmp_path: Path) -> None:
@@ -206,12 +206,12 @@ def points(folder: Path) -> tuple[dict[tuple[str, int], float], list[int]]:
 
 
 def test_metrics_come_as_tensorboard_events(tmp_path: Path) -> None:
-    events = Events(tmp_path, step=0)
+    events = TensorBoardEvents(tmp_path, step=0)
     for step in (1, 2, 3):
         events.append({"step": step, "unix_s": 1e9 + step, "loss": 4.0 / step, "mfu": None, "tokens": 8})
     events.append({"step": 3, "eval_loss": 1.5})
     events.close()
-    again = Events(tmp_path, step=2)
+    again = TensorBoardEvents(tmp_path, step=2)
     again.append({"step": 3, "loss": 0.5})
     again.close()
     found, voided = points(tmp_path)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.models import count_params
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.validation import Report, Run, accuracy, load_published, load_reasons, summarise
+from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
 from rooftop.validation.readings import source_facts
 from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
 from rooftop.validation.table import COLUMNS, read_table
@@ -52,11 +52,11 @@ def load(tmp_path: Path, text: str) -> Any:
     return load_published(path)
 
 
-def only(tmp_path: Path, **change: str) -> Run:
+def only(tmp_path: Path, **change: str) -> PublishedRun:
     published = load(tmp_path, table(change, columns=tuple({**dict.fromkeys(COLUMNS), **change})))
     assert not published.unusable
     (run,) = published.runs
-    assert isinstance(run, Run)
+    assert isinstance(run, PublishedRun)
     return run
 
 
@@ -326,13 +326,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 times = st.lists(st.floats(0.5, 2.0), min_size=len(RUNS), max_size=len(RUNS))
 
 
-def report_for(factors: Any) -> Report:
+def report_for(factors: Any) -> AccuracyReport:
     """A report for uncalibrated predictions of measured x factors, and bounds at half of the measured time."""
     measured = np.array([run.step_s for run in RUNS])
     return summarise(RUNS, 0.5 * measured, measured * np.asarray(factors))
 
 
-def sizes(run: Run) -> tuple[int, ...]:
+def sizes(run: PublishedRun) -> tuple[int, ...]:
     model = run.model
     return (model.layers, model.d_model, model.d_ff, model.heads, model.kv_heads, model.d_head, model.vocab)
 
@@ -417,7 +417,7 @@ def test_reasons(tmp_path: Path) -> None:
 def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A predictor that is 20 % too fast, 40 % on one run, and refuses mixtures of experts."""
 
-    def predict(run: Run, assumptions: Assumptions) -> SimpleNamespace:
+    def predict(run: PublishedRun, assumptions: Assumptions) -> SimpleNamespace:
         if run.model.moe is not None:
             raise Infeasible("does not fit", "1 GB too many")
         factor = 0.6 if run.slice.num_slices == 32 and run.model.d_model == 8192 else 0.8

@@ -16,7 +16,7 @@ import numpy as np
 
 from rooftop.algebra.steps import ALL_REDUCE_PARTS, OVERLAPPED_OPS, Step, permuted, shard_order
 from rooftop.arrays import Mesh, ShardedArray
-from rooftop.arrays.mesh import Piece
+from rooftop.arrays.mesh import AxisPiece
 from rooftop.core.errors import unknown
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
@@ -27,7 +27,7 @@ from rooftop.roofline.routing import Route, route
 
 PRICES: tuple[str, ...] = ("bound", "expected", "book")
 #: The axes of a mesh with their pieces: what prices that are kept go by.
-Laid = tuple[tuple[str, tuple[Piece, ...]], ...]
+Laid = tuple[tuple[str, tuple[AxisPiece, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

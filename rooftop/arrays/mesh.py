@@ -4,7 +4,7 @@ A logical axis is a list of pieces, at most one per physical axis. A piece of si
 of length A groups the devices whose coordinates there differ by multiples of s. That decides its ring, its
 wraparound, the links it may use, and with whom it shares them: s groups interleave on the same links.
 
-``Span`` says that for one logical axis, or for the same logical axis in many layouts at once (arrays [..., P]).
+``AxisSpan`` says that for one logical axis, or for the same logical axis in many layouts at once (arrays [..., P]).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AXES: tuple[str, ...] = ("data", "stage", "fsdp", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)
-class Piece:
+class AxisPiece:
     """The part of a logical axis that lies on one physical axis: ``size`` devices, ``stride`` apart."""
 
     axis: str
@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class AxisSpan:
     """What the devices of one logical axis see of the network; every array is [..., P] over physical axes.
 
     ``size`` is 1 where the axis is not used. ``ring`` marks pieces that close through a wraparound; ``stride`` is the
@@ -70,12 +70,12 @@ class Span:
         rate: Floats = self.ports * link / self.stride
         return rate
 
-    def __getitem__(self, index: Any) -> Span:
+    def __getitem__(self, index: Any) -> AxisSpan:
         """The spans of some layouts only."""
-        return Span(physical=self.physical, size=self.size[index], stride=self.stride[index], ring=self.ring[index])
+        return AxisSpan(physical=self.physical, size=self.size[index], stride=self.stride[index], ring=self.ring[index])
 
 
-def span(physical: tuple[PhysicalAxis, ...], size: Ints, stride: Ints) -> Span:
+def span(physical: tuple[PhysicalAxis, ...], size: Ints, stride: Ints) -> AxisSpan:
     """The span of a logical axis from its sizes and strides, both [..., P] in the order of ``physical``.
 
     A piece closes into a ring only if it reaches right round a wrapped physical axis; a shorter run of chips on a
@@ -86,7 +86,7 @@ def span(physical: tuple[PhysicalAxis, ...], size: Ints, stride: Ints) -> Span:
     ring = wrapped & (size * stride == length) & (size > 1)
     # Through a switch every device has its own port: interleaved groups share nothing.
     switched = np.array([axis.kind in ("switch", "dcn", "core") for axis in physical])
-    return Span(physical=physical, size=size, stride=np.where(switched, 1, stride), ring=ring)
+    return AxisSpan(physical=physical, size=size, stride=np.where(switched, 1, stride), ring=ring)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Mesh:
     """Named axes over the devices of a slice. Every device is used exactly once."""
 
     slice: Slice
-    axes: Mapping[str, tuple[Piece, ...]]
+    axes: Mapping[str, tuple[AxisPiece, ...]]
 
     def __post_init__(self) -> None:
         physical = {axis.name: axis for axis in self.slice.physical_axes}
@@ -123,7 +123,7 @@ class Mesh:
         """Devices along the named axes together; 1 for an axis that the mesh does not have."""
         return prod(self.shape.get(name, 1) for name in names)
 
-    def span(self, *names: str) -> Span:
+    def span(self, *names: str) -> AxisSpan:
         """What the devices of the named axes together see of the network, arrays [P].
 
         Pieces of several axes on one physical axis join into a longer run. Where they are not next to each other the
@@ -160,7 +160,7 @@ class Mesh:
         """The layout as ``--layout`` takes it: 'fsdp=x+y,tensor=z[1:4]' (``[stride:size]`` where split)."""
         lengths = {axis.name: axis.size for axis in self.slice.physical_axes}
 
-        def write(piece: Piece) -> str:
+        def write(piece: AxisPiece) -> str:
             return piece.axis if piece.size == lengths[piece.axis] else f"{piece.axis}[{piece.stride}:{piece.size}]"
 
         return ",".join(f"{name}={'+'.join(map(write, pieces))}" for name, pieces in self.axes.items() if pieces)
@@ -182,7 +182,7 @@ class Mesh:
             return cls(
                 slice_,
                 {
-                    name: tuple(Piece(entry["axis"], int(entry["stride"]), int(entry["size"])) for entry in pieces)
+                    name: tuple(AxisPiece(entry["axis"], int(entry["stride"]), int(entry["size"])) for entry in pieces)
                     for name, pieces in data["layout"].items()
                 },
             )
@@ -210,18 +210,18 @@ class Mesh:
                 for factors in _factors(axis.size, left)
             ]
         _, best = min((_crossings(divisions), divisions) for divisions, _ in found)
-        pieces: dict[str, tuple[Piece, ...]] = {name: () for name in sizes}
+        pieces: dict[str, tuple[AxisPiece, ...]] = {name: () for name in sizes}
         for axis, factors in zip(physical, best, strict=True):
             for position, (name, factor) in enumerate(zip(sizes, factors, strict=True)):
                 if factor > 1:
-                    pieces[name] += (Piece(axis.name, prod(factors[position + 1 :]), factor),)
+                    pieces[name] += (AxisPiece(axis.name, prod(factors[position + 1 :]), factor),)
         return cls(slice_, pieces)
 
     @classmethod
     def from_layout(cls, slice_: Slice, text: str) -> Mesh:
         """A mesh from ``--layout`` text: 'fsdp=x+y,tensor=z[1:4],context=z[4:4]'. Raises RooftopError."""
         lengths = {axis.name: axis.size for axis in slice_.physical_axes}
-        axes: dict[str, tuple[Piece, ...]] = {}
+        axes: dict[str, tuple[AxisPiece, ...]] = {}
         for entry in text.split(","):
             name, equals, pieces = (part.strip() for part in entry.partition("="))
             if not equals or name in axes:
@@ -230,14 +230,14 @@ class Mesh:
         return cls(slice_, axes)
 
 
-def _parse_piece(text: str, lengths: Mapping[str, int]) -> Piece:
+def _parse_piece(text: str, lengths: Mapping[str, int]) -> AxisPiece:
     match = re.fullmatch(r"\s*(\w+)(?:\[(\d+):(\d+)\])?\s*", text)
     if match is None:
         raise RooftopError("layout", text, "AXIS or AXIS[STRIDE:SIZE], such as x or z[1:4]")
     axis, stride, size = match.groups()
     if axis not in lengths:
         raise unknown("layout axis", axis, lengths)
-    return Piece(axis, int(stride or 1), int(size or lengths[axis]))
+    return AxisPiece(axis, int(stride or 1), int(size or lengths[axis]))
 
 
 @lru_cache(maxsize=4096)

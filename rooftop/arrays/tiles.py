@@ -53,7 +53,7 @@ _FORM = "dtype[dims]{minor_to_major:T(tile)...E(bits)S(space)}, such as bf16[32,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class TileLayout:
     """An array in memory, as HLO text has it: ``bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}``.
 
     ``dtype`` is HLO's name. ``minor_to_major`` lists the dims from the one that varies fastest. The first tile cuts the
@@ -95,7 +95,7 @@ class Layout:
         return f"{self.dtype}[{_join(self.shape)}]{{{_join(self.minor_to_major)}{suffix}}}"
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> TileLayout:
         """Read HLO's text. Without braces the order is row-major, without S(n) the space is 0 (HBM)."""
         match = _LAYOUT.fullmatch(text.strip())
         if match is None:
@@ -194,7 +194,7 @@ def native_tile(dtype: str) -> tuple[int, int]:
     return VPU[0] * _packing(dtype), VPU[1]
 
 
-def default_layout(dtype: str, shape: Sequence[int]) -> Layout:
+def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
     """The layout that XLA:TPU gives an argument of this (local) shape if nothing else is asked for.
 
     ``dtype`` is rooftop's name or HLO's. Rows and columns are the two minor dims, and ``p`` elements share 32 bits:
@@ -218,7 +218,7 @@ def default_layout(dtype: str, shape: Sequence[int]) -> Layout:
         for minor in permutations(row_major, min(2, len(sizes)))
     ]
     layouts = [
-        Layout(
+        TileLayout(
             dtype=name,
             shape=sizes,
             minor_to_major=order,

@@ -23,7 +23,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from rooftop.checkpoints.huggingface_files import Checkpoint, Tensor, write_checkpoint
+from rooftop.checkpoints.huggingface_files import Checkpoint, CheckpointTensor, write_checkpoint
 from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, tensor_shape
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
@@ -90,7 +90,7 @@ def save_weights(
     for entry in sorted(entries(model), key=lambda entry: _layers_in_order(entry.name)):
         parts[entry.name if origin is None else _published(entry.name, model, origin)].append(entry)
     tensors = [
-        Tensor(
+        CheckpointTensor(
             name=name,
             shape=tensor_shape(parameters[of[0].leaf], of[0]),
             dtype=np.dtype(arrays[of[0].leaf].dtype) if origin is None else origin.dtype(name),
@@ -100,7 +100,7 @@ def save_weights(
     if not isinstance(config, bytes):
         config = config | {"torch_dtype": tensors[0].dtype.name}
 
-    def content(tensor: Tensor) -> Array:
+    def content(tensor: CheckpointTensor) -> Array:
         """The tensor on this host; a collective where other processes have parts of it."""
         whole = np.empty(tensor.shape, tensor.dtype)
         for entry in parts[tensor.name]:

@@ -34,7 +34,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class CheckpointTensor:
     """A tensor before its values are there."""
 
     name: str
@@ -133,8 +133,8 @@ def require_new(folder: Path) -> None:
 
 def write_checkpoint(
     folder: Path,
-    tensors: Sequence[Tensor],
-    content: Callable[[Tensor], Array],
+    tensors: Sequence[CheckpointTensor],
+    content: Callable[[CheckpointTensor], Array],
     config: Mapping[str, Any] | bytes,
     shard_bytes: int,
 ) -> None:
@@ -173,9 +173,9 @@ def write_checkpoint(
         raise RooftopError("export folder", str(folder), f"a path that can be written ({error.strerror})") from None
 
 
-def _files(tensors: Sequence[Tensor], shard_bytes: int) -> dict[str, list[Tensor]]:
+def _files(tensors: Sequence[CheckpointTensor], shard_bytes: int) -> dict[str, list[CheckpointTensor]]:
     """File name -> its tensors: the next one begins where a tensor has no room."""
-    held, size = [list[Tensor]()], 0
+    held, size = [list[CheckpointTensor]()], 0
     for tensor in tensors:
         if held[-1] and size + tensor.bytes > shard_bytes:
             held.append([])
@@ -187,7 +187,7 @@ def _files(tensors: Sequence[Tensor], shard_bytes: int) -> dict[str, list[Tensor
     return {f"model-{i:05d}-of-{len(held):05d}.safetensors": each for i, each in enumerate(held, 1)}
 
 
-def _write(file: BinaryIO, tensors: Sequence[Tensor], content: Callable[[Tensor], Array]) -> None:
+def _write(file: BinaryIO, tensors: Sequence[CheckpointTensor], content: Callable[[CheckpointTensor], Array]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

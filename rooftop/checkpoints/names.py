@@ -18,7 +18,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import segments
 from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Layer, MoE, Parameter, Transformer
+from rooftop.programs.parameters import Layer, MoEWeights, Parameter, Transformer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -167,7 +167,7 @@ def _entries(model: ModelConfig) -> Iterator[Entry]:
     for s, (segment, stacks) in enumerate(zip(segments(model), described.layers, strict=True)):
         for j, stack in enumerate(stacks):
             for path, parameter in _leaves(stack):
-                ours = path.replace("mlp.", "moe.", 1) if isinstance(stack.mlp, MoE) else path
+                ours = path.replace("mlp.", "moe.", 1) if isinstance(stack.mlp, MoEWeights) else path
                 for repeat in range(segment.repeats):
                     prefix = names["layers"].format(layer=segment.layer(j, repeat))
                     yield from _layer_entries(table[ours], prefix, f".layers[{s}][{j}].{path}", repeat, parameter)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from rooftop import __version__
-from rooftop.cli.usage import Group, usage_line
+from rooftop.cli.usage import VerbGroup, usage_line
 from rooftop.core.errors import Infeasible, RooftopError
 
 #: Verb -> (module, one line of help). The module holds a click command named ``command``.
@@ -46,7 +46,7 @@ def _reader_may_go() -> Iterator[None]:
         raise _ReaderGone from None
 
 
-class _Verbs(Group):
+class _Verbs(VerbGroup):
     """A group that lists its verbs without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -22,8 +22,8 @@ from rooftop.core.quantities import format_count, format_seconds
 if TYPE_CHECKING:
     from rooftop.plan.serving.plan import ServingPlan
     from rooftop.simulate.serving.deployment import Deployment
-    from rooftop.simulate.serving.metrics import Metrics
-    from rooftop.simulate.serving.traces import Trace
+    from rooftop.simulate.serving.metrics import ServingMetrics
+    from rooftop.simulate.serving.traces import RequestTrace
 
 
 #: Seconds of traffic that a timeline shows.
@@ -80,7 +80,7 @@ def command(
     """
     from rooftop.core.files import write_text
     from rooftop.simulate.serving.engine import simulate
-    from rooftop.simulate.serving.metrics import Metrics
+    from rooftop.simulate.serving.metrics import ServingMetrics
 
     planned, fleet = _plan(plan)
     deployment = _deployment(planned, fleet, options)
@@ -89,7 +89,7 @@ def command(
         raise RooftopError("prefix-cache", "requests without hashes", "a --trace whose hashes say what prompts share")
     targets = _targets(planned, ttft, tpot)
     with progress_bar(shown=not as_json) as on_progress:
-        found = Metrics(simulation=simulate(trace, deployment, on_progress), targets=targets)
+        found = ServingMetrics(simulation=simulate(trace, deployment, on_progress), targets=targets)
     data = _json(planned, deployment, found)
     if not found.finished:
         raise Infeasible("no request can be served", data["requests"]["refused_why"])
@@ -154,7 +154,7 @@ def _deployment(plan: ServingPlan, fleet: Mapping[str, Any], options: Mapping[st
     )
 
 
-def _trace(plan: ServingPlan, options: Mapping[str, Any]) -> Trace:
+def _trace(plan: ServingPlan, options: Mapping[str, Any]) -> RequestTrace:
     from rooftop.core.quantities import parse_count, parse_quantity
     from rooftop.simulate.serving.traces import Lengths, draw_trace, read_trace
 
@@ -190,7 +190,7 @@ def _targets(plan: ServingPlan, ttft: str | None, tpot: str | None) -> Any:
     )
 
 
-def _json(plan: ServingPlan, deployment: Deployment, found: Metrics) -> dict[str, Any]:
+def _json(plan: ServingPlan, deployment: Deployment, found: ServingMetrics) -> dict[str, Any]:
     from rooftop import __version__
 
     policy, trace = deployment.policy, found.simulation.trace
@@ -228,7 +228,7 @@ def _json(plan: ServingPlan, deployment: Deployment, found: Metrics) -> dict[str
     } | found.to_json()
 
 
-def _csv(found: Metrics) -> str:
+def _csv(found: ServingMetrics) -> str:
     """Each request's lengths and times; times of requests that were refused are empty."""
     simulation = found.simulation
     trace, requests = simulation.trace, simulation.requests

@@ -7,7 +7,7 @@ import click
 from rooftop.core.errors import RooftopError, unknown
 
 
-class Group(click.Group):
+class VerbGroup(click.Group):
     """A group of commands that lists them where a word is none of them."""
 
     def resolve_command(

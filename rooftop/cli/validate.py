@@ -14,7 +14,7 @@ from rooftop.core.quantities import format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rooftop.validation import Errors, PublishedRuns, Report
+    from rooftop.validation import AccuracyReport, Errors, PublishedRuns
     from rooftop.validation.serving import ServingReport
 
 
@@ -64,7 +64,7 @@ def command(runs_path: Path | None, worst: int, hidden: str | None, as_json: boo
 
 def _json(
     published: PublishedRuns,
-    report: Report,
+    report: AccuracyReport,
     notes: dict[str, list[str]],
     unpredicted: dict[str, str],
     reasons: dict[str, str],
@@ -93,7 +93,7 @@ def _json(
 
 
 def _print(
-    published: PublishedRuns, report: Report, unpredicted: dict[str, str], reasons: dict[str, str], worst: int
+    published: PublishedRuns, report: AccuracyReport, unpredicted: dict[str, str], reasons: dict[str, str], worst: int
 ) -> None:
     out = console()
     out.print(_summary_table(report))
@@ -116,7 +116,7 @@ def _print(
     )
 
 
-def _summary_table(report: Report) -> Table:
+def _summary_table(report: AccuracyReport) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -159,7 +159,7 @@ def _mean(errors: Errors | None) -> str:
     return "-" if errors is None else f"{100 * errors.mean_absolute:.1f}"
 
 
-def _worst_table(report: Report, reasons: dict[str, str], worst: int) -> Table:
+def _worst_table(report: AccuracyReport, reasons: dict[str, str], worst: int) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -45,7 +45,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompileRequest:
     """What to compile, and for which devices.
 
     ``program`` is 'module:function'. The function takes a jax Mesh and ``arguments`` (JSON) and returns a
@@ -71,7 +71,7 @@ class Request:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Request:
+    def from_json(cls, data: Mapping[str, Any]) -> CompileRequest:
         """The inverse of ``to_json``."""
         fields = {name: value for name, value in data.items() if name not in ("slice", "mesh")}
         return cls(mesh=Mesh.from_json(Slice.parse(data["slice"]), data["mesh"]), **fields)
@@ -130,7 +130,7 @@ def require_compiler() -> None:
 
 
 def compile_ahead_of_time(
-    request: Request, *, timeout_s: float | None = None, cache: bool = True, on_progress: Progress | None = None
+    request: CompileRequest, *, timeout_s: float | None = None, cache: bool = True, on_progress: Progress | None = None
 ) -> Compiled:
     """Compile ``request`` in a worker process and wait for it, unless the ``cache`` has the answer.
 
@@ -155,7 +155,7 @@ def compile_ahead_of_time(
     return read_result(request, result, cached=found)
 
 
-def read_result(request: Request, result: Mapping[str, Any], *, cached: bool) -> Compiled:
+def read_result(request: CompileRequest, result: Mapping[str, Any], *, cached: bool) -> Compiled:
     """A worker's result. Raises OutOfMemory, or Infeasible, where that is why there is no program."""
     if "out_of_memory" in result:
         raise OutOfMemory.from_json(result["out_of_memory"])
@@ -184,7 +184,7 @@ class Said:
 
 
 def ask_worker(
-    request: Request,
+    request: CompileRequest,
     *,
     timeout_s: float | None = None,
     on_progress: Progress | None = None,

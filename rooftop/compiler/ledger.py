@@ -29,7 +29,7 @@ def read_ledger(module: Module, mesh: Mapping[str, int], layout: Mesh | None = N
     """
     rows = counted(module)
     for each in logical_collectives(module, mesh, layout):
-        rows.setdefault((each.scope, each.phase, each.executions), Draft()).collectives.append(each.ledger_entry)
+        rows.setdefault((each.scope, each.phase, each.executions), RowDraft()).collectives.append(each.ledger_entry)
     return in_order(rows)
 
 
@@ -38,7 +38,7 @@ Key = tuple[str, str, int]
 
 
 @dataclass
-class Draft:
+class RowDraft:
     """A row while it is added up; fields as in ``rooftop.core.ledger.Row``."""
 
     flops: dict[str, float] = field(default_factory=dict)
@@ -51,16 +51,16 @@ class Draft:
     serial_s: float = 0.0
 
 
-def counted(module: Module) -> dict[Key, Draft]:
+def counted(module: Module) -> dict[Key, RowDraft]:
     """Rows with the FLOPs of every matmul, and of every kernel as its program declares them."""
-    rows: dict[Key, Draft] = {}
+    rows: dict[Key, RowDraft] = {}
     for computation in module.computations.values():
         count = module.executions[computation.name]
         for instruction in computation if count else ():
             declared = declared_flops(instruction)
             if declared is None and instruction.opcode not in MATMULS:
                 continue
-            draft = rows.setdefault((*place_of(module, computation, instruction), count), Draft())
+            draft = rows.setdefault((*place_of(module, computation, instruction), count), RowDraft())
             draft.kernel_flops += declared or 0.0
             if instruction.opcode in MATMULS:
                 dtype = matmul_dtype(computation, instruction)
@@ -68,13 +68,13 @@ def counted(module: Module) -> dict[Key, Draft]:
     return rows
 
 
-def in_order(rows: Mapping[Key, Draft]) -> Ledger:
+def in_order(rows: Mapping[Key, RowDraft]) -> Ledger:
     """The rows in the order of the scope list."""
     order = {name: index for index, name in enumerate(SCOPES)}
     keys = sorted(rows, key=lambda key: (order.get(key[0], len(order)), key[0], PHASES.index(key[1]), key[2]))
     return Ledger(tuple(_row(key, rows[key]) for key in keys))
 
 
-def _row(key: Key, draft: Draft) -> Row:
+def _row(key: Key, draft: RowDraft) -> Row:
     fields = {**vars(draft), "collectives": tuple(draft.collectives)}
     return Row(scope=key[0], phase=key[1], count=key[2], formula="read from compiled HLO", **fields)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rooftop.compiler.hlo.places import place_of
-from rooftop.compiler.hlo.text import Computation, Instruction, Module
+from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.core.scopes import UNSCOPED
@@ -23,7 +23,7 @@ CLASSES: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buffer:
+class HbmBuffer:
     """One array in the HBM of one device. ``bytes`` are those that it fills, padding included.
 
     ``name`` is the argument's (``state.weights.embed``) or the instruction's, ``shape`` as in HLO without its layout.
@@ -53,7 +53,7 @@ class PeakMemory:
     """
 
     allocated_bytes: int
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[HbmBuffer, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -76,7 +76,9 @@ class PeakMemory:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PeakMemory:
         """The inverse of ``to_json``."""
-        return cls(allocated_bytes=data["allocated_bytes"], buffers=tuple(Buffer(**each) for each in data["buffers"]))
+        return cls(
+            allocated_bytes=data["allocated_bytes"], buffers=tuple(HbmBuffer(**each) for each in data["buffers"])
+        )
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -236,22 +238,22 @@ class _Reader:
         self.places = {each.name: (inside, each) for inside in module.computations.values() for each in inside}
         self.phase = place_of(module, *self.places[running])[1] if running in self.places else ""
 
-    def argument(self, allocation: _Allocation) -> Buffer:
+    def argument(self, allocation: _Allocation) -> HbmBuffer:
         """The buffer of an argument of the program."""
         value = allocation.values[0]
         # HLO text escapes quotes: params[\'up\'].
         name = self.places[value.key[0]][1].op_name.replace("\\", "") or value.key[0]
-        return Buffer(bytes=allocation.size, shape=value.shape, memory_class=argument_class(name), name=name)
+        return HbmBuffer(bytes=allocation.size, shape=value.shape, memory_class=argument_class(name), name=name)
 
-    def array(self, size: int, values: Sequence[_Value]) -> Buffer:
+    def array(self, size: int, values: Sequence[_Value]) -> HbmBuffer:
         """A buffer that the program fills; the first of its values that has a name in the program tells what it is."""
         filled = [self._filled_by(value) for value in values if value.key[0] in self.places]
         if not filled:
-            return Buffer(bytes=size, shape="", memory_class="other", name="constant")
+            return HbmBuffer(bytes=size, shape="", memory_class="other", name="constant")
         at, (inside, origin) = next((each for each in enumerate(filled) if each[1][1].op_name), (0, filled[0]))
         named = self._named(inside, origin)
         scope, phase = place_of(self.module, *named)
-        return Buffer(
+        return HbmBuffer(
             bytes=size,
             shape=values[at].shape,
             memory_class=self._class(values, named[1], values[at].shape, (scope, phase)),
@@ -293,12 +295,12 @@ class _Reader:
         arguments = [each for each in entry if each.opcode == "parameter" and argument_class(each.op_name) == "weights"]
         return {_sorted(each.shape[0].dims) for each in arguments if each.shape} - {(), (1,)}
 
-    def _filled_by(self, value: _Value) -> tuple[Computation, Instruction]:
+    def _filled_by(self, value: _Value) -> tuple[HloComputation, Instruction]:
         """The instruction that fills a buffer: seen through copies, and through what a loop carries."""
         name, index = value.key
         return self._through(*self.places[name], int(index.split(",")[0]) if index else None, *_COPIES)
 
-    def _named(self, inside: Computation, instruction: Instruction) -> tuple[Computation, Instruction]:
+    def _named(self, inside: HloComputation, instruction: Instruction) -> tuple[HloComputation, Instruction]:
         """The nearest instruction before it that stands in a scope, else the nearest that has a name, else itself."""
         at, named = (inside, instruction), None
         for _ in range(_FAR):
@@ -312,8 +314,8 @@ class _Reader:
         return named or (inside, instruction)
 
     def _through(
-        self, inside: Computation, instruction: Instruction, element: int | None, *opcodes: str
-    ) -> tuple[Computation, Instruction]:
+        self, inside: HloComputation, instruction: Instruction, element: int | None, *opcodes: str
+    ) -> tuple[HloComputation, Instruction]:
         """What an array is, seen through unnamed instructions of those opcodes and through loops."""
         for _ in range(_FAR):
             loop = _loop(self.module, inside, instruction)
@@ -328,8 +330,8 @@ class _Reader:
         return inside, instruction
 
     def _carried(
-        self, inside: Computation, loop: Instruction, element: int
-    ) -> tuple[Computation, Instruction, int | None]:
+        self, inside: HloComputation, loop: Instruction, element: int
+    ) -> tuple[HloComputation, Instruction, int | None]:
         """What makes an element of a loop's tuple: its body, or what stood there before if the body leaves it."""
         body = self.module.computations[loop.called_as("body")]
         root = body.instructions[body.root]
@@ -361,7 +363,7 @@ def argument_class(name: str) -> str:
     return next((found for found, known in _ARGUMENTS.items() if words & known), "other")
 
 
-def _before(inside: Computation, instruction: Instruction) -> Instruction:
+def _before(inside: HloComputation, instruction: Instruction) -> Instruction:
     """What an array is made of: of a stack that a loop adds a part to, the part."""
     operands = inside.operands(instruction)
     if instruction.op_name.endswith("dynamic_update_slice"):
@@ -371,7 +373,9 @@ def _before(inside: Computation, instruction: Instruction) -> Instruction:
     return operands[0]
 
 
-def _loop(module: Module, inside: Computation, instruction: Instruction) -> tuple[Computation, Instruction] | None:
+def _loop(
+    module: Module, inside: HloComputation, instruction: Instruction
+) -> tuple[HloComputation, Instruction] | None:
     """The loop whose tuple ``instruction`` is: the loop itself, or the parameter of its body or condition."""
     if instruction.opcode == "while":
         return inside, instruction

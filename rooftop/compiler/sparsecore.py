@@ -16,8 +16,8 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.cache import Cache
 from rooftop.compiler.compiling import (
     Compiled,
+    CompileRequest,
     Progress,
-    Request,
     ask_worker,
     compile_ahead_of_time,
     read_result,
@@ -28,7 +28,7 @@ from rooftop.compiler.memory import OutOfMemory, read_exceeded
 from rooftop.core.errors import Infeasible, RooftopError, unknown
 from rooftop.hardware import Chip, Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
-from rooftop.models.embedding_tables.tables import Feature, Table, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, Tables
 from rooftop.plan.embedding.problem import per_device
 
 #: What makes libtpu write the marks.
@@ -95,7 +95,7 @@ def refuses_larger(no: Infeasible) -> bool:
 
 
 def compile_with_marks(
-    request: Request, *, timeout_s: float | None = 600.0, cache: bool = True, on_progress: Progress | None = None
+    request: CompileRequest, *, timeout_s: float | None = 600.0, cache: bool = True, on_progress: Progress | None = None
 ) -> Marks:
     """Compile ``request`` ahead of time and read the SparseCores' marks, unless the ``cache`` has them, or a refusal.
 
@@ -240,12 +240,14 @@ def require_checks(
             raise RooftopError("check", name, accepted) from None
 
 
-def _small(slice_: Slice, options: Options) -> Request:
+def _small(slice_: Slice, options: Options) -> CompileRequest:
     own = per_device(slice_)
     cores = own * slice_.devices
-    tables = Tables(tables=(Table(name="t", vocabulary=8 * cores, width=8),), features=(Feature(name="f", table="t"),))
+    tables = Tables(
+        tables=(EmbeddingTable(name="t", vocabulary=8 * cores, width=8),), features=(Feature(name="f", table="t"),)
+    )
     limits = StackLimits(max_ids=8, max_unique_ids=8, buffer=full_buffer(8, cores))
-    return Request(
+    return CompileRequest(
         mesh=Mesh.lay(slice_, {"data": slice_.devices}),
         program=PROGRAM,
         arguments={

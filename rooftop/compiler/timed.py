@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from rooftop.compiler.compiling import Compiled
-from rooftop.compiler.hlo.costs import Work, is_host_copy, work
+from rooftop.compiler.hlo.costs import InstructionWork, is_host_copy, work
 from rooftop.compiler.hlo.places import purpose, users
-from rooftop.compiler.ledger import Draft, counted, in_order
+from rooftop.compiler.ledger import RowDraft, counted, in_order
 from rooftop.compiler.machine.run import scheduled
-from rooftop.compiler.machine.schedule import Timeline, timeline
+from rooftop.compiler.machine.schedule import ScheduleTimeline, timeline
 from rooftop.core.ledger import Ledger
 from rooftop.roofline.rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class CompiledTimes:
     """Seconds of one execution: busy at peak rates by resource; waiting for each network; expected; without overlap."""
 
     mxu_s: float
@@ -40,8 +40,8 @@ class TimedLedger:
     """A compiled program as rows with times, with the schedule that they come from."""
 
     ledger: Ledger
-    timeline: Timeline
-    step: StepTimes
+    timeline: ScheduleTimeline
+    step: CompiledTimes
 
 
 def compiled_ledger(compiled: Compiled, rates: Rates | None = None) -> TimedLedger:
@@ -61,13 +61,13 @@ def compiled_ledger(compiled: Compiled, rates: Rates | None = None) -> TimedLedg
         for instruction in computation:
             done = work(module, computation, instruction)
             spent_s = line.spent_s.get((computation.name, instruction.name), 0.0)
-            if spent_s or done != Work():
+            if spent_s or done != InstructionWork():
                 place = purpose(module, computation, instruction, used_by)
                 key = (*place, module.executions[computation.name])
-                _add(rows.setdefault(key, Draft()), done, spent_s / key[2], rates, is_host_copy(instruction))
+                _add(rows.setdefault(key, RowDraft()), done, spent_s / key[2], rates, is_host_copy(instruction))
     for each in line.collectives:
         found = each.collective
-        draft = rows.setdefault((found.scope, found.phase, found.executions), Draft())
+        draft = rows.setdefault((found.scope, found.phase, found.executions), RowDraft())
         draft.collectives.append(each.ledger_entry)
         draft.expected_s += each.exposed_s
         draft.serial_s += each.price_s
@@ -77,7 +77,7 @@ def compiled_ledger(compiled: Compiled, rates: Rates | None = None) -> TimedLedg
     return TimedLedger(ledger=ledger, timeline=line, step=_step(ledger, line))
 
 
-def _add(draft: Draft, done: Work, spent_s: float, rates: Rates, to_host: bool) -> None:
+def _add(draft: RowDraft, done: InstructionWork, spent_s: float, rates: Rates, to_host: bool) -> None:
     """Add one instruction's work, and the seconds that it takes, to its row."""
     draft.vector_flops += done.vector_ops
     draft.hbm_bytes += done.hbm_bytes
@@ -92,22 +92,22 @@ def _add(draft: Draft, done: Work, spent_s: float, rates: Rates, to_host: bool) 
         draft.time_s[resource] = draft.time_s.get(resource, 0.0) + seconds
 
 
-def _mxu_s(draft: Draft, rates: Rates) -> float:
+def _mxu_s(draft: RowDraft, rates: Rates) -> float:
     peaks: Mapping[str, float] = rates.flops_per_s
     matmuls = sum(flops / peaks.get(dtype, peaks["bf16"]) for dtype, flops in draft.flops.items())
     return matmuls + draft.kernel_flops / peaks["bf16"]
 
 
-def _matters(draft: Draft) -> bool:
+def _matters(draft: RowDraft) -> bool:
     return bool(draft.expected_s or draft.collectives or any(draft.time_s.values()))
 
 
-def _step(ledger: Ledger, line: Timeline) -> StepTimes:
+def _step(ledger: Ledger, line: ScheduleTimeline) -> CompiledTimes:
     exposed = {"ici": 0.0, "dcn": 0.0}
     for each in line.collectives:
         for resource, seconds in each.by_resource(each.exposed_s).items():
             exposed[resource] += each.collective.executions * seconds
-    return StepTimes(
+    return CompiledTimes(
         **{f"{name}_s": float(ledger.total(name)) for name in ("mxu", "vpu", "hbm")},
         **{f"exposed_{name}_s": seconds for name, seconds in exposed.items()},
         expected_s=line.total_s,

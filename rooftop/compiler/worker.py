@@ -27,7 +27,7 @@ from jax.experimental import serialize_executable
 
 from rooftop import __version__
 from rooftop.compiler.cache import digest
-from rooftop.compiler.compiling import Request
+from rooftop.compiler.compiling import CompileRequest
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded, read_memory
@@ -39,7 +39,7 @@ def main(question: Path, answer: Path) -> None:
     threading.Thread(target=_end_with_caller, daemon=True).start()
     phase = answer.with_name("phase")
     try:
-        request = Request.from_json(json.loads(question.read_text(encoding="utf-8")))
+        request = CompileRequest.from_json(json.loads(question.read_text(encoding="utf-8")))
         result = {"result": _plain(compile_here(request, lambda name: _write(phase, name))), "sources": _sources()}
     except OutOfMemory as no:
         result = {"result": {"out_of_memory": no.to_json()}, "sources": _sources()}
@@ -52,7 +52,7 @@ def main(question: Path, answer: Path) -> None:
     _write(answer, json.dumps(result, default=str))
 
 
-def compile_here(request: Request, on_phase: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
     """Compile in this process; the fields of ``Compiled``, mesh excepted.
 
     Raises OutOfMemory when the program does not fit in HBM, RooftopError when the compiler refuses it.
@@ -127,7 +127,7 @@ def _peak_memory(folder: Path) -> PeakMemory | None:
     return read_memory(assignment, live_ranges, hlo.parse(module))
 
 
-def _refusal(request: Request, error: Exception, folder: Path) -> OutOfMemory | RooftopError:
+def _refusal(request: CompileRequest, error: Exception, folder: Path) -> OutOfMemory | RooftopError:
     """Why XLA did not compile: out of memory is an answer, anything else a wrong request."""
     exceeded = read_exceeded(str(error))
     if exceeded is None:
@@ -177,7 +177,7 @@ if __name__ == "__main__":
 _KIND = "rooftop executable"
 
 
-def pack(compiled: jax.stages.Compiled, request: Request, versions: Mapping[str, str]) -> bytes:
+def pack(compiled: jax.stages.Compiled, request: CompileRequest, versions: Mapping[str, str]) -> bytes:
     """The bytes of a file that ``load`` reads."""
     header = {"kind": _KIND, "rooftop_version": __version__, "versions": dict(versions), "request": request.to_json()}
     return json.dumps(header).encode() + b"\n" + pickle.dumps(serialize_executable.serialize(compiled))

@@ -33,14 +33,14 @@ def check_features(tables: Tables) -> tuple[str, ...]:
     return tuple(feature.name for feature in tables.features)
 
 
-class Lines(NamedTuple):
+class CriteoLines(NamedTuple):
     """The ``text`` of a batch's lines, behind ``first`` lines of the file."""
 
     first: int
     text: bytes
 
 
-def read_lines(path: Path, batch: int, *, start: int = 0) -> Iterator[Lines]:
+def read_lines(path: Path, batch: int, *, start: int = 0) -> Iterator[CriteoLines]:
     """Whole batches of ``batch`` lines, from batch ``start`` on; what is left over at the end of the file is not read.
 
     Raises RooftopError.
@@ -48,12 +48,12 @@ def read_lines(path: Path, batch: int, *, start: int = 0) -> Iterator[Lines]:
     try:
         with path.open("rb") as file:
             for number, text in enumerate(whole_batches(file, batch, skip=start * batch), start):
-                yield Lines(number * batch, text)
+                yield CriteoLines(number * batch, text)
     except OSError as error:
         raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
 
 
-def parse_lines(lines: Lines, path: Path, tables: Tables, batch: int) -> CriteoBatch:
+def parse_lines(lines: CriteoLines, path: Path, tables: Tables, batch: int) -> CriteoBatch:
     """The batch that these lines of the file at ``path`` are.
 
     A category's id is 1 + its hash modulo (the vocabulary of its table - 1); a missing one is id 0, a missing count 0.
@@ -66,7 +66,7 @@ def parse_lines(lines: Lines, path: Path, tables: Tables, batch: int) -> CriteoB
 
 
 def split_lines(
-    lines: Lines, path: Path, tables: Tables, batch: int
+    lines: CriteoLines, path: Path, tables: Tables, batch: int
 ) -> tuple[Mapping[str, NDArray[np.int64]], CriteoBatch]:
     """The ids of the batch that these lines are, and the rest of it. Raises RooftopError."""
     found = parse_lines(lines, path, tables, batch)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rooftop.embed import runs
 from rooftop.embed.inputs import Ragged
 from rooftop.embed.space import Space
-from rooftop.models.embedding_tables.stacking import Place
+from rooftop.models.embedding_tables.stacking import StackPlace
 
 
 def bits(count: int) -> int:
@@ -33,7 +33,7 @@ def bits(count: int) -> int:
 class Layout:
     """The keys of one table: how many bits each part has. ``samples`` are a source's rows of activations of it."""
 
-    place: Place
+    place: StackPlace
     cores: int
     samples: int
 

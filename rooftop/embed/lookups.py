@@ -13,7 +13,7 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.embed.checks import check_ids
 from rooftop.embed.inputs import Ragged, as_ragged
 from rooftop.embed.keys import Layout, Looked
-from rooftop.models.embedding_tables.stacking import Place, Stack, Stacking
+from rooftop.models.embedding_tables.stacking import Stack, Stacking, StackPlace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def look(
     return TableBatch(table=table, features=tuple(found), gains=_gains(place, found, sources)), bad
 
 
-def _gains(place: Place, features: list[Looked], sources: int) -> NDArray[np.float32] | None:
+def _gains(place: StackPlace, features: list[Looked], sources: int) -> NDArray[np.float32] | None:
     """The gain by which a sample's every id (or its weight) is multiplied; None if that is 1."""
     if place.table.combiner == "sum":
         return None

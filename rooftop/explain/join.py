@@ -54,7 +54,7 @@ class JoinedCollective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinedRow:
     """One (scope, phase) on both sides, figures per device and step."""
 
     scope: str
@@ -117,7 +117,7 @@ class Joined:
         }
 
 
-def join(planned: Ledger, compiled: Ledger) -> list[Joined]:
+def join(planned: Ledger, compiled: Ledger) -> list[JoinedRow]:
     """Both ledgers side by side, in the order of the planned one, then what only the compiler has.
 
     FLOPs are matmul FLOPs, those of hand-written kernels included, of every dtype; counts are applied on both sides.
@@ -127,7 +127,7 @@ def join(planned: Ledger, compiled: Ledger) -> list[Joined]:
     joined = []
     for scope, phase in dict.fromkeys([*plan, *real]):
         mine, theirs = plan.get((scope, phase), []), real.get((scope, phase), [])
-        row = Joined(
+        row = JoinedRow(
             scope=scope,
             phase=phase,
             planned_flops=_flops(mine),

@@ -8,7 +8,7 @@ from rooftop.models.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class LayerKind:
     """What tells one layer from another: its window (None for all positions), and whether its MLP is a mixture."""
 
     window: int | None
@@ -21,7 +21,7 @@ class Segment:
 
     first: int
     repeats: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerKind, ...]
 
     def layer(self, position: int, repeat: int) -> int:
         """The index in the model of one layer."""
@@ -30,7 +30,7 @@ class Segment:
 
 def segments(model: ModelConfig) -> tuple[Segment, ...]:
     """The layers as few scans: from the first layer on, the period that repeats most often, the shortest of equals."""
-    kinds = [Kind(window=window, moe=layer >= model.dense_layers) for layer, window in enumerate(model.windows)]
+    kinds = [LayerKind(window=window, moe=layer >= model.dense_layers) for layer, window in enumerate(model.windows)]
     found, first = list[Segment](), 0
     while first < len(kinds):
         rest = kinds[first:]
@@ -54,7 +54,7 @@ def stage_parts(model: ModelConfig) -> tuple[int, str]:
     return found.repeats, what if layers == model.layers else f"{what} that stages share"
 
 
-def layers_alone(model: ModelConfig) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
+def layers_alone(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...]]:
     """Layers that pipeline stages do not share, by kind: those of the first stage alone, and those of the last."""
     found, shared = segments(model), shared_segment(model)
     first, last = (
@@ -64,7 +64,7 @@ def layers_alone(model: ModelConfig) -> tuple[tuple[Kind, ...], tuple[Kind, ...]
     return first, last
 
 
-def _repeats(kinds: list[Kind], period: int) -> int:
+def _repeats(kinds: list[LayerKind], period: int) -> int:
     """How often the first ``period`` kinds follow one another."""
     count = 1
     while kinds[count * period : (count + 1) * period] == kinds[:period]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.arrays.mesh import AXES, Ints, Mesh, Piece, Span, span
+from rooftop.arrays.mesh import AXES, AxisPiece, AxisSpan, Ints, Mesh, span
 from rooftop.core.errors import unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
@@ -44,7 +44,7 @@ class Layouts:
         column: Ints = self.devices[:, AXES.index(name)]
         return column
 
-    def span(self, name: str) -> Span:
+    def span(self, name: str) -> AxisSpan:
         """The spans of one logical axis, arrays [C, P]."""
         position = AXES.index(name)
         return span(self.slice.physical_axes, self.size[:, position], self.stride[:, position])
@@ -69,11 +69,11 @@ class Layouts:
     def mesh(self, index: int) -> Mesh:
         """One layout as a Mesh; axes of size 1 are kept, so that programs can always name them."""
         physical = [axis.name for axis in self.slice.physical_axes]
-        axes: dict[str, tuple[Piece, ...]] = {}
+        axes: dict[str, tuple[AxisPiece, ...]] = {}
         for position, name in enumerate(AXES):
             sizes, strides = self.size[index, position], self.stride[index, position]
             axes[name] = tuple(
-                Piece(physical[p], int(strides[p]), int(sizes[p])) for p in range(len(physical)) if sizes[p] > 1
+                AxisPiece(physical[p], int(strides[p]), int(sizes[p])) for p in range(len(physical)) if sizes[p] > 1
             )
         return Mesh(self.slice, axes)
 

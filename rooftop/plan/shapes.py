@@ -16,7 +16,7 @@ from rooftop.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulShape:
     """One weight matrix on one device after its gather: [k, n], and how many such (a gate beside an up)."""
 
     k: Floats
@@ -36,12 +36,12 @@ class AttentionMatmuls:
     make queries, keys and values for its own heads, ``out`` adds up what its heads found.
     """
 
-    latent: tuple[Matmul, ...]
-    into: tuple[Matmul, ...]
-    out: tuple[Matmul, ...]
+    latent: tuple[MatmulShape, ...]
+    into: tuple[MatmulShape, ...]
+    out: tuple[MatmulShape, ...]
 
     @property
-    def every(self) -> tuple[Matmul, ...]:
+    def every(self) -> tuple[MatmulShape, ...]:
         """All of them."""
         return self.latent + self.into + self.out
 
@@ -57,26 +57,26 @@ def attention_matmuls(config: ModelConfig, tensor: Floats) -> AttentionMatmuls:
     if config.mla is not None:
         mla = config.mla
         queries = heads * (mla.d_nope + mla.d_rope)
-        latent = [Matmul(d * one, (mla.kv_rank + mla.d_rope) * one)]
-        into = [Matmul(mla.kv_rank * one, heads * (mla.d_nope + mla.d_v))]
+        latent = [MatmulShape(d * one, (mla.kv_rank + mla.d_rope) * one)]
+        into = [MatmulShape(mla.kv_rank * one, heads * (mla.d_nope + mla.d_v))]
         if mla.q_rank is None:
-            into.append(Matmul(d * one, queries))
+            into.append(MatmulShape(d * one, queries))
         else:
-            latent.append(Matmul(d * one, mla.q_rank * one))
-            into.append(Matmul(mla.q_rank * one, queries))
-        return AttentionMatmuls(latent=tuple(latent), into=tuple(into), out=(Matmul(heads * mla.d_v, d * one),))
+            latent.append(MatmulShape(d * one, mla.q_rank * one))
+            into.append(MatmulShape(mla.q_rank * one, queries))
+        return AttentionMatmuls(latent=tuple(latent), into=tuple(into), out=(MatmulShape(heads * mla.d_v, d * one),))
     kv_heads = np.maximum(config.kv_heads / tensor, 1.0)
-    into = [Matmul(d * one, (heads + 2 * kv_heads) * config.d_head)]
-    return AttentionMatmuls(latent=(), into=tuple(into), out=(Matmul(heads * config.d_head, d * one),))
+    into = [MatmulShape(d * one, (heads + 2 * kv_heads) * config.d_head)]
+    return AttentionMatmuls(latent=(), into=tuple(into), out=(MatmulShape(heads * config.d_head, d * one),))
 
 
-def mlp_matmuls(config: ModelConfig, hidden: float, tensor: Floats) -> tuple[list[Matmul], list[Matmul]]:
+def mlp_matmuls(config: ModelConfig, hidden: float, tensor: Floats) -> tuple[list[MatmulShape], list[MatmulShape]]:
     """The matmuls into an MLP of ``hidden`` columns (gate and up together) and out of it."""
     d, columns = config.d_model * np.ones_like(tensor), hidden / tensor
-    return [Matmul(d, (config.mlp_matrices - 1) * columns)], [Matmul(columns, d)]
+    return [MatmulShape(d, (config.mlp_matrices - 1) * columns)], [MatmulShape(columns, d)]
 
 
-def parameters(matmuls: Iterable[Matmul]) -> Floats:
+def parameters(matmuls: Iterable[MatmulShape]) -> Floats:
     """Elements of all the weights together."""
     total: Floats = sum((m.parameters for m in matmuls), np.zeros(()))
     return total

@@ -45,7 +45,7 @@ _FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OpPlace:
     """A scope and a phase, and which share of an op's time is theirs: what the compiler has combined is of several."""
 
     scope: str
@@ -64,7 +64,7 @@ class Facts:
     """
 
     category: str
-    places: tuple[Place, ...]
+    places: tuple[OpPlace, ...]
     source: str = ""
     opcode: str = ""
     flops: float | None = None
@@ -79,7 +79,7 @@ class Facts:
     started_by: str = ""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> OpPlace:
         """The place that most of it is for."""
         return max(self.places, key=lambda each: each.share)
 
@@ -99,7 +99,7 @@ def facts_of(op: Op) -> Facts:
     scope, phase = program_place(op.op_name, ours=False)
     return Facts(
         category=category,
-        places=(Place(scope=scope, phase=phase),),
+        places=(OpPlace(scope=scope, phase=phase),),
         source=op.source,
         opcode=opcode,
         flops=op.flops,

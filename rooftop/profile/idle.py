@@ -14,7 +14,7 @@ import numpy as np
 
 from rooftop.profile.intervals import Intervals, Ints
 from rooftop.profile.trace import Host, Runs
-from rooftop.profile.xplane import Line, Plane
+from rooftop.profile.xplane import Plane, XLine
 
 #: Reasons with what the name of an event on the stack says of them; the first that fits is the reason.
 _REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -116,7 +116,7 @@ def activity(host: Host) -> Activity | None:
     return Activity(starts=columns[:, 0], ends=columns[:, 1], places=columns[:, 2], stacks=tuple(stacks))
 
 
-def _launches(line: Line, plane: Plane) -> tuple[int, int]:
+def _launches(line: XLine, plane: Plane) -> tuple[int, int]:
     """How many steps a thread marks, and how many of its events launch programs."""
     events = line.read(("step_num",))
     launching = [key for key, kind in plane.kinds.items() if _LAUNCHES.search(kind.name)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from rooftop.profile.intervals import Ints
 from rooftop.profile.trace import Device, Host, Op, Runs, SparseCore, Steps, Trace, Track, trace_files
-from rooftop.profile.xplane import Column, Events, Kind, Line, Plane, Space, fields, read_space
+from rooftop.profile.xplane import Column, Plane, StatKind, XEvents, XLine, XSpace, fields, read_space
 
 _HOST = "/host:CPU"
 _PROGRAM = re.compile(r"(.+)\((-?\d+)\)$")
@@ -35,7 +35,7 @@ def read_trace(path: Path) -> Trace:
     return trace_of([read_space(file) for file in trace_files(path)])
 
 
-def trace_of(spaces: Sequence[Space]) -> Trace:
+def trace_of(spaces: Sequence[XSpace]) -> Trace:
     """One trace of the files of several hosts."""
     book = _Book()
     programs: dict[int, str] = {}
@@ -75,7 +75,7 @@ class _Book:
         self.ops: list[Op] = []
         self._places: dict[tuple[int, str], int] = {}
 
-    def place(self, program: int, name: str, kind: Kind | None = None) -> int:
+    def place(self, program: int, name: str, kind: StatKind | None = None) -> int:
         """The place of an op, which is written down if it is new."""
         key = program, name
         if key not in self._places:
@@ -84,7 +84,7 @@ class _Book:
         return self._places[key]
 
 
-def _op(program: int, name: str, kind: Kind) -> Op:
+def _op(program: int, name: str, kind: StatKind) -> Op:
     stats = kind.stats
     flops = stats.get("flops", stats.get("model_flops"))
     return Op(
@@ -111,7 +111,7 @@ def _hbm_bytes(stats: Mapping[str, Any]) -> float | None:
     return None if accessed is None else float(accessed)
 
 
-def _accelerators(space: Space, book: _Book, programs: dict[int, str]) -> Iterator[Device]:
+def _accelerators(space: XSpace, book: _Book, programs: dict[int, str]) -> Iterator[Device]:
     for plane in space.planes:
         if match := _TPU.match(plane.name):
             yield _tpu(space, plane, int(match[1]), book, programs)
@@ -119,7 +119,7 @@ def _accelerators(space: Space, book: _Book, programs: dict[int, str]) -> Iterat
             yield _gpu(space, plane, int(match[1]), book, programs)
 
 
-def _tpu(space: Space, plane: Plane, ordinal: int, book: _Book, programs: dict[int, str]) -> Device:
+def _tpu(space: XSpace, plane: Plane, ordinal: int, book: _Book, programs: dict[int, str]) -> Device:
     runs = _module_line(plane, programs)
     return Device(
         host=space.host,
@@ -133,7 +133,7 @@ def _tpu(space: Space, plane: Plane, ordinal: int, book: _Book, programs: dict[i
     )
 
 
-def _sparse_cores(space: Space, book: _Book, programs: dict[int, str]) -> Iterator[SparseCore]:
+def _sparse_cores(space: XSpace, book: _Book, programs: dict[int, str]) -> Iterator[SparseCore]:
     for plane in space.planes:
         if match := _SPARSE.match(plane.name):
             runs = _module_line(plane, programs, "Sparse Core Modules")
@@ -151,7 +151,7 @@ def _track(plane: Plane, name: str, runs: Runs, book: _Book) -> Track:
     around = np.where(own >= 0, runs.programs[np.maximum(own, 0)] if len(runs.programs) else -1, -1)
     ops = np.zeros(len(events), np.int64)
     for key in np.unique(events.kinds):
-        kind = plane.kinds.get(int(key), Kind(name="", display_name="", stats={}))
+        kind = plane.kinds.get(int(key), StatKind(name="", display_name="", stats={}))
         match = _TEXT.match(kind.name)
         op = match[1] if match else kind.display_name or kind.name
         chosen = np.flatnonzero(events.kinds == key) if len(plane.kinds) < 64 else None
@@ -184,7 +184,7 @@ def _module_line(plane: Plane, programs: dict[int, str], name: str = "XLA Module
     )
 
 
-def _number(kind: Kind) -> int:
+def _number(kind: StatKind) -> int:
     """The number of a program: what its executions and its ops know it by."""
     if "program_id" in kind.stats:
         return int(kind.stats["program_id"])
@@ -210,7 +210,7 @@ def _steps(numbers: Iterable[int], starts: Ints, ends: Ints) -> Steps:
     return Steps(numbers=np.array(list(numbers), np.int64)[order], starts=starts[order], ends=ends[order])
 
 
-def _gpu(space: Space, plane: Plane, ordinal: int, book: _Book, programs: dict[int, str]) -> Device:
+def _gpu(space: XSpace, plane: Plane, ordinal: int, book: _Book, programs: dict[int, str]) -> Device:
     parts: list[tuple[Ints, Ints, Ints]] = []
     for line in plane.lines:
         if line.name.startswith("Stream"):
@@ -229,7 +229,7 @@ def _gpu(space: Space, plane: Plane, ordinal: int, book: _Book, programs: dict[i
     )  # fmt: skip
 
 
-def _named_ops(events: Events, plane: Plane, book: _Book, programs: dict[int, str]) -> Ints:
+def _named_ops(events: XEvents, plane: Plane, book: _Book, programs: dict[int, str]) -> Ints:
     """The ops of events that say which they are, and the names of those that do not (copies, kernels of libraries)."""
     op, program = events.stats["hlo_op"], _program_of(events, programs)
     key = np.where(op.present, op.values * (len(plane.kinds) + 1), -1 - events.kinds)
@@ -242,7 +242,7 @@ def _named_ops(events: Events, plane: Plane, book: _Book, programs: dict[int, st
     return np.array(places, np.int64)[inverse.reshape(-1)] if places else np.zeros(0, np.int64)
 
 
-def _program_of(events: Events, programs: dict[int, str]) -> Ints:
+def _program_of(events: XEvents, programs: dict[int, str]) -> Ints:
     """The program of every event: its number, or that of the module that it names; -1 without either."""
     number, module = events.stats["program_id"], events.stats["hlo_module"]
     found = np.where(number.present, number.values, -1).astype(np.int64)
@@ -277,13 +277,13 @@ def _recurring(track: Track, book: _Book) -> Runs:
     return Runs(programs=columns[:, 2], starts=columns[:, 0], ends=columns[:, 1])
 
 
-def _host(space: Space, book: _Book, programs: dict[int, str], *, has_devices: bool) -> tuple[Host, list[Device]]:
+def _host(space: XSpace, book: _Book, programs: dict[int, str], *, has_devices: bool) -> tuple[Host, list[Device]]:
     """The threads of a host and, of one without accelerators, the devices that it emulates."""
     plane = next(space.named(_HOST), None)
     if plane is None:
         return Host(name=space.host, plane=None, threads=(), steps=None), []
     operating = any("hlo_op" in line.stats for line in plane.lines[:1]) and not has_devices
-    threads: list[Line] = []
+    threads: list[XLine] = []
     marked: list[tuple[int, int, int]] = []
     parts: dict[int, list[tuple[Ints, Ints, Ints, Ints, Ints]]] = {}
     for line in plane.lines:
@@ -310,7 +310,7 @@ def _host(space: Space, book: _Book, programs: dict[int, str], *, has_devices: b
     return host, [_emulated(space, ordinal, parts[ordinal]) for ordinal in sorted(parts)]
 
 
-def _emulated(space: Space, ordinal: int, parts: list[tuple[Ints, Ints, Ints, Ints, Ints]]) -> Device:
+def _emulated(space: XSpace, ordinal: int, parts: list[tuple[Ints, Ints, Ints, Ints, Ints]]) -> Device:
     ops, starts, ends, program, run = (np.concatenate(column) for column in zip(*parts, strict=True))
     _, first, inverse = np.unique(np.stack([program, run]), axis=1, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
@@ -330,9 +330,9 @@ def _emulated(space: Space, ordinal: int, parts: list[tuple[Ints, Ints, Ints, In
     )
 
 
-def _only(events: Events, chosen: Any) -> Events:
+def _only(events: XEvents, chosen: Any) -> XEvents:
     """Some of the events."""
-    return Events(
+    return XEvents(
         kinds=events.kinds[chosen],
         starts=events.starts[chosen],
         ends=events.ends[chosen],

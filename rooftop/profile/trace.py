@@ -15,7 +15,7 @@ import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.profile.intervals import Ints
-from rooftop.profile.xplane import Line, Plane
+from rooftop.profile.xplane import Plane, XLine
 
 SECONDS = 1e-12
 
@@ -109,7 +109,7 @@ class Host:
 
     name: str
     plane: Plane | None
-    threads: tuple[Line, ...]
+    threads: tuple[XLine, ...]
     steps: Steps | None
 
 

@@ -29,7 +29,7 @@ _PS_PER_NS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class StatKind:
     """What the events of one kind have in common: a name, another for display, and stats by name."""
 
     name: str
@@ -47,7 +47,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Events:
+class XEvents:
     """The events of a line as columns, [N] each, in the order of the file. ``kinds`` are keys of ``Plane.kinds``."""
 
     kinds: Ints
@@ -60,12 +60,12 @@ class Events:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class XLine:
     """One timeline of a plane: what ran one after the other, or nested, in one place."""
 
     name: str
     id: int
-    _file: _File = field(repr=False)
+    _file: _TraceFile = field(repr=False)
     _names: Mapping[int, str] = field(repr=False)
     _timestamp_ns: int
     _span: tuple[int, int]
@@ -75,7 +75,7 @@ class Line:
         """The names of stats that events of this line may have."""
         return frozenset(self._names.values())
 
-    def read(self, stats: Sequence[str] = ()) -> Events:
+    def read(self, stats: Sequence[str] = ()) -> XEvents:
         """The events with these of their stats; one that no event has is a column without any present."""
         data = self._file
         starts, ends = messages(data.bytes, *self._span, 4)
@@ -99,7 +99,7 @@ class Line:
         # What is only counted ran at no one time.
         kept = ~counted
         first = begin + columns[1][kept]
-        return Events(
+        return XEvents(
             kinds=columns[0][kept],
             starts=first,
             ends=first + columns[2][kept],
@@ -113,16 +113,16 @@ class Plane:
 
     name: str
     stats: Mapping[str, Any]
-    lines: tuple[Line, ...]
-    kinds: Mapping[int, Kind]
+    lines: tuple[XLine, ...]
+    kinds: Mapping[int, StatKind]
 
-    def line(self, name: str) -> Line | None:
+    def line(self, name: str) -> XLine | None:
         """The first line of a name."""
         return next((each for each in self.lines if each.name == name), None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
+class XSpace:
     """One trace file: the planes of one host. ``problems`` are what the profiler could not record."""
 
     host: str
@@ -134,7 +134,7 @@ class Space:
         return (each for each in self.planes if each.name.startswith(prefix))
 
 
-class _File:
+class _TraceFile:
     """The bytes of a trace, for Python and for NumPy, and when its earliest line begins."""
 
     def __init__(self, data: bytes | mmap.mmap) -> None:
@@ -146,7 +146,7 @@ class _File:
 class _Stats:
     """The wanted stats of the events of a line, piece by piece."""
 
-    def __init__(self, file: _File, wanted: Mapping[int, str], names: Mapping[int, str], count: int) -> None:
+    def __init__(self, file: _TraceFile, wanted: Mapping[int, str], names: Mapping[int, str], count: int) -> None:
         self._file, self._wanted, self._names, self._count = file, wanted, names, count
         self._found: dict[str, list[tuple[Ints, Ints, Ints, Ints]]] = {}
 
@@ -197,7 +197,7 @@ class _Stats:
         return values
 
 
-def read_space(path: Path) -> Space:
+def read_space(path: Path) -> XSpace:
     """Read a trace file; its events are read when a line is asked for them. Raises RooftopError for other files."""
     try:
         with path.open("rb") as file:
@@ -210,9 +210,9 @@ def read_space(path: Path) -> Space:
         raise RooftopError("trace", str(path), f"a trace of JAX's profiler, *.xplane.pb ({error.accepted})") from None
 
 
-def space_of(data: bytes | mmap.mmap, *, host: str) -> Space:
+def space_of(data: bytes | mmap.mmap, *, host: str) -> XSpace:
     """The same of the bytes of a serialized XSpace."""
-    file = _File(data)
+    file = _TraceFile(data)
     spans: list[Field] = []
     problems: list[str] = []
     for each in fields(file.bytes, 0, len(file.bytes)):
@@ -227,23 +227,25 @@ def space_of(data: bytes | mmap.mmap, *, host: str) -> Space:
     planes = tuple(_plane(file, each) for each in spans)
     begun = [line._timestamp_ns for plane in planes for line in plane.lines if line._span[1] > line._span[0]]
     file.base_ns = min((each for each in begun if each), default=0)
-    return Space(host=host, planes=planes, problems=tuple(problems))
+    return XSpace(host=host, planes=planes, problems=tuple(problems))
 
 
-def _plane(file: _File, span: Field) -> Plane:
+def _plane(file: _TraceFile, span: Field) -> Plane:
     own = list(fields(file.bytes, span.value, span.end))
     names: dict[int, str] = {}
     for each in own:
         if each.number == 5:
             key, value = _entry(file, each)
             names[key] = next((text(file.bytes, one) for one in value if one.number == 2), "")
-    kinds: dict[int, Kind] = {}
+    kinds: dict[int, StatKind] = {}
     for each in own:
         if each.number == 4:
             key, value = _entry(file, each)
             named = {one.number: text(file.bytes, one) for one in value if one.number in (2, 4)}
             stats = [one for one in value if one.number == 5]
-            kinds[key] = Kind(name=named.get(2, ""), display_name=named.get(4, ""), stats=_stats(file, stats, names))
+            kinds[key] = StatKind(
+                name=named.get(2, ""), display_name=named.get(4, ""), stats=_stats(file, stats, names)
+            )
     return Plane(
         name=next((text(file.bytes, each) for each in own if each.number == 2), ""),
         stats=_stats(file, [each for each in own if each.number == 6], names),
@@ -252,7 +254,7 @@ def _plane(file: _File, span: Field) -> Plane:
     )
 
 
-def _line(file: _File, span: Field, names: Mapping[int, str]) -> Line:
+def _line(file: _TraceFile, span: Field, names: Mapping[int, str]) -> XLine:
     name, identifier, timestamp_ns = "", 0, 0
     at, end = span.value, span.end
     # The events come in between, and are many: this looks at what stands before the first of them, and behind them.
@@ -261,10 +263,10 @@ def _line(file: _File, span: Field, names: Mapping[int, str]) -> Line:
             break
         name, identifier, timestamp_ns = _head(file, each, name, identifier, timestamp_ns)
         at = each.end
-    return Line(name=name, id=identifier, _file=file, _names=names, _timestamp_ns=timestamp_ns, _span=(at, end))
+    return XLine(name=name, id=identifier, _file=file, _names=names, _timestamp_ns=timestamp_ns, _span=(at, end))
 
 
-def _head(file: _File, each: Field, name: str, identifier: int, timestamp_ns: int) -> tuple[str, int, int]:
+def _head(file: _TraceFile, each: Field, name: str, identifier: int, timestamp_ns: int) -> tuple[str, int, int]:
     if each.number in (2, 11) and (each.number == 2 or not name):
         return text(file.bytes, each), identifier, timestamp_ns
     if each.number == 1:
@@ -274,7 +276,7 @@ def _head(file: _File, each: Field, name: str, identifier: int, timestamp_ns: in
     return name, identifier, timestamp_ns
 
 
-def _entry(file: _File, span: Field) -> tuple[int, list[Field]]:
+def _entry(file: _TraceFile, span: Field) -> tuple[int, list[Field]]:
     """Key and fields of the value of an entry of a map."""
     key, value = 0, list[Field]()
     for each in fields(file.bytes, span.value, span.end):
@@ -285,7 +287,7 @@ def _entry(file: _File, span: Field) -> tuple[int, list[Field]]:
     return key, value
 
 
-def _stats(file: _File, spans: Sequence[Field], names: Mapping[int, str]) -> dict[str, Any]:
+def _stats(file: _TraceFile, spans: Sequence[Field], names: Mapping[int, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for span in spans:
         name = ""

@@ -93,7 +93,7 @@ class MLP(Generic[Leaf]):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class MoE(Generic[Leaf]):
+class MoEWeights(Generic[Leaf]):
     """Weights of a mixture of experts: router [n, D, E], gate and up [n, E, D, F], down [n, E, F, D].
 
     Biases: router_bias [n, E], gate_bias and up_bias [n, E, F], down_bias [n, E, D]. correction_bias [n, E] is added to
@@ -123,7 +123,7 @@ class Layer(Generic[Leaf]):
     """n layers of one kind, stacked: each weight has a leading dim n."""
 
     attn: Attention[Leaf] | LatentAttention[Leaf]
-    mlp: MLP[Leaf] | MoE[Leaf]
+    mlp: MLP[Leaf] | MoEWeights[Leaf]
 
 
 @jax.tree_util.register_dataclass

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import Span
+from rooftop.arrays.mesh import AxisSpan
 from rooftop.core.ledger import Ledger, Number
 
 
-def ici_lower_s(ledger: Ledger, spans: Mapping[str, Span]) -> Number:
+def ici_lower_s(ledger: Ledger, spans: Mapping[str, AxisSpan]) -> Number:
     """Seconds that the ICI needs at least, collectives on different physical axes running at once.
 
     The largest of: all collectives of one mesh axis; all of those that lie on one physical axis alone (they share its
@@ -53,7 +53,7 @@ def ici_lower_s(ledger: Ledger, spans: Mapping[str, Span]) -> Number:
     return lower
 
 
-def lower_s(ledger: Ledger, spans: Mapping[str, Span]) -> dict[str, Number]:
+def lower_s(ledger: Ledger, spans: Mapping[str, AxisSpan]) -> dict[str, Number]:
     """Lower bound by resource; the step's is the largest."""
     found = {name: ledger.total(name) for name in ("mxu", "vpu", "hbm", "dcn", "pcie")}
     return found | {"ici": ici_lower_s(ledger, spans)}

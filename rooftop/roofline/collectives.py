@@ -21,7 +21,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import Floats, Span
+from rooftop.arrays.mesh import AxisSpan, Floats
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import COLLECTIVES, Number
 
@@ -71,7 +71,7 @@ class Price:
         return total
 
 
-def price(kind: str, group: Span, form: str = "exact") -> Price:
+def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
     """The price of ``kind`` over ``group``. Groups over ICI and DCN are gathered over DCN first (least bytes there).
 
     Source: chapter 3 of the book for rings, the GPU chapter for switches; AllToAll by counting the bytes that cross
@@ -105,7 +105,7 @@ def price(kind: str, group: Span, form: str = "exact") -> Price:
     )
 
 
-def _book(kind: str, group: Span, mask: npt.NDArray[np.bool_], exact: Floats) -> Floats:
+def _book(kind: str, group: AxisSpan, mask: npt.NDArray[np.bool_], exact: Floats) -> Floats:
     """Seconds per payload byte in the book's form where only links of a torus are used, elsewhere as they were."""
     torus = np.array([axis.kind == "torus" for axis in group.physical])
     used = mask & (group.size > 1)
@@ -123,7 +123,7 @@ def _book(kind: str, group: Span, mask: npt.NDArray[np.bool_], exact: Floats) ->
     return seconds
 
 
-def _seconds_per_byte(kind: str, group: Span, mask: npt.NDArray[np.bool_], share: float | Floats) -> Floats:
+def _seconds_per_byte(kind: str, group: AxisSpan, mask: npt.NDArray[np.bool_], share: float | Floats) -> Floats:
     """Seconds per payload byte on one resource; ``share`` is the part of a gather's payload that this resource sees."""
     if kind == "all_to_all":
         return _all_to_all(group, mask)
@@ -159,7 +159,7 @@ def _all_gather(size: npt.NDArray[np.int64], rate: Floats, mask: npt.NDArray[np.
     return worst
 
 
-def _all_to_all(group: Span, mask: npt.NDArray[np.bool_]) -> Floats:
+def _all_to_all(group: AxisSpan, mask: npt.NDArray[np.bool_]) -> Floats:
     """Seconds per byte of one device's operand: the busiest axis, each carrying every byte its mean distance."""
     link = np.array([axis.bytes_per_s for axis in group.physical])
     torus = np.array([axis.kind == "torus" for axis in group.physical])
@@ -173,7 +173,7 @@ def _all_to_all(group: Span, mask: npt.NDArray[np.bool_]) -> Floats:
     return slowest
 
 
-def _latency_s(kind: str, group: Span, mask: npt.NDArray[np.bool_]) -> Floats:
+def _latency_s(kind: str, group: AxisSpan, mask: npt.NDArray[np.bool_]) -> Floats:
     hop_s = np.array([axis.hop_s for axis in group.physical])
     torus = np.array([axis.kind == "torus" for axis in group.physical])
     steps = np.where(torus, np.where(group.ring, group.size // 2, group.size - 1), 1)

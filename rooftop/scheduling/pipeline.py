@@ -27,7 +27,7 @@ import numpy.typing as npt
 from rooftop.core.errors import RooftopError, unknown
 
 
-class Op(IntEnum):
+class StageOp(IntEnum):
     """What a stage does in a slot."""
 
     IDLE = 0
@@ -39,7 +39,7 @@ class Op(IntEnum):
 class Task(NamedTuple):
     """One operation on one microbatch by one chunk of a stage. A tuple, since tables look thousands of them up."""
 
-    op: Op
+    op: StageOp
     microbatch: int
     chunk: int = 0
 
@@ -49,7 +49,7 @@ Order = Sequence[Task]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class PipelineTable:
     """What each stage does in each slot: ``slots[t][s]`` is a task, or None for an idle stage.
 
     Raises RooftopError for a table in which a task is missing, done twice, or done before what it needs.
@@ -86,7 +86,9 @@ class Table:
 
     def tasks(self) -> Iterator[Task]:
         """Every task of one stage, in no particular order."""
-        ops = (Op.FORWARD, Op.BACKWARD, Op.WEIGHTS) if self.split else (Op.FORWARD, Op.BACKWARD)
+        ops = (
+            (StageOp.FORWARD, StageOp.BACKWARD, StageOp.WEIGHTS) if self.split else (StageOp.FORWARD, StageOp.BACKWARD)
+        )
         return (
             Task(op, microbatch, chunk)
             for microbatch in range(self.microbatches)
@@ -107,9 +109,9 @@ class Table:
 
         They are held from the forward task until the last of the backward tasks.
         """
-        held, most, last = 0, 0, Op.WEIGHTS if self.split else Op.BACKWARD
+        held, most, last = 0, 0, StageOp.WEIGHTS if self.split else StageOp.BACKWARD
         for task in self.order(stage):
-            held += task.op == Op.FORWARD
+            held += task.op == StageOp.FORWARD
             most = max(most, held)
             held -= task.op == last
         return most / self.chunks
@@ -119,12 +121,12 @@ class Table:
 def needs(task: Task, stage: int, stages: int, chunks: int) -> tuple[tuple[int, Task], ...]:
     """The (stage, task) pairs whose results ``task`` of ``stage`` reads, in a pipeline of that many stages, chunks."""
     op, microbatch, chunk = task.op, task.microbatch, task.chunk
-    if op == Op.WEIGHTS:
-        return ((stage, Task(Op.BACKWARD, microbatch, chunk)),)
+    if op == StageOp.WEIGHTS:
+        return ((stage, Task(StageOp.BACKWARD, microbatch, chunk)),)
     part = chunk * stages + stage
-    other = part - 1 if op == Op.FORWARD else part + 1
+    other = part - 1 if op == StageOp.FORWARD else part + 1
     found = ((other % stages, Task(op, microbatch, other // stages)),) if 0 <= other < stages * chunks else ()
-    return found if op == Op.FORWARD else (*found, (stage, Task(Op.FORWARD, microbatch, chunk)))
+    return found if op == StageOp.FORWARD else (*found, (stage, Task(StageOp.FORWARD, microbatch, chunk)))
 
 
 def named(task: Task, stage: int) -> str:
@@ -132,7 +134,7 @@ def named(task: Task, stage: int) -> str:
     return f"{task.op.name.lower()} of microbatch {task.microbatch} by chunk {task.chunk} of stage {stage}"
 
 
-def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int = 1) -> Table:
+def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int = 1) -> PipelineTable:
     """The table of a schedule: 'gpipe', '1f1b', 'interleaved' (2 or more ``chunks``) or 'zero_bubble' (split backward).
 
     Every stage does its tasks in the schedule's order, each in the first slot in which it can.
@@ -153,7 +155,7 @@ def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int
     orders = [SCHEDULES[schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
     split = schedule == "zero_bubble"
     slots = _placed(orders, stages, chunks)
-    return Table(stages=stages, microbatches=microbatches, chunks=chunks, split=split, slots=slots)
+    return PipelineTable(stages=stages, microbatches=microbatches, chunks=chunks, split=split, slots=slots)
 
 
 def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Task | None, ...], ...]:
@@ -177,21 +179,21 @@ def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Ta
 
 def _gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
     """All forward passes, then all backward passes (Huang et al. 2019)."""
-    return [Task(op, each) for op in (Op.FORWARD, Op.BACKWARD) for each in range(microbatches)]
+    return [Task(op, each) for op in (StageOp.FORWARD, StageOp.BACKWARD) for each in range(microbatches)]
 
 
 def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
     """As many forward passes as there are stages from here on, then one backward for one forward (PipeDream-Flush)."""
-    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (Op.FORWARD, Op.BACKWARD))
+    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD))
     return _alternating(forward, backward, first=stages - stage)
 
 
 def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
     """1F1B over groups of S microbatches, each group through all chunks before the next (Narayanan et al. 2021)."""
     groups = [range(at, min(at + stages, microbatches)) for at in range(0, microbatches, stages)]
-    forward = [Task(Op.FORWARD, each, chunk) for group in groups for chunk in range(chunks) for each in group]
+    forward = [Task(StageOp.FORWARD, each, chunk) for group in groups for chunk in range(chunks) for each in group]
     backward = [
-        Task(Op.BACKWARD, each, chunk) for group in groups for chunk in reversed(range(chunks)) for each in group
+        Task(StageOp.BACKWARD, each, chunk) for group in groups for chunk in reversed(range(chunks)) for each in group
     ]
     return _alternating(forward, backward, first=2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
 
@@ -203,12 +205,12 @@ def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Ord
     catches up where it would wait for gradients at the end. Their ZB-H2 holds twice the activations so as to begin the
     next step early on the first stages; within one step it ends no sooner, and is not here.
     """
-    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (Op.FORWARD, Op.BACKWARD))
+    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD))
     found, behind = list[Task](), list[Task]()
     for task in _alternating(forward, backward, first=stages - stage):
         found.append(task)
-        if task.op == Op.BACKWARD:
-            behind.append(Task(Op.WEIGHTS, task.microbatch))
+        if task.op == StageOp.BACKWARD:
+            behind.append(Task(StageOp.WEIGHTS, task.microbatch))
             if len(behind) > stage:
                 found.append(behind.pop(0))
     return [*found, *behind]
@@ -231,7 +233,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int, int], Order]] = {
 }
 
 
-class Buffer(IntEnum):
+class StageBuffer(IntEnum):
     """What is kept: inputs and output gradients that came, what forward keeps for backward, what a split one for dW."""
 
     INPUT = 0
@@ -241,7 +243,7 @@ class Buffer(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class BufferPlaces:
     """A table for a program to run; all arrays are int32, [slots, S] but for those of buffers, [slots, S, buffers].
 
     ``op``, ``microbatch`` and ``chunk`` of each task; ``used``, the place in each buffer that it reads or writes; and
@@ -257,7 +259,7 @@ class Places:
     sizes: tuple[int, ...]
 
 
-def places(table: Table) -> Places:
+def places(table: PipelineTable) -> BufferPlaces:
     """The places of all that a table's tasks make, as few in each buffer as its busiest stage needs."""
     at = {
         (stage, task): slot
@@ -265,40 +267,42 @@ def places(table: Table) -> Places:
         for stage, task in enumerate(row)
         if task is not None
     }
-    kept = {buffer: [_assigned(_lives(table, at, stage, buffer)) for stage in range(table.stages)] for buffer in Buffer}
+    kept = {
+        buffer: [_assigned(_lives(table, at, stage, buffer)) for stage in range(table.stages)] for buffer in StageBuffer
+    }
     sizes = tuple(1 + max((place for found in kept[buffer] for place in found.values()), default=-1) for buffer in kept)
     shape = len(table.slots), table.stages
     op, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(3))
-    used = np.broadcast_to(np.array(sizes, np.int32), (*shape, len(Buffer))).copy()
-    arriving = used[..., : Buffer.SAVED].copy()
+    used = np.broadcast_to(np.array(sizes, np.int32), (*shape, len(StageBuffer))).copy()
+    arriving = used[..., : StageBuffer.SAVED].copy()
     for (stage, task), slot in at.items():
         op[slot, stage], microbatch[slot, stage], chunk[slot, stage] = task.op, task.microbatch, task.chunk
-        for buffer in Buffer:
+        for buffer in StageBuffer:
             if (place := kept[buffer][stage].get((task.microbatch, task.chunk))) is not None:
                 used[slot, stage, buffer] = place
         # What a task of another stage has made for this one comes at the end of that task's slot.
         for maker, made in table.needs(task, stage):
             if made.op == task.op:
-                buffer = Buffer.INPUT if task.op == Op.FORWARD else Buffer.GRADIENT
+                buffer = StageBuffer.INPUT if task.op == StageOp.FORWARD else StageBuffer.GRADIENT
                 arriving[at[maker, made], stage, buffer] = used[slot, stage, buffer]
-    return Places(op=op, microbatch=microbatch, chunk=chunk, used=used, arriving=arriving, sizes=sizes)
+    return BufferPlaces(op=op, microbatch=microbatch, chunk=chunk, used=used, arriving=arriving, sizes=sizes)
 
 
 #: A microbatch and a chunk, with the slots in which what they need is made and read.
 _Life = tuple[tuple[int, int], int, int]
 
 
-def _lives(table: Table, at: dict[tuple[int, Task], int], stage: int, buffer: Buffer) -> Iterable[_Life]:
-    reader = {Buffer.INPUT: Op.FORWARD, Buffer.SPLIT: Op.WEIGHTS}.get(buffer, Op.BACKWARD)
+def _lives(table: PipelineTable, at: dict[tuple[int, Task], int], stage: int, buffer: StageBuffer) -> Iterable[_Life]:
+    reader = {StageBuffer.INPUT: StageOp.FORWARD, StageBuffer.SPLIT: StageOp.WEIGHTS}.get(buffer, StageOp.BACKWARD)
     for task in table.order(stage):
         if task.op == reader:
-            forward, backward = (task._replace(op=op) for op in (Op.FORWARD, Op.BACKWARD))
+            forward, backward = (task._replace(op=op) for op in (StageOp.FORWARD, StageOp.BACKWARD))
             # An input and a gradient come from another stage, but the last part of the model makes its gradient
             # itself, with the loss, in its forward task.
             made = [need for need in table.needs(task, stage) if need[1].op == task.op]
-            if buffer == Buffer.SPLIT:
+            if buffer == StageBuffer.SPLIT:
                 made = [(stage, backward)]
-            elif buffer == Buffer.SAVED or (buffer == Buffer.GRADIENT and not made):
+            elif buffer == StageBuffer.SAVED or (buffer == StageBuffer.GRADIENT and not made):
                 made = [(stage, forward)]
             if made:
                 yield (task.microbatch, task.chunk), at[made[0]], at[stage, task]

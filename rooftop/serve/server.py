@@ -21,7 +21,7 @@ import uvicorn
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.serve.api.app import Api, Settings
 from rooftop.serve.api.texts import Texts
-from rooftop.serve.engine.requests import Engine
+from rooftop.serve.engine.requests import ServingEngine
 
 #: What HTTP takes after the last token.
 _MARGIN_S = 5
@@ -51,7 +51,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn, which leaves signals to us: it would end by the signal, and not with a status."""
 
     @contextmanager
@@ -72,8 +72,8 @@ class Serving:
     settings: Settings
     texts: Texts
     log: logging.Logger
-    load: Callable[[], Engine]
-    on_ready: Callable[[Engine], None]
+    load: Callable[[], ServingEngine]
+    on_ready: Callable[[ServingEngine], None]
     drain_s: float
 
     def run(self) -> None:
@@ -94,7 +94,7 @@ class Serving:
     async def _run(self) -> None:
         self._api = Api(self.settings, self.texts, self.log)
         self._drained: asyncio.Task[bool] | None = None
-        self._server = _Server(
+        self._server = _UvicornServer(
             uvicorn.Config(
                 self._api.app(),
                 http="httptools",

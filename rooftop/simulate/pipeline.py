@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
-from rooftop.scheduling.pipeline import SCHEDULES, Op, Table, Task, pipeline_table
+from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, StageOp, Task, pipeline_table
 
 if TYPE_CHECKING:
     from rooftop.plan.training.plan import TrainingPlan
@@ -44,7 +44,7 @@ class Durations:
             if np.any(np.asarray(getattr(self, name)) < 0):
                 raise RooftopError(f"duration {name}", getattr(self, name), "seconds, not negative")
 
-    def of(self, table: Table) -> Floats:
+    def of(self, table: PipelineTable) -> Floats:
         """Seconds of each kind of task on each stage, [ops, S]; without a split BACKWARD is dX and dW together."""
         backward = np.asarray(self.input_gradient) + (0.0 if table.split else np.asarray(self.weight_gradient))
         kinds = (0.0, self.forward, backward, self.weight_gradient)
@@ -55,13 +55,13 @@ class Durations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class PipelineTimeline:
     """When everything happened: ``spans[s]`` are a stage's tasks with their start and end, in seconds from the start.
 
     ``in_flight`` is the most microbatches whose activations each stage held at once, [S].
     """
 
-    table: Table
+    table: PipelineTable
     spans: tuple[tuple[tuple[Task, float, float], ...], ...]
     in_flight: Floats
 
@@ -81,7 +81,7 @@ class Timeline:
         return 1 - self.busy / self.makespan
 
 
-def run(table: Table, durations: Durations) -> Timeline:
+def run(table: PipelineTable, durations: Durations) -> PipelineTimeline:
     """The step with every stage at its own pace."""
     seconds = durations.of(table)
     ends = dict[tuple[int, Task], float]()
@@ -96,7 +96,7 @@ def run(table: Table, durations: Durations) -> Timeline:
             free[stage] = ends[stage, task] = end
             spans[stage].append((task, start, end))
     in_flight = np.array([table.in_flight(stage) for stage in range(table.stages)])
-    return Timeline(table=table, spans=tuple(map(tuple, spans)), in_flight=in_flight)
+    return PipelineTimeline(table=table, spans=tuple(map(tuple, spans)), in_flight=in_flight)
 
 
 def durations_of(plan: TrainingPlan) -> Durations:
@@ -133,7 +133,7 @@ def of_plan(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def plan_timeline(plan: TrainingPlan) -> Timeline:
+def plan_timeline(plan: TrainingPlan) -> PipelineTimeline:
     """A plan's pipeline as its table runs, each stage at its own pace."""
     return run(pipeline_table(plan.choice.schedule, **_sizes(plan)), durations_of(plan))
 
@@ -143,10 +143,10 @@ def _sizes(plan: TrainingPlan) -> dict[str, int]:
     return {"stages": plan.mesh.size("stage"), "microbatches": choice.microbatches, "chunks": choice.chunks}
 
 
-def lockstep(table: Table, durations: Durations) -> float:
+def lockstep(table: PipelineTable, durations: Durations) -> float:
     """Seconds of the step if every slot lasts as long as its longest task, and all results are sent at its end."""
     seconds = durations.of(table)
-    ops = np.array([[Op.IDLE if task is None else task.op for task in row] for row in table.slots])
+    ops = np.array([[StageOp.IDLE if task is None else task.op for task in row] for row in table.slots])
     longest = seconds[ops, np.arange(table.stages)].max(axis=1)
     return float(longest.sum() + (len(table.slots) - 1) * durations.send)
 

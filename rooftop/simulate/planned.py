@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rooftop.core.ledger import Collective, Ledger, Row
-from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
-from rooftop.scheduling.pipeline import Op
+from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
+from rooftop.scheduling.pipeline import StageOp
 
 if TYPE_CHECKING:
     from rooftop.plan.training.plan import TrainingPlan
@@ -28,8 +28,8 @@ _NOTE = (
     "drawn beside the wait for the rest"
 )
 _LAYERS, _EXPERTS = "layers/", "layers/moe/"
-_TASKS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.WEIGHTS: "W"}
-_PHASES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHTS: "backward"}
+_TASKS = {StageOp.FORWARD: "F", StageOp.BACKWARD: "B", StageOp.WEIGHTS: "W"}
+_PHASES = {StageOp.FORWARD: "forward", StageOp.BACKWARD: "backward", StageOp.WEIGHTS: "backward"}
 
 
 def planned_lanes(plan: TrainingPlan, *, every_trip: bool = False) -> Lanes:
@@ -70,8 +70,8 @@ class _Drawing:
 
     now: float = 0.0
     most_layers: int = DRAWN_LAYERS
-    compute: list[Span] = field(default_factory=list)
-    links: dict[str, list[Span]] = field(default_factory=dict)
+    compute: list[TimeSpan] = field(default_factory=list)
+    links: dict[str, list[TimeSpan]] = field(default_factory=dict)
     flights: int = 0
     numbers: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class _Drawing:
     def more(self, name: str, seconds: float) -> None:
         """What is not drawn one by one."""
         if seconds > 0:
-            self.compute.append(Span(name=name, sort=MORE, start_s=self.now, end_s=self.now + seconds, op="while"))
+            self.compute.append(TimeSpan(name=name, sort=MORE, start_s=self.now, end_s=self.now + seconds, op="while"))
             self.now += seconds
 
     def lanes(self, title: str) -> Lanes:
@@ -113,7 +113,7 @@ class _Drawing:
         if seconds <= 0:
             return
         self.compute.append(
-            Span(
+            TimeSpan(
                 name=name,
                 sort=sort,
                 start_s=self.now,
@@ -143,7 +143,7 @@ class _Drawing:
         begin = max(free, self.now - whole if ends else start)
         if whole > 0:
             lane.append(
-                Span(
+                TimeSpan(
                     name=name,
                     sort=TRANSFER,
                     start_s=begin,
@@ -239,7 +239,7 @@ def _pipeline(plan: TrainingPlan, title: str) -> Lanes:
             name=f"stage {stage}",
             spans=(
                 *(
-                    Span(
+                    TimeSpan(
                         name=f"{_TASKS[task.op]}{task.microbatch}"
                         + (f".{task.chunk}" if plan.choice.chunks > 1 else ""),
                         sort=COMPUTE,

@@ -21,7 +21,7 @@ from rooftop.core.scopes import UNSCOPED, scope_and_phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class NanOrigin:
     """The first operation whose result had a NaN (or, ``what``, an infinity): its scope, phase and JAX name.
 
     ``turns`` are those of the loops around it, outermost first: microbatches, and layers of one kind.
@@ -61,7 +61,7 @@ class _Place:
 _Flags = list[tuple[_Place, jax.Array]]
 
 
-def find_origin(step: Callable[..., Any], *arguments: Any) -> Origin | None:
+def find_origin(step: Callable[..., Any], *arguments: Any) -> NanOrigin | None:
     """Run ``step`` once, checked; where its first NaN is made, or else its first infinity. None: all is finite.
 
     An infinity below zero is a mask and no failure. An argument that is not finite is reported as such. Runs under
@@ -70,7 +70,9 @@ def find_origin(step: Callable[..., Any], *arguments: Any) -> Origin | None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(_all_finite(leaf)):
             name = jax.tree_util.keystr(path[1:]).lstrip(".")
-            return Origin(what="NaN or infinity", scope=name, phase="before the step", operation="the state", turns=())
+            return NanOrigin(
+                what="NaN or infinity", scope=name, phase="before the step", operation="the state", turns=()
+            )
     flat, tree = jax.tree.flatten(arguments)
     closed = jax.make_jaxpr(lambda *leaves: step(*jax.tree.unflatten(tree, leaves)))(*flat)
     places: list[_Place] = []
@@ -91,7 +93,7 @@ def find_origin(step: Callable[..., Any], *arguments: Any) -> Origin | None:
         if marked:
             _, turns, place = min(marked, key=lambda entry: entry[0])
             scope, phase = scope_and_phase(place.stack)
-            return Origin(what=what, scope=scope, phase=phase, operation=place.operation, turns=turns)
+            return NanOrigin(what=what, scope=scope, phase=phase, operation=place.operation, turns=turns)
     return None
 
 

@@ -26,12 +26,12 @@ from rooftop.train.data.dataset import Dataset
 from rooftop.train.data.loading import place, prefetch
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Evaluation, Forward
-from rooftop.train.metrics import Rates, StepRecord
+from rooftop.train.metrics import StepRecord, TrainRates
 from rooftop.train.recording import Failed, Loop, Watch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainJob:
     """What is trained, and where: ``init`` is a published checkpoint to begin from, None for fresh weights."""
 
     program: TrainProgram
@@ -61,7 +61,7 @@ class Job:
                 abstract_state(self.program, self.mesh), abstract_batch(self.program, self.mesh)
             ).compile()
 
-    def without_stages(self) -> Job:
+    def without_stages(self) -> TrainJob:
         """The same step in one piece: stages become copies, and microbatches one batch, where the batch divides.
 
         Inside a pipeline, values have no scopes of their own to be told by.
@@ -108,14 +108,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class TrainEngine:
     """A job, its data and the folder of its run. All processes of a run do the same with it."""
 
-    job: Job
+    job: TrainJob
     data: Dataset
     folder: RunFolder
     checkpoints: Checkpoints
-    rates: Rates
+    rates: TrainRates
     course: Course
     watch: Watch
 

@@ -136,7 +136,7 @@ class Forward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SampleOptions:
     """How many samples, of how many tokens behind the ``prompt``; ``temperature`` 0 takes the likeliest each time."""
 
     count: int
@@ -147,7 +147,11 @@ class Sampling:
 
 
 def sample(
-    program: TrainProgram, mesh: jax.sharding.Mesh, weights: Transformer[jax.Array], tokenizer: Tokenizer, how: Sampling
+    program: TrainProgram,
+    mesh: jax.sharding.Mesh,
+    weights: Transformer[jax.Array],
+    tokenizer: Tokenizer,
+    how: SampleOptions,
 ) -> list[str]:
     """Samples, their prompt included; one that ends its document is cut there. The same seed draws the same.
 

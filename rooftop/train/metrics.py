@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rooftop.models import ModelConfig, flops_per_token
-from rooftop.programs.training.step import Metrics
+from rooftop.programs.training.step import StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class TrainRates:
     """From tokens and seconds to MFU: model FLOPs over the ``peak_flops_per_s`` of all devices (None: not known)."""
 
     flops_per_token: float
@@ -20,7 +20,7 @@ class Rates:
     peak_flops_per_s: float | None
 
     @classmethod
-    def of(cls, model: ModelConfig, seq_len: int, peak_flops_per_s: float | None) -> Rates:
+    def of(cls, model: ModelConfig, seq_len: int, peak_flops_per_s: float | None) -> TrainRates:
         """FLOPs as plans count them; ``peak_flops_per_s`` is that of all devices together."""
         found = flops_per_token(model, seq_len)
         convention = (
@@ -63,8 +63,8 @@ class StepRecord:
 
     @classmethod
     def of(
-        cls, step: int, found: Metrics[Any], *, learning_rate: float, seconds: float, waited_s: float, unix_s: float,
-        rates: Rates,
+        cls, step: int, found: StepMetrics[Any], *, learning_rate: float, seconds: float, waited_s: float,
+        unix_s: float, rates: TrainRates,
     ) -> StepRecord:  # fmt: skip
         """The record of a step, once it is done: this waits for it."""
         values = {name: None if value is None else float(value) for name, value in vars(found).items()}

@@ -14,12 +14,12 @@ import jax
 
 from rooftop.programs.parameters import Batch
 from rooftop.programs.training.optimizer import Optimizer
-from rooftop.programs.training.step import Metrics
+from rooftop.programs.training.step import StepMetrics
 from rooftop.runs.folder import MetricsFile, RunFolder
 from rooftop.runs.signals import Agreement, one_at_a_time
 from rooftop.train.data.loading import Fetched
 from rooftop.train.evaluate import Evaluation
-from rooftop.train.metrics import Divergence, Rates, StepRecord
+from rooftop.train.metrics import Divergence, StepRecord, TrainRates
 from rooftop.train.schedule import ScheduledOptimizer
 
 #: Steps that are dispatched before the metrics of an earlier one are read.
@@ -48,7 +48,7 @@ class _Posted:
     """A step that was dispatched, and may not be done."""
 
     step: int
-    metrics: Metrics[jax.Array]
+    metrics: StepMetrics[jax.Array]
     waited_s: float
     vote: bool | jax.Array
 
@@ -57,8 +57,8 @@ class Loop:
     """What the steps on their way have told: their records, the clock, the trace."""
 
     def __init__(
-        self, folder: RunFolder, optimizer: Optimizer, rates: Rates, watch: Watch, *, start: int, divergence: float,
-        profile: tuple[int, int] | None, tensorboard: bool,
+        self, folder: RunFolder, optimizer: Optimizer, rates: TrainRates, watch: Watch, *, start: int,
+        divergence: float, profile: tuple[int, int] | None, tensorboard: bool,
     ) -> None:  # fmt: skip
         self._folder, self._optimizer, self._rates, self._watch, self._profile = (
             folder,
@@ -71,7 +71,7 @@ class Loop:
         self._ahead = 0 if one_at_a_time() else _AHEAD
         self._divergence = Divergence(divergence)
         first = jax.process_index() == 0
-        self._events = Events(folder.tensorboard, step=start) if first and tensorboard else None
+        self._events = TensorBoardEvents(folder.tensorboard, step=start) if first and tensorboard else None
         self._file = MetricsFile(folder.metrics, step=start) if first else None
         self._mark = time.perf_counter()
         self._tracing = False
@@ -80,7 +80,7 @@ class Loop:
     def posted(
         self,
         fetched: Fetched[Batch[jax.Array]],
-        metrics: Metrics[jax.Array],
+        metrics: StepMetrics[jax.Array],
         vote: bool | jax.Array,
         agreement: Agreement,
     ) -> bool:
@@ -159,7 +159,7 @@ class Loop:
         return agreement.read(posted.vote)
 
 
-class Events:
+class TensorBoardEvents:
     """An event file in ``folder``; TensorBoard shows those of the folder as one run.
 
     What earlier files have of steps behind ``step`` is void: they are done again. Needs tensorboardX.

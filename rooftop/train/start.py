@@ -25,9 +25,9 @@ from rooftop.programs.attention.attend import BLOCK
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import TrainProgram, loss_chunks
 from rooftop.runs.folder import RunFolder
-from rooftop.train.data.dataset import Dataset, Progress, Source, open_dataset
-from rooftop.train.engine import Job, require_room
-from rooftop.train.metrics import Rates
+from rooftop.train.data.dataset import Dataset, DataSource, Progress, open_dataset
+from rooftop.train.engine import TrainJob, require_room
+from rooftop.train.metrics import TrainRates
 from rooftop.train.schedule import Schedule, ScheduledOptimizer
 
 #: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
@@ -40,7 +40,7 @@ _BALANCE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TrainRequest:
     """What is asked for. None: by the plan, or else by default.
 
     ``model`` is a preset, a path, 'llama:N' or a ModelConfig; ``fields`` are those of a TrainProgram that are given,
@@ -71,17 +71,17 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
+class ReadyRun:
     """A job with its data; ``note`` says how it lies on the devices, and ``about`` is what run.json says of it."""
 
-    job: Job
+    job: TrainJob
     data: Dataset
-    rates: Rates
+    rates: TrainRates
     note: str
     about: dict[str, Any]
 
 
-def prepare(request: Request, recorded: Mapping[str, Any] | None, progress: Progress | None) -> Ready:
+def prepare(request: TrainRequest, recorded: Mapping[str, Any] | None, progress: Progress | None) -> ReadyRun:
     """Everything that comes before the first step. ``recorded``: run.json, if the run goes on.
 
     Raises RooftopError for what is asked for and cannot be, or is not what the run began with, and Infeasible where
@@ -115,9 +115,9 @@ def prepare(request: Request, recorded: Mapping[str, Any] | None, progress: Prog
     if recorded is not None:
         _require_same(str(request.folder.path), recorded["job"], identity)
     peak = here.flops_per_s(program.compute_dtype) if request.peak_flops_per_s is None else request.peak_flops_per_s
-    rates = Rates.of(program.model, program.seq_len, None if peak is None else peak * mesh.size)
-    return Ready(
-        job=Job(program=program, mesh=mesh, seed=request.seed, init=request.init),
+    rates = TrainRates.of(program.model, program.seq_len, None if peak is None else peak * mesh.size)
+    return ReadyRun(
+        job=TrainJob(program=program, mesh=mesh, seed=request.seed, init=request.init),
         data=data,
         rates=rates,
         note=note,
@@ -146,7 +146,7 @@ def session(step: int, command: str) -> dict[str, Any]:
     return {"step": step, "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-def _of_plan(request: Request, plan: Mapping[str, Any], here: Local) -> tuple[TrainProgram, Any, str]:
+def _of_plan(request: TrainRequest, plan: Mapping[str, Any], here: Local) -> tuple[TrainProgram, Any, str]:
     if request.model is not None and not isinstance(request.model, ModelConfig):
         raise RooftopError("model", request.model, "nothing with a plan, which names its model")
     mapped, note = map_plan(plan, here, as_is=request.as_is, on_local=request.on_local or request.mesh is not None)
@@ -167,7 +167,7 @@ def _of_plan(request: Request, plan: Mapping[str, Any], here: Local) -> tuple[Tr
     return program, mesh_of(axes, here, layout=layout), note
 
 
-def _of_model(request: Request, here: Local) -> tuple[TrainProgram, Any, str]:
+def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, str]:
     if request.as_is or request.on_local:
         raise RooftopError("as-is or on", "no plan", "a PLAN.json of rooftop plan train")
     axes = dict(request.mesh) if request.mesh is not None else {"fsdp": len(here.devices)}
@@ -200,7 +200,7 @@ def _of_model(request: Request, here: Local) -> tuple[TrainProgram, Any, str]:
     return program, mesh, f"on {here.name}: mesh {write_axes(axes)}"
 
 
-def _model(request: Request) -> ModelConfig:
+def _model(request: TrainRequest) -> ModelConfig:
     asked = request.model if request.model is not None else None if request.init is None else str(request.init)
     if asked is None:
         raise RooftopError("model", None, "PLAN.json, --model (a preset, a config.json or llama:4M) or --init")
@@ -215,7 +215,7 @@ def _model(request: Request) -> ModelConfig:
     return model
 
 
-def _completed(request: Request, program: TrainProgram) -> TrainProgram:
+def _completed(request: TrainRequest, program: TrainProgram) -> TrainProgram:
     """The program with what the options say, as a run needs it: packed batches, scheduled learning rate.
 
     Experts are kept in balance by default.
@@ -232,13 +232,13 @@ def _completed(request: Request, program: TrainProgram) -> TrainProgram:
     return program
 
 
-def _source(request: Request, model: ModelConfig) -> Source:
+def _source(request: TrainRequest, model: ModelConfig) -> DataSource:
     tokenizer = request.tokenizer
     if tokenizer is None and request.vocab is None:
         beside = [Path(str(place)) for place in (request.init, request.model) if place is not None]
         folders = [place if place.is_dir() else place.parent for place in beside if place.exists()]
         tokenizer = next((folder for folder in folders if (folder / "tokenizer.json").exists()), None)
-    return Source(
+    return DataSource(
         data=request.data,
         field=request.data_field,
         tokenizer=tokenizer,

@@ -1,15 +1,15 @@
 """Our predictions beside published measurements, misses included."""
 
-from rooftop.validation.accuracy import Comparison, Errors, Group, Report, load_reasons, summarise
-from rooftop.validation.runs import PublishedRuns, Run, Unusable, load_published
+from rooftop.validation.accuracy import AccuracyReport, Comparison, Errors, Group, load_reasons, summarise
+from rooftop.validation.runs import PublishedRun, PublishedRuns, Unusable, load_published
 
 __all__ = [
+    "AccuracyReport",
     "Comparison",
     "Errors",
     "Group",
+    "PublishedRun",
     "PublishedRuns",
-    "Report",
-    "Run",
     "Unusable",
     "load_published",
     "load_reasons",

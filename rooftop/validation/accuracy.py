@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
-from rooftop.validation.runs import Run
+from rooftop.validation.runs import PublishedRun
 
 LEVELS: tuple[str, ...] = ("bound", "uncalibrated", "calibrated", "null")
 
@@ -57,7 +57,7 @@ class Compared:
 class Comparison(Compared):
     """One run beside its predictions, in seconds per step; None where no other dense model ran on the chip."""
 
-    run: Run
+    run: PublishedRun
     uncalibrated_s: float
     calibrated_s: float | None
 
@@ -132,7 +132,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class AccuracyReport:
     """Every run beside its predictions, and the errors by group."""
 
     comparisons: tuple[Comparison, ...]
@@ -155,7 +155,7 @@ class Report:
         }
 
 
-def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[Run]) -> _Floats:
+def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun]) -> _Floats:
     """For each run the median of ``values`` (one per run) over the dense runs of other models on its chip.
 
     A model is its sizes, not its name: one architecture published under two names is not another model. NaN where
@@ -174,25 +174,25 @@ def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[Run]) -> _Floats:
     return medians
 
 
-def _sizes(run: Run) -> tuple[object, ...]:
+def _sizes(run: PublishedRun) -> tuple[object, ...]:
     model = run.model
     dims = (model.layers, model.d_model, model.d_ff, model.heads, model.kv_heads, model.d_head, model.vocab)
     return (*dims, model.moe, model.mla)
 
 
-def null_seconds(runs: Sequence[Run]) -> _Floats:
+def null_seconds(runs: Sequence[PublishedRun]) -> _Floats:
     """Seconds per step of the null model: the run's FLOPs at the median FLOP/s per chip of other models; or NaN."""
     rates = leave_one_model_out([run.flops_per_s_per_chip for run in runs], runs)
     return np.array([run.model_flops / run.slice.chips for run in runs]) / rates
 
 
-def calibrated_seconds(runs: Sequence[Run], uncalibrated_s: npt.ArrayLike) -> _Floats:
+def calibrated_seconds(runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLike) -> _Floats:
     """Uncalibrated seconds times the chip's factor, learnt from other models' runs; NaN where there are none."""
     uncalibrated = np.asarray(uncalibrated_s, dtype=np.float64)
     return uncalibrated * leave_one_model_out(np.array([run.step_s for run in runs]) / uncalibrated, runs)
 
 
-def summarise(runs: Sequence[Run], bound_s: npt.ArrayLike, uncalibrated_s: npt.ArrayLike) -> Report:
+def summarise(runs: Sequence[PublishedRun], bound_s: npt.ArrayLike, uncalibrated_s: npt.ArrayLike) -> AccuracyReport:
     """Compare predicted seconds per step (one per run, at two levels) with the measured ones.
 
     The cohort 'dense TPU, bf16' is calibrated, and has its null, from its own runs only; every other group shares the
@@ -212,20 +212,20 @@ def summarise(runs: Sequence[Run], bound_s: npt.ArrayLike, uncalibrated_s: npt.A
         *_grouped("chip", comparisons, _chip),
         *_grouped("source", comparisons, lambda run: run.source),
     ]
-    return Report(comparisons=comparisons, groups=tuple(groups))
+    return AccuracyReport(comparisons=comparisons, groups=tuple(groups))
 
 
-def _span(run: Run) -> str | None:
+def _span(run: PublishedRun) -> str | None:
     if not run.dense_tpu:
         return None
     return "dense TPU, over DCN" if run.over_dcn else "dense TPU, single slice"
 
 
-def _chip(run: Run) -> str:
+def _chip(run: PublishedRun) -> str:
     return run.slice.chip.name if run.model.moe is None else f"{run.slice.chip.name}, experts"
 
 
-def _compare(runs: Sequence[Run], bound_s: _Floats, uncalibrated_s: _Floats) -> tuple[Comparison, ...]:
+def _compare(runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Floats) -> tuple[Comparison, ...]:
     if not runs:
         return ()
     calibrated, null = calibrated_seconds(runs, uncalibrated_s), null_seconds(runs)
@@ -242,7 +242,7 @@ def _compare(runs: Sequence[Run], bound_s: _Floats, uncalibrated_s: _Floats) -> 
     )
 
 
-def _grouped(by: str, comparisons: Sequence[Comparison], name_of: Callable[[Run], str | None]) -> list[Group]:
+def _grouped(by: str, comparisons: Sequence[Comparison], name_of: Callable[[PublishedRun], str | None]) -> list[Group]:
     """One Group per name, in order of appearance; runs named None are in none."""
     named: dict[str, list[Comparison]] = {}
     for one in comparisons:

@@ -10,7 +10,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Numerics, Workload
-from rooftop.validation.runs import Run
+from rooftop.validation.runs import PublishedRun
 
 #: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's
 #: keeps the outputs of matmuls.
@@ -36,7 +36,7 @@ class Prediction:
     plan: TrainingPlan
 
 
-def predict(run: Run, assumptions: Assumptions | None = None) -> Prediction:
+def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Prediction:
     """Plan ``run`` as published. Raises RooftopError if it has a strategy that cannot be planned."""
     notes: list[str] = []
     problem = Problem(
@@ -61,12 +61,12 @@ def predict(run: Run, assumptions: Assumptions | None = None) -> Prediction:
     return Prediction(bound_s=max(plan.lower_s.values()), uncalibrated_s=plan.expected_s, notes=tuple(notes), plan=plan)
 
 
-def _numerics(run: Run) -> Numerics:
+def _numerics(run: PublishedRun) -> Numerics:
     half = "f16" if run.dtype == "f16" else "bf16"
     return Numerics(compute=half, gradients=half, matmul=run.dtype)
 
 
-def _remat(run: Run) -> str:
+def _remat(run: PublishedRun) -> str:
     if run.remat.offloaded:
         unknown = [name for name in run.remat.offloaded if name not in _CHECKPOINTS]
         if unknown:
@@ -79,7 +79,7 @@ def _remat(run: Run) -> str:
     return _POLICIES[run.remat.policy]
 
 
-def _microbatches(run: Run, notes: list[str]) -> int:
+def _microbatches(run: PublishedRun, notes: list[str]) -> int:
     mesh = run.mesh or {}
     replicas = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("expert", 1)
     if run.microbatch_seqs is not None:

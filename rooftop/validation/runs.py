@@ -20,7 +20,7 @@ _MEMORY = re.compile(r"(.+)_per_chip")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PublishedRun:
     """One published training run, all its metrics merged.
 
     ``mesh``: axis -> devices, None where it was not published. ``batch_seqs``: global batch, in sequences of
@@ -98,7 +98,7 @@ class Unusable:
 class PublishedRuns:
     """What a table holds: training runs, those that say too little, and how many rows are about serving."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[PublishedRun, ...]
     unusable: tuple[Unusable, ...]
     serving_rows: int
 
@@ -119,7 +119,7 @@ def load_published(path: Path | None = None, *, training: bool = True) -> Publis
             groups.setdefault(key, []).append(row)
     if training and not groups:
         raise RooftopError("table of runs", str(path), "a table with at least one row whose phase is train")
-    runs: list[Run] = []
+    runs: list[PublishedRun] = []
     unusable: list[Unusable] = []
     for group in groups.values():
         first = group[0]
@@ -170,7 +170,7 @@ def _metrics(group: list[TableRow]) -> tuple[dict[str, float], dict[str, float]]
 
 def _run(
     row: TableRow, measured: dict[str, float], memory: dict[str, float], lines: tuple[int, ...], taken: set[str]
-) -> Run:
+) -> PublishedRun:
     """One run. Raises Gap where the row says too little."""
     facts = readings.source_facts(row.required("source"))
     needed = {"seq_len": "sequence length", "global_batch_seqs": "global batch"}
@@ -195,7 +195,7 @@ def _run(
     if step is None:
         raise Gap("no step_time or tokens_per_s_per_chip, and no rate whose FLOP count is known")
     word = f"{dtype}+compile" if "+compile" in row.cells["dtype"] else dtype
-    return Run(
+    return PublishedRun(
         id=readings.identity(row, (on.name, f"{batch_seqs}x{seq_len}", word, remat.policy or "unstated"), taken),
         source=row.required("source"),
         model=model,

@@ -227,7 +227,7 @@ def _reason(run_id: str) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class ServingPrediction:
     """Seconds of a run's step: the longer of HBM and FLOPs at peak; that with the network; what is expected.
 
     ``of_context``: what is expected of a decode step by the tokens in each cache; None for other phases.
@@ -239,7 +239,7 @@ class Prediction:
     of_context: Callable[[float], float] | None
 
 
-def predict(run: ServingRun, shares: Mapping[str, float]) -> Prediction:
+def predict(run: ServingRun, shares: Mapping[str, float]) -> ServingPrediction:
     """A run as the plan prices it, with ``shares`` in the place of those that a plan assumes."""
     problem = ServingProblem(
         model=run.model,
@@ -276,9 +276,9 @@ def predict(run: ServingRun, shares: Mapping[str, float]) -> Prediction:
 
 def _prediction(
     ledger: Ledger, more_bound_s: float, more_expected_s: float, of_context: Callable[[float], float] | None
-) -> Prediction:
+) -> ServingPrediction:
     busy = {name: float(ledger.total(name)) for name in ("hbm", "mxu", "ici", "dcn")}
-    return Prediction(
+    return ServingPrediction(
         max_hbm_flops_s=max(busy["hbm"], busy["mxu"]) + more_bound_s,
         bound_s=max(busy.values()) + more_bound_s,
         expected_s=float(ledger.expected_s) + more_expected_s,

@@ -13,7 +13,7 @@ from rooftop.embed.inputs import Ragged
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
-from rooftop.models.embedding_tables.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Case:
         tables, features = [], []
         for index in range(self.tables):
             tables.append(
-                Table(
+                EmbeddingTable(
                     name=f"t{index}",
                     vocabulary=int(rng.integers(1, 400)),
                     width=int(rng.integers(1, 18)),

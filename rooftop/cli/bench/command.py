@@ -12,13 +12,13 @@ import click
 
 from rooftop.cli.bench.serve import command as serve
 from rooftop.cli.output import emit_json, json_option, progress_bar
-from rooftop.cli.usage import Group
+from rooftop.cli.usage import VerbGroup
 
 if TYPE_CHECKING:
     from rooftop.algebra.pricing import Prices
 
 
-@click.group(name="bench", cls=Group)
+@click.group(name="bench", cls=VerbGroup)
 def command() -> None:
     """Measure: collectives on the devices that are here, a server under load."""
 

@@ -15,10 +15,10 @@ import click
 from rooftop.cli.output import emit_json, json_option, progress_bar, read_plan_file
 
 if TYPE_CHECKING:
-    from rooftop.serve.client.prediction import Told
+    from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
     from rooftop.simulate.serving.metrics import Targets
-    from rooftop.simulate.serving.traces import Trace
+    from rooftop.simulate.serving.traces import RequestTrace
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _PACKAGES = ("httpx", "prometheus_client")
@@ -77,8 +77,8 @@ def _bench(options: dict[str, Any], on_progress: Any) -> dict[str, Any]:
     from rooftop import __version__
     from rooftop.core.errors import Infeasible
     from rooftop.core.quantities import parse_count, parse_seconds
-    from rooftop.serve.client.prediction import Told
-    from rooftop.serve.client.replay import Target, find_model, prompts_of, replay
+    from rooftop.serve.client.prediction import PredictionInput
+    from rooftop.serve.client.replay import ReplayTarget, find_model, prompts_of, replay
     from rooftop.simulate.serving.metrics import Targets
 
     trace = _trace(options)
@@ -90,8 +90,8 @@ def _bench(options: dict[str, Any], on_progress: Any) -> dict[str, Any]:
     url = options["url"].rstrip("/").removesuffix("/v1")
     model, told = find_model(url, options["model"], options["api_key"])
     vocab = vocab or told or 1000
-    target = Target(url=url, model=model, vocab=vocab, key=options["api_key"], exact=options["ignore_eos"])
-    before = Told.read(url)
+    target = ReplayTarget(url=url, model=model, vocab=vocab, key=options["api_key"], exact=options["ignore_eos"])
+    before = PredictionInput.read(url)
     replayed = asyncio.run(replay(trace, prompts_of(trace, vocab, options["seed"]), target, targets, on_progress))
     measured = replayed.to_json()
     if not replayed.served:
@@ -111,10 +111,10 @@ def _bench(options: dict[str, Any], on_progress: Any) -> dict[str, Any]:
             "mean_output_tokens": float(trace.output_tokens.mean()),
         },
         "measured": measured,
-    } | _prediction(replayed, trace, before, Told.read(url), plan, targets)
+    } | _prediction(replayed, trace, before, PredictionInput.read(url), plan, targets)
 
 
-def _trace(options: dict[str, Any]) -> Trace:
+def _trace(options: dict[str, Any]) -> RequestTrace:
     from rooftop.core.errors import RooftopError
     from rooftop.core.quantities import parse_count, parse_quantity
     from rooftop.simulate.serving.traces import Lengths, draw_trace, read_trace
@@ -142,7 +142,12 @@ def _plan(file: Path) -> Any:
 
 
 def _prediction(
-    replayed: Replayed, trace: Trace, before: Told | None, after: Told | None, plan: Any, targets: Targets
+    replayed: Replayed,
+    trace: RequestTrace,
+    before: PredictionInput | None,
+    after: PredictionInput | None,
+    plan: Any,
+    targets: Targets,
 ) -> dict[str, Any]:
     """``predicted``, and ``predicted_by``: what it was made from, or why there is none.
 

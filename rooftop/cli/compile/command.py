@@ -15,7 +15,7 @@ from rooftop.cli.output import emit_json, json_option, read_plan_file
 from rooftop.cli.process import uninterrupted
 
 if TYPE_CHECKING:
-    from rooftop.explain.compiled.report import Report
+    from rooftop.explain.compiled.report import CompiledReport
     from rooftop.explain.compiled.training import Refusal
     from rooftop.plan.training.plan import TrainingPlan
 
@@ -139,7 +139,7 @@ def _progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | No
         click.echo("\r\x1b[K", err=True, nl=False)
 
 
-def _compiled_plan(file: str, data: Mapping[str, Any], how: Mapping[str, Any]) -> Report | Refusal:
+def _compiled_plan(file: str, data: Mapping[str, Any], how: Mapping[str, Any]) -> CompiledReport | Refusal:
     plan = _training_plan(file, data)
     with uninterrupted():
         from rooftop.compiler.compiling import require_compiler
@@ -181,7 +181,7 @@ def _compiled_function(
     layout: str | None,
     auto: bool,
     how: Mapping[str, Any],
-) -> Report:
+) -> CompiledReport:
     from rooftop.arrays import Mesh
     from rooftop.core.errors import RooftopError
     from rooftop.hardware import Slice
@@ -202,7 +202,7 @@ def _compiled_function(
     return inspect(name, *arrays, on=where, mesh=laid, dims=parse_sizes(dims), auto=auto, **how)
 
 
-def _give(answer: Report | Refusal, *, top: int, as_json: bool, files: Mapping[str, Path | None]) -> int:
+def _give(answer: CompiledReport | Refusal, *, top: int, as_json: bool, files: Mapping[str, Path | None]) -> int:
     """Write what is asked for and print the answer. Raises Infeasible where that is no."""
     from rooftop.core.files import write_bytes, write_text
     from rooftop.explain.compiled.training import Refusal
@@ -229,7 +229,7 @@ def _give(answer: Report | Refusal, *, top: int, as_json: bool, files: Mapping[s
     return 0
 
 
-def _write_timeline(answer: Report, perfetto: Path | None, xprof: Path | None) -> None:
+def _write_timeline(answer: CompiledReport, perfetto: Path | None, xprof: Path | None) -> None:
     from rooftop.compiler.machine.lanes import compiled_lanes
 
     compiled = answer.compiled

@@ -15,7 +15,7 @@ from rooftop.cli.output import console
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.scopes import UNSCOPED
-from rooftop.explain.compiled.report import Report
+from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.compiled.training import Refusal
 from rooftop.plan.training.plan import TrainingPlan
 
@@ -31,7 +31,7 @@ _TIMES = (
 )
 
 
-def show(answer: Report | Refusal, data: dict[str, Any], written: Mapping[str, str]) -> None:
+def show(answer: CompiledReport | Refusal, data: dict[str, Any], written: Mapping[str, str]) -> None:
     """Print a report: the verdict first, then the figures, row by row, and what differs; then the files ``written``."""
     parts: list[RenderableType]
     if isinstance(answer, Refusal):
@@ -52,7 +52,7 @@ def _refusal(answer: Refusal) -> Text:
     return text.append(_sentence(answer.verdict), style="red")
 
 
-def _headline(report: Report) -> Text:
+def _headline(report: CompiledReport) -> Text:
     compiled, plan = report.compiled, report.plan
     name = f"{plan.problem.model.name} on " if plan is not None else ""
     text = Text(f"{name}{_where(compiled.mesh)}", style="bold")
@@ -139,7 +139,7 @@ def _nearest(data: dict[str, Any]) -> Iterable[RenderableType]:
         )
 
 
-def _rows(report: Report) -> Table:
+def _rows(report: CompiledReport) -> Table:
     table = _table(
         "By scope, planned and then as XLA compiled it ('=': as planned; ms with what collectives expose)",
         "scope", "phase", "collective", "bytes", "XLA", "FLOPs", "XLA", "ms", "XLA", left=3,

@@ -12,14 +12,14 @@ import click
 
 from rooftop.cli.embed.train import export, train
 from rooftop.cli.output import console, emit_json, json_option, progress_bar
-from rooftop.cli.usage import Group
+from rooftop.cli.usage import VerbGroup
 from rooftop.core.errors import RooftopError
 
 _Batch = TypeVar("_Batch")
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.group(name="embed", cls=Group)
+@click.group(name="embed", cls=VerbGroup)
 def command() -> None:
     """Large embedding tables on SparseCores: limits from data, training, export.
 

@@ -12,7 +12,7 @@ import click
 from rooftop.cli.output import emit_json, json_option
 from rooftop.cli.plan.embed import embed
 from rooftop.cli.plan.serve import serve
-from rooftop.cli.usage import Group
+from rooftop.cli.usage import VerbGroup
 
 if TYPE_CHECKING:
     from rooftop.plan.training.plan import TrainingPlan
@@ -21,7 +21,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@click.group(name="plan", cls=Group)
+@click.group(name="plan", cls=VerbGroup)
 def command() -> None:
     """Predict time, memory, cost and what binds, and choose the sharding."""
 

@@ -239,7 +239,7 @@ def _problem(
     from rooftop.models import load_model
     from rooftop.plan.serving.assumptions import ServingAssumptions
     from rooftop.plan.serving.problem import ServingProblem
-    from rooftop.plan.serving.workload import Draft, ServingWorkload
+    from rooftop.plan.serving.workload import DraftModel, ServingWorkload
 
     assumptions = ServingAssumptions(mfu=None if mfu is None else _share(mfu, "mfu"))
     other = None if prefill_on is None else Slice.parse(prefill_on)
@@ -270,7 +270,7 @@ def _problem(
         link=link,
         draft=None
         if draft is None
-        else Draft(
+        else DraftModel(
             model=load_model(draft),
             length=parse_count(draft_length, "draft-length"),
             acceptance=_share(acceptance, "acceptance"),

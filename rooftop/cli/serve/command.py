@@ -18,7 +18,7 @@ from rooftop.cli.output import json_option, progress_bar
 from rooftop.cli.process import keep_compilations, prepare_environment
 
 if TYPE_CHECKING:
-    from rooftop.serve.engine.requests import Engine
+    from rooftop.serve.engine.requests import ServingEngine
 
 _PATH = click.Path(path_type=Path)
 #: What serving imports, by the names of modules.
@@ -157,7 +157,7 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
         if options["coordinator"] is not None:
             lead = Lead(coordinator=options["coordinator"], draft=options["draft"], log=log)
 
-        def start() -> Engine:
+        def start() -> ServingEngine:
             with progress_bar(shown=not as_json) as progress:
                 if progress is not None:
                     progress(0, 1, f"loading {source.model.name}")
@@ -175,7 +175,7 @@ def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
                     lead.started(engine)
             return engine
 
-        def ready(engine: Engine) -> None:
+        def ready(engine: ServingEngine) -> None:
             about = _about(engine, bound, answers.model) | {
                 "devices": f"{len(here)} x {here[0].device_kind}",
                 "seconds": round(time.monotonic() - began_s, 3),
@@ -205,7 +205,7 @@ def _named_as_options(options: Mapping[str, Any]) -> Iterator[None]:
         raise RooftopError(_OPTIONS.get(error.field, name), error.given, error.accepted) from None
 
 
-def _about(engine: Engine, bound: socket.socket, model: str) -> dict[str, Any]:
+def _about(engine: ServingEngine, bound: socket.socket, model: str) -> dict[str, Any]:
     """What --json says when requests are served."""
     stats, (host, port) = engine.stats(), bound.getsockname()[:2]
     return {

@@ -23,7 +23,7 @@ _CHECKPOINT = "the folder of a checkpoint (config.json, safetensors, tokenizer.j
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ServeSource:
     """What is served: a ``folder`` with a checkpoint of ``model``, and the content of a plan, if there is one."""
 
     folder: Path
@@ -31,12 +31,12 @@ class Source:
     plan: Mapping[str, Any] | None
 
 
-def source_of(given: Path, weights: Path | None) -> Source:
+def source_of(given: Path, weights: Path | None) -> ServeSource:
     """The checkpoint, or the plan and its checkpoint. Raises RooftopError for what is neither."""
     if given.is_dir():
         if weights is not None:
             raise RooftopError("weights-of", str(weights), "this with a plan only")
-        return Source(folder=given, model=from_huggingface(given / "config.json"), plan=None)
+        return ServeSource(folder=given, model=from_huggingface(given / "config.json"), plan=None)
     data = read_plan_file(given, field="checkpoint", accepted=_CHECKPOINT)
     plan = ServingPlan.from_json(data)
     if weights is None:
@@ -45,7 +45,7 @@ def source_of(given: Path, weights: Path | None) -> Source:
     model = from_huggingface(weights / "config.json")
     if replace(model, name=plan.problem.model.name) != plan.problem.model:
         raise RooftopError("weights-of", str(weights), f"a checkpoint of the plan's model, {plan.problem.model.name}")
-    return Source(folder=weights, model=model, plan=data)
+    return ServeSource(folder=weights, model=model, plan=data)
 
 
 def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Configuration:

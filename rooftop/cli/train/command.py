@@ -20,7 +20,7 @@ from rooftop.cli.process import expect_late_reports, keep_compilations, prepare_
 if TYPE_CHECKING:
     from rooftop.runs.folder import RunFolder
     from rooftop.train.engine import Outcome
-    from rooftop.train.start import Ready, Request
+    from rooftop.train.start import ReadyRun, TrainRequest
 
 _PATH = click.Path(path_type=Path)
 #: Options whose values are paths.
@@ -172,7 +172,7 @@ def _train(
     from rooftop.cli.train.options import count, course_of, request_of, sampling_of
     from rooftop.runs.checkpoints import Checkpoints
     from rooftop.runs.signals import Signals, Stopped
-    from rooftop.train.engine import Engine
+    from rooftop.train.engine import TrainEngine
     from rooftop.train.live import live_view
     from rooftop.train.recording import Watch
     from rooftop.train.start import prepare, session
@@ -216,7 +216,7 @@ def _train(
                         ),
                         say=line if first else lambda text: None,
                     )
-                    engine = Engine(
+                    engine = TrainEngine(
                         job=ready.job, data=ready.data, folder=folder, checkpoints=checkpoints, rates=ready.rates,
                         course=course, watch=shown,
                     )  # fmt: skip
@@ -244,11 +244,11 @@ def _nothing() -> Iterator[None]:
 
 def _record(
     folder: RunFolder,
-    ready: Ready,
+    ready: ReadyRun,
     options: Mapping[str, Any],
     recorded: Mapping[str, Any] | None,
     session: Mapping[str, Any],
-    request: Request,
+    request: TrainRequest,
 ) -> None:
     """Write run.json, and beside it the plan."""
     from rooftop.core.files import write_text
@@ -261,7 +261,7 @@ def _record(
     folder.write({**ready.about, "arguments": arguments, "sessions": [*before, session]})
 
 
-def _headline(ready: Ready) -> str:
+def _headline(ready: ReadyRun) -> str:
     from rooftop.core.quantities import format_count
     from rooftop.models import count_params
 
@@ -275,7 +275,7 @@ def _headline(ready: Ready) -> str:
     )
 
 
-def _summary(ready: Ready, outcome: Outcome, folder: RunFolder, options: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(ready: ReadyRun, outcome: Outcome, folder: RunFolder, options: Mapping[str, Any]) -> dict[str, Any]:
     evaluation = outcome.evaluation
     return {
         "kind": "train",
@@ -294,7 +294,7 @@ def _summary(ready: Ready, outcome: Outcome, folder: RunFolder, options: Mapping
     }
 
 
-def _samples(ready: Ready, outcome: Outcome, sampling: Any) -> list[str]:
+def _samples(ready: ReadyRun, outcome: Outcome, sampling: Any) -> list[str]:
     from rooftop.train.evaluate import sample
 
     if not sampling.count or ready.data.tokenizer is None:
@@ -302,7 +302,7 @@ def _samples(ready: Ready, outcome: Outcome, sampling: Any) -> list[str]:
     return sample(ready.job.program, ready.job.mesh, outcome.state.weights, ready.data.tokenizer, sampling)
 
 
-def _export(ready: Ready, outcome: Outcome, options: Mapping[str, Any]) -> None:
+def _export(ready: ReadyRun, outcome: Outcome, options: Mapping[str, Any]) -> None:
     if options["export"] is None:
         return
     import jax

@@ -16,9 +16,9 @@ from rooftop.core.quantities import parse_count
 from rooftop.models import ModelConfig
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.train.engine import Course
-from rooftop.train.evaluate import Sampling
+from rooftop.train.evaluate import SampleOptions
 from rooftop.train.schedule import Schedule
-from rooftop.train.start import Request
+from rooftop.train.start import TrainRequest
 
 if TYPE_CHECKING:
     from rooftop.runs.folder import RunFolder
@@ -69,9 +69,9 @@ def course_of(options: Mapping[str, Any]) -> Course:
     )
 
 
-def sampling_of(options: Mapping[str, Any]) -> Sampling:
+def sampling_of(options: Mapping[str, Any]) -> SampleOptions:
     """What to draw at the end. Raises RooftopError naming the option that is wrong."""
-    return Sampling(
+    return SampleOptions(
         count=count(options, "samples", zero=True) or 0,
         tokens=count(options, "sample_tokens") or 1,
         prompt=options["prompt"],
@@ -82,7 +82,7 @@ def sampling_of(options: Mapping[str, Any]) -> Sampling:
 
 def request_of(
     options: dict[str, Any], explicit: Mapping[str, Any], folder: RunFolder, recorded: Mapping[str, Any] | None
-) -> Request:
+) -> TrainRequest:
     """The options as values. Raises RooftopError naming the one that is wrong."""
     if not options["data"]:
         raise RooftopError("data", None, "--data PATH: a file, a folder or a glob")
@@ -122,7 +122,7 @@ def request_of(
         "weight_decay": number(options, "weight_decay"),
         "moments": options["moments_dtype"],
     }
-    return Request(
+    return TrainRequest(
         folder=folder,
         data=tuple(options["data"]),
         data_field=options["field"],

@@ -19,7 +19,7 @@ from rooftop.compiler.collectives.rings import Ring, find_rings
 from rooftop.compiler.hlo.dataflow import Flow, Value, rendezvous
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.hlo.places import Found, again, first_place, flow_place, holders, place_of, producer
-from rooftop.compiler.hlo.text import Computation, Instruction, Module
+from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Collective
 
@@ -34,7 +34,7 @@ _NUMBERED = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class CompiledTransfer:
     """One collective between slices: ``members`` devices along ``axes`` of the mesh; ``bytes`` as in a ledger.
 
     It begins at ``send`` and is waited for at the end of ``recv``, both in ``computation``.
@@ -44,7 +44,7 @@ class Transfer:
     axes: tuple[str, ...]
     members: int
     bytes: float
-    computation: Computation
+    computation: HloComputation
     send: Instruction
     recv: Instruction
 
@@ -57,7 +57,7 @@ def within_slice(mesh: Mesh) -> dict[str, int]:
     }
 
 
-def transfers(module: Module, mesh: Mesh) -> Iterator[Transfer]:
+def transfers(module: Module, mesh: Mesh) -> Iterator[CompiledTransfer]:
     """Every collective between slices, in the order of the text. Raises RooftopError for a kind that is not known."""
     for computation in module.computations.values():
         if not module.executions[computation.name]:
@@ -69,7 +69,7 @@ def transfers(module: Module, mesh: Mesh) -> Iterator[Transfer]:
                 yield _transfer(mesh, computation, send, recv)
 
 
-def place_of_transfer(module: Module, transfer: Transfer) -> tuple[str, str, str]:
+def place_of_transfer(module: Module, transfer: CompiledTransfer) -> tuple[str, str, str]:
     """Scope, phase and 'file:line' of a transfer: XLA drops its name, so the data flow tells."""
     computation = transfer.computation
     source = computation.operands(transfer.send)[0]
@@ -77,13 +77,13 @@ def place_of_transfer(module: Module, transfer: Transfer) -> tuple[str, str, str
     return found or (*place_of(module, computation, transfer.recv), "")
 
 
-def _transfer(mesh: Mesh, computation: Computation, send: Instruction, recv: Instruction) -> Transfer:
+def _transfer(mesh: Mesh, computation: HloComputation, send: Instruction, recv: Instruction) -> CompiledTransfer:
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', recv.attributes)
     if kind is None or kind.group(1) not in _DCN_KINDS:
         raise RooftopError("transfer between slices", kind and kind.group(1), ", ".join(_DCN_KINDS))
     groups = _groups(recv.attributes)
     gathered = kind.group(1) == "ALL_GATHER"
-    return Transfer(
+    return CompiledTransfer(
         kind=_DCN_KINDS[kind.group(1)],
         axes=_axes(mesh, groups),
         members=len(groups[0]),
@@ -205,7 +205,7 @@ class _Occurrence:
     """One instruction of a collective; an asynchronous collective occurs several times."""
 
     kind: str
-    computation: Computation
+    computation: HloComputation
     instruction: Instruction
     sources: tuple[Instruction, ...]
     """What it reads, one for each array that it carries."""
@@ -315,7 +315,7 @@ def _ring_place(module: Module, ring: Ring) -> tuple[str, str]:
     return first_place(permute.op_name for permute in _permutes(module, ring))
 
 
-def _from_transfer(module: Module, transfer: Transfer) -> LogicalCollective:
+def _from_transfer(module: Module, transfer: CompiledTransfer) -> LogicalCollective:
     scope, phase, source = place_of_transfer(module, transfer)
     return LogicalCollective(
         kind=transfer.kind,
@@ -350,7 +350,7 @@ def _wire_share(kind: str, members: int) -> float:
     return (2.0 if kind == "all_reduce" else 1.0) * (members - 1) / members
 
 
-def _occurrence(module: Module, computation: Computation, instruction: Instruction) -> _Occurrence | None:
+def _occurrence(module: Module, computation: HloComputation, instruction: Instruction) -> _Occurrence | None:
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in _KINDS:
         return None
@@ -373,20 +373,20 @@ def _occurrence(module: Module, computation: Computation, instruction: Instructi
 _MOVES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "get-tuple-element")
 
 
-def _through(computation: Computation, source: Instruction, opcodes: tuple[str, ...]) -> Instruction:
+def _through(computation: HloComputation, source: Instruction, opcodes: tuple[str, ...]) -> Instruction:
     """What ``source`` is made of, seen through instructions of those opcodes, and through copies made in parts."""
     while source.opcode in opcodes or 'custom_call_target="ConcatBitcast"' in source.attributes:
         source = computation.operands(source)[0]
     return source
 
 
-def _is_scatter(computation: Computation, instruction: Instruction) -> bool:
+def _is_scatter(computation: HloComputation, instruction: Instruction) -> bool:
     """Whether a fused all-reduce keeps only this device's slice: XLA:TPU's spelling of a ReduceScatter."""
     slices = (each for each in computation if each.opcode == "dynamic-slice")
     return any(_through(computation, computation.operands(each)[0], _MOVES) is instruction for each in slices)
 
 
-def _gathered(module: Module, computation: Computation, source: Instruction) -> Found | None:
+def _gathered(module: Module, computation: HloComputation, source: Instruction) -> Found | None:
     """The part that a device puts where all others have zeros, if an AllReduce of ``source`` gathers; else None."""
     flow = Flow(module, computation.name)
     value = flow.source(Value((), computation.name, source.name))
@@ -396,7 +396,7 @@ def _gathered(module: Module, computation: Computation, source: Instruction) -> 
     return (module.computations[part.computation], flow.instruction(part)) if flow.is_zero(whole) else None
 
 
-def _element(computation: Computation, instruction: Instruction, index: int) -> Instruction:
+def _element(computation: HloComputation, instruction: Instruction, index: int) -> Instruction:
     """The result number ``index`` of a collective: itself if it has one."""
     elements = (
         each

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rooftop.compiler.hlo.kernels import Kernel, kernel
 from rooftop.compiler.hlo.matmuls import MATMULS, matmul_dtype, matmul_sizes
-from rooftop.compiler.hlo.text import Computation, Instruction, Module, Tensor
+from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module
 from rooftop.roofline.rates import Rates
 
 #: What takes no time by itself: names for other results, and scalars that only say who this device is.
@@ -38,7 +38,7 @@ _RENAMES = ("bitcast", "reshape", "transpose", "convert", "copy", "pad")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class InstructionWork:
     """One execution of an instruction.
 
     ``matmuls`` are M, K, N and dtype of each matmul; ``vector_ops`` elements computed one by one; ``vmem_bytes`` all
@@ -89,16 +89,16 @@ class Work:
         return self.expected_s(rates) if self.cycles is None else self.cycles / rates.chip.clock_hz
 
 
-def work(module: Module, computation: Computation, instruction: Instruction) -> Work:
+def work(module: Module, computation: HloComputation, instruction: Instruction) -> InstructionWork:
     """The work of one instruction of a scheduled computation; that of what a loop or a call runs is not its own."""
     opcode = instruction.opcode
     if opcode in FREE or (opcode == "custom-call" and any(name in instruction.attributes for name in _FREE_CALLS)):
-        return Work()
+        return InstructionWork()
     if opcode.endswith(("-start", "-done")):
-        return Work(hbm_bytes=moved_bytes(instruction))
+        return InstructionWork(hbm_bytes=moved_bytes(instruction))
     cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
     reads, writes = _traffic(module, computation, instruction)
-    return Work(
+    return InstructionWork(
         matmuls=tuple(_matmuls(module, computation, instruction)),
         hbm_bytes=sum(nbytes for nbytes, space in (*reads, *writes) if space == 0),
         vmem_bytes=sum(nbytes for nbytes, _ in reads),
@@ -124,7 +124,7 @@ def moved_bytes(start: Instruction) -> float:
 
 
 def _matmuls(
-    module: Module, computation: Computation, instruction: Instruction
+    module: Module, computation: HloComputation, instruction: Instruction
 ) -> list[tuple[float, float, float, str]]:
     if instruction.opcode in MATMULS:
         return [(*matmul_sizes(computation, instruction), matmul_dtype(computation, instruction))]
@@ -141,7 +141,7 @@ def _vector_ops(module: Module, instruction: Instruction) -> float:
 
 
 def _traffic(
-    module: Module, computation: Computation, instruction: Instruction
+    module: Module, computation: HloComputation, instruction: Instruction
 ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
     """Bytes read and bytes written, each with its memory space."""
     if instruction.opcode == "fusion":
@@ -161,13 +161,13 @@ def _traffic(
     return [(tensor.nbytes, tensor.space) for operand in operands for tensor in operand.shape], out
 
 
-def _read(module: Module, inner: Computation, source: Instruction) -> float:
+def _read(module: Module, inner: HloComputation, source: Instruction) -> float:
     """Bytes of ``source`` that a fused computation reads."""
     whole = source.shape[0]
     return min(whole.nbytes, _elements_read(module, inner, source) * _item_bytes(whole))
 
 
-def _elements_read(module: Module, inner: Computation, source: Instruction) -> float:
+def _elements_read(module: Module, inner: HloComputation, source: Instruction) -> float:
     total = 0.0
     for user in inner:
         if source.name not in user.operands:
@@ -193,7 +193,7 @@ def _hands_on(user: Instruction) -> bool:
     return user.opcode == "tuple" or user.opcode in _COLLECTIVES or "AsyncCollective" in user.attributes
 
 
-def _written(inner: Computation, result: Instruction) -> float:
+def _written(inner: HloComputation, result: Instruction) -> float:
     """Bytes that a fused computation writes for one of its results."""
     while result.opcode in ("bitcast", "convert") and result.operands:
         result = inner.operands(result)[0]
@@ -204,5 +204,5 @@ def _written(inner: Computation, result: Instruction) -> float:
     return result.shape[0].nbytes
 
 
-def _item_bytes(tensor: Tensor) -> float:
+def _item_bytes(tensor: HloTensor) -> float:
     return tensor.nbytes / max(1, tensor.elements)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rooftop.compiler.hlo.groups import replica_groups
-from rooftop.compiler.hlo.text import Computation, Instruction, Module
+from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 
 PERMUTES: tuple[str, ...] = ("collective-permute", "collective-permute-start")
 #: What leaves the elements of an array as they are.
@@ -158,7 +158,7 @@ class Flow:
         body = self.module.computations[loop.called_as("body")]
         return Value((*path, (computation, loop.name, trip - 1)), body.name, body.root, element)
 
-    def _trips(self, computation: Computation, loop: Instruction) -> int:
+    def _trips(self, computation: HloComputation, loop: Instruction) -> int:
         return self.module.trip_count(computation, loop) or 0
 
     def _is_padded(self, value: Value) -> bool:

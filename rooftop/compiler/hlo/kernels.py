@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rooftop.compiler.hlo.text import Computation, Instruction
+from rooftop.compiler.hlo.text import HloComputation, Instruction
 from rooftop.roofline.achievable import MEASURED_DIMS, kernel_flops, matmul_fraction
 from rooftop.roofline.rates import Rates
 
@@ -47,7 +47,7 @@ class Kernel:
         return self.flops / (rates.flops_per_s["bf16"] * float(matmul_fraction(chip.name, large, large, large)))
 
 
-def kernel(computation: Computation, instruction: Instruction) -> Kernel | None:
+def kernel(computation: HloComputation, instruction: Instruction) -> Kernel | None:
     """The kernel that an instruction calls, in Pallas or one of cuDNN's; None if it calls none."""
     if not _is_kernel(instruction):
         return None
@@ -86,7 +86,7 @@ def _words(instruction: Instruction) -> set[str]:
     return {*name.split("_"), "each"}
 
 
-def _head_sizes(computation: Computation, instruction: Instruction) -> tuple[int, int]:
+def _head_sizes(computation: HloComputation, instruction: Instruction) -> tuple[int, int]:
     """Sizes of a query and of a value head: the minor dims of the first and of the third array of heads (q, k, v)."""
     arrays = [tensor for each in computation.operands(instruction) for tensor in each.shape if len(tensor.dims) >= 3]
     sizes = [tensor.dims[-1] for tensor in arrays if tensor.dtype in ("bf16", "f16", "f32")]

@@ -7,14 +7,14 @@ import re
 
 import numpy as np
 
-from rooftop.compiler.hlo.text import Computation, Instruction
+from rooftop.compiler.hlo.text import HloComputation, Instruction
 
 MATMULS = ("dot", "convolution")
 
 _DTYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
 
 
-def matmul_flops(computation: Computation, instruction: Instruction) -> float:
+def matmul_flops(computation: HloComputation, instruction: Instruction) -> float:
     """FLOPs of one ``dot`` or ``convolution``: two per multiply-add that reads no padding.
 
     XLA:TPU turns batch and contracted dims of a matmul into windows with padding and dilation, so positions where
@@ -75,7 +75,7 @@ def _valid_positions(
     return total
 
 
-def matmul_sizes(computation: Computation, instruction: Instruction) -> tuple[float, float, float]:
+def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple[float, float, float]:
     """M, K and N of one ``dot`` or ``convolution`` as [M, K] x [K, N]; batch dims and windows count into M and K."""
     out = instruction.shape[0]
     labels = re.search(r"dim_labels=\w+->(\w+)", instruction.attributes)
@@ -84,7 +84,7 @@ def matmul_sizes(computation: Computation, instruction: Instruction) -> tuple[fl
     return out.elements / n, k, float(n)
 
 
-def matmul_dtype(computation: Computation, instruction: Instruction) -> str:
+def matmul_dtype(computation: HloComputation, instruction: Instruction) -> str:
     """The dtype that a matmul runs in: a float32 operand beside a bf16 one is rounded on its way into the unit."""
     types = [_ledger_dtype(operand.shape[0].dtype) for operand in computation.operands(instruction)[:2]]
     return "bf16" if "bf16" in types else types[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from rooftop.compiler.hlo.dataflow import rendezvous
 from rooftop.compiler.hlo.matmuls import MATMULS
-from rooftop.compiler.hlo.text import Computation, Instruction, Module
+from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.scopes import UNSCOPED, scope_and_phase
 
 
@@ -16,7 +16,7 @@ def first_place(op_names: Iterable[str]) -> tuple[str, str]:
     return next((place for place in places if place[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
 
 
-def place_of(module: Module, computation: Computation, instruction: Instruction) -> tuple[str, str]:
+def place_of(module: Module, computation: HloComputation, instruction: Instruction) -> tuple[str, str]:
     """Scope and phase of an instruction: those of the matmuls in it, else by its name, else by what it stands in.
 
     What has no scope gets the phase of the loop around it.
@@ -44,7 +44,7 @@ def _caller_names(module: Module, name: str) -> Iterator[str]:
         yield from _caller_names(module, computation.name)
 
 
-def holders(module: Module, name: str) -> list[tuple[Computation, Instruction]]:
+def holders(module: Module, name: str) -> list[tuple[HloComputation, Instruction]]:
     """The fusions that hold a computation, and the asynchronous calls: TPU7x gives collectives to its SparseCores."""
     callers = module.callers.get(name, ())
     return [each for each in callers if each[1].opcode == "fusion" or each[1].opcode.endswith("-start")]
@@ -54,7 +54,7 @@ def holders(module: Module, name: str) -> list[tuple[Computation, Instruction]]:
 _FAR = 60
 
 
-def users(computation: Computation) -> dict[str, list[Instruction]]:
+def users(computation: HloComputation) -> dict[str, list[Instruction]]:
     """The instructions that use each result of a computation, by its name."""
     found: dict[str, list[Instruction]] = {}
     for instruction in computation:
@@ -74,7 +74,7 @@ def followers(instruction: Instruction, used_by: Mapping[str, list[Instruction]]
                 yield user
 
 
-Found = tuple[Computation, Instruction]
+Found = tuple[HloComputation, Instruction]
 
 
 def flow_place(module: Module, kind: str, source: Found, end: Found) -> tuple[str, str, str] | None:
@@ -109,7 +109,7 @@ def again(module: Module, kind: str, phase: str, source: Found) -> str:
 _MOVES = ("bitcast", "while")
 
 
-def producer(module: Module, computation: Computation, source: Instruction) -> Found | None:
+def producer(module: Module, computation: HloComputation, source: Instruction) -> Found | None:
     """The work that made ``source``; what only moves it if nothing else stands in a scope."""
     at: Found | None = (computation, source)
     moved: Found | None = None
@@ -124,7 +124,7 @@ def producer(module: Module, computation: Computation, source: Instruction) -> F
     return moved
 
 
-def _before(module: Module, computation: Computation, source: Instruction) -> Found | None:
+def _before(module: Module, computation: HloComputation, source: Instruction) -> Found | None:
     """What ``source`` is made of, by its first operand; of a loop's result what the body makes of it."""
     outer = holders(module, computation.name)
     if source.opcode == "parameter" and outer:
@@ -141,7 +141,7 @@ def _before(module: Module, computation: Computation, source: Instruction) -> Fo
 
 
 def purpose(
-    module: Module, computation: Computation, instruction: Instruction, used_by: Mapping[str, list[Instruction]]
+    module: Module, computation: HloComputation, instruction: Instruction, used_by: Mapping[str, list[Instruction]]
 ) -> tuple[str, str]:
     """Scope and phase of an instruction; without a scope, those of the first that uses its result, or of what made it.
 
@@ -156,7 +156,7 @@ def purpose(
     return after or (place_of(module, *before) if before else own)
 
 
-def _is_stacked(module: Module, computation: Computation, source: Instruction) -> bool:
+def _is_stacked(module: Module, computation: HloComputation, source: Instruction) -> bool:
     """Whether ``source`` is one layer's part of an array of all layers."""
     at: Found | None = (computation, source)
     while at is not None:
@@ -168,7 +168,7 @@ def _is_stacked(module: Module, computation: Computation, source: Instruction) -
     return False
 
 
-def consumer(module: Module, computation: Computation, result: Instruction) -> Found | None:
+def consumer(module: Module, computation: HloComputation, result: Instruction) -> Found | None:
     """The nearest work in a scope that uses ``result``: directly, by way of copies and other slices, or in a loop."""
     left, seen = [(computation, result)], set[tuple[str, str]]()
     used_by: dict[str, dict[str, list[Instruction]]] = {}

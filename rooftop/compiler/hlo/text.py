@@ -37,7 +37,7 @@ _TAKEN = re.compile(r"taken\[(\d+):(\d+)\]")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class HloTensor:
     """Type and dims of one array, on one device. On a TPU ``space`` is 0 in HBM, 1 in VMEM, more in scalar memory."""
 
     dtype: str
@@ -62,7 +62,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shape: tuple[Tensor, ...]
+    shape: tuple[HloTensor, ...]
     operands: tuple[str, ...]
     literal: str
     attributes: str
@@ -98,7 +98,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computation:
+class HloComputation:
     """A named list of instructions in the order of the text: the order of execution in a scheduled module."""
 
     name: str
@@ -126,7 +126,7 @@ class Module:
     """A parsed HLO module, of one device's program. ``frames`` has the 'file:line' of every stack frame by its id."""
 
     name: str
-    computations: Mapping[str, Computation]
+    computations: Mapping[str, HloComputation]
     entry: str
     frames: Mapping[int, str] = field(default_factory=dict)
 
@@ -136,9 +136,9 @@ class Module:
         return self.frames.get(int(frame), "") if frame else ""
 
     @cached_property
-    def callers(self) -> Mapping[str, tuple[tuple[Computation, Instruction], ...]]:
+    def callers(self) -> Mapping[str, tuple[tuple[HloComputation, Instruction], ...]]:
         """For each computation, the instructions that call it, with the computations they stand in."""
-        callers: dict[str, list[tuple[Computation, Instruction]]] = {}
+        callers: dict[str, list[tuple[HloComputation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation:
                 for name in instruction.called:
@@ -164,7 +164,7 @@ class Module:
                 counts[name] += counts[caller.name] * times // of
         return counts
 
-    def _taken(self, branch: Computation) -> tuple[int, int]:
+    def _taken(self, branch: HloComputation) -> tuple[int, int]:
         """How often a branch is taken, of how many times; (1, 1) if its program does not say."""
         for instruction in branch:
             if found := _TAKEN.search(instruction.op_name):
@@ -181,7 +181,7 @@ class Module:
             if instruction.opcode == "while" and self.trip_count(computation, instruction) is None
         )
 
-    def trip_count(self, computation: Computation, loop: Instruction) -> int | None:
+    def trip_count(self, computation: HloComputation, loop: Instruction) -> int | None:
         """Trips of a ``while`` that counts from a constant to a constant, else None. TPU text prints none."""
         return trip_count(self.computations, computation, loop)
 
@@ -204,7 +204,7 @@ class Module:
 
 def parse(text: str) -> Module:
     """Parse a module's text. Raises RooftopError when it is not HLO."""
-    computations: dict[str, Computation] = {}
+    computations: dict[str, HloComputation] = {}
     entry, name = "", ""
     instructions: dict[str, Instruction] = {}
     root = ""
@@ -215,7 +215,7 @@ def parse(text: str) -> Module:
                 entry = name if match.group(1) else entry
         elif line.startswith("}"):
             last = next(reversed(instructions))
-            computations[name] = Computation(name=name, instructions=instructions, root=root or last)
+            computations[name] = HloComputation(name=name, instructions=instructions, root=root or last)
             name = ""
         elif match := _INSTRUCTION.match(line):
             instruction = _instruction(match.group(2), match.group(3))
@@ -301,10 +301,10 @@ def _closing(text: str, opening: int) -> int:
     raise RooftopError("hlo instruction", text[:80], "balanced parentheses")
 
 
-def _tensors(text: str) -> Iterator[Tensor]:
+def _tensors(text: str) -> Iterator[HloTensor]:
     # A layout such as {1,0:T(8,128)} has no word before a bracket, so every match is an array.
     for dtype, dims, space in _TENSOR.findall(text):
-        yield Tensor(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim), int(space or 0))
+        yield HloTensor(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim), int(space or 0))
 
 
 def _first(pattern: str, text: str) -> str:
@@ -325,7 +325,9 @@ _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
 }
 
 
-def trip_count(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int | None:
+def trip_count(
+    computations: Mapping[str, HloComputation], computation: HloComputation, loop: Instruction
+) -> int | None:
     """Trips of a ``while`` in ``computation`` that counts from a constant to a constant, else None."""
     values = _Values(computations)
     body, condition = computations[loop.called_as("body")], computations[loop.called_as("condition")]
@@ -340,10 +342,15 @@ def trip_count(computations: Mapping[str, Computation], computation: Computation
 class _Values:
     """Scalar integers that follow from a module's constants."""
 
-    computations: Mapping[str, Computation]
+    computations: Mapping[str, HloComputation]
 
     def trips(
-        self, computation: Computation, loop: Instruction, body: Computation, condition: Computation, element: int
+        self,
+        computation: HloComputation,
+        loop: Instruction,
+        body: HloComputation,
+        condition: HloComputation,
+        element: int,
     ) -> int | None:
         """Trips if ``element`` of the loop's tuple is the counter."""
         carried = computation.operands(loop)[0]
@@ -384,7 +391,7 @@ class _Values:
         return high
 
     def value(
-        self, computation: Computation, name: str, parameter: Callable[[int, int | None], int | None]
+        self, computation: HloComputation, name: str, parameter: Callable[[int, int | None], int | None]
     ) -> int | None:
         """The integer that a scalar instruction yields, or None; ``parameter(number, element)`` gives the inputs."""
         instruction = computation.instructions[name]

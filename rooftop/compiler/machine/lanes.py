@@ -14,8 +14,8 @@ from rooftop.compiler.hlo.places import place_of
 from rooftop.compiler.hlo.text import Instruction, Module
 from rooftop.compiler.machine import run as machine
 from rooftop.compiler.machine.run import Event
-from rooftop.compiler.machine.schedule import Timeline
-from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Arrow, Lane, Lanes, Span
+from rooftop.compiler.machine.schedule import ScheduleTimeline
+from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Arrow, Lane, Lanes, TimeSpan
 
 _COPIES = ("hbm", "pcie")
 #: Events that are drawn at most where every trip of a loop is asked for.
@@ -23,7 +23,9 @@ MOST_EVENTS = 400_000
 _NOTE = "the compiler's schedule, run on a simple machine at the named fractions of the chip: no measurement"
 
 
-def compiled_lanes(module: Module, line: Timeline, *, title: str = "compiled", every_trip: bool = False) -> Lanes:
+def compiled_lanes(
+    module: Module, line: ScheduleTimeline, *, title: str = "compiled", every_trip: bool = False
+) -> Lanes:
     """The lanes of ``line``, the timeline of ``module``; arrows lead from where a transfer begins to the wait for it.
 
     ``every_trip`` draws all trips of loops, each as the last of the first ones (up to ``MOST_EVENTS``); ops then have
@@ -31,8 +33,8 @@ def compiled_lanes(module: Module, line: Timeline, *, title: str = "compiled", e
     """
     events = unrolled(line.events) if every_trip else line.events
     order = _tracks(events)
-    spans: dict[str, list[Span]] = {name: [] for name in order}
-    told: dict[object, Span] = {}
+    spans: dict[str, list[TimeSpan]] = {name: [] for name in order}
+    told: dict[object, TimeSpan] = {}
     for each in events:
         if each.end_s > each.start_s:
             key = each.track == machine.COMPUTE, each.place, each.waits, each.collective, each.trips
@@ -88,7 +90,7 @@ def _title(track: str) -> str:
     return track if track in (machine.COMPUTE, *_COPIES) else f"link {track}"
 
 
-def _span(module: Module, line: Timeline, event: Event, *, with_work: bool) -> Span:
+def _span(module: Module, line: ScheduleTimeline, event: Event, *, with_work: bool) -> TimeSpan:
     computation = module.computations[event.place[0]]
     instruction = computation.instructions[event.place[1]]
     scope, phase = place_of(module, computation, instruction)
@@ -100,7 +102,7 @@ def _span(module: Module, line: Timeline, event: Event, *, with_work: bool) -> S
         scope, phase, source = found.scope, found.phase, found.source
     computes = event.track == machine.COMPUTE and not event.waits and not event.trips
     done = work(module, computation, instruction) if with_work and computes else None
-    return Span(
+    return TimeSpan(
         name=_name(line, event, instruction, scope),
         sort=MORE if event.trips else WAIT if event.waits else COMPUTE if event.track == machine.COMPUTE else TRANSFER,
         start_s=event.start_s,
@@ -125,7 +127,7 @@ def _line(instruction: Instruction) -> str:
     return f"%{instruction.name} = {shape} {instruction.opcode}({operands}){attributes}"
 
 
-def _name(line: Timeline, event: Event, instruction: Instruction, scope: str) -> str:
+def _name(line: ScheduleTimeline, event: Event, instruction: Instruction, scope: str) -> str:
     if event.trips:
         return f"{event.trips} more trips of {instruction.name}"
     if event.collective is None:

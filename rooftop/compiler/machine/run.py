@@ -19,7 +19,7 @@ from rooftop.compiler.hlo.costs import is_host_copy, moved_bytes, work
 from rooftop.compiler.hlo.dataflow import rendezvous
 from rooftop.compiler.hlo.groups import replica_groups
 from rooftop.compiler.hlo.places import holders
-from rooftop.compiler.hlo.text import Computation, Instruction, Module
+from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.hardware import PhysicalAxis
 from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
@@ -89,7 +89,7 @@ class Machine:
         """The clock."""
         return float(self.sums[0])
 
-    def run(self, computation: Computation) -> None:
+    def run(self, computation: HloComputation) -> None:
         """Every instruction of a computation, in order."""
         for instruction in computation:
             place = computation.name, instruction.name
@@ -106,7 +106,7 @@ class Machine:
             else:
                 self._compute(computation, instruction)
 
-    def _loop(self, computation: Computation, loop: Instruction) -> None:
+    def _loop(self, computation: HloComputation, loop: Instruction) -> None:
         """Trip after trip; once a trip takes as long as the one before, in all that is summed up, so do the rest."""
         body = self.module.computations[loop.called_as("body")]
         trips = self.module.trip_count(computation, loop) or 1
@@ -129,7 +129,7 @@ class Machine:
             whole = computation.name, loop.name
             self._record(Event(track=COMPUTE, place=whole, start_s=left[0], end_s=self.now, trips=left[1]))
 
-    def _compute(self, computation: Computation, instruction: Instruction) -> None:
+    def _compute(self, computation: HloComputation, instruction: Instruction) -> None:
         place = computation.name, instruction.name
         if place not in self.seconds:
             done = work(self.module, computation, instruction)
@@ -143,7 +143,7 @@ class Machine:
             self.sums[:2] += seconds
             self.sums[self.accounts[place]] += seconds
 
-    def _communicate(self, computation: Computation, instruction: Instruction) -> None:
+    def _communicate(self, computation: HloComputation, instruction: Instruction) -> None:
         """A collective that is synchronous, or begins, goes on or ends here."""
         place = computation.name, instruction.name
         if instruction.opcode.endswith("-done"):
@@ -225,7 +225,7 @@ class Machine:
             self.events.append(event)
 
 
-def scheduled(module: Module) -> Iterator[Computation]:
+def scheduled(module: Module) -> Iterator[HloComputation]:
     """The computations whose instructions run one after the other: the entry, bodies of loops and what is called.
 
     Of the branches of a conditional the longest stands for all.
@@ -244,7 +244,7 @@ def scheduled(module: Module) -> Iterator[Computation]:
                 left.append(_longest(module, instruction).name)
 
 
-def _longest(module: Module, instruction: Instruction) -> Computation:
+def _longest(module: Module, instruction: Instruction) -> HloComputation:
     """What a call runs; of the branches of a conditional the longest."""
     return max((module.computations[name] for name in instruction.called), key=lambda each: len(each.instructions))
 
@@ -254,7 +254,7 @@ def _only(shares: Mapping[int, float]) -> int | None:
     return next(iter(shares), None)
 
 
-def _started(computation: Computation, done: Instruction) -> tuple[str, str]:
+def _started(computation: HloComputation, done: Instruction) -> tuple[str, str]:
     """The instruction that began what ``done`` waits for."""
     source = computation.operands(done)[0]
     while source.opcode == "get-tuple-element":
@@ -301,7 +301,7 @@ class Network:
                     found.setdefault(place, []).append(index)
         return found
 
-    def transmission(self, computation: Computation, instruction: Instruction) -> Transmission:
+    def transmission(self, computation: HloComputation, instruction: Instruction) -> Transmission:
         """The price of one instruction that communicates, and which links it takes."""
         place = computation.name, instruction.name
         if place not in self._known:
@@ -341,14 +341,14 @@ class Network:
             shares={index: each.bytes / payload for index, each in logical.items()},
         )
 
-    def _permute(self, computation: Computation, instruction: Instruction, logical: tuple[int, ...]) -> Transmission:
+    def _permute(self, computation: HloComputation, instruction: Instruction, logical: tuple[int, ...]) -> Transmission:
         routed, links = self._route(computation, instruction)
         efficiency = self.rates.network_efficiency("permute")
         busy = sum(seconds / efficiency[resource] for resource, seconds in routed.seconds.items())
         seconds = self.rates.collective_start_s + routed.latency_s + busy if links else 0.0
         return Transmission(links=links, seconds=seconds, shares=dict.fromkeys(logical, 1.0 / max(1, len(logical))))
 
-    def _route(self, computation: Computation, instruction: Instruction) -> tuple[Route, tuple[str, ...]]:
+    def _route(self, computation: HloComputation, instruction: Instruction) -> tuple[Route, tuple[str, ...]]:
         """The pairs of a permute by shortest paths, of which the busiest link decides, and the links."""
         sent = sum(tensor.nbytes for each in computation.operands(instruction) for tensor in each.shape)
         physical = self.mesh.slice.physical_axes

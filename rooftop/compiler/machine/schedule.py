@@ -59,7 +59,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class ScheduleTimeline:
     """One execution of a compiled program on one device, in seconds.
 
     ``total_s`` is ``compute_s`` plus the exposed part of every collective plus ``other_wait_s``: waits for copies from
@@ -83,7 +83,7 @@ class Timeline:
         return sum(each.collective.executions * each.exposed_s for each in self.collectives)
 
 
-def timeline(module: Module, mesh: Mesh, rates: Rates | None = None, *, estimates: str = "rooftop") -> Timeline:
+def timeline(module: Module, mesh: Mesh, rates: Rates | None = None, *, estimates: str = "rooftop") -> ScheduleTimeline:
     """The schedule of a compiled program on the mesh that it was compiled for.
 
     ``rates`` are those of the mesh's chip unless given; ``estimates`` says whose estimate of compute to use, one of
@@ -96,7 +96,7 @@ def timeline(module: Module, mesh: Mesh, rates: Rates | None = None, *, estimate
     return _timeline(machine)
 
 
-def _timeline(machine: Machine) -> Timeline:
+def _timeline(machine: Machine) -> ScheduleTimeline:
     """What has been summed up."""
     count = len(machine.collectives)
     prices, waits = machine.sums[3 : 3 + count], machine.sums[3 + count : 3 + 2 * count]
@@ -111,7 +111,7 @@ def _timeline(machine: Machine) -> Timeline:
         )
         for index, each in enumerate(machine.collectives)
     )
-    return Timeline(
+    return ScheduleTimeline(
         total_s=max([machine.now, *(flight.finish_s for flight in machine.flights.values())]),
         compute_s=float(machine.sums[1]),
         other_wait_s=float(machine.sums[2]),

@@ -14,7 +14,7 @@ COMPUTE, WAIT, TRANSFER, MORE = "compute", "wait", "transfer", "more"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TimeSpan:
     """Something from ``start_s`` to ``end_s``, seconds from the beginning; ``sort`` is one of the four above.
 
     ``op`` is the HLO instruction that does it, its line or its name, and ``category`` what a profiler calls such;
@@ -48,7 +48,7 @@ class Lane:
     """What happens in one place, in order of time: a device that computes, a stage of a pipeline, a link."""
 
     name: str
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rooftop.core.timelines import Arrow, Lanes, Span
+from rooftop.core.timelines import Arrow, Lanes, TimeSpan
 
 _PROCESS = 1
 _MICROSECONDS = 1e6
@@ -29,7 +29,7 @@ def trace(drawn: Lanes) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"total_s": drawn.total_s}}
 
 
-def _slice(span: Span, tid: int) -> dict[str, Any]:
+def _slice(span: TimeSpan, tid: int) -> dict[str, Any]:
     told = {"scope": span.scope, "phase": span.phase, "source": span.source}
     return {
         "ph": "X",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_bytes
-from rooftop.core.timelines import MORE, TRANSFER, Lanes, Span
+from rooftop.core.timelines import MORE, TRANSFER, Lanes, TimeSpan
 
 _PS = 1e12
 #: A line of a real trace begins at some time of day; at 0 readers take it for absent.
@@ -113,8 +113,8 @@ def xspace(
 def _plane(
     drawn: Lanes,
     number: int,
-    spans: Iterable[Span],
-    beside: Iterable[Span],
+    spans: Iterable[TimeSpan],
+    beside: Iterable[TimeSpan],
     program: str,
     device: Mapping[str, str | float],
 ) -> bytes:
@@ -148,9 +148,9 @@ def write(data: bytes, folder: Path, *, run: str, host: str = "rooftop") -> Path
     return file
 
 
-def _transfers(drawn: Lanes) -> list[Span]:
+def _transfers(drawn: Lanes) -> list[TimeSpan]:
     """Transfers once each, though several links carry one, from its first byte to its last."""
-    found: dict[object, Span] = {}
+    found: dict[object, TimeSpan] = {}
     for lane in drawn.lanes:
         for each in lane.spans:
             if each.sort == TRANSFER:
@@ -161,7 +161,7 @@ def _transfers(drawn: Lanes) -> list[Span]:
     return sorted(found.values(), key=lambda each: each.start_s)
 
 
-def _event(names: _Names, span: Span) -> tuple[int, int, int]:
+def _event(names: _Names, span: TimeSpan) -> tuple[int, int, int]:
     """An event: its number, and from when to when, in picoseconds."""
     start = round(span.start_s * _PS)
     name = span.op or span.name
@@ -172,7 +172,7 @@ def _event(names: _Names, span: Span) -> tuple[int, int, int]:
     return number, start, max(round(span.end_s * _PS), start + 1)
 
 
-def _about(span: Span) -> dict[str, str | float | int | bytes]:
+def _about(span: TimeSpan) -> dict[str, str | float | int | bytes]:
     told: dict[str, str | float | int | bytes | None] = {
         "hlo_category": "while" if span.sort == MORE else span.category or _category(span.op),
         "tf_op": span.op_name,

@@ -54,14 +54,14 @@ STAGES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class StepTarget:
     """The devices of a run: who looks up and updates (``embedding.KERNELS``), and the SparseCores of a device."""
 
     kernel: str
     cores_per_device: int
 
     @classmethod
-    def of(cls, device: Any, tables: Tables, cores_per_device: int | None = None) -> Target:
+    def of(cls, device: Any, tables: Tables, cores_per_device: int | None = None) -> StepTarget:
         """For devices like ``device``. ``cores_per_device`` are to be emulated where there are no SparseCores.
 
         A rule that needs whole rows is none for SparseCores: with such an optimizer the reference program runs on TPUs
@@ -77,7 +77,7 @@ class Target:
         return cls(kernel="sparsecore" if elementwise else "reference", cores_per_device=own)
 
 
-def compiler_options(target: Target, device: Any, checks: tuple[str, ...], *, pipelined: bool) -> dict[str, Any]:
+def compiler_options(target: StepTarget, device: Any, checks: tuple[str, ...], *, pipelined: bool) -> dict[str, Any]:
     """What the compiler is told: ``checks``, tried in another process before, and that a pipeline is to overlap.
 
     Raises RooftopError for checks that only a compiler for SparseCores can make where it does not compile for them, and
@@ -205,7 +205,7 @@ def lower_step(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
     if stage not in (*STAGES, "scores", "begin"):
         raise unknown("stage", stage, (*STAGES, "scores", "begin"))
     tables, device = tables_from_json(arguments["tables"]), mesh.devices.flat[0]
-    target = Target.of(device, tables)
+    target = StepTarget.of(device, tables)
     stacking = stack_tables(
         tables,
         cores=target.cores_per_device * mesh.size,

@@ -35,7 +35,7 @@ from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.statistics import Statistics
 from rooftop.embed.train.checkpoint import Saved, require_tables, restore, save, stacked, unstacked
 from rooftop.embed.train.options import TrainOptions
-from rooftop.embed.train.step import Target, TrainStep, compiler_options
+from rooftop.embed.train.step import StepTarget, TrainStep, compiler_options
 from rooftop.embed.workers import Ready, make_ready
 from rooftop.models.embedding_tables.limits import Limits
 from rooftop.models.embedding_tables.stacking import Stacking, report, stack_tables, unpack
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
         first = jax.devices()[0]
-        self.target = Target.of(first, options.tables, options.cores_per_device)
+        self.target = StepTarget.of(first, options.tables, options.cores_per_device)
         own = self.target.cores_per_device
         self.stacking: Stacking = stack_tables(
             options.tables, cores=options.devices * own, cores_per_device=own, batch=options.batch

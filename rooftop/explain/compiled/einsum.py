@@ -13,9 +13,9 @@ from rooftop.algebra.pricing import Prices
 from rooftop.algebra.resharding import reshard
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
-from rooftop.compiler.compiling import Compiled, Request, compile_ahead_of_time
+from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.ledger import read_ledger
-from rooftop.compiler.machine.schedule import Timeline, timeline
+from rooftop.compiler.machine.schedule import ScheduleTimeline, timeline
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Collective
 from rooftop.core.quantities import dtype_bytes, format_seconds
@@ -28,7 +28,7 @@ Key = tuple[str, frozenset[str], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class EinsumProgram:
     """A program by what it communicates and computes on one device, priced alike for plan and compiler.
 
     ``communication_s`` and ``compute_s`` are one after the other; nothing is assumed to overlap.
@@ -62,17 +62,17 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class EinsumComparison:
     """``agrees``: the compiler's collectives are those of the best strategy, or of one that costs the same."""
 
-    planned: Program
-    compiled: Program
-    schedule: Timeline
+    planned: EinsumProgram
+    compiled: EinsumProgram
+    schedule: ScheduleTimeline
     agrees: bool
     verdict: str
 
 
-def planned_program(strategy: Strategy, prices: Prices) -> Program:
+def planned_program(strategy: Strategy, prices: Prices) -> EinsumProgram:
     """A strategy as a program. Collectives of one device alone are left out."""
     found = [
         Collective(kind=step.collective, axes=step.axes, bytes=cost.bytes, wire_bytes=0.0, critical=True)
@@ -81,7 +81,7 @@ def planned_program(strategy: Strategy, prices: Prices) -> Program:
     ]
     moving = sum(cost.time_s for step, cost in zip(strategy.steps, strategy.costs, strict=True) if step.collective)
     dtype = next((step.inputs[0].dtype for step in strategy.steps if step.multiplies), "bf16")
-    return Program(
+    return EinsumProgram(
         collectives=tuple(found),
         counts=(1,) * len(found),
         flops=strategy.flops,
@@ -90,7 +90,7 @@ def planned_program(strategy: Strategy, prices: Prices) -> Program:
     )
 
 
-def compiled_program(compiled: Compiled, schedule: Timeline, prices: Prices, dtype: str) -> Program:
+def compiled_program(compiled: Compiled, schedule: ScheduleTimeline, prices: Prices, dtype: str) -> EinsumProgram:
     """What the compiler made, its collectives priced as ours are."""
     seconds = [
         prices.collective_s(each.collective.kind, each.collective.axes, each.collective.bytes)
@@ -102,7 +102,7 @@ def compiled_program(compiled: Compiled, schedule: Timeline, prices: Prices, dty
     )
     counts = tuple(each.collective.executions for each in schedule.collectives)
     flops = float(read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh).flops())
-    return Program(
+    return EinsumProgram(
         collectives=entries,
         counts=counts,
         flops=flops,
@@ -111,7 +111,9 @@ def compiled_program(compiled: Compiled, schedule: Timeline, prices: Prices, dty
     )
 
 
-def compare(candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, dtype: str = "bf16") -> Comparison:
+def compare(
+    candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, dtype: str = "bf16"
+) -> EinsumComparison:
     """Set a compiled program beside strategies without overlap, best first."""
     schedule = timeline(compiled.module, compiled.mesh)
     theirs = compiled_program(compiled, schedule, prices, dtype)
@@ -119,7 +121,7 @@ def compare(candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, 
     best = ours[0]
     like = next((place for place, each in enumerate(ours) if each.keys == theirs.keys), None)
     same = like == 0 or (like is not None and _near(ours[like].time_s, best.time_s))
-    return Comparison(
+    return EinsumComparison(
         planned=best,
         compiled=theirs,
         schedule=schedule,
@@ -175,7 +177,7 @@ def check(asked: object, prices: Prices) -> dict[str, Any]:
     }
 
 
-def _request(asked: object, prices: Prices) -> tuple[Request, Sequence[Strategy], str]:
+def _request(asked: object, prices: Prices) -> tuple[CompileRequest, Sequence[Strategy], str]:
     """What to compile, the strategies to set beside it, and the dtype of the multiplication."""
     if isinstance(asked, Einsum):
         arrays: tuple[ShardedArray, ...] = (asked.left, asked.right, asked.output)
@@ -191,14 +193,16 @@ def _request(asked: object, prices: Prices) -> tuple[Request, Sequence[Strategy]
     if isinstance(asked, Step):
         name = str(asked).split(" -> ")[0]
         arguments = {"expression": name, "dims": dict(prices.dims)}
-        request = Request(mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower_steps", arguments=arguments)
+        request = CompileRequest(
+            mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower_steps", arguments=arguments
+        )
         return request, [priced((asked,), asked.inputs, prices)], asked.output.dtype
     raise RooftopError("check", str(asked), "an einsum, a resharding or a collective")
 
 
-def _plain(arrays: Iterable[ShardedArray], prices: Prices) -> Request:
+def _plain(arrays: Iterable[ShardedArray], prices: Prices) -> CompileRequest:
     arguments = {"arrays": [str(array) for array in arrays], "dims": dict(prices.dims)}
-    return Request(mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower", arguments=arguments)
+    return CompileRequest(mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower", arguments=arguments)
 
 
 def _compute_s(flops: float, dtype: str, prices: Prices) -> float:
@@ -209,7 +213,7 @@ def _near(one: float, other: float) -> bool:
     return abs(one - other) <= SAME * max(one, other)
 
 
-def _verdict(best: Program, theirs: Program, like: int | None, same: bool) -> str:
+def _verdict(best: EinsumProgram, theirs: EinsumProgram, like: int | None, same: bool) -> str:
     """Who found what, by the same prices."""
     times = f"{format_seconds(theirs.time_s)} against {format_seconds(best.time_s)} without overlap"
     if like == 0:

@@ -12,8 +12,8 @@ from typing import Any
 from rooftop.arrays import Mesh
 from rooftop.compiler.machine.schedule import Scheduled
 from rooftop.core.ledger import Ledger
-from rooftop.explain.compiled.rooflines import Operation
-from rooftop.explain.join import TOLERANCE, Joined, JoinedCollective, stands_for
+from rooftop.explain.compiled.rooflines import OperationRoofline
+from rooftop.explain.join import TOLERANCE, JoinedCollective, JoinedRow, stands_for
 
 #: A collective of fewer bytes a step needs no reason.
 SMALL = 64 * 1024
@@ -94,10 +94,10 @@ class Findings:
 
 
 def find(
-    joined: Iterable[Joined],
+    joined: Iterable[JoinedRow],
     planned: Ledger,
     collectives: Sequence[Scheduled],
-    operations: Sequence[Operation],
+    operations: Sequence[OperationRoofline],
     mesh: Mesh,
 ) -> Findings:
     """The findings of rows that are joined; ``collectives`` and ``operations`` are those of the compiled program."""
@@ -128,7 +128,7 @@ def find(
 
 
 def _collective(
-    row: Joined, each: JoinedCollective, scheduled: Mapping[Key, list[Scheduled]], prices: Mapping[Key, float]
+    row: JoinedRow, each: JoinedCollective, scheduled: Mapping[Key, list[Scheduled]], prices: Mapping[Key, float]
 ) -> tuple[Finding, float]:
     """All of a collective on the side that has more of it, and by how many bytes the compiled side exceeds."""
     planned, compiled = each.planned_bytes or 0.0, each.compiled_bytes or 0.0
@@ -148,7 +148,7 @@ def _collective(
     return draft, compiled - planned
 
 
-def _matmuls(row: Joined, operations: Sequence[Operation], prices: Mapping[Key, float]) -> Finding:
+def _matmuls(row: JoinedRow, operations: Sequence[OperationRoofline], prices: Mapping[Key, float]) -> Finding:
     """The matmuls of a row, on the side that has more of them."""
     own = [each for each in operations if (each.scope, each.phase) == (row.scope, row.phase) and each.flops]
     own.sort(key=lambda each: -each.total_s)
@@ -262,7 +262,7 @@ def _is_small(finding: Finding) -> bool:
 
 
 def _recomputed(
-    rows: Sequence[Joined], operations: Sequence[Operation], collectives: Sequence[Scheduled]
+    rows: Sequence[JoinedRow], operations: Sequence[OperationRoofline], collectives: Sequence[Scheduled]
 ) -> list[Finding]:
     """What the compiled step does a second time: by its remat policy, or because XLA chose to."""
     every = [
@@ -312,7 +312,7 @@ def _again(phase: str, names: Iterable[str]) -> str:
     return "policy" if phase == "recompute" else ""
 
 
-def _said(finding: Finding, row: Joined | None) -> Finding:
+def _said(finding: Finding, row: JoinedRow | None) -> Finding:
     """The finding in words; what the program's policy repeats, and the plan does not, has no reason."""
     if finding.rule == "rematerialised":
         return replace(finding, why=_EDGE)

@@ -17,13 +17,13 @@ from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import PartitionSpec as P
 
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
-from rooftop.compiler.compiling import ENVIRONMENT, Compiled, Progress, Request, compile_ahead_of_time
+from rooftop.compiler.compiling import ENVIRONMENT, Compiled, CompileRequest, Progress, compile_ahead_of_time
 from rooftop.core.errors import RooftopError
-from rooftop.explain.compiled.report import Report
+from rooftop.explain.compiled.report import CompiledReport
 from rooftop.hardware import Slice
 from rooftop.programs.einsum.sharded import abstract
 
-#: What ``Request.program`` names.
+#: What ``CompileRequest.program`` names.
 PROGRAM = f"{__name__}:lower"
 
 
@@ -38,7 +38,7 @@ def inspect(
     cache: bool = True,
     save: bool = False,
     on_progress: Progress | None = None,
-) -> Report:
+) -> CompiledReport:
     """Compile ``function(*arguments)`` for the slice ``on``; the report has its ledger, operations and verdict.
 
     A leaf of ``arguments`` is an array in the notation ('bf16[8192_X, D_Y]', names sized by ``dims``), or anything with
@@ -53,7 +53,7 @@ def inspect(
     """
     laid = laid_mesh(Slice.parse(on) if isinstance(on, str) else on, mesh)
     given = {"function": function, "arrays": arguments, "dims": dict(dims or {}), "auto": auto}
-    request = Request(mesh=laid, program=PROGRAM, arguments=given, save=save)
+    request = CompileRequest(mesh=laid, program=PROGRAM, arguments=given, save=save)
     if isinstance(function, str):
         texts = [_text(each) for each in arguments]
         asked = replace(request, arguments=given | {"arrays": texts})
@@ -71,7 +71,7 @@ def inspect(
         from rooftop.compiler.worker import compile_here
 
         compiled = Compiled(mesh=laid, **compile_here(request))
-    return Report(plan=None, compiled=compiled)
+    return CompiledReport(plan=None, compiled=compiled)
 
 
 def laid_mesh(slice_: Slice, mesh: Mesh | Mapping[str, int] | str | None) -> Mesh:
@@ -86,7 +86,7 @@ def laid_mesh(slice_: Slice, mesh: Mesh | Mapping[str, int] | str | None) -> Mes
 
 
 def lower(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
-    """The function lowered for ``mesh``, for ``rooftop.compiler.compiling.Request``.
+    """The function lowered for ``mesh``, for ``rooftop.compiler.compiling.CompileRequest``.
 
     ``arguments``: ``function`` ('module:function' or a callable), ``arrays`` (a pytree), ``dims`` and ``auto``.
     """

@@ -9,14 +9,14 @@ from typing import Any
 
 from rooftop import __version__
 from rooftop.compiler.compiling import Compiled
-from rooftop.compiler.machine.schedule import Scheduled, Timeline
+from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
 from rooftop.compiler.memory import PeakMemory
 from rooftop.compiler.timed import TimedLedger, compiled_ledger
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Findings, find
-from rooftop.explain.compiled.rooflines import Operation, operations, slowest
-from rooftop.explain.join import Joined, join
+from rooftop.explain.compiled.rooflines import OperationRoofline, operations, slowest
+from rooftop.explain.join import JoinedRow, join
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.roofline.rates import Rates
 
@@ -24,7 +24,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class CompiledReport:
     """A compiled program, timed; ``plan`` is what it is set beside (None: any other program)."""
 
     plan: TrainingPlan | None
@@ -41,7 +41,7 @@ class Report:
         return compiled_ledger(self.compiled, self.rates)
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> ScheduleTimeline:
         """The compiled schedule, run on one device."""
         return self.timed.timeline
 
@@ -51,12 +51,12 @@ class Report:
         return self.timed.ledger
 
     @cached_property
-    def operations(self) -> tuple[Operation, ...]:
+    def operations(self) -> tuple[OperationRoofline, ...]:
         """Every instruction that computes, with its roofline."""
         return operations(self.compiled.module, self.timeline, self.rates)
 
     @cached_property
-    def joined(self) -> tuple[Joined, ...]:
+    def joined(self) -> tuple[JoinedRow, ...]:
         """Planned beside compiled by scope and phase; empty without a plan."""
         return () if self.plan is None else tuple(join(self.plan.ledger, self.ledger))
 
@@ -101,7 +101,7 @@ class Report:
         """FLOPs per device and step within hand-written kernels, as declared beside each of them."""
         return float(self.ledger.flops()) - self.flops
 
-    def slowest(self, count: int) -> list[Operation]:
+    def slowest(self, count: int) -> list[OperationRoofline]:
         """The instructions that take the most time."""
         return slowest(self.operations, count)
 
@@ -147,9 +147,9 @@ class Report:
         }
 
 
-def report(plan: TrainingPlan | None, compiled: Compiled) -> Report:
+def report(plan: TrainingPlan | None, compiled: Compiled) -> CompiledReport:
     """What the compiler made of a program, beside its plan if there is one."""
-    return Report(plan=plan, compiled=compiled)
+    return CompiledReport(plan=plan, compiled=compiled)
 
 
 def largest(at_peak: PeakMemory | None, count: int) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ def largest(at_peak: PeakMemory | None, count: int) -> list[dict[str, Any]]:
 
 
 def _planned_step(ledger: Ledger) -> dict[str, float]:
-    """The figures of ``rooftop.compiler.timed.StepTimes`` for a planned ledger."""
+    """The figures of ``rooftop.compiler.timed.CompiledTimes`` for a planned ledger."""
     exposed = {"ici": 0.0, "dcn": 0.0}
     for row in ledger:
         for each in row.collectives:
@@ -188,7 +188,7 @@ def _entry(item: Scheduled) -> dict[str, Any]:
     }
 
 
-def _alone(found: Report) -> str:
+def _alone(found: CompiledReport) -> str:
     """The verdict on a program that nobody planned."""
     total_s, usable = found.timeline.total_s, found.compiled.mesh.slice.device_hbm_usable_bytes
     share = found.timeline.exposed_s / total_s if total_s else 0.0
@@ -252,7 +252,7 @@ def checks(
     plan: TrainingPlan,
     compiled: Ledger,
     peak_bytes: float,
-    joined: Iterable[Joined],
+    joined: Iterable[JoinedRow],
     findings: Findings,
 ) -> tuple[Check, ...]:
     """Matmul FLOPs, peak memory, collective bytes by axes, expected time, and collectives without a reason."""
@@ -287,7 +287,7 @@ def checks(
     return tuple(found)
 
 
-def bytes_by_axes(joined: Iterable[Joined], findings: Findings) -> dict[str, tuple[float, float]]:
+def bytes_by_axes(joined: Iterable[JoinedRow], findings: Findings) -> dict[str, tuple[float, float]]:
     """Collective bytes per device and step, planned and compiled, by the axes that each collective is over.
 
     A sum over slices that the compiler takes in steps, over other axes each, is left out on both sides.

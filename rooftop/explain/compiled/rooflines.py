@@ -8,14 +8,14 @@ from typing import Any
 
 from rooftop.compiler.hlo.costs import work
 from rooftop.compiler.hlo.places import purpose, users
-from rooftop.compiler.hlo.text import Computation, Instruction, Module
+from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.compiler.machine.run import scheduled
-from rooftop.compiler.machine.schedule import Timeline
+from rooftop.compiler.machine.schedule import ScheduleTimeline
 from rooftop.roofline.rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
+class OperationRoofline:
     """One scheduled instruction and its work; every figure is of one execution on one device.
 
     ``shape`` is that of its results as XLA writes it, ``matmul`` the M, K, N of its largest matmul ('' without one).
@@ -79,7 +79,7 @@ class Operation:
         }
 
 
-def operations(module: Module, line: Timeline, rates: Rates) -> tuple[Operation, ...]:
+def operations(module: Module, line: ScheduleTimeline, rates: Rates) -> tuple[OperationRoofline, ...]:
     """Every instruction that computes or moves something, in the order of execution; collectives are left out.
 
     A fusion that computes while a collective advances counts by what it computes. Expected seconds times executions add
@@ -93,12 +93,12 @@ def operations(module: Module, line: Timeline, rates: Rates) -> tuple[Operation,
     return tuple(each for each in found if each.expected_s)
 
 
-def slowest(found: Iterable[Operation], count: int) -> list[Operation]:
+def slowest(found: Iterable[OperationRoofline], count: int) -> list[OperationRoofline]:
     """The operations that take the most time over all their executions."""
     return sorted(found, key=lambda each: -each.total_s)[:count]
 
 
-def _placed(module: Module, computation: Computation) -> Iterator[tuple[Instruction, tuple[str, str]]]:
+def _placed(module: Module, computation: HloComputation) -> Iterator[tuple[Instruction, tuple[str, str]]]:
     """The instructions of a computation, each with its scope and phase."""
     used_by = users(computation)
     for instruction in computation:
@@ -107,16 +107,16 @@ def _placed(module: Module, computation: Computation) -> Iterator[tuple[Instruct
 
 def _operation(
     module: Module,
-    computation: Computation,
+    computation: HloComputation,
     instruction: Instruction,
     place: tuple[str, str],
-    line: Timeline,
+    line: ScheduleTimeline,
     rates: Rates,
-) -> Operation:
+) -> OperationRoofline:
     done = work(module, computation, instruction)
     sizes = max(done.matmuls, key=lambda each: each[0] * each[1] * each[2], default=None)
     executions = module.executions[computation.name]
-    return Operation(
+    return OperationRoofline(
         name=instruction.name,
         opcode=instruction.opcode,
         scope=place[0],

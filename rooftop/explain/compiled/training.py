@@ -7,11 +7,11 @@ from typing import Any
 
 from rooftop import __version__
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Progress, Request, compile_ahead_of_time
+from rooftop.compiler.compiling import CompileRequest, Progress, compile_ahead_of_time
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
-from rooftop.explain.compiled.report import SCHEMA, Report, largest
+from rooftop.explain.compiled.report import SCHEMA, CompiledReport, largest
 from rooftop.hardware import Slice
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
@@ -81,7 +81,7 @@ def compile_plan(
     cache: bool = True,
     save: bool = False,
     on_progress: Progress | None = None,
-) -> Report | Refusal:
+) -> CompiledReport | Refusal:
     """Compile a plan's program and set it beside the plan; a refusal if it does not fit in HBM.
 
     ``save`` keeps the executable. Raises RooftopError for a plan that no program can run as it stands, and for what
@@ -92,13 +92,15 @@ def compile_plan(
         compiled = compile_ahead_of_time(asked, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
     except OutOfMemory as answer:
         return Refusal(plan=plan, answer=answer, nearest=nearest_fit(plan, answer.needed_bytes))
-    return Report(plan=plan, compiled=compiled)
+    return CompiledReport(plan=plan, compiled=compiled)
 
 
-def request(plan: TrainingPlan) -> Request:
+def request(plan: TrainingPlan) -> CompileRequest:
     """What to compile. Raises RooftopError for a plan that no program can run as it stands."""
     program = TrainProgram.from_plan(plan.to_json())
-    return Request(mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=training_options(plan.mesh))
+    return CompileRequest(
+        mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=training_options(plan.mesh)
+    )
 
 
 def nearest_fit(plan: TrainingPlan, needed_bytes: float) -> TrainingPlan | None:

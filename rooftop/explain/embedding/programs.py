@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.compiling import Progress, Request
+from rooftop.compiler.compiling import CompileRequest, Progress
 from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, PROGRAM, Marks, check_options, compile_with_marks
 from rooftop.models.embedding_tables.limits import Limits, StackLimits
 from rooftop.models.embedding_tables.stacking import Stack
@@ -28,7 +28,7 @@ class Compilation:
     cache: bool = True
     on_progress: Progress | None = None
 
-    def run(self, request: Request) -> Marks:
+    def run(self, request: CompileRequest) -> Marks:
         """Compile one program."""
         return compile_with_marks(request, timeout_s=self.timeout_s, cache=self.cache, on_progress=self.on_progress)
 
@@ -42,15 +42,17 @@ class Compilation:
 
 def part_request(
     plan: EmbedPlan, part: str, stack: Stack, checks: tuple[str, ...] = (), limits: StackLimits | None = None
-) -> Request:
+) -> CompileRequest:
     """One stack's lookup or update; with other ``limits`` than the plan's if given."""
     arguments = {**_arguments(plan), "part": part, "only": stack.name}
     if limits is not None:
         arguments["limits"] = {stack.name: vars(limits)}
-    return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=check_options(checks))
+    return CompileRequest(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=check_options(checks))
 
 
-def step_request(plan: EmbedPlan, step: str, checks: tuple[str, ...] = (), limits: Limits | None = None) -> Request:
+def step_request(
+    plan: EmbedPlan, step: str, checks: tuple[str, ...] = (), limits: Limits | None = None
+) -> CompileRequest:
     """A whole step over all stacks, with other ``limits`` than the plan's if given.
 
     A tower of layers with the plan's FLOPs stands for the dense part.
@@ -58,7 +60,7 @@ def step_request(plan: EmbedPlan, step: str, checks: tuple[str, ...] = (), limit
     arguments = {**_arguments(plan), "part": step, "dense_flops": plan.problem.dense_flops}
     if limits is not None:
         arguments["limits"] = {name: vars(one) for name, one in limits.items()}
-    return Request(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=step_options(step, checks))
+    return CompileRequest(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=step_options(step, checks))
 
 
 def step_options(step: str, checks: tuple[str, ...]) -> dict[str, bool | int | str]:

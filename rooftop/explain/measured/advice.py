@@ -9,7 +9,7 @@ from typing import Any
 from rooftop.arrays.tiles import mxu_padding
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.explain.measured.columns import Columns
-from rooftop.explain.measured.modules import Origin, Program
+from rooftop.explain.measured.modules import OpOrigin, TracedProgram
 from rooftop.explain.measured.roofs import Roofs
 from rooftop.profile.facts import COMPUTE
 from rooftop.profile.measured import Measured, MeasuredCollective, MeasuredOp
@@ -48,7 +48,12 @@ class Advice:
 
 
 def advise(
-    found: Measured, programs: Mapping[int, Program], rows: tuple[Columns, ...], roof: Roofs | None, *, planned: bool
+    found: Measured,
+    programs: Mapping[int, TracedProgram],
+    rows: tuple[Columns, ...],
+    roof: Roofs | None,
+    *,
+    planned: bool,
 ) -> tuple[Advice, ...]:
     """All that the rules say, what is worth most first. ``planned``: the rows have a plan to compare with."""
     if not found.step_s:
@@ -66,13 +71,13 @@ def advise(
     return tuple(sorted(rules, key=lambda each: -each.seconds))
 
 
-def origin_of(each: MeasuredCollective, programs: Mapping[int, Program]) -> Origin | None:
+def origin_of(each: MeasuredCollective, programs: Mapping[int, TracedProgram]) -> OpOrigin | None:
     """What a collective's operand is made of, where the trace has its module."""
     return next((program.origins[each.name] for program in programs.values() if each.name in program.origins), None)
 
 
 def _gathered(
-    found: Measured, programs: Mapping[int, Program], rows: tuple[Columns, ...], planned: bool
+    found: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], planned: bool
 ) -> Iterator[Advice]:
     """Activations that the partitioner gathers: an operation needs them whole, and nothing says how to split it."""
     plan = {(row.scope, row.phase, each.kind) for row in rows for each in row.collectives if each.planned_bytes}
@@ -159,7 +164,7 @@ def _padded(found: Measured, roof: Roofs | None) -> Iterator[Advice]:
         )
 
 
-def _exposed(found: Measured, programs: Mapping[int, Program]) -> Iterator[Advice]:
+def _exposed(found: Measured, programs: Mapping[int, TracedProgram]) -> Iterator[Advice]:
     """Collectives that the device waits for; those of one kind over the same axes are one."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[MeasuredCollective]] = {}
     for each in found.collectives:

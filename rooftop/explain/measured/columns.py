@@ -12,7 +12,7 @@ from typing import Any
 from rooftop.core.ledger import Ledger
 from rooftop.core.scopes import PHASES, SCOPES
 from rooftop.explain.join import SPELLED_AS
-from rooftop.explain.measured.modules import Program
+from rooftop.explain.measured.modules import TracedProgram
 from rooftop.explain.measured.roofs import Roofs
 from rooftop.profile.measured import Measured, MeasuredRow
 
@@ -105,7 +105,7 @@ class Columns:
 
 
 def columns(
-    found: Measured, programs: Mapping[int, Program], planned: Ledger | None, roof: Roofs | None
+    found: Measured, programs: Mapping[int, TracedProgram], planned: Ledger | None, roof: Roofs | None
 ) -> tuple[Columns, ...]:
     """All rows, those that take longest first, then what only the compiler or the plan has, in the order of scopes."""
     measured = {(row.scope, row.phase): row for row in found.rows}
@@ -130,7 +130,7 @@ def columns(
     )
 
 
-def compiled_rows(found: Measured, programs: Mapping[int, Program], roof: Roofs | None) -> dict[Key, CompiledRow]:
+def compiled_rows(found: Measured, programs: Mapping[int, TracedProgram], roof: Roofs | None) -> dict[Key, CompiledRow]:
     """What the programs of a trace do in a step, each as often as the trace says that it runs."""
     rows: dict[Key, CompiledRow] = {}
     for number, program in programs.items():

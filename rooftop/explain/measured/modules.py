@@ -13,7 +13,7 @@ from rooftop.compiler.collectives.logical import LogicalCollective, logical_coll
 from rooftop.compiler.hlo.costs import work
 from rooftop.compiler.hlo.matmuls import MATMULS, matmul_dtype
 from rooftop.compiler.hlo.places import holders, purpose, users
-from rooftop.compiler.hlo.text import Computation, Instruction, Module, parse
+from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
 from rooftop.core.errors import RooftopError
 from rooftop.core.scopes import UNSCOPED
 from rooftop.core.timelines.xprof import message
@@ -25,7 +25,7 @@ from rooftop.profile.facts import (
     COPY,
     HOST,
     Facts,
-    Place,
+    OpPlace,
     collective_kind,
     facts_of,
     program_place,
@@ -49,7 +49,7 @@ _STEM = re.compile(r"\.(?:clone|remat\d*)\b|\.\d+$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class TracedProgram:
     """A compiled program of a trace: its ``module``, the ``mesh`` it runs on, in the order in which ids count it.
 
     ``given`` says that the mesh was told, and not inferred from replica groups.
@@ -90,9 +90,9 @@ class Program:
         return found
 
     @cached_property
-    def origins(self) -> Mapping[str, Origin]:
+    def origins(self) -> Mapping[str, OpOrigin]:
         """What every collective's operand is made of, by its instruction and by the op that holds that."""
-        found: dict[str, Origin] = {}
+        found: dict[str, OpOrigin] = {}
         for each in self.collectives:
             for inside, name in each.instructions:
                 computation = self.module.computations[inside]
@@ -137,7 +137,7 @@ class Program:
 
     def _facts(
         self,
-        computation: Computation,
+        computation: HloComputation,
         instruction: Instruction,
         used_by: Mapping[str, list[Instruction]],
         moved: Mapping[str, list[LogicalCollective]],
@@ -166,7 +166,7 @@ class Program:
         largest = called or max(done.matmuls, key=lambda each: each[0] * each[1] * each[2], default=None)
         return Facts(
             category=category,
-            places=(Place(scope=scope, phase=phase),),
+            places=(OpPlace(scope=scope, phase=phase),),
             source=self._source(instruction),
             opcode=opcode,
             flops=2.0 * math.prod(called[:3]) if called else done.flops,
@@ -176,18 +176,18 @@ class Program:
         )
 
     def _communicates(
-        self, computation: Computation, instruction: Instruction, used_by: Mapping[str, list[Instruction]],
+        self, computation: HloComputation, instruction: Instruction, used_by: Mapping[str, list[Instruction]],
         logical: Sequence[LogicalCollective], kind: str, role: str, begun: str,
     ) -> Facts:  # fmt: skip
         parts = [(each.scope, each.phase, each.bytes / max(1, each.hops)) for each in logical]
         total = sum(nbytes for _, _, nbytes in parts)
         places = [
-            Place(scope=scope, phase=phase, share=nbytes / total if total else 1 / len(parts))
+            OpPlace(scope=scope, phase=phase, share=nbytes / total if total else 1 / len(parts))
             for scope, phase, nbytes in parts
         ]
         if not self.ours or not places:
             scope, phase = self._place(computation, instruction, used_by)
-            places = [Place(scope=scope, phase=phase)]
+            places = [OpPlace(scope=scope, phase=phase)]
         first = logical[0] if logical else None
         return Facts(
             category=COLLECTIVE,
@@ -205,7 +205,7 @@ class Program:
         )
 
     def _place(
-        self, computation: Computation, instruction: Instruction, used_by: Mapping[str, list[Instruction]]
+        self, computation: HloComputation, instruction: Instruction, used_by: Mapping[str, list[Instruction]]
     ) -> tuple[str, str]:
         if self.ours:
             return purpose(self.module, computation, instruction, used_by)
@@ -226,7 +226,7 @@ class Program:
         inner = self.module.computations[instruction.called[0]]
         return next((line for each in inner if (line := self.module.source(each))), "")
 
-    def _begun(self, computation: Computation, instruction: Instruction) -> str:
+    def _begun(self, computation: HloComputation, instruction: Instruction) -> str:
         """The name of what began what this instruction ends; '' for any other."""
         if not instruction.opcode.endswith("-done") or not instruction.operands:
             return ""
@@ -236,7 +236,7 @@ class Program:
         return source.name
 
 
-def _called_matmul(computation: Computation, instruction: Instruction) -> tuple[float, float, float, str] | None:
+def _called_matmul(computation: HloComputation, instruction: Instruction) -> tuple[float, float, float, str] | None:
     """M, K, N and dtype of a matmul that XLA:GPU has a library do; None for anything else."""
     if instruction.opcode != "custom-call" or not _GEMM.search(instruction.attributes):
         return None
@@ -249,14 +249,14 @@ def _called_matmul(computation: Computation, instruction: Instruction) -> tuple[
 
 def programs_of(
     trace: Trace, mesh: Mapping[str, int] | None, texts: Sequence[str] = (), kept: Sequence[str] = ()
-) -> tuple[dict[int, Program], dict[str, str]]:
+) -> tuple[dict[int, TracedProgram], dict[str, str]]:
     """The compiled programs of a trace by number, and of those without a module why they have none.
 
     ``mesh`` is what the program that has as many devices runs on; ``texts`` are modules that were given, and come
     first; ``kept`` those that lie beside the trace, which come last.
     """
     by_name, beside = _by_name(texts), _by_name(kept)
-    found: dict[int, Program] = {}
+    found: dict[int, TracedProgram] = {}
     missing: dict[str, str] = {}
     used = {op.program for op in trace.ops}
     for number, name in trace.programs.items():
@@ -283,21 +283,21 @@ def _by_name(texts: Sequence[str]) -> dict[str, str]:
     return {match[1] if match else "": text for match, text in named}
 
 
-def program_of(text: str, mesh: Mapping[str, int] | None) -> Program:
+def program_of(text: str, mesh: Mapping[str, int] | None) -> TracedProgram:
     """A program from the text of its module. Raises RooftopError for other text."""
     module, devices = parse(text), devices_of(text)
     given = mesh is not None and devices in (1, math.prod(mesh.values()))
-    return Program(
+    return TracedProgram(
         module=module, mesh=dict(mesh) if given and mesh is not None else infer_mesh(module, devices), given=given
     )
 
 
-def all_facts(ops: Sequence[Op], programs: Mapping[int, Program]) -> tuple[Facts, ...]:
+def all_facts(ops: Sequence[Op], programs: Mapping[int, TracedProgram]) -> tuple[Facts, ...]:
     """The facts of ops: those of their module, else what the trace tells. A trace's own figures go before ours."""
     return tuple(_merged(op, programs.get(op.program)) for op in ops)
 
 
-def _merged(op: Op, program: Program | None) -> Facts:
+def _merged(op: Op, program: TracedProgram | None) -> Facts:
     own = facts_of(op)
     if program is None:
         return own
@@ -354,7 +354,7 @@ _ASKED = re.compile(r"reshard|sharding_constraint|all_gather|psum|all_to_all|ppe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class OpOrigin:
     """``argument`` is the name of a program's argument ('' if the operand was computed); then what made it, and where.
 
     ``asked`` says that the program itself calls for the collective: without, the partitioner needs it for an operation.
@@ -367,7 +367,7 @@ class Origin:
     source: str
 
 
-def origin(module: Module, computation: Computation, instruction: Instruction) -> Origin:
+def origin(module: Module, computation: HloComputation, instruction: Instruction) -> OpOrigin:
     """Where the first operand of an instruction comes from, seen through what only moves it, and out of loops."""
     at = computation
     found = computation.operands(instruction)[0] if instruction.operands else instruction
@@ -377,7 +377,7 @@ def origin(module: Module, computation: Computation, instruction: Instruction) -
             break
         at, found = step
     is_argument = found.opcode == "parameter" and at.name == module.entry
-    return Origin(
+    return OpOrigin(
         asked=_ASKED.search(instruction.op_name) is not None,
         argument=(found.op_name or found.name).replace("\\", "") if is_argument else "",
         made_by=found.name,
@@ -386,7 +386,7 @@ def origin(module: Module, computation: Computation, instruction: Instruction) -
     )
 
 
-def _behind(module: Module, at: Computation, found: Instruction) -> tuple[Computation, Instruction] | None:
+def _behind(module: Module, at: HloComputation, found: Instruction) -> tuple[HloComputation, Instruction] | None:
     """One step back: through a move, out of a fusion, or out of a loop that does not change it; None at the end."""
     if found.opcode == "parameter":
         around = holders(module, at.name)
@@ -424,7 +424,7 @@ def _behind(module: Module, at: Computation, found: Instruction) -> tuple[Comput
     return None
 
 
-def _carried(module: Module, body: Computation, index: int) -> tuple[Computation, Instruction] | None:
+def _carried(module: Module, body: HloComputation, index: int) -> tuple[HloComputation, Instruction] | None:
     """Where a loop takes an element that its body does not change; what it changes was computed."""
     for outer, loop in module.callers.get(body.name, ()):
         if loop.opcode != "while":
@@ -443,7 +443,7 @@ def _carried(module: Module, body: Computation, index: int) -> tuple[Computation
     return None
 
 
-def _is_carried(body: Computation, made: Instruction, index: int) -> bool:
+def _is_carried(body: HloComputation, made: Instruction, index: int) -> bool:
     """Whether what a body hands on in a place is what it was given there."""
     while made.opcode in ("copy", "bitcast") and made.operands:
         made = body.operands(made)[0]

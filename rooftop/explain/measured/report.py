@@ -16,7 +16,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.explain.join import SPELLED_AS
 from rooftop.explain.measured.advice import Advice, advise, origin_of
 from rooftop.explain.measured.columns import Columns, columns
-from rooftop.explain.measured.modules import Program, all_facts, programs_of, read_module
+from rooftop.explain.measured.modules import TracedProgram, all_facts, programs_of, read_module
 from rooftop.explain.measured.roofs import Roofs, achieved, doubts, roofs
 from rooftop.hardware import Chip
 from rooftop.plan.training.plan import TrainingPlan
@@ -41,7 +41,7 @@ class Explained:
 
     name: str
     trace: Trace
-    programs: Mapping[int, Program]
+    programs: Mapping[int, TracedProgram]
     missing: Mapping[str, str]
     plan: TrainingPlan | None
     chip: Chip | None
@@ -331,7 +331,9 @@ class Verdict:
     losses: tuple[Loss, ...]
 
 
-def verdict(found: Measured, programs: Mapping[int, Program], rows: tuple[Columns, ...], roof: Roofs | None) -> Verdict:
+def verdict(
+    found: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], roof: Roofs | None
+) -> Verdict:
     """What a trace comes down to."""
     share, bound = roofline_share(found, roof)
     losses = tuple(sorted(_losses(found, programs, rows, roof), key=lambda each: -each.seconds))
@@ -366,7 +368,7 @@ def roofline_share(found: Measured, roof: Roofs | None) -> tuple[float | None, s
 
 
 def _losses(
-    found: Measured, programs: Mapping[int, Program], rows: tuple[Columns, ...], roof: Roofs | None
+    found: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], roof: Roofs | None
 ) -> Iterator[Loss]:
     hidden = _planned_hidden(rows)
     groups: dict[str, list[MeasuredCollective]] = {}
@@ -425,7 +427,7 @@ def _plan(each: MeasuredCollective, hidden: Mapping[tuple[str, str, str, tuple[s
     return " that nobody planned" if not known else " that the plan hides" if all(known) else ""
 
 
-def _waits_for(each: MeasuredCollective, programs: Mapping[int, Program]) -> str:
+def _waits_for(each: MeasuredCollective, programs: Mapping[int, TracedProgram]) -> str:
     """What has to be there before a collective can begin, and why nothing runs beside it."""
     made = origin_of(each, programs)
     if made is None:

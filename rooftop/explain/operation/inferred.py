@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftop.explain.axes import stride
-from rooftop.explain.operation.instruction import Matmul, Operation
+from rooftop.explain.operation.instruction import HloMatmul, Operation
 
 _SUMS = ("all_reduce", "reduce_scatter")
 
@@ -76,7 +76,7 @@ def infer(operations: Sequence[Operation]) -> tuple[Inferred, ...]:
     return tuple(found)
 
 
-def _true(operation: Operation, matmul: Matmul, local: int, ways: int, *, contracts: bool) -> TrueMatmul:
+def _true(operation: Operation, matmul: HloMatmul, local: int, ways: int, *, contracts: bool) -> TrueMatmul:
     left, right = sorted((layout.shape for _, layout in operation.operands if layout is not None), key=len)[:2]
 
     def grown(sizes: Sequence[int]) -> tuple[int, ...]:

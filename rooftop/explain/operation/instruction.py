@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rooftop.arrays.mesh import span
-from rooftop.arrays.tiles import HLO_DTYPES, Layout
+from rooftop.arrays.tiles import HLO_DTYPES, TileLayout
 from rooftop.compiler.hlo.groups import Groups, replica_groups
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Chip
@@ -36,7 +36,7 @@ _FORM = "an HLO instruction, such as %fusion.3 = bf16[32,4096]{1,0} fusion(bf16[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matmul:
+class HloMatmul:
     """A matmul as [m, k] x [k, n], ``batch`` times; ``contracted`` are the sizes that are summed over."""
 
     batch: int
@@ -67,8 +67,8 @@ class Operation:
 
     name: str
     opcode: str
-    results: tuple[Layout, ...]
-    operands: tuple[tuple[str, Layout | None], ...]
+    results: tuple[TileLayout, ...]
+    operands: tuple[tuple[str, TileLayout | None], ...]
     attributes: str
 
     @property
@@ -106,7 +106,7 @@ class Operation:
         return Moved(kind=kind, bytes=payload, members=members, groups=groups)
 
     @property
-    def matmul(self) -> Matmul | None:
+    def matmul(self) -> HloMatmul | None:
         """The matmul that its shapes tell of: a dot, or a fusion of two arrays whose sizes fit one; None without."""
         if self.moved or self.opcode not in ("fusion", "dot", "convolution", "custom-call") or len(self.results) != 1:
             return None
@@ -143,9 +143,10 @@ def read_operation(text: str) -> Operation:
     return Operation(
         name=match[1],
         opcode=_CAMEL.sub("-", opcode[1]).lower(),
-        results=tuple(Layout.parse(each) for each in _ARRAY.findall(rest[:end])),
+        results=tuple(TileLayout.parse(each) for each in _ARRAY.findall(rest[:end])),
         operands=tuple(
-            (each["name"], Layout.parse(each["array"]) if each["array"] else None) for each in _OPERAND.finditer(inside)
+            (each["name"], TileLayout.parse(each["array"]) if each["array"] else None)
+            for each in _OPERAND.finditer(inside)
         ),
         attributes=rest[closing + 1 :],
     )
@@ -211,7 +212,7 @@ def _axis_s(moved: Moved, chip: Chip, *, wrapped: bool) -> float:
     return float(price(moved.kind, group).bound_s(moved.bytes)["ici"])
 
 
-def layout_json(layout: Layout) -> dict[str, Any]:
+def layout_json(layout: TileLayout) -> dict[str, Any]:
     """A layout as plain JSON values."""
     return {
         "text": str(layout),
@@ -249,7 +250,7 @@ def operation_json(operation: Operation, chip: Chip | None) -> dict[str, Any]:
     }
 
 
-def _matmul(left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> Matmul | None:
+def _matmul(left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> HloMatmul | None:
     """How arrays of these sizes multiply: the sizes that both have and the result has not are contracted."""
     elements = prod(left) * prod(right)
     for batch in _subsets(left):
@@ -262,7 +263,7 @@ def _matmul(left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> Ma
             k = prod(contracted)
             # A size of 1 may stand in any of them.
             if elements == prod(out) * k * k * prod(batch) and _equal([*m, *n, *batch], out):
-                return Matmul(batch=prod(batch), m=prod(m), k=k, n=prod(n), contracted=tuple(contracted))
+                return HloMatmul(batch=prod(batch), m=prod(m), k=k, n=prod(n), contracted=tuple(contracted))
     return None
 
 
@@ -298,8 +299,8 @@ def _groups(attributes: str) -> Groups | None:
         return None
 
 
-def _nbytes(layout: Layout) -> float:
-    return prod(layout.shape) * Layout(dtype=layout.dtype, shape=(1,), minor_to_major=(0,)).nbytes
+def _nbytes(layout: TileLayout) -> float:
+    return prod(layout.shape) * TileLayout(dtype=layout.dtype, shape=(1,), minor_to_major=(0,)).nbytes
 
 
 def _dtype(operation: Operation) -> str:

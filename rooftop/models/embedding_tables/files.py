@@ -23,11 +23,11 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.embedding_tables.tables import (
+    EmbeddingTable,
     Feature,
     Initializer,
     Quantization,
     SparseCoreConfig,
-    Table,
     TableOptimizer,
     Tables,
 )
@@ -86,10 +86,10 @@ def _known(field: str, given: Mapping[str, Any], kind: type[Any], needed: tuple[
             raise RooftopError(f"{field}.{name}", None, "a value: it has no default")
 
 
-def _table(name: str, given: object) -> Table:
+def _table(name: str, given: object) -> EmbeddingTable:
     where = f"tables.{name}"
     fields = _mapping(where, given)
-    _known(where, fields, Table, ("vocabulary", "width"))
+    _known(where, fields, EmbeddingTable, ("vocabulary", "width"))
     if "quantization" in fields:
         fields["quantization"] = _mapping(f"{where}.quantization", fields["quantization"])
         _known(f"{where}.quantization", fields["quantization"], Quantization, ("low", "high"))
@@ -101,7 +101,7 @@ def _table(name: str, given: object) -> Table:
     for part, (kind, read) in arguments.items():
         if part in fields:
             fields[part] = _in_table(where, kind, read(fields[part]))
-    return Table(name=name, **fields)
+    return EmbeddingTable(name=name, **fields)
 
 
 def _in_table(where: str, kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

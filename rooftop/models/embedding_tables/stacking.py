@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.models.embedding_tables.tables import MOST_ROWS, Feature, Table, TableOptimizer, Tables
+from rooftop.models.embedding_tables.tables import MOST_ROWS, EmbeddingTable, Feature, TableOptimizer, Tables
 
 #: Floats of a row, and rows of a table on one SparseCore, are padded to multiples of this (32 bytes).
 ALIGNMENT = 8
@@ -35,13 +35,13 @@ def padded(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StackPlace:
     """Where a table lies in a stack: from local row ``offset`` on, on every SparseCore, ``rows`` rows there.
 
     SparseCore (id + ``rotation``) mod C has the row of ``id``, at local row ``offset`` + id div C.
     """
 
-    table: Table
+    table: EmbeddingTable
     offset: int
     rows: int
     rotation: int
@@ -54,7 +54,7 @@ class Stack:
 
     name: str
     width: int
-    places: tuple[Place, ...]
+    places: tuple[StackPlace, ...]
 
     @property
     def optimizer(self) -> TableOptimizer:
@@ -103,7 +103,7 @@ class Stacking:
                 return stack
         raise unknown("stack", name, [stack.name for stack in self.stacks])
 
-    def place(self, table: str) -> tuple[Stack, Place]:
+    def place(self, table: str) -> tuple[Stack, StackPlace]:
         """The stack of a table and its place there. Raises RooftopError."""
         for stack in self.stacks:
             for place in stack.places:
@@ -138,7 +138,7 @@ def stack_tables(
         table.name: padded(table.width, ALIGNMENT) * _FLOAT * (batch * _rows_per_sample(tables, table) // cores)
         for table in tables.tables
     }
-    groups: dict[object, list[list[Table]]] = {}
+    groups: dict[object, list[list[EmbeddingTable]]] = {}
     for table in tables.tables:
         alike = (padded(table.width, ALIGNMENT), table.optimizer, table.combiner, table.quantization)
         key: object = table.name if tables.config.disable_table_stacking else alike
@@ -154,18 +154,18 @@ def stack_tables(
     return Stacking(tables=tables, cores=cores, cores_per_device=cores_per_device, stacks=tuple(stacks))
 
 
-def _rows_per_sample(tables: Tables, table: Table) -> int:
+def _rows_per_sample(tables: Tables, table: EmbeddingTable) -> int:
     return sum(feature.rows_per_sample for feature in tables.features_of(table.name))
 
 
-def _stack(tables: Tables, members: Iterable[Table], cores: int, cores_per_device: int) -> Stack:
-    places = list[Place]()
+def _stack(tables: Tables, members: Iterable[EmbeddingTable], cores: int, cores_per_device: int) -> Stack:
+    places = list[StackPlace]()
     offset = 0
     for index, table in enumerate(members):
         rows = padded(table.vocabulary, ALIGNMENT * cores) // cores
         rotation = index * cores_per_device % cores
         features = tables.features_of(table.name)
-        places.append(Place(table=table, offset=offset, rows=rows, rotation=rotation, features=features))
+        places.append(StackPlace(table=table, offset=offset, rows=rows, rotation=rotation, features=features))
         offset += rows
     name = _stack_name([place.table.name for place in places])
     if offset * cores > MOST_ROWS:

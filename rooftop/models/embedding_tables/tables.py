@@ -164,7 +164,7 @@ class Quantization:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class EmbeddingTable:
     """An embedding table: V = ``vocabulary`` rows of W = ``width`` floats.
 
     ``combiner`` makes one row of the rows that a sample looks up: their sum; their mean, weighted (divided by the sum
@@ -262,7 +262,7 @@ class SparseCoreConfig:
 class Tables:
     """The embedding part of a model: ``tables`` and the ``features`` that look them up, in their order."""
 
-    tables: tuple[Table, ...]
+    tables: tuple[EmbeddingTable, ...]
     features: tuple[Feature, ...]
     config: SparseCoreConfig = SparseCoreConfig()
 
@@ -288,7 +288,7 @@ class Tables:
                 if name not in names:
                     raise unknown(f"config.{field}", str(name), names)
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> EmbeddingTable:
         """A table by its name. Raises RooftopError."""
         for table in self.tables:
             if table.name == name:
@@ -320,7 +320,7 @@ class Tables:
         }
 
 
-def _table_json(table: Table) -> dict[str, Any]:
+def _table_json(table: EmbeddingTable) -> dict[str, Any]:
     found: dict[str, Any] = {
         "vocabulary": table.vocabulary,
         "width": table.width,

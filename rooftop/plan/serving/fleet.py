@@ -139,7 +139,7 @@ class Recommendation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Server:
+class _FleetServer:
     """A prefill or generate server of some kind, and how many of them the rate needs."""
 
     problem: ServingProblem
@@ -253,8 +253,8 @@ Placed = Sequence[tuple[Slice, list[Placement], list[Placement]]]
 
 
 def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
-    prefills: list[_Server] = []
-    generates: list[_Server] = []
+    prefills: list[_FleetServer] = []
+    generates: list[_FleetServer] = []
     work = problem.workload
     rate = work.requests_per_second
     for slice_, generate, prefill in placed:
@@ -265,7 +265,7 @@ def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
             if float(held.total) <= sized.capacity:
                 count, wait = _prefill_servers(seconds, rate, work.ttft_s)
                 prefills.append(
-                    _Server(
+                    _FleetServer(
                         problem=sized,
                         placement=placement,
                         batch=1,
@@ -275,7 +275,7 @@ def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
                     )
                 )
         generates += [
-            _Server(
+            _FleetServer(
                 problem=sized, placement=place, batch=batch, seconds=seconds, latency_s=seconds,
                 count=_whole((rate or 1.0) * work.generate * seconds / (LOAD * batch), rate),
             )
@@ -349,7 +349,7 @@ def _whole(count: float, rate: float | None) -> float:
     return count if rate is None else float(ceil(count))
 
 
-def _best(servers: Sequence[_Server], target_s: float | None) -> list[_Server]:
+def _best(servers: Sequence[_FleetServer], target_s: float | None) -> list[_FleetServer]:
     """Of those within the target the one of fewest chips, or else the fastest; and the fastest of all."""
     within = [server for server in servers if target_s is None or server.latency_s <= target_s]
     fastest = min(servers, key=lambda server: server.latency_s)

@@ -21,7 +21,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.plan.serving.placement import Placed
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.plan.shapes import Matmul, attention_matmuls, mlp_matmuls
+from rooftop.plan.shapes import MatmulShape, attention_matmuls, mlp_matmuls
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts
 
@@ -85,20 +85,20 @@ class Phase:
         return np.maximum(self.model.kv_heads / self.ways("tensor"), 1.0)
 
     @cached_property
-    def attention(self) -> list[Matmul]:
+    def attention(self) -> list[MatmulShape]:
         """Projections into attention on one device, MLA's latents first."""
         found = attention_matmuls(self.model, np.float64(self.split))  # type: ignore[arg-type]
         if self.model.mla is not None:
             return [*found.latent, *found.into]
         heads = self.model.heads / self.split + 2 * self.kv_heads
-        return [Matmul(np.float64(self.model.d_model), np.float64(heads * self.model.d_head))]  # type: ignore[arg-type]
+        return [MatmulShape(np.float64(self.model.d_model), np.float64(heads * self.model.d_head))]  # type: ignore[arg-type]
 
     @cached_property
-    def attention_out(self) -> list[Matmul]:
+    def attention_out(self) -> list[MatmulShape]:
         """The projection out of attention on one device."""
         return list(attention_matmuls(self.model, np.float64(self.split)).out)  # type: ignore[arg-type]
 
-    def mlp(self, hidden: float) -> tuple[list[Matmul], list[Matmul]]:
+    def mlp(self, hidden: float) -> tuple[list[MatmulShape], list[MatmulShape]]:
         """Matmuls into an MLP of ``hidden`` columns, and out of it, on one device."""
         return mlp_matmuls(self.model, hidden, np.float64(self.split))  # type: ignore[arg-type]
 
@@ -110,7 +110,7 @@ class Phase:
             return 0.0
         return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways("expert")
 
-    def weight_bytes(self, matmuls: Sequence[Matmul], dtype: str | None = None) -> tuple[Number, Number]:
+    def weight_bytes(self, matmuls: Sequence[MatmulShape], dtype: str | None = None) -> tuple[Number, Number]:
         """Bytes of matrices and of their scales on one device: D is split over ``fsdp`` besides."""
         kind = dtype or self.numerics.weights
         elements = [m.parameters / self.ways("fsdp") for m in matmuls]
@@ -164,15 +164,15 @@ class Phase:
         return self.numerics.embeddings or self.numerics.weights
 
     @cached_property
-    def table(self) -> Matmul:
+    def table(self) -> MatmulShape:
         """The unembedding on one device: V split as hidden columns are."""
-        return Matmul(np.float64(self.model.d_model), np.float64(self.model.vocab / self.split))  # type: ignore[arg-type]
+        return MatmulShape(np.float64(self.model.d_model), np.float64(self.model.vocab / self.split))  # type: ignore[arg-type]
 
     @cached_property
-    def router(self) -> Matmul:
+    def router(self) -> MatmulShape:
         """The router, on every device."""
         experts = 0 if self.model.moe is None else self.model.moe.experts
-        return Matmul(np.float64(self.model.d_model), np.float64(experts))  # type: ignore[arg-type]
+        return MatmulShape(np.float64(self.model.d_model), np.float64(experts))  # type: ignore[arg-type]
 
     @cached_property
     def activation_bytes(self) -> Number:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from rooftop.arrays import Mesh
-from rooftop.arrays.mesh import Floats, Ints, Piece, Span, span
+from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, span
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
 from rooftop.hardware import Slice
@@ -128,7 +128,7 @@ class Placements:
                     found[name][1][row, position[piece.axis]] = piece.stride
         return found
 
-    def span(self, axes: Iterable[str]) -> Span:
+    def span(self, axes: Iterable[str]) -> AxisSpan:
         """``Mesh.span`` of every mesh, arrays [P, physical]."""
         physical = self.slice.physical_axes
         length = np.array([axis.size for axis in physical])
@@ -188,8 +188,8 @@ def _priced_as(kind: str) -> str:
 
 
 def _joined(mesh: Mesh) -> Mesh:
-    joined: dict[str, Piece] = {}
+    joined: dict[str, AxisPiece] = {}
     for piece in (*mesh.axes["context"], *mesh.axes["tensor"]):
-        other = joined.get(piece.axis, Piece(piece.axis, piece.stride, 1))
-        joined[piece.axis] = Piece(piece.axis, min(piece.stride, other.stride), piece.size * other.size)
+        other = joined.get(piece.axis, AxisPiece(piece.axis, piece.stride, 1))
+        joined[piece.axis] = AxisPiece(piece.axis, min(piece.stride, other.stride), piece.size * other.size)
     return Mesh(mesh.slice, {**mesh.axes, "context": (), "tensor": tuple(joined.values())})

@@ -22,7 +22,7 @@ from rooftop.plan.serving.problem import ServingMemory, ServingProblem
 from rooftop.plan.serving.reasons import serving_reasons
 from rooftop.plan.serving.search import most_sequences, round_times, token_s
 from rooftop.plan.serving.times import PlannedTimes
-from rooftop.plan.serving.workload import Draft, ServingNumerics, ServingWorkload
+from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.plan.training.reasons import Reason
 from rooftop.roofline import rules
 from rooftop.scheduling.serving.times import StepTimes
@@ -351,7 +351,7 @@ class ServingPlan:
                 bounds=data["assumptions"]["bounds"],
                 link=data["link"],
                 prefill_slice=None if data["prefill"]["slice"] == slice_.name else prefill_slice,
-                draft=None if data["draft"] is None else Draft.from_json(data["draft"]),
+                draft=None if data["draft"] is None else DraftModel.from_json(data["draft"]),
             )
             return cls(
                 problem=problem,

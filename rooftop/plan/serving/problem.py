@@ -20,7 +20,7 @@ from rooftop.plan.serving.phase import Phase, cached_bytes
 from rooftop.plan.serving.placement import KV_SPLITS, Placed, Placement
 from rooftop.plan.serving.pricing import price_serving
 from rooftop.plan.serving.rows import generate_work, prefill_work
-from rooftop.plan.serving.workload import Draft, ServingNumerics, ServingWorkload
+from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts, generate_step_s, prefill_s
 
@@ -68,7 +68,7 @@ class ServingProblem:
     prefill_axes: Mapping[str, int] | None = None
     kv_split: str | None = None
     link: str = "dcn"
-    draft: Draft | None = None
+    draft: DraftModel | None = None
     host_bytes: float | None = None
     prefill_slice: Slice | None = None
 

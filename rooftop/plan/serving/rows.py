@@ -15,7 +15,7 @@ import numpy as np
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
-from rooftop.plan.shapes import Matmul, attended_pairs, attention_head_sizes
+from rooftop.plan.shapes import MatmulShape, attended_pairs, attention_head_sizes
 from rooftop.plan.training.pricing import Transfer, Work
 from rooftop.roofline.achievable import kernel_flops
 
@@ -188,7 +188,7 @@ def _matmuls(
     phase: Phase,
     scope: str,
     count: Number,
-    matmuls: Sequence[Matmul],
+    matmuls: Sequence[MatmulShape],
     tokens: Number,
     *,
     into: bool | None,

@@ -119,7 +119,7 @@ class ServingNumerics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class DraftModel:
     """A small model that guesses ``length`` tokens a round, each right with probability ``acceptance``."""
 
     model: ModelConfig
@@ -147,7 +147,7 @@ class Draft:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Draft:
+    def from_json(cls, data: Mapping[str, Any]) -> DraftModel:
         """The inverse of ``to_json``. Raises KeyError, TypeError or ValueError on anything else."""
         config = ModelConfig.from_json(data["config"])
         return cls(model=config, length=int(data["length"]), acceptance=float(data["acceptance"]))

@@ -15,7 +15,7 @@ from rooftop.core.ledger import Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import POLICIES
 from rooftop.plan.shapes import (
-    Matmul,
+    MatmulShape,
     attention_head_sizes,
     attention_matmuls,
     mean_attended_pairs,
@@ -206,7 +206,9 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     local = moe.experts / step.strategies.devices("expert")
     per_expert = routed / local
     gathered = routed * model.d_model * element
-    router = Matmul(float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor))
+    router = MatmulShape(
+        float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor)
+    )
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=dispatch,
         formula="AllToAll of k T D bytes over expert, and of the weights of k experts",
@@ -270,7 +272,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 def _head(step: TrainingStep) -> list[Work]:
     """Final norm, unembedding and loss, once per microbatch; on the last stage of a pipeline."""
     model, count = step.model, step.strategies.microbatches
-    table = Matmul(model.d_model * np.ones_like(step.tensor), model.vocab / step.tensor)
+    table = MatmulShape(model.d_model * np.ones_like(step.tensor), model.vocab / step.tensor)
     stream = step.tokens * model.d_model * step.element_bytes
     logits = step.tokens * model.vocab / step.tensor
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
@@ -361,7 +363,7 @@ def matmuls(
     step: TrainingStep,
     scope: str,
     count: Number,
-    each: Sequence[Matmul],
+    each: Sequence[MatmulShape],
     tokens: Number,
     *,
     again: Number,

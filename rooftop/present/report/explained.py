@@ -62,7 +62,7 @@ def _head(data: Mapping[str, Any]) -> Head:
     return Head(title=title, content=join(verdict, figures(told), notes(map(sentence, data["notes"]))))
 
 
-def _ledger_title(lines: list[ledgers.Line]) -> str:
+def _ledger_title(lines: list[ledgers.LedgerLine]) -> str:
     sides = [side for side in ledgers.SIDES if any(side in line.sides for line in lines)]
     return f"By scope and phase: {' beside '.join(sides)}"
 
@@ -79,7 +79,7 @@ def _step(data: Mapping[str, Any]) -> Html:
     return bars("step", "A step", about, rows, format_seconds)
 
 
-def _roofline(data: Mapping[str, Any], plan: Mapping[str, Any] | None, lines: list[ledgers.Line]) -> Html:
+def _roofline(data: Mapping[str, Any], plan: Mapping[str, Any] | None, lines: list[ledgers.LedgerLine]) -> Html:
     found, missing = list[Roof](), None
     if own := data["roofs"]:
         bf16 = own["flops_per_s"]["bf16"]

@@ -33,7 +33,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LedgerLine:
     """A scope in a phase: its ``sides``, what its collectives move, the op and the line of source that take longest."""
 
     scope: str
@@ -59,7 +59,7 @@ class Roof:
     hbm_bytes_per_s: float
 
 
-def of_explained(data: Mapping[str, Any]) -> list[Line]:
+def of_explained(data: Mapping[str, Any]) -> list[LedgerLine]:
     """The rows of ``rooftop explain --json``."""
     found = []
     for row in data["rows"]:
@@ -75,7 +75,7 @@ def of_explained(data: Mapping[str, Any]) -> list[Line]:
         if plan:
             sides["planned"] = Figures(**plan)
         found.append(
-            Line(
+            LedgerLine(
                 scope=row["scope"], phase=row["phase"], sides=sides, moves=tuple(map(_move, row["collectives"])),
                 slowest=(mine or {}).get("slowest") or "", source=(mine or {}).get("source") or "",
             )
@@ -83,7 +83,9 @@ def of_explained(data: Mapping[str, Any]) -> list[Line]:
     return found
 
 
-def of_ledgers(sides: Mapping[str, Iterable[Mapping[str, Any]]], notes: Mapping[Any, str] | None = None) -> list[Line]:
+def of_ledgers(
+    sides: Mapping[str, Iterable[Mapping[str, Any]]], notes: Mapping[Any, str] | None = None
+) -> list[LedgerLine]:
     """Rows of ledgers in JSON, joined on scope and phase in the order of the first; ``notes`` by scope and phase."""
     rows: dict[tuple[str, str], dict[str, list[float]]] = {}
     moves: dict[tuple[str, str], list[str]] = {}
@@ -101,7 +103,7 @@ def of_ledgers(sides: Mapping[str, Iterable[Mapping[str, Any]]], notes: Mapping[
                 for each in row["collectives"]
             )
     return [
-        Line(
+        LedgerLine(
             scope=key[0],
             phase=key[1],
             sides={
@@ -115,7 +117,7 @@ def of_ledgers(sides: Mapping[str, Iterable[Mapping[str, Any]]], notes: Mapping[
     ]
 
 
-def ledger(lines: Sequence[Line], title: str) -> Html:
+def ledger(lines: Sequence[LedgerLine], title: str) -> Html:
     """The table: a group of columns for each side that has anything."""
     sides = [side for side in SIDES if any(side in line.sides for line in lines)]
     columns, cells = ["scope...", "phase..."], []
@@ -139,7 +141,11 @@ def ledger(lines: Sequence[Line], title: str) -> Html:
 
 
 def roofline(
-    identifier: str, lines: Sequence[Line], roofs: Sequence[Roof], title: str = "Roofline", sides: Sequence[str] = SIDES
+    identifier: str,
+    lines: Sequence[LedgerLine],
+    roofs: Sequence[Roof],
+    title: str = "Roofline",
+    sides: Sequence[str] = SIDES,
 ) -> Html:
     """Every row with FLOPs and HBM bytes as a point, those with HBM bytes alone on a plot of their own."""
     every = [(side, line.name, found) for line in lines for side, found in line.sides.items() if side in sides]
@@ -231,7 +237,7 @@ def _figures(found: Figures, roofs: Sequence[Roof]) -> tuple[tuple[str, str], ..
     return tuple(told)
 
 
-def _columns(side: str, lines: Sequence[Line]) -> list[str]:
+def _columns(side: str, lines: Sequence[LedgerLine]) -> list[str]:
     """The figures that a side tells of any row."""
     has = {
         "time": "time_s", "exposed": "exposed_s", "at peak": "at_peak_s", "FLOPs": "flops", "HBM": "hbm_bytes",

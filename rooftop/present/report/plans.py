@@ -118,7 +118,7 @@ def pareto_sections(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> 
     return head, [Section(name="pareto", title="Pareto", content=content)]
 
 
-def _roofline(lines: Sequence[ledgers.Line], where: str) -> Section:
+def _roofline(lines: Sequence[ledgers.LedgerLine], where: str) -> Section:
     content = ledgers.roofline("roofline-plot", lines, roofs_of_slice(where))
     return Section(name="roofline", title="Roofline", content=content)
 

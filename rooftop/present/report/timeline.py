@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
+from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.present.report.html import Content, Html, details, table, tag
 from rooftop.present.report.plots import WIDTH, anchor, drawing, figure, linear_ticks, mark
 
@@ -94,9 +94,9 @@ def _merged(lanes: Sequence[Lane], total_s: float) -> list[Lane]:
     return found
 
 
-def _joined(spans: Sequence[Span], least: float) -> list[Span]:
+def _joined(spans: Sequence[TimeSpan], least: float) -> list[TimeSpan]:
     """Spans of one sort, each shorter than ``least`` and nearer than that to the one before, as one."""
-    found: list[Span] = []
+    found: list[TimeSpan] = []
     counts: list[int] = []
     for each in spans:
         last = found[-1] if found else None
@@ -119,7 +119,7 @@ def _joined(spans: Sequence[Span], least: float) -> list[Span]:
     return found
 
 
-def _told(each: Span) -> str:
+def _told(each: TimeSpan) -> str:
     where = " ".join(part for part in (each.scope, each.phase) if part)
     lines = [each.name, f"{format_seconds(each.seconds)}, from {format_seconds(each.start_s)}"]
     lines += [where if where != each.name else "", each.source.rpartition("/")[2]]

@@ -10,7 +10,7 @@ import numpy as np
 from rooftop.compiler.machine.lanes import compiled_lanes
 from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import RooftopError
-from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, Span
+from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.explain.measured.report import Explained
 from rooftop.present.report import Material, page
 from rooftop.profile.facts import COLLECTIVE, CONTROL, HOST, Facts
@@ -72,12 +72,12 @@ def _device(device: Device, step: StepTime, found: Explained) -> Iterator[Lane]:
         yield Lane(name=f"{name} beside", spans=tuple(spans))
 
 
-def _spans(track: Track, step: StepTime, found: Explained, *, beside: bool) -> Iterator[Span]:
+def _spans(track: Track, step: StepTime, found: Explained, *, beside: bool) -> Iterator[TimeSpan]:
     within = np.flatnonzero((track.ends > step.begins) & (track.starts < step.ends))
     for at in within.tolist():
         op, facts = found.trace.ops[int(track.ops[at])], found.facts[int(track.ops[at])]
         start, end = max(int(track.starts[at]), step.begins), min(int(track.ends[at]), step.ends)
-        yield Span(
+        yield TimeSpan(
             name=op.name,
             sort=TRANSFER if beside else _SORTS.get(facts.category, COMPUTE),
             start_s=(start - step.begins) * SECONDS,
@@ -93,9 +93,9 @@ def _details(facts: Facts) -> dict[str, str | float]:
     return {"collective": facts.kind, "axes": ",".join(facts.axes)} if facts.kind else {}
 
 
-def _rows(spans: list[Span]) -> list[list[Span]]:
+def _rows(spans: list[TimeSpan]) -> list[list[TimeSpan]]:
     """Spans in as few rows as need be for none to overlap, a loop above what runs in it; at most ``_DEEP`` rows."""
-    rows: list[list[Span]] = []
+    rows: list[list[TimeSpan]] = []
     for each in sorted(spans, key=lambda each: (each.start_s, -each.end_s)):
         row = next((row for row in rows if row[-1].end_s <= each.start_s * (1 + 1e-12)), None)
         if row is not None:

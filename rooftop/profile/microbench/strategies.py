@@ -41,7 +41,7 @@ _RUNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _TimedStrategy:
     """What is asked for, and the strategies that do it, each with its program."""
 
     inputs: tuple[ShardedArray, ...]
@@ -110,11 +110,11 @@ def measure(
 
 def _work(
     asked: Einsum | Reshard | Step | ShardedArray, prices: Prices, count: int, mesh: DeviceMesh, *, overlapped: bool
-) -> _Work:
+) -> _TimedStrategy:
     if isinstance(asked, Einsum):
         found = strategies(asked, prices, overlapped=overlapped)[:count]
         programs = tuple((strategy, einsum_program(strategy, asked, mesh)) for strategy in found)
-        return _Work(inputs=(asked.left, asked.right), output=asked.output, programs=programs)
+        return _TimedStrategy(inputs=(asked.left, asked.right), output=asked.output, programs=programs)
     if isinstance(asked, ShardedArray):
         raise RooftopError("measure", str(asked), "something to run: 'A @ B -> C', 'A -> B' or a collective")
     source, target = (asked.source, asked.target) if isinstance(asked, Reshard) else (asked.inputs[0], asked.output)
@@ -122,10 +122,10 @@ def _work(
         raise RooftopError("measure", f"{source} -> {target}", "arrays in the HBM of the mesh")
     path = reshard(source, target, prices) if isinstance(asked, Reshard) else (asked,)
     strategy = priced(path, (source,), prices)
-    return _Work(inputs=(source,), output=target, programs=((strategy, path_program(path, source, mesh)),))
+    return _TimedStrategy(inputs=(source,), output=target, programs=((strategy, path_program(path, source, mesh)),))
 
 
-def _require_patience(work: _Work, prices: Prices) -> None:
+def _require_patience(work: _TimedStrategy, prices: Prices) -> None:
     """Raise RooftopError where a CPU would multiply for much longer than anyone waits."""
     devices = math.prod(prices.mesh.shape.values())
     once = sum(strategy.flops / 2 * devices for strategy, _ in work.programs)
@@ -150,7 +150,7 @@ def _text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{dim}={size}" for dim, size in sizes.items())
 
 
-def _sparse(work: _Work, arrays: Sequence[jax.ShapeDtypeStruct], prices: Prices) -> list[jax.Array]:
+def _sparse(work: _TimedStrategy, arrays: Sequence[jax.ShapeDtypeStruct], prices: Prices) -> list[jax.Array]:
     """Operands of -1, 0 and 1, so few of them that a result is the sum of half a product in the mean.
 
     Results are then whole numbers, exact in any order of adding and in every dtype: even of three significant bits
@@ -168,7 +168,7 @@ def _sparse(work: _Work, arrays: Sequence[jax.ShapeDtypeStruct], prices: Prices)
     return made
 
 
-def _on_one_device(work: _Work, given: Sequence[jax.Array]) -> npt.NDArray[np.float32]:
+def _on_one_device(work: _TimedStrategy, given: Sequence[jax.Array]) -> npt.NDArray[np.float32]:
     """The result for those operands, in float32, with nothing sharded."""
     here = jax.local_devices()[0]
     factors = [_whole(value, array) for value, array in zip(given, work.inputs, strict=True)]

@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from rooftop.programs.attention.scores import (
-    Run,
+    KeyRun,
     Scores,
     Segments,
     add_sinks,
@@ -119,7 +119,7 @@ def chunked_gradients(
 
 def _runs(
     scores: Scores, q: jax.Array, k: jax.Array, absent: jax.Array | None, segments: Segments | None
-) -> Iterator[tuple[Run, Scores, jax.Array | None, Segments | None]]:
+) -> Iterator[tuple[KeyRun, Scores, jax.Array | None, Segments | None]]:
     """The runs of queries; and for each its scores, how many of its keys do not exist, and its segments."""
     q_len, kv_len = q.shape[1], k.shape[1]
     for run in runs(q_len=q_len, kv_len=kv_len, window=scores.window, offset=scores.offset, block=scores.block):

@@ -75,7 +75,7 @@ def ring_attend(
     chunks = chunks_of(order)
     if q.shape[1] % chunks:
         raise RooftopError("sequence length on a device", q.shape[1], f"a multiple of {chunks} for {order} order")
-    ring = _Ring(axis=axis, size=size, kernel=kernel, scores=scores, chunks=chunks)
+    ring = _KeyRing(axis=axis, size=size, kernel=kernel, scores=scores, chunks=chunks)
     arrays, tree = jax.tree.flatten((q, k, v, sinks, segments))
     _, *arrays = varying_alike(lax.pcast(jnp.zeros((), q.dtype), axis, to="varying"), *arrays)
     given = jax.tree.unflatten(tree, arrays)
@@ -100,7 +100,7 @@ class _Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ring:
+class _KeyRing:
     """The devices along ``axis``, each with so many ``chunks`` of the sequence: one, or one from either end."""
 
     axis: str
@@ -138,7 +138,7 @@ class _Ring:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring_attention(
-    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
+    ring: _KeyRing, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
 ) -> jax.Array:
     return _forward(ring, q, k, v, sinks, segments)[0]
 
@@ -149,7 +149,7 @@ _Residuals = tuple[
 
 
 def _forward(
-    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
+    ring: _KeyRing, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
 ) -> tuple[jax.Array, _Residuals]:
     halves, ids = _halves(k), () if segments is None else (segments,)
     queries, keys = _cut(ring, halves, q, *ids), _cut(ring, halves, k, v, *ids)
@@ -186,7 +186,7 @@ def _forward(
 
 
 def _backward(
-    ring: _Ring, saved: _Residuals, do: jax.Array
+    ring: _KeyRing, saved: _Residuals, do: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
     q, k, v, sinks, segments, o, lse = saved
     halves, ids = _halves(k), () if segments is None else (segments,)
@@ -243,7 +243,7 @@ def _met(of_queries: Sequence[jax.Array], of_keys: Sequence[jax.Array]) -> Segme
     return (of_queries[0], of_keys[0]) if of_queries and of_keys else None
 
 
-def _cut(ring: _Ring, halves: int | None, *arrays: jax.Array) -> list[_Arrays]:
+def _cut(ring: _KeyRing, halves: int | None, *arrays: jax.Array) -> list[_Arrays]:
     """Arrays [b, T, heads, ...] as one or two tracks of arrays [chunk, b, T/chunks, heads, ...].
 
     Arrays [b, T] have no heads: where these are halved, they are on both tracks as a whole.
@@ -261,7 +261,7 @@ def _cut(ring: _Ring, halves: int | None, *arrays: jax.Array) -> list[_Arrays]:
     ]
 
 
-def _cut_rows(ring: _Ring, halves: int | None, lse: jax.Array) -> list[_Arrays]:
+def _cut_rows(ring: _KeyRing, halves: int | None, lse: jax.Array) -> list[_Arrays]:
     """Log-sum-exps [b, heads, T] as tracks of [chunk, b, heads, T/chunks]."""
     return [(x.swapaxes(2, 3),) for (x,) in _cut(ring, halves, lse.swapaxes(1, 2))]
 
@@ -304,7 +304,7 @@ def _scatter(arrays: _Arrays, pairs: int) -> list[_Arrays]:
 
 
 def _windowed(
-    ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
+    ring: _KeyRing, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
 ) -> jax.Array:
     """Attention to a window that is shorter than the sequence: the keys before a chunk are brought to it."""
     scores, chunk = ring.scores, q.shape[1] // ring.chunks
@@ -339,7 +339,7 @@ def _windowed(
     return jnp.concatenate(outputs, axis=1)
 
 
-def _chunk_before(ring: _Ring, chunks: list[_Arrays]) -> list[_Arrays]:
+def _chunk_before(ring: _KeyRing, chunks: list[_Arrays]) -> list[_Arrays]:
     """In place of each of this device's chunks what is there of the one before it; zeros if there is none."""
     up = [(place, place + 1) for place in range(ring.size - 1)]
     found = [tuple(lax.ppermute(x, ring.axis, up) for x in chunks[0])]

@@ -122,7 +122,7 @@ def executed_pairs(kernel: str, *, q_len: int, kv_len: int, window: int | None, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class KeyRun:
     """Queries that one after the other stand in a sequence, and the keys that they are held against."""
 
     queries: slice
@@ -134,7 +134,7 @@ class Run:
         return (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
 
 
-def runs(*, q_len: int, kv_len: int, window: int | None, offset: int, block: int) -> list[Run]:
+def runs(*, q_len: int, kv_len: int, window: int | None, offset: int, block: int) -> list[KeyRun]:
     """Queries in about ``RUNS`` runs of one or more blocks, each with the blocks of keys from its oldest to its newest.
 
     Neighbours with the same keys are one run, and so are all queries if they do not divide into blocks. A run for whom
@@ -143,7 +143,7 @@ def runs(*, q_len: int, kv_len: int, window: int | None, offset: int, block: int
     rows, columns = block_size(q_len, max(block, -(-q_len // RUNS))), block_size(kv_len, block)
     if q_len > 2 * RUNS * rows:
         rows = q_len
-    found = list[Run]()
+    found = list[KeyRun]()
     for start in range(0, q_len, rows):
         end, first = start + rows, start + offset
         stop = min(max((first + rows - 1) // columns + 1, 1), kv_len // columns)
@@ -151,7 +151,7 @@ def runs(*, q_len: int, kv_len: int, window: int | None, offset: int, block: int
         keys = slice(oldest * columns, stop * columns)
         if found and found[-1].keys == keys:
             start = found.pop().queries.start
-        found.append(Run(queries=slice(start, end), keys=keys))
+        found.append(KeyRun(queries=slice(start, end), keys=keys))
     return found
 
 

@@ -56,7 +56,7 @@ def all_gather_einsum(
 
     Raises RooftopError for a spec or a dim that this does not do, or sizes that do not fit.
     """
-    op = _parse(spec, (a, b), _Ring(axis=axis, bidirectional=bidirectional), dim, dtype)
+    op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     shard, other = a, b
     if gathered:
         (shard, other), op = (b, a), op.over(op.operands[::-1], op.out, op.dtype)
@@ -83,7 +83,7 @@ def einsum_reduce_scatter(
 
     Raises RooftopError for a spec or a dim that this does not do, or sizes that do not fit.
     """
-    op = _parse(spec, (a, b), _Ring(axis=axis, bidirectional=bidirectional), dim, dtype)
+    op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     op.scattered(a.shape, b.shape)
     return _scatter(op, *_varying(op.ring, a, b))
 
@@ -106,13 +106,13 @@ def einsum_all_reduce(
 
     Raises RooftopError for a spec or a dim that this does not do, or sizes that do not fit.
     """
-    op = _parse(spec, (a, b), _Ring(axis=axis, bidirectional=bidirectional), dim, dtype)
+    op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     op.scattered(a.shape, b.shape)
     return _reduce(op, *_varying(op.ring, a, b))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ring:
+class _ShardRing:
     """The devices along ``axis``, each linked with the next and the last with the first."""
 
     axis: Axis
@@ -160,7 +160,7 @@ class _Einsum:
     operands: tuple[str, str]
     out: str
     dim: str
-    ring: _Ring
+    ring: _ShardRing
     dtype: jnp.dtype[Any]
 
     def over(self, operands: tuple[str, str], out: str, dtype: DTypeLike) -> _Einsum:
@@ -195,7 +195,9 @@ class _Einsum:
         return found
 
 
-def _parse(spec: str, operands: tuple[jax.Array, jax.Array], ring: _Ring, dim: str, dtype: DTypeLike | None) -> _Einsum:
+def _parse(
+    spec: str, operands: tuple[jax.Array, jax.Array], ring: _ShardRing, dim: str, dtype: DTypeLike | None
+) -> _Einsum:
     found = re.fullmatch(r"(\w+),(\w+)->(\w+)", spec.replace(" ", ""))
     terms = found.groups() if found else ()
     # A letter in one place only would have to be summed away or broadcast, and has no transpose in these terms.
@@ -209,7 +211,7 @@ def _parse(spec: str, operands: tuple[jax.Array, jax.Array], ring: _Ring, dim: s
     return _Einsum(operands=(left, right), out=out, dim=dim, ring=ring, dtype=kind)
 
 
-def _varying(ring: _Ring, *operands: jax.Array) -> list[jax.Array]:
+def _varying(ring: _ShardRing, *operands: jax.Array) -> list[jax.Array]:
     """The operands as JAX's types see them once multiplied: what is the same along an axis sums its gradient there."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset(ring.axis if isinstance(ring.axis, tuple) else (ring.axis,)).union(*varying)

@@ -38,7 +38,7 @@ class LookupInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class BufferEntries:
     """Every place of a device's buffer, [n] each; where ``valid`` is false it is padding and the rest means nothing.
 
     ``source`` 0 to P - 1 and ``destination`` 0 to C - 1 are SparseCores, ``passes`` the minibatch; ``row`` is local to
@@ -60,7 +60,7 @@ class Places:
 
 def read_places(
     inputs: StackInputs, passes: jax.Array, *, cores: int, cores_per_device: int, minibatching: bool
-) -> Places:
+) -> BufferEntries:
     """The places of one device's buffers, the leading dim of whose arrays is 1 (inside ``jax.shard_map``)."""
     # With minibatching the SparseCores of a device share one row of the buffer.
     rows = 1 if minibatching else cores_per_device
@@ -87,7 +87,7 @@ def read_places(
 
     group = within // stride
     source, of_pass = (group // passes, group % passes) if minibatching else (of_row + 0 * group, 0 * group)
-    return Places(
+    return BufferEntries(
         valid=valid.reshape(-1),
         source=source.reshape(-1),
         destination=(within % stride).reshape(-1),

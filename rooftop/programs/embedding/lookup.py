@@ -23,7 +23,7 @@ from rooftop.models.embedding_tables.limits import Limits, StackLimits, check_li
 from rooftop.models.embedding_tables.stacking import Stack, Stacking
 from rooftop.models.embedding_tables.tables import Quantization
 from rooftop.plan.embedding.exchange import EXCHANGES, cheapest_exchange
-from rooftop.programs.embedding.buffers import LookupInputs, Places, StackInputs, read_places
+from rooftop.programs.embedding.buffers import BufferEntries, LookupInputs, StackInputs, read_places
 from rooftop.programs.embedding.optimizers import Slots, merge_rows, true_widths, update_rows
 from rooftop.programs.embedding.sparsecore import lookup_on_sparsecores, update_on_sparsecores
 from rooftop.programs.embedding.state import EmbeddingState
@@ -115,7 +115,7 @@ def lookup(program: EmbeddingProgram, tables: Mapping[str, jax.Array], inputs: L
             with named_scope(f"tables/{stack.name}/lookup"):
                 table = tables[stack.name].reshape(-1, stack.width)
                 look = _lookup_on_sparsecores if program.kernel == "sparsecore" else _lookup
-                activations = look(_Work.of(program, stack, axes, inputs), table)
+                activations = look(_StackWork.of(program, stack, axes, inputs), table)
                 found |= split_features(program, stack, activations)
         return found
 
@@ -149,7 +149,7 @@ def update(
                     tables[stack.name].reshape(-1, stack.width),
                     tuple(slot.reshape(-1, slot.shape[-1]) for slot in all_slots[stack.name]),
                 )
-                work = _Work.of(program, stack, axes, inputs)
+                work = _StackWork.of(program, stack, axes, inputs)
                 if program.kernel == "sparsecore":
                     sums = all_sums[stack.name] if stack.name in program.summed else None
                     table, slots, sums = _update_on_sparsecores(work, held, own, share, step, sums)
@@ -216,7 +216,7 @@ def _on_devices(local: Callable[..., Any], axes: Axes, out: Any) -> Callable[...
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _StackWork:
     """What a device looks up in one stack, inside ``jax.shard_map``."""
 
     program: EmbeddingProgram
@@ -226,7 +226,7 @@ class _Work:
     passes: jax.Array
 
     @classmethod
-    def of(cls, program: EmbeddingProgram, stack: Stack, axes: Axes, inputs: LookupInputs) -> _Work:
+    def of(cls, program: EmbeddingProgram, stack: Stack, axes: Axes, inputs: LookupInputs) -> _StackWork:
         return cls(program=program, stack=stack, axes=axes, inputs=inputs.stacks[stack.name], passes=inputs.passes)
 
     @property
@@ -241,7 +241,7 @@ class _Work:
     def limits(self) -> StackLimits:
         return self.program.limits[self.stack.name]
 
-    def places(self) -> Places:
+    def places(self) -> BufferEntries:
         stacking = self.program.stacking
         return read_places(
             self.inputs,
@@ -251,7 +251,7 @@ class _Work:
             minibatching=self.program.minibatching,
         )
 
-    def for_each_pass(self, places: Places, one: Callable[[jax.Array, Any], Any], begin: Any) -> Any:
+    def for_each_pass(self, places: BufferEntries, one: Callable[[jax.Array, Any], Any], begin: Any) -> Any:
         """``one`` with the places of each pass in turn, and what the passes before it have made of ``begin``."""
         if not self.program.minibatching:
             return one(places.valid, begin)
@@ -260,7 +260,7 @@ class _Work:
         )
 
 
-def _lookup(work: _Work, table: jax.Array) -> jax.Array:
+def _lookup(work: _StackWork, table: jax.Array) -> jax.Array:
     """A device's activations [P S, W] of a stack, from its rows of it [rows, W]."""
     exchange, places = work.exchange, work.places()
     look = lookup_rows if work.by_rows else lookup_activations
@@ -273,7 +273,7 @@ def _lookup(work: _Work, table: jax.Array) -> jax.Array:
     return found
 
 
-def _lookup_on_sparsecores(work: _Work, table: jax.Array) -> jax.Array:
+def _lookup_on_sparsecores(work: _StackWork, table: jax.Array) -> jax.Array:
     """As ``_lookup``: XLA exchanges what SparseCores need."""
     program, stack = work.program, work.stack
     return lookup_on_sparsecores(
@@ -288,7 +288,7 @@ def _lookup_on_sparsecores(work: _Work, table: jax.Array) -> jax.Array:
 
 
 def _update(
-    work: _Work, held: tuple[jax.Array, Slots], gradients: jax.Array, share: jax.Array, step: jax.Array
+    work: _StackWork, held: tuple[jax.Array, Slots], gradients: jax.Array, share: jax.Array, step: jax.Array
 ) -> tuple[jax.Array, Slots]:
     """A device's rows of a stack and their slots, ``held``, after the update by ``gradients`` [P S, W]."""
     exchange, stack, places = work.exchange, work.stack, work.places()
@@ -314,7 +314,7 @@ def _update(
 
 
 def _update_on_sparsecores(
-    work: _Work,
+    work: _StackWork,
     held: tuple[jax.Array, Slots],
     gradients: jax.Array,
     share: jax.Array,
@@ -356,7 +356,7 @@ class Exchange:
         """A row that no device has."""
         return self.per_device * self.rows
 
-    def slots(self, places: Places, within: jax.Array, wanted: jax.Array) -> jax.Array:
+    def slots(self, places: BufferEntries, within: jax.Array, wanted: jax.Array) -> jax.Array:
         """Where each place's id lies in what is sent, [D, P of destination, P of source, entries] in one dim."""
         partition = places.destination * self.per_device + places.source
         # A place beyond what the program was compiled for is left out; preprocessing has seen to it that there is none.
@@ -384,7 +384,7 @@ class Exchange:
 
 
 def lookup_rows(
-    exchange: Exchange, table: jax.Array, places: Places, wanted: jax.Array, quantization: Quantization | None
+    exchange: Exchange, table: jax.Array, places: BufferEntries, wanted: jax.Array, quantization: Quantization | None
 ) -> jax.Array:
     """Activations [P S, W] of the ``wanted`` places: rows come to the samples, which combine them."""
     slots, asked = _asked(exchange, places, wanted)
@@ -395,7 +395,7 @@ def lookup_rows(
 
 
 def row_gradients_of_rows(
-    exchange: Exchange, gradients: jax.Array, places: Places, wanted: jax.Array
+    exchange: Exchange, gradients: jax.Array, places: BufferEntries, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Rows [size] of this device's SparseCores and the gradient [size, W] that each sample's SparseCore has for each.
 
@@ -408,7 +408,7 @@ def row_gradients_of_rows(
 
 
 def lookup_activations(
-    exchange: Exchange, table: jax.Array, places: Places, wanted: jax.Array, quantization: Quantization | None
+    exchange: Exchange, table: jax.Array, places: BufferEntries, wanted: jax.Array, quantization: Quantization | None
 ) -> jax.Array:
     """Activations [P S, W] of the ``wanted`` places: the holders of rows combine them, sums come to the samples."""
     rows, samples, gains = _entries(exchange, places, wanted)
@@ -419,7 +419,7 @@ def lookup_activations(
 
 
 def row_gradients_of_activations(
-    exchange: Exchange, gradients: jax.Array, places: Places, wanted: jax.Array
+    exchange: Exchange, gradients: jax.Array, places: BufferEntries, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """As ``row_gradients_of_rows``, from the activations' gradients of all devices, gathered."""
     rows, samples, gains = _entries(exchange, places, wanted)
@@ -427,7 +427,7 @@ def row_gradients_of_activations(
     return rows, every.at[samples].get(mode="fill", fill_value=0) * gains[:, None]
 
 
-def _asked(exchange: Exchange, places: Places, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _asked(exchange: Exchange, places: BufferEntries, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Where each place finds its row among those asked for, and the rows asked for [size], each once a partition."""
     slots = exchange.slots(places, places.unique, wanted)
     asked = jnp.full(exchange.size, exchange.rows, jnp.int32)
@@ -435,7 +435,7 @@ def _asked(exchange: Exchange, places: Places, wanted: jax.Array) -> tuple[jax.A
     return slots, asked.at[firsts].set(places.row, mode="drop")
 
 
-def _entries(exchange: Exchange, places: Places, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _entries(exchange: Exchange, places: BufferEntries, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As the holders have them: rows, samples of all devices (0 to C S), gains, [size] each."""
     slots = exchange.slots(places, places.rank, wanted)
 
@@ -462,13 +462,13 @@ def quantized(rows: jax.Array, quantization: Quantization) -> jax.Array:
     return quantization.low + jnp.round((clipped - quantization.low) / step) * step
 
 
-def _of_places(exchange: Exchange, activations: jax.Array, places: Places, wanted: jax.Array) -> jax.Array:
+def _of_places(exchange: Exchange, activations: jax.Array, places: BufferEntries, wanted: jax.Array) -> jax.Array:
     """What each place's sample has, times the place's gain: [n, W]."""
     at = jnp.where(wanted, places.source * exchange.samples + places.sample, len(activations))
     return activations.at[at].get(mode="fill", fill_value=0) * jnp.where(wanted, places.gain, 0)[:, None]
 
 
-def _by_sample(exchange: Exchange, places: Places, wanted: jax.Array, values: jax.Array) -> jax.Array:
+def _by_sample(exchange: Exchange, places: BufferEntries, wanted: jax.Array, values: jax.Array) -> jax.Array:
     """The sum of the places' ``values`` [n, W] for each row of activations."""
     count = exchange.per_device * exchange.samples
     at = jnp.where(wanted, places.source * exchange.samples + places.sample, count)

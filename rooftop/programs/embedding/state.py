@@ -20,7 +20,7 @@ from jax import P
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
-from rooftop.models.embedding_tables.stacking import ALIGNMENT, Place, Stack, Stacking, pack
+from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stack, Stacking, StackPlace, pack
 from rooftop.models.embedding_tables.tables import Initializer
 from rooftop.programs.embedding.buffers import LookupInputs, StackInputs
 from rooftop.programs.embedding.optimizers import initial_slots
@@ -198,7 +198,7 @@ def _count(mesh: jax.sharding.Mesh, step: int) -> jax.Array:
     return jax.device_put(np.int32(step), NamedSharding(mesh, P()))
 
 
-def _rows_of(stacking: Stacking, place: Place, cores: jax.Array, width: int, seed: int) -> jax.Array:
+def _rows_of(stacking: Stacking, place: StackPlace, cores: jax.Array, width: int, seed: int) -> jax.Array:
     """The rows [P, rows, W] of a table on SparseCores ``cores`` [P], padding zero."""
     table, initializer = place.table, place.table.initializer
     table_key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(table.name.encode()))

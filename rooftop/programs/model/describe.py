@@ -13,8 +13,8 @@ import jax
 
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
-from rooftop.models.segments import Kind, segments, shared_segment
-from rooftop.programs.parameters import MLP, Attention, LatentAttention, Layer, MoE, Norm, Parameter, Transformer
+from rooftop.models.segments import LayerKind, segments, shared_segment
+from rooftop.programs.parameters import MLP, Attention, LatentAttention, Layer, MoEWeights, Norm, Parameter, Transformer
 from rooftop.programs.sharding import Dim
 
 
@@ -42,7 +42,7 @@ def describe(model: ModelConfig) -> Transformer[Parameter]:
     )
 
 
-def _layer(model: ModelConfig, kind: Kind, n: int, dim: Dim) -> Layer[Parameter]:
+def _layer(model: ModelConfig, kind: LayerKind, n: int, dim: Dim) -> Layer[Parameter]:
     layer = Layer(
         attn=_attention(model, n) if model.mla is None else _latent(model, model.mla, n),
         mlp=_mixture(model, model.moe, n) if kind.moe and model.moe is not None else _mlp(model, n),
@@ -133,14 +133,14 @@ def _mlp(model: ModelConfig, n: int) -> MLP[Parameter]:
     )
 
 
-def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoE[Parameter]:
+def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
     d, f, e, shared = model.d_model, moe.d_ff, moe.experts, moe.shared_d_ff
     gated = model.mlp_matrices == 3
     into = Parameter(shape=(n, e, d, f), dims=(None, "expert", "embed", "mlp"), fan_in=d)
     hidden = _vector((n, e, f), "expert", "mlp")
     choice = _vector((n, e), sequence="residual_seq")
     shared_into = Parameter(shape=(n, d, shared), dims=(None, "embed", "mlp"), fan_in=d)
-    return MoE(
+    return MoEWeights(
         norm=_norm(model, (n,)),
         router=Parameter(shape=(n, d, e), dims=(None, "embed", None), fan_in=d, sequence="residual_seq"),
         gate=into if gated else None,

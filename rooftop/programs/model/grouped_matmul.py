@@ -27,7 +27,7 @@ TILE = 1024
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class RowGroups:
     """Rows in order of their groups, those of no group last.
 
     ``order`` [R]: the row at each place; ``places`` [R]: the place of each row. ``sizes`` [G]: rows of each group,
@@ -39,12 +39,12 @@ class Groups:
     sizes: jax.Array
 
     @classmethod
-    def of(cls, groups: jax.Array, count: int) -> Groups:
+    def of(cls, groups: jax.Array, count: int) -> RowGroups:
         """The order of rows whose groups are ``groups`` [R] int32, those of group G = ``count`` being of none."""
         size = len(groups)
         if size * (count + 1) >= 2**31:
             raise RooftopError("rows of experts on a device", size, f"fewer than 2**31 / {count + 1}")
-        # One key and nothing beside it, as in ``rooftop.programs.model.moe.Slots``.
+        # One key and nothing beside it, as in ``rooftop.programs.model.moe.ExpertSlots``.
         index = jnp.arange(size, dtype=jnp.int32)
         order = lax.sort(groups * size + index, is_stable=False) % size
         places = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
@@ -78,23 +78,23 @@ def _backward(indices: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tupl
 _permuted.defvjp(_forward, _backward)
 
 
-def grouped_matmul(rows: jax.Array, matrices: jax.Array, groups: Groups) -> jax.Array:
+def grouped_matmul(rows: jax.Array, matrices: jax.Array, groups: RowGroups) -> jax.Array:
     """Sorted rows [R, d], each times its group's of ``matrices`` [G, d, f]: [R, f], zeros for rows of no group."""
     rows, matrices = varying_alike(rows, matrices)
     return _matmul(rows, matrices, groups)
 
 
 @jax.custom_vjp
-def _matmul(rows: jax.Array, matrices: jax.Array, groups: Groups) -> jax.Array:
+def _matmul(rows: jax.Array, matrices: jax.Array, groups: RowGroups) -> jax.Array:
     y = lax.ragged_dot(rows, matrices, groups.sizes)
     kept = jnp.arange(len(rows)) < jnp.sum(groups.sizes)
     return jnp.where(kept[:, None], y, 0)
 
 
-_Saved = tuple[jax.Array, jax.Array, Groups]
+_Saved = tuple[jax.Array, jax.Array, RowGroups]
 
 
-def _multiply(rows: jax.Array, matrices: jax.Array, groups: Groups) -> tuple[jax.Array, _Saved]:
+def _multiply(rows: jax.Array, matrices: jax.Array, groups: RowGroups) -> tuple[jax.Array, _Saved]:
     return _matmul(rows, matrices, groups), (rows, matrices, groups)
 
 

@@ -28,7 +28,7 @@ from rooftop.programs.model.mla import latent_qkv
 from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
 from rooftop.programs.model.positions import rotate, within_segments
 from rooftop.programs.model.projection import project, project_left
-from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoE
+from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoEWeights
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
 #: How attention over a context axis comes by the keys and values of other devices.
@@ -221,7 +221,7 @@ def _core(
 
 
 def feed_forward(
-    x: jax.Array, layer: MLP[jax.Array] | MoE[jax.Array], segments: jax.Array | None, how: Computation
+    x: jax.Array, layer: MLP[jax.Array] | MoEWeights[jax.Array], segments: jax.Array | None, how: Computation
 ) -> tuple[jax.Array, jax.Array | None]:
     """The MLP or the mixture of experts on the residual stream [B, T, D], added to it; and the experts' load."""
     model, specs = how.model, how.specs

@@ -34,8 +34,8 @@ from jax.sharding import reshard
 from rooftop import models
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig
-from rooftop.programs.model.grouped_matmul import Groups, grouped_matmul
-from rooftop.programs.parameters import MoE
+from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul
+from rooftop.programs.parameters import MoEWeights
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
 
 Axes = tuple[str, ...]
@@ -45,7 +45,7 @@ EXPERT_MATMULS: tuple[str, ...] = ("batched", "grouped")
 
 def moe_mlp(
     x: jax.Array,
-    layer: MoE[jax.Array],
+    layer: MoEWeights[jax.Array],
     model: ModelConfig,
     specs: Specs,
     *,
@@ -83,7 +83,7 @@ def moe_mlp(
     def local(
         x: jax.Array, own: dict[str, jax.Array], segments: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        def linear(rows: jax.Array, name: str, groups: Groups | None = None) -> jax.Array:
+        def linear(rows: jax.Array, name: str, groups: RowGroups | None = None) -> jax.Array:
             """Rows [E, rows, d] times a weight: each expert's own [E, d, f], or [d, f] of the shared."""
             if groups is not None:
                 return grouped_matmul(rows[0], own[name], groups)[None]
@@ -96,7 +96,7 @@ def moe_mlp(
             return jnp.einsum("re,ef->rf", one_hot(experts[0, :, 0], each).astype(x.dtype), own[name])[None]
 
         def hidden(
-            rows: jax.Array, prefix: str, groups: Groups | None = None, experts: jax.Array | None = None
+            rows: jax.Array, prefix: str, groups: RowGroups | None = None, experts: jax.Array | None = None
         ) -> jax.Array:
             into = {}
             for name in (name for name in ("gate", "up") if prefix + name in own):
@@ -117,7 +117,7 @@ def moe_mlp(
             measures = load(logits, chosen, of_tokens, moe)[None] if measured else None
         with named_scope("dispatch"):
             shard = chosen if each == 1 else chosen // each
-            slots = Slots.of(shard, shards, capacity(len(tokens), moe, capacity_factor, shards))
+            slots = ExpertSlots.of(shard, shards, capacity(len(tokens), moe, capacity_factor, shards))
             rows = to_slots(tokens, slots.pairs // moe.active, slots.taken)
             shares = to_slots(weights.reshape(-1, 1), slots.pairs, slots.taken.reshape(-1, 1))
             rows, shares = (checkpoint_name(axes.exchange(each, out=True), "mlp_normed") for each in (rows, shares))
@@ -132,7 +132,7 @@ def moe_mlp(
                 y = axes.scatter_tokens(linear(act, "down"))
             else:
                 every, gathered = axes.gather_tokens(rows), axes.gather_tokens(experts)
-                groups = Groups.of(gathered[0, :, 0], each)
+                groups = RowGroups.of(gathered[0, :, 0], each)
                 act = hidden(groups.sorted(every[0])[None], "", groups, groups.sorted(gathered[0])[None])
                 act = (act * groups.sorted(axes.gather_tokens(shares)[0])).astype(x.dtype)
                 y = axes.scatter_tokens(groups.back(linear(act, "down", groups)[0])[None])
@@ -173,7 +173,7 @@ def no_load(model: ModelConfig, specs: Specs) -> jax.Array:
 
 
 def _scope(weight: str) -> str:
-    """The scope in which a weight of ``MoE`` is used."""
+    """The scope in which a weight of ``MoEWeights`` is used."""
     if weight in ("router", "router_bias", "correction_bias"):
         return "router"
     return "shared" if weight.startswith("shared_") else "experts"
@@ -319,7 +319,7 @@ def capacity(tokens: int, moe: models.MoE, factor: float | None, shards: int) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slots:
+class ExpertSlots:
     """Which pair is in which slot, and the reverse. Pair p = token x k + choice.
 
     ``pairs`` [E, C]: the pair in each slot, n k where the slot is empty. ``taken`` [n, k]: the slot of each pair, E C
@@ -330,7 +330,7 @@ class Slots:
     taken: jax.Array
 
     @classmethod
-    def of(cls, chosen: jax.Array, experts: int, capacity: int) -> Slots:
+    def of(cls, chosen: jax.Array, experts: int, capacity: int) -> ExpertSlots:
         """C slots for each expert filled in the order of pairs; ``chosen`` [n, k] are ids of experts."""
         pair, size = jnp.arange(chosen.size, dtype=jnp.int32), chosen.size
         if size * experts >= 2**31:

@@ -22,7 +22,7 @@ from jax.sharding import reshard
 
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import parse_policy
-from rooftop.models.segments import Kind, Segment, segments
+from rooftop.models.segments import LayerKind, Segment, segments
 from rooftop.programs.model import loss as losses
 from rooftop.programs.model.elementwise import norm
 from rooftop.programs.model.layer import Computation, attention, causal, feed_forward
@@ -164,7 +164,9 @@ def period(segment: Segment, how: Computation) -> Period:
         offload_dst="pinned_host",
     )
 
-    def layer(kind: Kind, x: jax.Array, weights: Layer[jax.Array], at: Places) -> tuple[jax.Array, jax.Array | None]:
+    def layer(
+        kind: LayerKind, x: jax.Array, weights: Layer[jax.Array], at: Places
+    ) -> tuple[jax.Array, jax.Array | None]:
         turns, ids = at
         x = checkpoint_name(x, "layer_input")
         local = kind.window is not None and how.model.rope_local_theta is not None

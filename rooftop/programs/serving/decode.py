@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
 from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig
-from rooftop.models.segments import Kind, segments
+from rooftop.models.segments import LayerKind, segments
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.model import loss as losses
 from rooftop.programs.model.describe import describe
@@ -35,10 +35,10 @@ from rooftop.programs.model.mla import latents
 from rooftop.programs.model.positions import rotation
 from rooftop.programs.model.transformer import embed, final_norm
 from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, shardings
-from rooftop.programs.serving.groups import Groups
-from rooftop.programs.serving.paged import Pages, Parts, Rows, attend_heads, attend_latents
+from rooftop.programs.serving.groups import DeviceGroups
+from rooftop.programs.serving.paged import PageParts, Pages, Rows, attend_heads, attend_latents
 from rooftop.programs.serving.quantised import in_full
-from rooftop.programs.serving.sampling import Adjustments, Choice, choose, largest, log_probabilities
+from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, largest, log_probabilities
 from rooftop.programs.sharding import Specs, on_shards
 
 #: The columns of a step's integers before its tokens: [R, HEAD + C + P] int32, floats by their bits.
@@ -110,14 +110,16 @@ class Decoder:
         return axes
 
     @cached_property
-    def groups(self) -> Groups:
+    def groups(self) -> DeviceGroups:
         """How sequences are spread over devices."""
-        return Groups(tokens=self._along("expert"), heads=self._along("context") if self.kv_split == "batch" else ())
+        return DeviceGroups(
+            tokens=self._along("expert"), heads=self._along("context") if self.kv_split == "batch" else ()
+        )
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> PageParts:
         """How the tokens of a page are split."""
-        return Parts(heads=self._along("context") if self.kv_split == "seq" else ())
+        return PageParts(heads=self._along("context") if self.kv_split == "seq" else ())
 
     def _along(self, axis: str) -> tuple[tuple[str, int], ...]:
         return tuple(each for each in self.sizes if each[0] == axis)
@@ -130,7 +132,7 @@ class Decoder:
         )
 
     @property
-    def kinds(self) -> Iterator[Kind]:
+    def kinds(self) -> Iterator[LayerKind]:
         """The kind of each layer, from the first to the last."""
         for segment in segments(self.model):
             for _ in range(segment.repeats):
@@ -349,7 +351,7 @@ def choose_tokens(
         return lax.bitcast_convert_type(heads[:, column], jnp.float32)
 
     slots, adjusted = heads[:, SLOT], heads[:, ADJUSTED]
-    choice = Choice(
+    choice = SampledChoice(
         temperature=real(TEMPERATURE),
         top_k=heads[:, TOP_K],
         top_p=real(TOP_P),
@@ -392,8 +394,8 @@ class PagedHeads:
     reader: str
     computation: Computation
     cache_spec: P
-    groups: Groups
-    parts: Parts
+    groups: DeviceGroups
+    parts: PageParts
     tensor: int
 
     def __call__(self, normed: jax.Array, pool: Pages, written: list[Pages]) -> jax.Array:

@@ -30,7 +30,7 @@ Attend = Callable[[jax.Array, tuple[jax.Array, ...], Pages, tuple[Rows, ...]], t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class DeviceGroups:
     """The mesh axes over which sequences are spread, with their sizes [(name, devices)].
 
     Over ``tokens`` axes the layers have the tokens of a step split as well, so that rows in blocks are where they

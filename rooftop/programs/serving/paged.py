@@ -13,8 +13,8 @@ padding. Three ways of reading:
 - ``blocked``: the same for a few rows and tokens at a time, so that what is gathered is still in a CPU's cache when it
   is multiplied, and rows read as far as the longest of their group goes;
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only the
-  pages that there are. No sinks, no latents, heads of a multiple of 128, no quantised cache, no page in ``Parts``. Its
-  pools are [pages + 1, p, 2 k, H], key and value of a head side by side.
+  pages that there are. No sinks, no latents, heads of a multiple of 128, no quantised cache, no page
+  in ``PageParts``. Its pools are [pages + 1, p, 2 k, H], key and value of a head side by side.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class PageParts:
     """The mesh axes over which the tokens of every page are split, so that each device has and reads a part of them.
 
     Query heads are split over them too: every device attends with all of theirs, and gets back the outputs of its own.
@@ -78,13 +78,13 @@ class Parts:
 class Part:
     """What of a page of ``page_tokens`` one device has: ``own_tokens``, from ``first`` on."""
 
-    parts: Parts
+    parts: PageParts
     page_tokens: int
     own_tokens: int
     first: jax.Array | int
 
     @classmethod
-    def of(cls, parts: Parts, own_tokens: int) -> Part:
+    def of(cls, parts: PageParts, own_tokens: int) -> Part:
         """This device's part."""
         first = lax.axis_index(parts.axes) * own_tokens if parts.axes else 0
         return cls(parts=parts, page_tokens=parts.ways * own_tokens, own_tokens=own_tokens, first=first)
@@ -208,7 +208,7 @@ class Rows:
 
 
 #: Pages that are whole on every device.
-_WHOLE = Parts()
+_WHOLE = PageParts()
 
 
 def require_reader(reader: str, model: ModelConfig, *, quantised: bool) -> None:
@@ -246,7 +246,7 @@ def attend_heads(
     sinks: jax.Array | None,
     pool: Pages,
     rows: Sequence[Rows],
-    parts: Parts = _WHOLE,
+    parts: PageParts = _WHOLE,
 ) -> tuple[jax.Array, Pages]:
     """Attention of new tokens, on one device: q [T, n, H], k and v [T, k, H] of them -> o [T, n, H], the pool.
 
@@ -278,7 +278,7 @@ def attend_latents(
     shared: jax.Array,
     pool: Pages,
     rows: Sequence[Rows],
-    parts: Parts = _WHOLE,
+    parts: PageParts = _WHOLE,
 ) -> tuple[jax.Array, Pages]:
     """Attention in the space of latents, on one device (DeepSeek-V2 paper, section 2.1.2): no key is ever expanded.
 

@@ -14,7 +14,7 @@ from jax import lax
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SampledChoice:
     """How each row chooses, [R] each: see ``rooftop.serve.engine.requests.Sampling``; ``top_k`` 0 is all.
 
     ``seed`` [R, 2] uint32 and ``drawn``, the number of the token in its request, decide what is drawn.
@@ -70,7 +70,7 @@ class Adjustments:
 IN_PROMPT = 2**24
 
 
-def choose(logits: jax.Array, how: Choice) -> jax.Array:
+def choose(logits: jax.Array, how: SampledChoice) -> jax.Array:
     """Tokens [R] int32 by logits [R, V] float32; draws by the Gumbel trick (Gumbel 1954), each row with its own key."""
     likeliest = largest(logits)
 
@@ -90,7 +90,7 @@ def largest(x: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(x == jnp.max(x, axis=1, keepdims=True), index, x.shape[1] - 1), axis=1)
 
 
-def filtered(logits: jax.Array, how: Choice) -> jax.Array:
+def filtered(logits: jax.Array, how: SampledChoice) -> jax.Array:
     """Logits [R, V] by temperature, -inf where ``top_k``, ``top_p`` or ``min_p`` leaves a token out.
 
     What is as likely as the last that is kept is kept too.

@@ -22,7 +22,7 @@ Layers = tuple[Layer[jax.Array], ...]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class ResidualStream:
     """What passes from stage to stage: x [B, T, D], and what the experts of the layers so far got of its tokens.
 
     ``load`` [devices that split tokens, 3, E] is the sum of ``programs.model.moe.load`` over these layers; None:
@@ -32,13 +32,13 @@ class Stream:
     x: jax.Array
     load: jax.Array | None = None
 
-    def after(self, x: jax.Array, loads: Sequence[jax.Array]) -> Stream:
+    def after(self, x: jax.Array, loads: Sequence[jax.Array]) -> ResidualStream:
         """The stream behind layers that made it ``x``, with the loads of their experts."""
-        return Stream(x=x, load=self.load if self.load is None else sum(loads, self.load))
+        return ResidualStream(x=x, load=self.load if self.load is None else sum(loads, self.load))
 
 
 #: The layers of a period on the stream, by their weights and places.
-Through = Callable[[Stream, Layers, Places], Stream]
+Through = Callable[[ResidualStream, Layers, Places], ResidualStream]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,51 +50,55 @@ class Passes:
     x, y and their derivatives are streams.
     """
 
-    forward: Callable[[Stream, Layers, Places], tuple[Stream, list[jax.Array]]]
-    backward: Callable[[Stream, Layers, list[jax.Array], Places], tuple[Stream, Any]]
+    forward: Callable[[ResidualStream, Layers, Places], tuple[ResidualStream, list[jax.Array]]]
+    backward: Callable[[ResidualStream, Layers, list[jax.Array], Places], tuple[ResidualStream, Any]]
     weights: Callable[[Layers, list[jax.Array], Places], Layers] | None = None
     saved: Sequence[jax.core.ShapedArray]
     kept: Sequence[jax.core.ShapedArray] = ()
 
     @classmethod
     def of(
-        cls, through: Through, x: Stream, weights: Layers, at: Places, *, split_: bool, manual: tuple[str, ...]
+        cls, through: Through, x: ResidualStream, weights: Layers, at: Places, *, split_: bool, manual: tuple[str, ...]
     ) -> Passes:
         """The passes of ``through`` for arrays such as the given ones: a stream, the weights of one period."""
         streamed, arrays = jax.tree.structure(x), len(jax.tree.leaves(x))
 
-        def stream_and(found: Sequence[jax.Array]) -> tuple[Stream, list[jax.Array]]:
+        def stream_and(found: Sequence[jax.Array]) -> tuple[ResidualStream, list[jax.Array]]:
             """The stream that the first of a pass's results are, and the other results."""
-            made: Stream = jax.tree.unflatten(streamed, found[:arrays])
+            made: ResidualStream = jax.tree.unflatten(streamed, found[:arrays])
             return made, list(found[arrays:])
 
-        def forwards(x: Stream, weights: Layers, at: Places) -> tuple[Stream, Any]:
+        def forwards(x: ResidualStream, weights: Layers, at: Places) -> tuple[ResidualStream, Any]:
             y, pull = jax.vjp(lambda weights, x: through(x, weights, at), weights, x)
-            given = {id(leaf): _Given(index) for index, leaf in enumerate(jax.tree.leaves((weights, at)))}
+            given = {id(leaf): _TaskInputs(index) for index, leaf in enumerate(jax.tree.leaves((weights, at)))}
             return y, jax.tree.map(lambda leaf: given.get(id(leaf), leaf), pull)
 
         traced, (_, pull) = jax.make_jaxpr(forwards, return_shape=True)(x, weights, at)
         saved, gradients = traced.out_avals[arrays:], jax.tree.structure(weights)
         form = jax.tree.structure(pull)
 
-        def backwards(dy: Stream, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[Stream, Layers]:
+        def backwards(
+            dy: ResidualStream, weights: Layers, saved: list[jax.Array], at: Places
+        ) -> tuple[ResidualStream, Layers]:
             given = jax.tree.leaves((weights, at))
             whole = jax.tree.map(
-                lambda leaf: given[leaf.index] if isinstance(leaf, _Given) else leaf,
+                lambda leaf: given[leaf.index] if isinstance(leaf, _TaskInputs) else leaf,
                 jax.tree.unflatten(form, saved),
-                is_leaf=lambda leaf: isinstance(leaf, _Given),
+                is_leaf=lambda leaf: isinstance(leaf, _TaskInputs),
             )
             more, dx = whole(dy)
             return dx, more
 
         back = jax.make_jaxpr(backwards)(x, weights, list(saved), at)
 
-        def forward(x: Stream, weights: Layers, at: Places) -> tuple[Stream, list[jax.Array]]:
+        def forward(x: ResidualStream, weights: Layers, at: Places) -> tuple[ResidualStream, list[jax.Array]]:
             return stream_and(varying(jaxpr_as_fun(traced)(*jax.tree.leaves((x, weights, at))), manual))
 
         if not split_:
 
-            def backward(dy: Stream, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[Stream, Any]:
+            def backward(
+                dy: ResidualStream, weights: Layers, saved: list[jax.Array], at: Places
+            ) -> tuple[ResidualStream, Any]:
                 dx, more = stream_and(varying(jaxpr_as_fun(back)(*jax.tree.leaves((dy, weights, saved, at))), manual))
                 return dx, jax.tree.unflatten(gradients, more)
 
@@ -104,7 +108,9 @@ class Passes:
         stays = [stay for each, stay in inputs for _ in jax.tree.leaves(each)]
         parts = split(back, wanted=arrays, stays=stays)
 
-        def of_input(dy: Stream, weights: Layers, saved: list[jax.Array], at: Places) -> tuple[Stream, Any]:
+        def of_input(
+            dy: ResidualStream, weights: Layers, saved: list[jax.Array], at: Places
+        ) -> tuple[ResidualStream, Any]:
             return stream_and(varying(jaxpr_as_fun(parts.first)(*jax.tree.leaves((dy, weights, saved, at))), manual))
 
         def of_weights(weights: Layers, kept: list[jax.Array], at: Places) -> Layers:
@@ -118,7 +124,7 @@ class Passes:
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Given:
+class _TaskInputs:
     """In place of an array that a forward pass does not keep: a weight or a place, by index."""
 
     index: int

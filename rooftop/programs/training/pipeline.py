@@ -33,8 +33,8 @@ from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.moe import no_load
 from rooftop.programs.parameters import Batch, Transformer
 from rooftop.programs.sharding import Dim, Specs, in_parts
-from rooftop.programs.training.passes import Layers, Passes, Stream, varying
-from rooftop.scheduling.pipeline import Buffer, Op, Places, Table, places
+from rooftop.programs.training.passes import Layers, Passes, ResidualStream, varying
+from rooftop.scheduling.pipeline import BufferPlaces, PipelineTable, StageBuffer, StageOp, places
 
 
 class _StageSpecs(Specs):
@@ -53,7 +53,7 @@ def pipelined(
     weights: Transformer[jax.Array],
     batch: Batch[jax.Array],
     how: Computation,
-    table: Table,
+    table: PipelineTable,
     *,
     loss_chunks: int,
     summed: jnp.dtype,
@@ -94,13 +94,15 @@ def pipelined(
     def body(stacks: Layers, tables: Transformer[jax.Array], parts: Batch[jax.Array], counted: Any) -> Any:
         stacks, tables, parts, counted = varying((stacks, tables, parts, counted), typed)
 
-        def begin(tables: Transformer[jax.Array], part: Batch[jax.Array]) -> Stream:
+        def begin(tables: Transformer[jax.Array], part: Batch[jax.Array]) -> ResidualStream:
             with named_scope("embed"):
                 x = transformer.embed(tables, part, inside)
             load = varying(no_load(how.model, inside.specs), typed) if how.balance_loss else None
-            return _through(runs[:shared], tables.layers[:shared], Stream(x=x, load=load), part, inside)
+            return _through(runs[:shared], tables.layers[:shared], ResidualStream(x=x, load=load), part, inside)
 
-        def finish(stream: Stream, tables: Transformer[jax.Array], part: Batch[jax.Array]) -> tuple[jax.Array, Terms]:
+        def finish(
+            stream: ResidualStream, tables: Transformer[jax.Array], part: Batch[jax.Array]
+        ) -> tuple[jax.Array, Terms]:
             stream = _through(runs[shared + 1 :], tables.layers[shared + 1 :], stream, part, inside)
             found = transformer.head_loss(stream.x, tables, part, inside, chunks=loss_chunks, counted=counted)
             if stream.load is not None:
@@ -133,8 +135,8 @@ def pipelined(
 
 
 def _through(
-    runs: Sequence[Segment], layers: Sequence[Layers], stream: Stream, part: Batch[jax.Array], how: Computation
-) -> Stream:
+    runs: Sequence[Segment], layers: Sequence[Layers], stream: ResidualStream, part: Batch[jax.Array], how: Computation
+) -> ResidualStream:
     """The stream behind the layers of whole segments, which the first stage or the last does alone."""
     with named_scope("layers"):
         at = transformer.places(part, how)
@@ -147,7 +149,7 @@ def _through(
     return stream
 
 
-def _require_even(run: Segment, table: Table) -> None:
+def _require_even(run: Segment, table: PipelineTable) -> None:
     """Raise RooftopError if the stages' chunks cannot share the periods of ``run`` evenly."""
     if run.repeats % (table.stages * table.chunks):
         periods = f"{run.repeats} periods of {len(run.kinds)} layers"
@@ -155,7 +157,7 @@ def _require_even(run: Segment, table: Table) -> None:
         raise RooftopError("mesh axis stage", given, f"parts that divide the {periods} evenly")
 
 
-def _by_chunk(stacks: Layers, table: Table) -> Layers:
+def _by_chunk(stacks: Layers, table: PipelineTable) -> Layers:
     """[L, ...] split over stages -> [v, L/v, ...] with the second dim split: part c S + s of the model on stage s."""
 
     def move(weight: jax.Array) -> jax.Array:
@@ -187,8 +189,8 @@ Terms = dict[str, jax.Array]
 class _Kept:
     """What a stage carries from slot to slot; ``buffers`` have their places first."""
 
-    input: Stream
-    gradient: Stream
+    input: ResidualStream
+    gradient: ResidualStream
     saved: list[jax.Array]
     split: list[jax.Array]
     of_layers: Layers
@@ -209,17 +211,17 @@ class Stage:
     parts: Batch[jax.Array]
     how: Computation
     segment: Segment
-    begin: Callable[[Transformer[jax.Array], Batch[jax.Array]], Stream]
-    finish: Callable[[Stream, Transformer[jax.Array], Batch[jax.Array]], tuple[jax.Array, Terms]]
-    table: Table
+    begin: Callable[[Transformer[jax.Array], Batch[jax.Array]], ResidualStream]
+    finish: Callable[[ResidualStream, Transformer[jax.Array], Batch[jax.Array]], tuple[jax.Array, Terms]]
+    table: PipelineTable
     manual: tuple[str, ...]
 
-    def run(self, where: Places) -> tuple[tuple[jax.Array, Terms], Layers, Transformer[jax.Array]]:
+    def run(self, where: BufferPlaces) -> tuple[tuple[jax.Array, Terms], Layers, Transformer[jax.Array]]:
         """The sums over this stage's tasks: of losses, of its layers' gradients and of the other weights'."""
         part, weights_ = _first(self.parts), _first(_first(self.stacks))
         x, period = self.begin(self.tables, part), transformer.period(self.segment, self.how)
 
-        def through(stream: Stream, weights: Layers, at: transformer.Places) -> Stream:
+        def through(stream: ResidualStream, weights: Layers, at: transformer.Places) -> ResidualStream:
             return stream.after(*period(stream.x, weights, at))
 
         passes = Passes.of(
@@ -229,53 +231,54 @@ class Stage:
         stage = lax.axis_index("stage")
         first_, last_ = stage == 0, stage == stages - 1
 
-        def nothing() -> Stream:
+        def nothing() -> ResidualStream:
             return varying(jax.tree.map(jnp.zeros_like, x), self.manual)
 
-        def idle(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+        def idle(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
             return kept, nothing(), nothing()
 
-        def forward(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+        def forward(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
             part = self.part(task)
             x = lax.cond(
                 first_ & (task.chunk == 0),
                 lambda: self.begin(self.tables, part),
-                lambda: _at(kept.input, task.used[Buffer.INPUT]),
+                lambda: _at(kept.input, task.used[StageBuffer.INPUT]),
             )
             with named_scope("layers"):
                 at = transformer.places(part, self.how)
                 y, saved = lax.scan(lambda x, weights: passes.forward(x, weights, at), x, self.layers(task))
 
-            def head() -> tuple[Any, Transformer[jax.Array], Stream]:
+            def head() -> tuple[Any, Transformer[jax.Array], ResidualStream]:
                 found, pull, terms = jax.vjp(
                     lambda y, tables: self.finish(y, tables, part), y, self.tables, has_aux=True
                 )
                 dy, more = pull(varying(jnp.ones_like(found), self.manual))
                 added = jax.tree.map(jnp.add, kept.found, (found, terms))
-                return added, _added(kept.of_tables, more), _put(kept.gradient, dy, task.used[Buffer.GRADIENT])
+                return added, _added(kept.of_tables, more), _put(kept.gradient, dy, task.used[StageBuffer.GRADIENT])
 
             found, of_tables, gradient = lax.cond(
                 last_ & (task.chunk == chunks - 1), head, lambda: (kept.found, kept.of_tables, kept.gradient)
             )
             buffer = [
-                _put(buffer, each, task.used[Buffer.SAVED]) for buffer, each in zip(kept.saved, saved, strict=True)
+                _put(buffer, each, task.used[StageBuffer.SAVED]) for buffer, each in zip(kept.saved, saved, strict=True)
             ]
             return replace(kept, saved=buffer, gradient=gradient, found=found, of_tables=of_tables), y, nothing()
 
-        def backward(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+        def backward(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
             part = self.part(task)
             with named_scope("layers"):
                 at = transformer.places(part, self.how)
-                saved = [_at(buffer, task.used[Buffer.SAVED]) for buffer in kept.saved]
+                saved = [_at(buffer, task.used[StageBuffer.SAVED]) for buffer in kept.saved]
                 dx, more = lax.scan(
                     lambda dy, of_layer: passes.backward(dy, *of_layer, at),
-                    _at(kept.gradient, task.used[Buffer.GRADIENT]),
+                    _at(kept.gradient, task.used[StageBuffer.GRADIENT]),
                     (self.layers(task), saved),
                     reverse=True,
                 )
                 if self.table.split:
                     buffer = [
-                        _put(into, each, task.used[Buffer.SPLIT]) for into, each in zip(kept.split, more, strict=True)
+                        _put(into, each, task.used[StageBuffer.SPLIT])
+                        for into, each in zip(kept.split, more, strict=True)
                     ]
                     kept = replace(kept, split=buffer)
                 else:
@@ -288,64 +291,65 @@ class Stage:
             of_tables = lax.cond(first_ & (task.chunk == 0), tables, lambda: kept.of_tables)
             return replace(kept, of_tables=of_tables), nothing(), dx
 
-        def weights(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+        def weights(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
             assert passes.weights is not None
             of_weights = passes.weights
             with named_scope("layers"):
                 at = transformer.places(self.part(task), self.how)
-                stashed = [_at(buffer, task.used[Buffer.SPLIT]) for buffer in kept.split]
+                stashed = [_at(buffer, task.used[StageBuffer.SPLIT]) for buffer in kept.split]
                 _, more = lax.scan(
                     lambda _, of_layer: (None, of_weights(*of_layer, at)), None, (self.layers(task), stashed)
                 )
                 return replace(kept, of_layers=self.added(kept.of_layers, more, task)), nothing(), nothing()
 
         ops = [
-            self.declared(op, task) for op, task in ((Op.IDLE, idle), (Op.FORWARD, forward), (Op.BACKWARD, backward))
+            self.declared(op, task)
+            for op, task in ((StageOp.IDLE, idle), (StageOp.FORWARD, forward), (StageOp.BACKWARD, backward))
         ]
-        ops += [self.declared(Op.WEIGHTS, weights)] if self.table.split else []
+        ops += [self.declared(StageOp.WEIGHTS, weights)] if self.table.split else []
         round_ = [(each, (each + 1) % stages) for each in range(stages if chunks > 1 else stages - 1)]
 
         def slot(kept: _Kept, row: tuple[jax.Array, ...]) -> tuple[_Kept, None]:
             op, microbatch, chunk, used, arriving = (_at(each, stage) for each in row)
-            task = _Task(microbatch=microbatch, chunk=chunk, used=used)
+            task = _StageTask(microbatch=microbatch, chunk=chunk, used=used)
             kept, y, dx = lax.switch(op, ops, kept, task)
             with named_scope("pipeline"):
                 y, dx = lax.ppermute(y, "stage", round_), lax.ppermute(dx, "stage", [(b, a) for a, b in round_])
             return replace(
                 kept,
-                input=_put(kept.input, y, arriving[Buffer.INPUT]),
-                gradient=_put(kept.gradient, dx, arriving[Buffer.GRADIENT]),
+                input=_put(kept.input, y, arriving[StageBuffer.INPUT]),
+                gradient=_put(kept.gradient, dx, arriving[StageBuffer.GRADIENT]),
             ), None
 
         rows = tuple(map(jnp.asarray, (where.op, where.microbatch, where.chunk, where.used, where.arriving)))
         kept, _ = lax.scan(slot, self.empty(x, passes, where), rows)
         return kept.found, kept.of_layers, kept.of_tables
 
-    def declared(self, op: Op, branch: _Branch) -> _Branch:
+    def declared(self, op: StageOp, branch: _Branch) -> _Branch:
         """A task in the scope that says how often a stage does it, of how many slots: readers cannot see that."""
         slots = self.table.slots
-        times = sum((row[0].op if row[0] else Op.IDLE) is op for row in slots)
+        times = sum((row[0].op if row[0] else StageOp.IDLE) is op for row in slots)
 
-        def taken(kept: _Kept, task: _Task) -> tuple[_Kept, Stream, Stream]:
+        def taken(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
             with named_scope(f"taken[{times}:{len(slots)}]"):
                 return branch(kept, task)
 
         return taken
 
-    def empty(self, x: Stream, passes: Passes, where: Places) -> _Kept:
+    def empty(self, x: ResidualStream, passes: Passes, where: BufferPlaces) -> _Kept:
         """What is carried into the first slot."""
 
-        def buffer(like: Any, kind: Buffer, *more: int) -> jax.Array:
+        def buffer(like: Any, kind: StageBuffer, *more: int) -> jax.Array:
             # One place more than is needed, for what nobody reads.
             return self.zeros(like, like.dtype, where.sizes[kind] + 1, *more)
 
         n = jax.tree.leaves(self.stacks)[0].shape[1]
         found = jax.eval_shape(self.finish, x, self.tables, _first(self.parts))
         return _Kept(
-            input=jax.tree.map(lambda each: buffer(each, Buffer.INPUT), x),
-            gradient=jax.tree.map(lambda each: buffer(each, Buffer.GRADIENT), x),
-            saved=[buffer(each, Buffer.SAVED, n) for each in passes.saved],
-            split=[buffer(each, Buffer.SPLIT, n) for each in passes.kept],
+            input=jax.tree.map(lambda each: buffer(each, StageBuffer.INPUT), x),
+            gradient=jax.tree.map(lambda each: buffer(each, StageBuffer.GRADIENT), x),
+            saved=[buffer(each, StageBuffer.SAVED, n) for each in passes.saved],
+            split=[buffer(each, StageBuffer.SPLIT, n) for each in passes.kept],
             of_layers=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.stacks),
             of_tables=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.tables),
             found=jax.tree.map(lambda each: self.zeros(each, each.dtype), found),
@@ -357,17 +361,17 @@ class Stage:
         made = jnp.zeros((*more, *like.shape), dtype, out_sharding=P(*(None for _ in more), *spec.partitions))
         return varying(made, self.manual)
 
-    def part(self, task: _Task) -> Batch[jax.Array]:
+    def part(self, task: _StageTask) -> Batch[jax.Array]:
         """The task's microbatch [B, T]."""
         found: Batch[jax.Array] = _at(self.parts, task.microbatch)
         return found
 
-    def layers(self, task: _Task) -> Layers:
+    def layers(self, task: _StageTask) -> Layers:
         """The layers [n, ...] of the task's chunk."""
         found: Layers = _at(self.stacks, task.chunk)
         return found
 
-    def added(self, sums: Layers, more: Layers, task: _Task) -> Layers:
+    def added(self, sums: Layers, more: Layers, task: _StageTask) -> Layers:
         """Gradients of the task's chunk added to all."""
         with named_scope("gradients"):
             return jax.tree.map(
@@ -377,7 +381,7 @@ class Stage:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class _Task:
+class _StageTask:
     """What a stage does in a slot: int32 scalars, and the places that it uses in each buffer."""
 
     microbatch: jax.Array
@@ -385,7 +389,7 @@ class _Task:
     used: jax.Array
 
 
-_Branch = Callable[[_Kept, _Task], tuple[_Kept, Stream, Stream]]
+_Branch = Callable[[_Kept, _StageTask], tuple[_Kept, ResidualStream, ResidualStream]]
 
 
 def _first(tree: Any) -> Any:

@@ -37,7 +37,7 @@ class TrainState(Generic[Leaf]):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Metrics(Generic[Leaf]):
+class StepMetrics(Generic[Leaf]):
     """What a step tells, float32 scalars; None: not asked for, or nothing of the kind.
 
     ``loss`` is the mean cross-entropy in nats over the tokens that carry loss. ``z_loss`` and ``balance_loss`` are the
@@ -115,7 +115,7 @@ def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[ja
 
 
 _Terms = dict[str, jax.Array]
-_Step = Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax.Array], Metrics[jax.Array]]]
+_Step = Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax.Array], StepMetrics[jax.Array]]]
 
 
 def train_step(program: TrainProgram, specs: Specs) -> _Step:
@@ -128,7 +128,9 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
     transformation = program.optimizer.transformation(described)
 
-    def step(state: TrainState[jax.Array], batch: Batch[jax.Array]) -> tuple[TrainState[jax.Array], Metrics[jax.Array]]:
+    def step(
+        state: TrainState[jax.Array], batch: Batch[jax.Array]
+    ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
         counted = None if batch.segments is None else carrying(batch.targets)
         of_each = None if counted is None else counted / program.microbatches
 
@@ -166,7 +168,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
         with named_scope("loss"):
             for name, mean in terms.items():
                 value = value - getattr(how, name) * mean
-        metrics = Metrics(loss=value, **terms, tokens=counted, gradient_norm=norm)
+        metrics = StepMetrics(loss=value, **terms, tokens=counted, gradient_norm=norm)
         return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), metrics
 
     return step

@@ -10,7 +10,7 @@ from rooftop.scheduling.serving.prefixes import Copy, PagePool, PrefixCache
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Sequence:
+class CachedSequence:
     """A request on its way: what is known of it, and the state that its server keeps up to date.
 
     ``keys`` has one value per full page of the prompt and, as far as they are known, of the tokens generated after it;
@@ -84,11 +84,11 @@ class KvCache:
         self._copies.clear()
         return found
 
-    def match(self, sequence: Sequence) -> int:
+    def match(self, sequence: CachedSequence) -> int:
         """Pages that are here of what ``sequence`` begins with."""
         return 0 if self.prefixes is None else self.prefixes.match(sequence.keys)
 
-    def admit(self, sequence: Sequence, tokens: int, spare: int) -> bool:
+    def admit(self, sequence: CachedSequence, tokens: int, spare: int) -> bool:
         """Give ``sequence`` pages for ``tokens`` tokens, if ``spare`` pages can still be had after that.
 
         What its prompt has in common with cached ones is there already: ``length`` and ``cached`` say how many tokens,
@@ -115,18 +115,18 @@ class KvCache:
         sequence.length = sequence.cached = length * self.page_tokens
         return True
 
-    def grow(self, sequence: Sequence) -> None:
+    def grow(self, sequence: CachedSequence) -> None:
         """One page more. The caller has made sure that one can be had."""
         sequence.pages += self._take(1)
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: CachedSequence) -> None:
         """Let later prompts find the full pages of ``sequence`` whose keys are known."""
         if self.prefixes is not None:
             full = min(len(sequence.keys), sequence.length // self.page_tokens)
             if full:
                 sequence.pages[:full] = self.prefixes.insert(sequence.keys[:full], sequence.pages[:full])
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: CachedSequence) -> None:
         """Take the pages of ``sequence`` back."""
         self.release_pages(sequence.pages, sequence.keys)
         sequence.pages = []
@@ -137,7 +137,7 @@ class KvCache:
         if self.prefixes is not None and keys:
             self.prefixes.touch(keys)
 
-    def swap_out(self, sequence: Sequence) -> bool:
+    def swap_out(self, sequence: CachedSequence) -> bool:
         """Move the pages of ``sequence`` to the host's memory, if there is room."""
         count = self.pages_for(sequence.length)
         if count > self.host.available:
@@ -151,7 +151,7 @@ class KvCache:
         self.release(sequence)
         return True
 
-    def swap_in(self, sequence: Sequence, spare: int) -> bool:
+    def swap_in(self, sequence: CachedSequence, spare: int) -> bool:
         """Move them back, if ``spare`` pages can still be had after that."""
         count = len(sequence.host_pages)
         if self.device.available - spare < count:

@@ -14,24 +14,24 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
-from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy, Scheduler, Step
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
 
 _ROUTING = Routing(kind="affinity")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedStep(Step):
+class GroupedStep(EngineStep):
     """The steps of all groups together; ``parts`` has that of each, None where there is nothing to do.
 
     All wait for the busiest group: ``batch`` and ``context_tokens`` are as if each had as much as that one.
     """
 
-    parts: tuple[Step | None, ...]
+    parts: tuple[EngineStep | None, ...]
 
     @classmethod
-    def of(cls, parts: tuple[Step | None, ...]) -> GroupedStep | None:
+    def of(cls, parts: tuple[EngineStep | None, ...]) -> GroupedStep | None:
         """The steps of all groups; None if none of them has anything to do."""
         steps = [part for part in parts if part is not None]
         if not steps:
@@ -71,7 +71,7 @@ class GroupedScheduler:
         self.policy, self.role = policy, role
         own = replace(policy, max_batch=-(-policy.max_batch // len(caches)))
         self._groups = tuple(Scheduler(own, cache, role) for cache in caches)
-        self._unplaced: deque[Sequence] = deque()
+        self._unplaced: deque[CachedSequence] = deque()
         self._placed = 0
 
     @property
@@ -95,27 +95,27 @@ class GroupedScheduler:
         return len(self._unplaced) + sum(each.queued for each in self._groups)
 
     @property
-    def waiting(self) -> tuple[Sequence, ...]:
+    def waiting(self) -> tuple[CachedSequence, ...]:
         """Sequences that have no pages: those of groups, then those that have no group."""
         return tuple(chain(*(each.waiting for each in self._groups), self._unplaced))
 
     @property
-    def swapped(self) -> tuple[Sequence, ...]:
+    def swapped(self) -> tuple[CachedSequence, ...]:
         """Sequences in the host's memory."""
         return tuple(chain(*(each.swapped for each in self._groups)))
 
     @property
-    def prefilling(self) -> Mapping[Sequence, None]:
+    def prefilling(self) -> Mapping[CachedSequence, None]:
         """See ``Scheduler``."""
         return ChainMap(*(each.prefilling for each in self._groups))
 
     @property
-    def generating(self) -> Mapping[Sequence, None]:
+    def generating(self) -> Mapping[CachedSequence, None]:
         """See ``Scheduler``."""
         return ChainMap(*(each.generating for each in self._groups))
 
     @property
-    def to_send(self) -> Mapping[Sequence, list[int]]:
+    def to_send(self) -> Mapping[CachedSequence, list[int]]:
         """See ``Scheduler``."""
         return ChainMap(*(each.to_send for each in self._groups))
 
@@ -123,7 +123,7 @@ class GroupedScheduler:
         """Why such a request could never be served here, or None."""
         return self._groups[0].refusal(prompt_tokens, max_tokens)
 
-    def submit(self, sequence: Sequence, *, first: bool = False) -> None:
+    def submit(self, sequence: CachedSequence, *, first: bool = False) -> None:
         """Queue a sequence; ``first``, before all others that have no group."""
         if first:
             self._unplaced.appendleft(sequence)
@@ -142,14 +142,14 @@ class GroupedScheduler:
             found = self._shared()
         return GroupedStep.of(tuple(found[each] for each in self._groups))
 
-    def _prompts(self) -> dict[Scheduler, Step | None]:
+    def _prompts(self) -> dict[Scheduler, EngineStep | None]:
         """A whole prompt in each group that has one: all who generate wait for them."""
         return {each: each.next_step(generate=False) for each in self._groups}
 
-    def _shared(self) -> dict[Scheduler, Step | None]:
+    def _shared(self) -> dict[Scheduler, EngineStep | None]:
         """A token for all who generate, and pieces of prompts in what that leaves of a step."""
         expected = {each: each.outstanding - len(each.waiting) - len(each.prefilling) for each in self._groups}
-        found = dict[Scheduler, Step | None]()
+        found = dict[Scheduler, EngineStep | None]()
         # Tokens for prompts are those of who came first: ids grow.
         for each in sorted(self._groups, key=lambda group: next((s.id for s in group.prefilling), inf)):
             del expected[each]
@@ -158,45 +158,45 @@ class GroupedScheduler:
                 expected[each] = step.batch + sum(chunk.tokens for chunk in step.chunks)
         return found
 
-    def complete(self, step: Step, repeats: int = 1) -> None:
+    def complete(self, step: EngineStep, repeats: int = 1) -> None:
         """See ``Scheduler``."""
         assert isinstance(step, GroupedStep)
         for each, part in zip(self._groups, step.parts, strict=True):
             if part is not None:
                 each.complete(part, repeats)
 
-    def advance(self, sequence: Sequence, tokens: int) -> None:
+    def advance(self, sequence: CachedSequence, tokens: int) -> None:
         """See ``Scheduler``."""
         self._groups[sequence.group].advance(sequence, tokens)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: CachedSequence) -> None:
         """See ``Scheduler``."""
         if sequence in self._unplaced:
             self._unplaced.remove(sequence)
         else:
             self._home(sequence).finish(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: CachedSequence) -> None:
         """See ``Scheduler``."""
         if sequence in self._unplaced:
             self._unplaced.remove(sequence)
         for each in self._groups:
             each.forget(sequence)
 
-    def receive(self) -> list[Sequence]:
+    def receive(self) -> list[CachedSequence]:
         """See ``Scheduler``."""
         self._place()
         return list(chain(*(each.receive() for each in self._groups)))
 
-    def sent(self, sequence: Sequence) -> None:
+    def sent(self, sequence: CachedSequence) -> None:
         """See ``Scheduler``."""
         self._home(sequence).sent(sequence)
 
-    def arrived(self, sequence: Sequence) -> None:
+    def arrived(self, sequence: CachedSequence) -> None:
         """See ``Scheduler``."""
         self._groups[sequence.group].arrived(sequence)
 
-    def _home(self, sequence: Sequence) -> Scheduler:
+    def _home(self, sequence: CachedSequence) -> Scheduler:
         """The group that has it. What is to be sent may have its group at the server where it goes by now."""
         sends = next((each for each in self._groups if sequence in each.to_send), None)
         return self._groups[sequence.group] if sends is None else sends
@@ -218,7 +218,7 @@ class GroupedScheduler:
             self._placed += 1
             self._groups[sequence.group].submit(self._unplaced.popleft())
 
-    def _takers(self, sequence: Sequence) -> list[int]:
+    def _takers(self, sequence: CachedSequence) -> list[int]:
         """The groups that have room for ``sequence``."""
         if self.outstanding - len(self._unplaced) >= self.policy.max_batch:
             return []

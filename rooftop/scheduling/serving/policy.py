@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.prefixes import Copy
 
 BATCHING = ("static", "interleaved", "disaggregated")
@@ -46,14 +46,14 @@ class Policy:
 class Chunk:
     """``tokens`` tokens of a sequence to prefill, after ``start`` whose KV is there; the last one gives a token."""
 
-    sequence: Sequence
+    sequence: CachedSequence
     start: int
     tokens: int
     last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class EngineStep:
     """What to execute: first ``copies``, in order; then the prefill of ``chunks`` and one token for each generating.
 
     ``prefill`` is what the device computes for the chunks, padding included: (new tokens, tokens before them) of each;
@@ -73,8 +73,8 @@ class Step:
     context_tokens: int = 0
     growth: int = 0
     repeats: int = 1
-    preempted: tuple[Sequence, ...] = ()
-    resumed: tuple[Sequence, ...] = ()
+    preempted: tuple[CachedSequence, ...] = ()
+    resumed: tuple[CachedSequence, ...] = ()
 
 
 class Queue:
@@ -82,7 +82,7 @@ class Queue:
 
     def __init__(self, policy: Policy, cache: KvCache) -> None:
         self.policy, self.cache = policy, cache
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[CachedSequence] = deque()
 
     @property
     def caches(self) -> tuple[KvCache, ...]:
@@ -99,7 +99,7 @@ class Queue:
         # The KV of the last token is never needed. What was generated before a preemption is prefilled again.
         return refusal(self.cache, prompt_tokens + max_tokens - 1)
 
-    def submit(self, sequence: Sequence, *, first: bool = False) -> None:
+    def submit(self, sequence: CachedSequence, *, first: bool = False) -> None:
         """Queue a sequence to be prefilled (at a generate server: to be received); ``first``, before all others."""
         if first:
             self.waiting.appendleft(sequence)

@@ -17,10 +17,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rooftop.core.errors import unknown
-from rooftop.scheduling.serving.cache import KvCache, Sequence
-from rooftop.scheduling.serving.policy import BATCHING, PREEMPTION, Chunk, Policy, Queue, Step, refusal
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
+from rooftop.scheduling.serving.policy import BATCHING, PREEMPTION, Chunk, EngineStep, Policy, Queue, refusal
 
-__all__ = ["BATCHING", "PREEMPTION", "ROLES", "Chunk", "Policy", "Scheduler", "Step", "refusal"]
+__all__ = ["BATCHING", "PREEMPTION", "ROLES", "Chunk", "EngineStep", "Policy", "Scheduler", "refusal"]
 
 ROLES = ("both", "prefill", "generate")
 
@@ -29,8 +29,8 @@ ROLES = ("both", "prefill", "generate")
 class _Preempted:
     """What one decision did to sequences that were running."""
 
-    lost: list[Sequence] = field(default_factory=list)
-    resumed: list[Sequence] = field(default_factory=list)
+    lost: list[CachedSequence] = field(default_factory=list)
+    resumed: list[CachedSequence] = field(default_factory=list)
 
 
 class Scheduler(Queue):
@@ -46,19 +46,19 @@ class Scheduler(Queue):
             raise unknown("role", role, ROLES)
         super().__init__(policy, cache)
         self.role = role
-        self.swapped: deque[Sequence] = deque()
+        self.swapped: deque[CachedSequence] = deque()
         #: In order of admission. Dicts are used as ordered sets: any member leaves in constant time.
-        self.prefilling: dict[Sequence, None] = {}
-        self.generating: dict[Sequence, None] = {}
+        self.prefilling: dict[CachedSequence, None] = {}
+        self.generating: dict[CachedSequence, None] = {}
         #: Disaggregated. At the prefill server, the pages of sequences whose KV has yet to be sent; at the generate
         #: server, sequences that have pages and whose KV is on its way, and those whose KV has arrived since.
-        self.to_send: dict[Sequence, list[int]] = {}
-        self.incoming: dict[Sequence, None] = {}
-        self._arrived: list[Sequence] = []
+        self.to_send: dict[CachedSequence, list[int]] = {}
+        self.incoming: dict[CachedSequence, None] = {}
+        self._arrived: list[CachedSequence] = []
         self._steps = 0
         self._context = 0
         #: Who needs a new page at which step: sequence in [step % page_tokens], since all grow by a token a step.
-        self._due: list[dict[Sequence, None]] = [{} for _ in range(cache.page_tokens)]
+        self._due: list[dict[CachedSequence, None]] = [{} for _ in range(cache.page_tokens)]
         self._preempted = _Preempted()
 
     @property
@@ -80,7 +80,7 @@ class Scheduler(Queue):
         """Pages that a newcomer leaves: the next one of each generating sequence, and its own; none if it is alone."""
         return len(self.generating) + 1 if self._held else 0
 
-    def kv_tokens(self, sequence: Sequence) -> int:
+    def kv_tokens(self, sequence: CachedSequence) -> int:
         """Tokens whose KV a sequence holds now."""
         return sequence.length + (self._steps - sequence.since if sequence in self.generating else 0)
 
@@ -91,7 +91,7 @@ class Scheduler(Queue):
         """
         return len(self.waiting) == 1 and not self.swapped and self._held < self.policy.max_batch
 
-    def takes(self, sequence: Sequence) -> bool:
+    def takes(self, sequence: CachedSequence) -> bool:
         """Whether ``sequence``, which waits elsewhere, could be admitted: there is a slot and room behind who waits."""
         ahead = len(self.waiting)
         if self.swapped or self._held + ahead >= self.policy.max_batch:
@@ -100,7 +100,7 @@ class Scheduler(Queue):
         spare = self._spare + ahead if self._held or ahead else 0
         return self.cache.device.available - spare >= need
 
-    def next_step(self, others: int = 0, *, generate: bool = True) -> Step | None:
+    def next_step(self, others: int = 0, *, generate: bool = True) -> EngineStep | None:
         """The next step, or None while there is nothing to do; ``others`` tokens of it are those of other groups.
 
         Unless it may ``generate``, a step without chunks is none.
@@ -123,7 +123,7 @@ class Scheduler(Queue):
             chunks = self._chunks(self.policy.chunk_tokens - batch - others)
         if not chunks and not batch and not self._preempted.lost:
             return None
-        return Step(
+        return EngineStep(
             copies=self.cache.copies(),
             chunks=tuple(chunks),
             prefill=tuple((chunk.tokens, chunk.start) for chunk in chunks),
@@ -136,7 +136,7 @@ class Scheduler(Queue):
             resumed=tuple(self._preempted.resumed),
         )
 
-    def complete(self, step: Step, repeats: int = 1) -> None:
+    def complete(self, step: EngineStep, repeats: int = 1) -> None:
         """``step`` has been executed ``repeats`` times (at most as often as it allows)."""
         if step.batch:
             for _ in range(repeats - 1):
@@ -156,7 +156,7 @@ class Scheduler(Queue):
                 else:
                     self._begin(sequence)
 
-    def advance(self, sequence: Sequence, tokens: int) -> None:
+    def advance(self, sequence: CachedSequence, tokens: int) -> None:
         """``sequence`` got ``tokens`` more than one from the step that was completed last: guesses that were right.
 
         It generates, and has pages for them.
@@ -167,7 +167,7 @@ class Scheduler(Queue):
         self._context += tokens
         self._due[self._due_at(sequence)][sequence] = None
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: CachedSequence) -> None:
         """``sequence`` has ended (its last token is out, or no one wants it any more): its pages are free."""
         if sequence in self.generating:
             self._end(sequence)
@@ -180,14 +180,14 @@ class Scheduler(Queue):
             self._withdraw(sequence)
         self.cache.release(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: CachedSequence) -> None:
         """``sequence`` no longer waits here, if it did."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def receive(self) -> list[Sequence]:
+    def receive(self) -> list[CachedSequence]:
         """Sequences, of those submitted to this generate server, that have got pages: their KV may be sent now."""
-        found = list[Sequence]()
+        found = list[CachedSequence]()
         while self.waiting and not self.swapped and self._held < self.policy.max_batch:
             length = self.waiting[0].length
             if not self.cache.admit(self.waiting[0], length, self._spare):
@@ -198,11 +198,11 @@ class Scheduler(Queue):
             found.append(sequence)
         return found
 
-    def sent(self, sequence: Sequence) -> None:
+    def sent(self, sequence: CachedSequence) -> None:
         """The KV of ``sequence`` has left this prefill server: its pages are free."""
         self.cache.release_pages(self.to_send.pop(sequence), sequence.keys)
 
-    def arrived(self, sequence: Sequence) -> None:
+    def arrived(self, sequence: CachedSequence) -> None:
         """The KV of ``sequence`` is at this generate server: it generates from the next step on."""
         del self.incoming[sequence]
         self._arrived.append(sequence)
@@ -265,14 +265,14 @@ class Scheduler(Queue):
             self._begin(sequence)
             self._preempted.resumed.append(sequence)
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: CachedSequence) -> None:
         """``sequence``, whose KV is here, generates from the next step on."""
         sequence.since = self._steps
         self.generating[sequence] = None
         self._context += sequence.length
         self._due[self._due_at(sequence)][sequence] = None
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: CachedSequence) -> None:
         """``sequence`` generates no more, for now or for good."""
         del self._due[self._due_at(sequence)][sequence]
         del self.generating[sequence]
@@ -282,7 +282,7 @@ class Scheduler(Queue):
         sequence.since = self._steps
         self._context -= sequence.length
 
-    def _due_at(self, sequence: Sequence) -> int:
+    def _due_at(self, sequence: CachedSequence) -> int:
         return (sequence.since - sequence.length) % len(self._due)
 
     def _grow(self) -> None:
@@ -303,7 +303,7 @@ class Scheduler(Queue):
                 return steps
             steps += 1
 
-    def _withdraw(self, sequence: Sequence) -> None:
+    def _withdraw(self, sequence: CachedSequence) -> None:
         """Take a sequence that does not run out of whatever it waits in."""
         if sequence in self.incoming:
             del self.incoming[sequence]
@@ -317,6 +317,6 @@ class Scheduler(Queue):
             self.waiting.remove(sequence)
 
 
-def _chunk(sequence: Sequence, budget: int) -> Chunk:
+def _chunk(sequence: CachedSequence, budget: int) -> Chunk:
     left = sequence.target - sequence.length
     return Chunk(sequence=sequence, start=sequence.length, tokens=min(left, budget), last=left <= budget)

@@ -6,8 +6,8 @@ sequences that have ended compute on, and nobody joins a batch under way.
 
 from __future__ import annotations
 
-from rooftop.scheduling.serving.cache import KvCache, Sequence
-from rooftop.scheduling.serving.policy import Chunk, Policy, Queue, Step
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
+from rooftop.scheduling.serving.policy import Chunk, EngineStep, Policy, Queue
 
 
 class StaticScheduler(Queue):
@@ -16,8 +16,8 @@ class StaticScheduler(Queue):
     def __init__(self, policy: Policy, cache: KvCache) -> None:
         super().__init__(policy, cache)
         #: The batch, in order of arrival, and those of it that have not ended.
-        self.batch: list[Sequence] = []
-        self.generating: dict[Sequence, None] = {}
+        self.batch: list[CachedSequence] = []
+        self.generating: dict[CachedSequence, None] = {}
         self._longest = 0
         self._steps = 0
 
@@ -26,7 +26,7 @@ class StaticScheduler(Queue):
         """Sequences that are here and not finished."""
         return len(self.waiting) + len(self.generating)
 
-    def kv_tokens(self, sequence: Sequence) -> int:
+    def kv_tokens(self, sequence: CachedSequence) -> int:
         """Tokens whose KV a sequence holds now."""
         return sequence.length + (self._steps if sequence in self.generating else 0)
 
@@ -34,12 +34,12 @@ class StaticScheduler(Queue):
         """Whether what was submitted could change the next step: not while a batch is under way."""
         return not self.generating
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> EngineStep | None:
         """The prefill of a new batch, or a step of the one under way; None while there is nothing to do."""
         if self.generating:
             context = len(self.batch) * (self._longest + self._steps)
             batch = len(self.batch)
-            return Step(
+            return EngineStep(
                 batch=batch,
                 generating=len(self.generating),
                 context_tokens=context,
@@ -50,9 +50,9 @@ class StaticScheduler(Queue):
         if not self.batch:
             return None
         chunks = (Chunk(sequence=one, start=0, tokens=one.prompt_tokens, last=True) for one in self.batch)
-        return Step(chunks=tuple(chunks), prefill=((self._longest, 0),) * len(self.batch))
+        return EngineStep(chunks=tuple(chunks), prefill=((self._longest, 0),) * len(self.batch))
 
-    def complete(self, step: Step, repeats: int = 1) -> None:
+    def complete(self, step: EngineStep, repeats: int = 1) -> None:
         """``step`` has been executed ``repeats`` times."""
         if step.batch:
             self._steps += repeats
@@ -61,7 +61,7 @@ class StaticScheduler(Queue):
             chunk.sequence.generated = 1
             self.generating[chunk.sequence] = None
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: CachedSequence) -> None:
         """``sequence`` has ended; its pages are free when its batch has."""
         if sequence not in self.generating:
             self.waiting.remove(sequence)

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.choices import Choice, Piece
+from rooftop.serve.api.choices import AnswerChoice, AnswerPiece
 from rooftop.serve.api.constraint import Matcher
-from rooftop.serve.api.metrics import Metrics
-from rooftop.serve.api.openai import Form, Prepared, Wanted, error, event, usage
+from rooftop.serve.api.metrics import PrometheusMetrics
+from rooftop.serve.api.openai import Form, PreparedRequest, Wanted, error, event, usage
 from rooftop.serve.api.texts import Texts
-from rooftop.serve.engine.requests import Engine, Overloaded, Request, Sampling, Token
+from rooftop.serve.engine.requests import Overloaded, Sampling, ServeRequest, ServingEngine, Token
 
 
 class BrokenOff(Exception):
@@ -28,14 +28,16 @@ class BrokenOff(Exception):
         super().__init__(message or ("the server is shutting down" if self.stopping else "the engine failed"))
 
 
-class Answer:
+class PendingAnswer:
     """The sequences of one request, as pieces or as a whole. Whoever stops reading cancels what is left of it."""
 
-    def __init__(self, wanted: Wanted, prepared: Prepared, texts: Texts, form: Form, metrics: Metrics) -> None:
+    def __init__(
+        self, wanted: Wanted, prepared: PreparedRequest, texts: Texts, form: Form, metrics: PrometheusMetrics
+    ) -> None:
         self.wanted, self.form = wanted, form
         self._prepared, self._metrics = prepared, metrics
         self._choices = [
-            Choice(
+            AnswerChoice(
                 texts.vocabulary,
                 wanted.stop,
                 logprobs=wanted.logprobs is not None,
@@ -50,14 +52,14 @@ class Answer:
         self._times = dict[int, tuple[float, float]]()
         self._arrival_s = 0.0
 
-    def start(self, stream: Stream, arrival_s: float) -> None:
+    def start(self, stream: TokenStream, arrival_s: float) -> None:
         """Submit it. Raises RooftopError or Overloaded."""
         self._arrival_s, self._stream = arrival_s, stream
         stream.submit(self._prepared.prompts, self._prepared.samplings, arrival_s)
         for prompt in self._prepared.prompts:
             self._metrics.prompt.observe(len(prompt))
 
-    async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+    async def pieces(self) -> AsyncGenerator[list[tuple[int, AnswerPiece]], None]:
         """Pieces as they come: (choice, piece), all that came at once together. Raises BrokenOff."""
         try:
             async with aclosing(self._stream.read()) as reading:
@@ -92,7 +94,7 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece. Raises BrokenOff."""
-        parts = [list[Piece]() for _ in self._choices]
+        parts = [list[AnswerPiece]() for _ in self._choices]
         async with aclosing(self.pieces()) as reading:
             async for come in reading:
                 for index, piece in come:
@@ -151,15 +153,15 @@ class Answer:
                     self._metrics.tpot.observe((last - first) / (choice.tokens - 1))
 
 
-def _why(choice: Choice) -> str:
+def _why(choice: AnswerChoice) -> str:
     """Why a choice has no end of its own."""
     return "error" if choice.failed is not None and choice.failed.finish == "error" else "cancelled"
 
 
-def _join(pieces: list[Piece]) -> Piece:
+def _join(pieces: list[AnswerPiece]) -> AnswerPiece:
     entries = [entry for piece in pieces for entry in piece.logprobs or ()]
     asked = any(piece.logprobs is not None for piece in pieces)
-    return Piece(
+    return AnswerPiece(
         text="".join(piece.text for piece in pieces),
         calls=tuple(part for piece in pieces for part in piece.calls),
         logprobs=tuple(entries) if asked else None,
@@ -173,10 +175,10 @@ class Inbox:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
-        self._come = deque[tuple[Stream, int, Token, float]]()
+        self._come = deque[tuple[TokenStream, int, Token, float]]()
         self._woken = False
 
-    def put(self, stream: Stream, index: int, token: Token) -> None:
+    def put(self, stream: TokenStream, index: int, token: Token) -> None:
         """From any thread; returns at once."""
         self._come.append((stream, index, token, time.monotonic()))
         if not self._woken:
@@ -196,10 +198,10 @@ class Inbox:
             stream.ready.set()
 
 
-class Stream:
+class TokenStream:
     """The sequences of one answer in the engine. ``tokens``: (sequence, token, when on ``time.monotonic``) to read."""
 
-    def __init__(self, inbox: Inbox, engine: Engine) -> None:
+    def __init__(self, inbox: Inbox, engine: ServingEngine) -> None:
         self.tokens = deque[tuple[int, Token, float]]()
         self.ready = asyncio.Event()
         self._inbox, self._engine = inbox, engine
@@ -208,7 +210,7 @@ class Stream:
     def submit(self, prompts: Sequence[tuple[int, ...]], samplings: Sequence[Sampling], arrival_s: float) -> None:
         """Queue all of them, or none. Raises RooftopError or Overloaded, as the engine does."""
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            request = Request(id=self._inbox.number(), prompt=prompt, sampling=sampling, arrival_s=arrival_s)
+            request = ServeRequest(id=self._inbox.number(), prompt=prompt, sampling=sampling, arrival_s=arrival_s)
             self._running[index] = request.id
             try:
                 self._engine.submit(request, partial(self._inbox.put, self, index))

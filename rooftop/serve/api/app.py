@@ -25,12 +25,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.answers import Answer, BrokenOff, Inbox, Stream
-from rooftop.serve.api.metrics import Metrics
-from rooftop.serve.api.openai import Form, Prepared, TooLong, Wanted, error, prepare, read_request
+from rooftop.serve.api.answers import BrokenOff, Inbox, PendingAnswer, TokenStream
+from rooftop.serve.api.metrics import PrometheusMetrics
+from rooftop.serve.api.openai import Form, PreparedRequest, TooLong, Wanted, error, prepare, read_request
 from rooftop.serve.api.published import document
 from rooftop.serve.api.texts import Texts
-from rooftop.serve.engine.requests import Engine, Overloaded
+from rooftop.serve.engine.requests import Overloaded, ServingEngine
 
 _Answer = TypeVar("_Answer")
 #: Seconds after which to ask a server again that is loading or draining.
@@ -93,9 +93,9 @@ class Api:
 
     def __init__(self, settings: Settings, texts: Texts, log: logging.Logger) -> None:
         self.settings, self.texts, self.log = settings, texts, log
-        self.engine: Engine | None = None
+        self.engine: ServingEngine | None = None
         self.draining = False
-        self.metrics = Metrics(lambda: self.engine)
+        self.metrics = PrometheusMetrics(lambda: self.engine)
         self._inbox = Inbox()
         self._created = int(time.time())
         self._document = _published(settings)
@@ -197,8 +197,8 @@ class Api:
                 model=self.settings.model,
                 chat=chat,
             )
-            answer = Answer(wanted, prepared, self.texts, form, self.metrics)
-            answer.start(Stream(self._inbox, engine), arrival_s)
+            answer = PendingAnswer(wanted, prepared, self.texts, form, self.metrics)
+            answer.start(TokenStream(self._inbox, engine), arrival_s)
         except RooftopError as wrong:
             # The code by which clients know that less may do.
             code = "context_length_exceeded" if isinstance(wrong, TooLong) else None
@@ -222,14 +222,14 @@ class Api:
         self._note(request, answer, body, whole)
         return JSONResponse(whole, headers=headers)
 
-    def _require_ready(self) -> Engine:
+    def _require_ready(self) -> ServingEngine:
         if self.draining:
             raise Refused(503, "the server is shutting down", retry_s=_RETRY_S)
         if self.engine is None:
             raise Refused(503, "the server is loading its model", retry_s=_RETRY_S)
         return self.engine
 
-    def _prepare(self, body: bytes, chat: bool, longest: int) -> tuple[Wanted, Prepared]:
+    def _prepare(self, body: bytes, chat: bool, longest: int) -> tuple[Wanted, PreparedRequest]:
         wanted = read_request(body, chat=chat)
         self._require_model(wanted.model)
         return wanted, prepare(wanted, self.texts, longest)
@@ -251,7 +251,7 @@ class Api:
             raise Refused(413, f"body: got more than {most:,} bytes; accepted: at most those")
         return bytes(body)
 
-    def _note(self, request: Request, answer: Answer, body: bytes, whole: dict[str, Any] | None = None) -> None:
+    def _note(self, request: Request, answer: PendingAnswer, body: bytes, whole: dict[str, Any] | None = None) -> None:
         fields = {"path": request.url.path, **answer.record()}
         if self.settings.log_texts:
             fields |= {"request": body.decode(errors="replace"), "answer": whole}

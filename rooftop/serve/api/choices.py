@@ -22,7 +22,7 @@ class Logprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class AnswerPiece:
     """What is new in an answer: ``first`` if nothing came before; ``finish`` ends it. ``logprobs`` None: not wanted.
 
     ``calls`` are of tools.
@@ -35,7 +35,7 @@ class Piece:
     finish: str | None = None
 
 
-class Choice:
+class AnswerChoice:
     """One sequence on its way: tokens in, pieces out.
 
     ``stopped`` says that a stop string ended it, whatever the engine has yet to say; ``failed`` why it broke off.
@@ -69,7 +69,7 @@ class Choice:
         """Whether a stop string ended it."""
         return self._stops.stopped
 
-    def push(self, token: Token) -> Piece | None:
+    def push(self, token: Token) -> AnswerPiece | None:
         """The piece that ``token`` makes; None if there is nothing to show yet. After ``finish``, nothing comes."""
         if self.finish is not None or self.failed is not None:
             return None
@@ -98,7 +98,7 @@ class Choice:
             return self._words.flush() + str(marker)
         return self._words.push(token)
 
-    def _piece(self, text: str) -> Piece | None:
+    def _piece(self, text: str) -> AnswerPiece | None:
         self._shown += len(text)
         calls: tuple[CallPart, ...] = ()
         if self._calls is not None:
@@ -110,7 +110,9 @@ class Choice:
         # The first token makes a piece whatever it says: it is what a client measures its waiting by.
         if not text and not calls and not self._first and self.finish is None:
             return None
-        piece = Piece(text=self._echo + text, calls=calls, logprobs=self._take(), first=self._first, finish=self.finish)
+        piece = AnswerPiece(
+            text=self._echo + text, calls=calls, logprobs=self._take(), first=self._first, finish=self.finish
+        )
         self._echo, self._first = "", False
         return piece
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rooftop.serve.engine.requests import Engine, EngineStats
+from rooftop.serve.engine.requests import EngineStats, ServingEngine
 
 #: Seconds, from a step of a small model to a long answer.
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -49,10 +49,10 @@ _COUNTERS: _Figures = (
 _SHAPE = ("sequences", "tokens", "context_tokens", "generating")
 
 
-class Metrics:
+class PrometheusMetrics:
     """The metrics of one server. Latencies are measured where the engine hands a token over, before HTTP."""
 
-    def __init__(self, engine: Callable[[], Engine | None]) -> None:
+    def __init__(self, engine: Callable[[], ServingEngine | None]) -> None:
         """``engine`` returns it once it is there."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineMetrics(engine))
@@ -94,7 +94,7 @@ class Metrics:
 class _EngineMetrics(Collector):
     """The engine's statistics at the time of asking."""
 
-    def __init__(self, engine: Callable[[], Engine | None]) -> None:
+    def __init__(self, engine: Callable[[], ServingEngine | None]) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:

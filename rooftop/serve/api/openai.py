@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.choices import Logprob, Piece
+from rooftop.serve.api.choices import AnswerPiece, Logprob
 from rooftop.serve.api.published import read_body
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.api.tools import Calling, CallPart, calling
@@ -46,7 +46,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRequest:
     """Token ids and sampling of each sequence, the choices of a prompt in a row; ``echo``: texts that come first.
 
     ``calling``: how answers call tools, if they may.
@@ -87,7 +87,7 @@ def read_request(body: bytes, *, chat: bool) -> Wanted:
     )
 
 
-def prepare(wanted: Wanted, texts: Texts, longest: int) -> Prepared:
+def prepare(wanted: Wanted, texts: Texts, longest: int) -> PreparedRequest:
     """Tokens, sampling and constraint of each sequence. Takes milliseconds for long texts.
 
     Raises RooftopError for what the model has no room for, or cannot be held to.
@@ -135,7 +135,7 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> Prepared:
                 )
             )
     echo = [texts.vocabulary.decode(ids) if fields.get("echo") else "" for ids in prompts]
-    return Prepared(
+    return PreparedRequest(
         prompts=tuple(ids for ids in prompts for _ in range(wanted.n)),
         samplings=tuple(samplings),
         echo=tuple(text for text in echo for _ in range(wanted.n)),
@@ -160,12 +160,12 @@ class Form:
     model: str
     chat: bool
 
-    def whole(self, choices: Sequence[Piece], usage: Mapping[str, int]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[AnswerPiece], usage: Mapping[str, int]) -> dict[str, Any]:
         """The answer in one piece."""
         found = [self._choice(index, piece, streamed=False) for index, piece in enumerate(choices)]
         return self._head(streamed=False) | {"choices": found, "usage": dict(usage)}
 
-    def part(self, index: int, piece: Piece, *, usage: bool) -> dict[str, Any]:
+    def part(self, index: int, piece: AnswerPiece, *, usage: bool) -> dict[str, Any]:
         """A piece of choice ``index`` in a stream; ``usage``: a stream that ends with one says null before."""
         head = self._head(streamed=True) | {"choices": [self._choice(index, piece, streamed=True)]}
         return head | ({"usage": None} if usage else {})
@@ -178,7 +178,7 @@ class Form:
         kind = "text_completion" if not self.chat else "chat.completion.chunk" if streamed else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _choice(self, index: int, piece: Piece, *, streamed: bool) -> dict[str, Any]:
+    def _choice(self, index: int, piece: AnswerPiece, *, streamed: bool) -> dict[str, Any]:
         if not self.chat:
             content: dict[str, Any] = {"text": piece.text}
         elif streamed:

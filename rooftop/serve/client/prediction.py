@@ -14,21 +14,21 @@ from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
-from rooftop.simulate.serving.measured import MeasuredTimes, Program
-from rooftop.simulate.serving.metrics import Metrics, Targets
-from rooftop.simulate.serving.traces import Trace
+from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
+from rooftop.simulate.serving.metrics import ServingMetrics, Targets
+from rooftop.simulate.serving.traces import RequestTrace
 
 _Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class PredictionInput:
     """What /metrics of a rooftop server says at one time: (name, labels) -> value."""
 
     values: Mapping[tuple[str, _Labels], float] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, url: str) -> Told | None:
+    def read(cls, url: str) -> PredictionInput | None:
         """None where there is no such server."""
         try:
             answer = httpx.get(f"{url}/metrics", timeout=30.0)
@@ -65,21 +65,21 @@ class Told:
         return policy, labels["prefix_cache"] == "true"
 
 
-def measured_times(before: Told, after: Told) -> MeasuredTimes:
+def measured_times(before: PredictionInput, after: PredictionInput) -> MeasuredTimes:
     """The step times, and the cache, of one server of the engine, by what ran between two times.
 
     Raises RooftopError where too little did.
     """
     runs, seconds = after.labelled("program_runs_total"), after.labelled("program_seconds_total")
     old_runs, old_seconds = before.labelled("program_runs_total"), before.labelled("program_seconds_total")
-    programs, spent = list[Program](), 0.0
+    programs, spent = list[MeasuredProgram](), 0.0
     for labels, count in runs.items():
         new = count - old_runs.get(labels, 0.0)
         took = seconds[labels] - old_seconds.get(labels, 0.0)
         spent += took
         if new:
             shape = {name: int(value) for name, value in labels}
-            programs.append(Program(**shape, seconds=took / new))
+            programs.append(MeasuredProgram(**shape, seconds=took / new))
 
     def since(name: str) -> float:
         return after.one(name) - before.one(name)
@@ -106,7 +106,7 @@ def measured_times(before: Told, after: Told) -> MeasuredTimes:
     )
 
 
-def outside_s(before: Told, after: Told, ttft_s: float) -> float | None:
+def outside_s(before: PredictionInput, after: PredictionInput, ttft_s: float) -> float | None:
     """Of a client's mean TTFT, ``ttft_s``, what is not in the engine's own: HTTP, parsing, and the client itself.
 
     None where no request was answered between the two times.
@@ -116,7 +116,7 @@ def outside_s(before: Told, after: Told, ttft_s: float) -> float | None:
     return ttft_s - (after.one(f"{name}_sum") - before.one(f"{name}_sum")) / answered if answered else None
 
 
-def deployment_of(told: Told | None, times: StepTimes, *, policy: Policy, prefix_cache: bool) -> Deployment:
+def deployment_of(told: PredictionInput | None, times: StepTimes, *, policy: Policy, prefix_cache: bool) -> Deployment:
     """The servers of an engine, as many as are ``told`` of, each with these ``times``.
 
     Copies in one process take their steps at once, as do the two parts of an engine there; those of two processes go
@@ -135,6 +135,6 @@ def deployment_of(told: Told | None, times: StepTimes, *, policy: Policy, prefix
     )
 
 
-def predict(trace: Trace, deployment: Deployment, targets: Targets) -> dict[str, Any]:
+def predict(trace: RequestTrace, deployment: Deployment, targets: Targets) -> dict[str, Any]:
     """The figures of a simulation of ``trace``. Raises RooftopError for what cannot be simulated."""
-    return Metrics(simulation=simulate(trace, deployment), targets=targets).to_json()
+    return ServingMetrics(simulation=simulate(trace, deployment), targets=targets).to_json()

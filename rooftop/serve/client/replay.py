@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
 from rooftop.simulate.serving.metrics import Targets, spread
-from rooftop.simulate.serving.traces import Trace
+from rooftop.simulate.serving.traces import RequestTrace
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, int, str], None]
@@ -26,7 +26,7 @@ _REFUSED = (429, 503)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class ReplayTarget:
     """A server: its ``url`` (without /v1), ``model`` and ``key``; prompts have token ids below ``vocab``.
 
     With ``exact`` it is asked to go on behind the end of a text (``ignore_eos``), so that answers have their lengths.
@@ -73,10 +73,10 @@ class Replayed:
         """Requests that were answered whole."""
         return [each for each in self.records if each.error is None and each.times_s]
 
-    def trace(self) -> Trace:
+    def trace(self) -> RequestTrace:
         """What was served, when it was sent and with the lengths that it had: for a simulation of the same."""
         served = sorted(self.served, key=lambda each: each.sent_s)
-        return Trace(
+        return RequestTrace(
             arrival_s=np.array([each.sent_s for each in served]) - served[0].sent_s,
             prompt_tokens=np.array([each.prompt_tokens for each in served], np.int64),
             output_tokens=np.array([each.output_tokens for each in served], np.int64),
@@ -137,7 +137,7 @@ def _rate(amount: float, of: float) -> float:
     return float(amount / of) if of else 0.0
 
 
-def prompts_of(trace: Trace, vocab: int, seed: int) -> list[list[int]]:
+def prompts_of(trace: RequestTrace, vocab: int, seed: int) -> list[list[int]]:
     """Token ids for each request: at random, but blocks with equal hashes are equal."""
     found = []
     for request, length in enumerate(trace.prompt_tokens.tolist()):
@@ -150,9 +150,9 @@ def prompts_of(trace: Trace, vocab: int, seed: int) -> list[list[int]]:
 
 
 async def replay(
-    trace: Trace,
+    trace: RequestTrace,
     prompts: Sequence[Sequence[int]],
-    target: Target,
+    target: ReplayTarget,
     targets: Targets,
     on_progress: Progress | None = None,
 ) -> Replayed:
@@ -181,7 +181,7 @@ async def replay(
     return Replayed(records=records, targets=targets)
 
 
-def _body(target: Target, prompt: Sequence[int], output: int) -> dict[str, Any]:
+def _body(target: ReplayTarget, prompt: Sequence[int], output: int) -> dict[str, Any]:
     body = {"model": target.model, "prompt": list(prompt), "max_tokens": output, "stream": True}
     return body | {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if target.exact else {})
 

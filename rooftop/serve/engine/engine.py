@@ -18,17 +18,17 @@ from dataclasses import replace
 import numpy as np
 
 from rooftop.core.errors import RooftopError
-from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Counters, stats_of
 from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import Deliver, EngineStats, Overloaded, Request, Token
+from rooftop.serve.engine.requests import Deliver, EngineStats, Overloaded, ServeRequest, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.engine.schedulers import check_scheduler, scheduler_of
-from rooftop.serve.engine.steps import Server
+from rooftop.serve.engine.steps import EngineServer
 
 #: How copies get requests.
 _ROUTING = Routing(kind="affinity")
@@ -85,7 +85,7 @@ class PagedEngine:
         self._state = "serving"
         self._thread.start()
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: ServeRequest, deliver: Deliver) -> None:
         """See ``requests.Engine``."""
         running = self._taken(request, deliver)
         with self._wake:
@@ -176,7 +176,7 @@ class PagedEngine:
             running = [each for each in list(self._running.values()) if self._home(each) is server]
             check_scheduler(server.scheduler, [each.sequence for each in running])
 
-    def _home(self, running: Running) -> Server:
+    def _home(self, running: Running) -> EngineServer:
         """The server whose pool the pages of ``running`` are of."""
         if not self._apart:
             return self._servers[running.copy]
@@ -190,12 +190,12 @@ class PagedEngine:
         self._apart = configuration.policy.batching == "disaggregated" and len(self.replicas) > 1
         roles = ("prefill", "generate") if self._apart else (configuration.role,) * len(self.replicas)
         self._servers = [
-            Server(scheduler_of(configuration, replica, role), replica, self._running, self._counters, self.draft)
+            EngineServer(scheduler_of(configuration, replica, role), replica, self._running, self._counters, self.draft)
             for role, replica in zip(roles, self.replicas, strict=True)
         ]
         self._running.clear()
 
-    def _taken(self, request: Request, deliver: Deliver) -> Running:
+    def _taken(self, request: ServeRequest, deliver: Deliver) -> Running:
         """Raises RooftopError for what can never be served."""
         how, vocab = request.sampling, self.model.vocab
         if not request.prompt:
@@ -314,7 +314,7 @@ class PagedEngine:
         self._counters.stepped()
         return True
 
-    def _moved(self, server: Server, preempted: Sequence[Held], prefilled: Sequence[Held]) -> None:
+    def _moved(self, server: EngineServer, preempted: Sequence[Held], prefilled: Sequence[Held]) -> None:
         """Disaggregated: prompts that are complete go on to generate, what has lost its KV there is prefilled again."""
         front, back = self._servers
         for sequence in prefilled:

@@ -41,7 +41,7 @@ Placed = Callable[[Parameter, jax.Array], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class WeightSource:
     """A model, what ends its texts, and its weights: in stacks, each array as ``Placed`` makes it."""
 
     model: ModelConfig
@@ -49,7 +49,7 @@ class Source:
     weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]]
 
 
-def published(checkpoint: Path) -> Source:
+def published(checkpoint: Path) -> WeightSource:
     """The model of a folder with config.json and safetensors. Raises RooftopError if it has none."""
     path = checkpoint / "config.json"
     if not path.exists():
@@ -60,10 +60,10 @@ def published(checkpoint: Path) -> Source:
         found: Transformer[Any] = load_weights(checkpoint, model, decoder.abstract_weights(mesh), placed=placed)
         return found
 
-    return Source(model=model, stops=stop_tokens(checkpoint), weights=weights)
+    return WeightSource(model=model, stops=stop_tokens(checkpoint), weights=weights)
 
 
-def drawn(model: ModelConfig, *, seed: int = 0) -> Source:
+def drawn(model: ModelConfig, *, seed: int = 0) -> WeightSource:
     """Weights that are drawn: for measurements, which do not depend on them."""
 
     def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
@@ -72,14 +72,14 @@ def drawn(model: ModelConfig, *, seed: int = 0) -> Source:
         found: Transformer[Any] = jax.tree.map(placed, described, made)
         return found
 
-    return Source(model=model, stops=frozenset(), weights=weights)
+    return WeightSource(model=model, stops=frozenset(), weights=weights)
 
 
 def load(
-    checkpoint: Path | Source,
+    checkpoint: Path | WeightSource,
     configuration: Configuration | None = None,
     *,
-    draft: Path | Source | None = None,
+    draft: Path | WeightSource | None = None,
     devices: Sequence[jax.Device] | None = None,
     options: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -99,7 +99,7 @@ def load(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class EngineParts:
     """What an engine is made of."""
 
     replicas: list[Replica]
@@ -109,13 +109,13 @@ class Parts:
 
 
 def parts(
-    checkpoint: Path | Source,
+    checkpoint: Path | WeightSource,
     configuration: Configuration,
-    draft: Path | Source | None,
+    draft: Path | WeightSource | None,
     devices: Sequence[jax.Device] | None,
     options: Mapping[str, Any] | None,
     replica: Callable[..., Replica] = Replica,
-) -> Parts:
+) -> EngineParts:
     """What ``load`` makes an engine of, with a kind of ``replica``; raises as it does."""
     source = published(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     guesser = published(draft) if isinstance(draft, Path) else draft
@@ -152,7 +152,7 @@ def parts(
         guesses=configuration.guesses,
         options=None if options is None else dict(options),
     )
-    return Parts(
+    return EngineParts(
         replicas=[made(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
         draft=None if drafter is None or small is None else made(drafter, meshes[-1], small, drafts=True),
         longest=longest,

@@ -92,7 +92,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ServeRequest:
     """``prompt`` are token ids, at least one; ``id`` is the caller's, and of one request at a time.
 
     ``arrival_s`` is on the clock ``time.monotonic``.
@@ -198,7 +198,7 @@ class EngineStats:
     program_times: tuple[ProgramTimes, ...] = ()
 
 
-class Engine(Protocol):
+class ServingEngine(Protocol):
     """What the API asks of an engine. All methods are safe to call from any thread."""
 
     @property
@@ -220,7 +220,7 @@ class Engine(Protocol):
         """Compile everything (minutes, for a large model) and begin to serve; returns when requests are served."""
         ...
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: ServeRequest, deliver: Deliver) -> None:
         """Queue a request. ``deliver`` is called from the engine's thread, and must return at once.
 
         Raises RooftopError for what can never be served, and Overloaded.

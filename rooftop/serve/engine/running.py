@@ -24,10 +24,10 @@ from rooftop.programs.serving.decode import (
     TOP_P,
 )
 from rooftop.programs.serving.sampling import IN_PROMPT
-from rooftop.scheduling.serving.cache import KvCache, Sequence
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.serve.engine.guessing import Lookup
 from rooftop.serve.engine.replica import Adjusted
-from rooftop.serve.engine.requests import Deliver, Request
+from rooftop.serve.engine.requests import Deliver, ServeRequest
 
 Ints = npt.NDArray[np.int32]
 
@@ -43,7 +43,7 @@ def page_keys(tokens: list[int], page_tokens: int, known: tuple[bytes, ...] = ()
     return tuple(found)
 
 
-def check_pages(cache: KvCache, sequences: Iterable[Sequence], away: Iterable[list[int]] = ()) -> None:
+def check_pages(cache: KvCache, sequences: Iterable[CachedSequence], away: Iterable[list[int]] = ()) -> None:
     """Raises AssertionError if a page of ``cache`` is lost: each is free, cached, of ``sequences``, or ``away``."""
     users, host = Counter[int](), 0
     for sequence in sequences:
@@ -67,9 +67,9 @@ class Running:
     ``losses`` is how often that process was lost with it.
     """
 
-    request: Request
+    request: ServeRequest
     deliver: Deliver
-    sequence: Sequence
+    sequence: CachedSequence
     stops: frozenset[int]
     seed: int
     page_tokens: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.scheduling.serving.groups import AnyScheduler, make_scheduler
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.replica import Replica

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.programs.serving.decode import ADJUSTED, COUNT, DRAWN, HEAD, LOGPROBS, SLOT, START, TEMPERATURE, Chosen
-from rooftop.scheduling.serving.cache import Sequence
-from rooftop.scheduling.serving.scheduler import Chunk, Step
+from rooftop.scheduling.serving.cache import CachedSequence
+from rooftop.scheduling.serving.scheduler import Chunk, EngineStep
 from rooftop.serve.engine.configuration import covering
 from rooftop.serve.engine.counters import Counters, Shape
 from rooftop.serve.engine.replica import Ints, Replica
@@ -33,7 +33,7 @@ class Sent:
     ``prefills``: of each program the requests whose prompt it completes, with their rows.
     """
 
-    step: Step
+    step: EngineStep
     begun_s: float
     programs: list[Shape]
     generating: _Generating | None = None
@@ -52,7 +52,7 @@ class _Generating:
     chosen: Chosen = field(init=False)
 
 
-class Server:
+class EngineServer:
     """A scheduler and its replica. ``running`` has all requests of the engine, by id.
 
     A ``draft`` replica guesses what this one checks. Its cache has the same pages for the same tokens: it prefills what
@@ -70,7 +70,7 @@ class Server:
         self.scheduler, self.replica, self.running, self.counters = scheduler, replica, running, counters
         self._draft = draft
         self._page_tokens, self._groups = replica.decoder.page_tokens, replica.decoder.groups.ways
-        self._slots = Slots(replica, counters)
+        self._slots = BatchSlots(replica, counters)
         self._generating = list[Running]()
         self._order: _Order = np.zeros(0, np.int64)
         #: The rows of those who generate, in a step of ``_size``.
@@ -149,7 +149,7 @@ class Server:
         self._slots.leave(running)
         self._changed = True
 
-    def arrived(self, sequence: Sequence) -> None:
+    def arrived(self, sequence: CachedSequence) -> None:
         """The KV of ``sequence`` has come from a prefill server."""
         self.scheduler.arrived(sequence)
         self._changed = True
@@ -322,7 +322,7 @@ class _Piece:
     draws: bool
 
 
-class Slots:
+class BatchSlots:
     """``rows`` [slots + 1, HEAD + 1 + P]: one for each slot of ``replica``, and one for padding.
 
     What stands for no page is the one that takes padding.

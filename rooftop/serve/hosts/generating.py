@@ -23,8 +23,8 @@ from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.running import Running
 from rooftop.serve.engine.schedulers import check_scheduler, scheduler_of
-from rooftop.serve.engine.steps import Server
-from rooftop.serve.hosts.handover import Report, page_arrays, pieces, taken, token_fields
+from rooftop.serve.engine.steps import EngineServer
+from rooftop.serve.hosts.handover import GeneratorReport, page_arrays, pieces, taken, token_fields
 from rooftop.serve.hosts.link import Link, LinkLost, Message, accept
 
 #: Damaged pieces after which a link is given up.
@@ -272,9 +272,9 @@ class Generator:
         self._running.clear()
         self._missing.clear()
         scheduler = scheduler_of(configuration, self.replica, "generate")
-        self._server = Server(scheduler, self.replica, self._running, self._counters)
+        self._server = EngineServer(scheduler, self.replica, self._running, self._counters)
 
-    def _report(self, *, checked: bool = False) -> Report:
+    def _report(self, *, checked: bool = False) -> GeneratorReport:
         """What is so now; ``checked`` also counts the pages."""
         scheduler, counters, problem = self._server.scheduler, self._counters, None
         if checked:
@@ -291,4 +291,4 @@ class Generator:
         )
         # Requests and their tokens are counted where they are delivered.
         stats = replace(stats, waiting=len(self._running) - stats.running, tokens=0, prompt_tokens=0, prefix_tokens=0)
-        return Report(stats=stats, problem=problem)
+        return GeneratorReport(stats=stats, problem=problem)

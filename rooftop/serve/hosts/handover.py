@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.programs import COPIED
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import Constraint, EngineStats, ProgramTimes, Request, Sampling, Token
+from rooftop.serve.engine.requests import Constraint, EngineStats, ProgramTimes, Sampling, ServeRequest, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.hosts.link import Buffer, Link
 
@@ -58,7 +58,7 @@ def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: C
         "logit_bias": dict(offer["sampling"]["logit_bias"]),
         "constraint": constraint,
     }
-    request = Request(id=ticket, prompt=tuple(offer["prompt"]), sampling=Sampling(**sampling), arrival_s=0.0)
+    request = ServeRequest(id=ticket, prompt=tuple(offer["prompt"]), sampling=Sampling(**sampling), arrival_s=0.0)
     prompt, generated = len(request.prompt), len(offer["generated"])
     found = Running(
         request=request,
@@ -137,14 +137,14 @@ def page_arrays(replica: Replica, payload: bytearray, count: int) -> list[np.nda
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class GeneratorReport:
     """What a process that generates did since it began, and what it holds; ``problem`` is a page that is lost."""
 
     stats: EngineStats
     problem: str | None = None
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Report:
+    def of(cls, fields: Mapping[str, Any]) -> GeneratorReport:
         """From the fields of a ``report``."""
         times = tuple(ProgramTimes(**each) for each in fields["stats"]["program_times"])
         return cls(stats=EngineStats(**(fields["stats"] | {"program_times": times})), problem=fields["problem"])

@@ -20,7 +20,7 @@ from rooftop.serve.engine.replica import Replica
 from rooftop.serve.hosts.generating import Generator
 from rooftop.serve.hosts.handover import fingerprint
 from rooftop.serve.hosts.prefilling import PrefillEngine
-from rooftop.serve.hosts.processes import Other, Told
+from rooftop.serve.hosts.processes import GeneratorTask, Other
 from rooftop.serve.server import bind
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     # Whatever else is printed goes to stderr.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    told: Told = pickle.load(sys.stdin.buffer)
+    told: GeneratorTask = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
 
     try:

@@ -16,14 +16,14 @@ from itertools import count
 from typing import Any
 
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.scheduling.serving.cache import Sequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Handovers
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.requests import EngineStats, Token
 from rooftop.serve.engine.running import Running
-from rooftop.serve.hosts.handover import Report, begin_anew, ended, offered, send_pages, summed, token_of
+from rooftop.serve.hosts.handover import GeneratorReport, begin_anew, ended, offered, send_pages, summed, token_of
 from rooftop.serve.hosts.link import Link, LinkLost, Message
 from rooftop.serve.hosts.processes import Other
 
@@ -34,7 +34,7 @@ _PATIENCE_S = 60.0
 
 
 class PrefillEngine(PagedEngine):
-    """An ``rooftop.serve.engine.requests.Engine`` of which ``other`` generates; both have the ``facts`` in common.
+    """A ``serve.engine.requests.ServingEngine`` of which ``other`` generates; both have the ``facts`` in common.
 
     ``on_link`` hears when it is linked and when that is lost, and why.
     """
@@ -62,7 +62,7 @@ class PrefillEngine(PagedEngine):
         super().__init__([replica], configuration, longest=longest, stops=stops, on_progress=on_progress)
         self.facts, self._other, self._on_link = dict(facts), other, on_link
         self._past = list[EngineStats]()
-        self._report: Report | None = None
+        self._report: GeneratorReport | None = None
         self._checked = self._asked = 0  # The check that was answered last, and that was asked for last.
         self._heard = threading.Condition(self._lock)
         self._closing = False
@@ -89,7 +89,7 @@ class PrefillEngine(PagedEngine):
             raise
 
     def drain(self, timeout_s: float) -> bool:
-        """See ``rooftop.serve.engine.requests.Engine``; the link ends, and a process that was started for it."""
+        """See ``rooftop.serve.engine.requests.ServingEngine``; the link ends, and a process that was started for it."""
         done = super().drain(timeout_s)
         self._ask_for_report()
         with self._wake:
@@ -121,7 +121,7 @@ class PrefillEngine(PagedEngine):
         )
 
     def check(self) -> None:
-        """See ``rooftop.serve.engine.requests.Engine``; in both processes."""
+        """See ``rooftop.serve.engine.requests.ServingEngine``; in both processes."""
         super().check()
         self._ask_for_report()
         with self._lock:
@@ -241,7 +241,7 @@ class PrefillEngine(PagedEngine):
                 if self._closing:
                     link.discard()
                     return
-                self._link, self._report = link, Report.of(hello.fields["report"])
+                self._link, self._report = link, GeneratorReport.of(hello.fields["report"])
                 self.longest = min(self.longest, hello.fields["longest"])
                 self._heard.notify_all()
             self._on_link("linked")
@@ -299,7 +299,7 @@ class PrefillEngine(PagedEngine):
                     self._ask(partial(self._send_pages, link, fields["ticket"], fields["pieces"]))
                 elif message.kind == "report":
                     with self._heard:
-                        self._report, self._checked = Report.of(fields), max(self._checked, fields["number"])
+                        self._report, self._checked = GeneratorReport.of(fields), max(self._checked, fields["number"])
                         self._heard.notify_all()
                 elif message.kind == "failed":
                     self._all_failed(fields["message"])

@@ -74,7 +74,7 @@ class Remote:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class GeneratorTask:
     """What a process that is started to generate is told: what it loads, and the key of its link."""
 
     checkpoint: Path
@@ -94,7 +94,7 @@ class Child:
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._told = Told(
+        self._told = GeneratorTask(
             checkpoint=checkpoint.resolve(), configuration=configuration, options=options, key=secrets.token_hex()
         )
         self._environment = dict(environment or {})

@@ -39,7 +39,7 @@ from rooftop.serve.hosts.link import Buffer, Link, LinkLost, Message, accept, co
 from rooftop.serve.server import bind
 
 
-class Joined(Replica):
+class JoinedReplica(Replica):
     """A ``Replica`` of several processes. What one that only prefills takes from its pages, each process has whole."""
 
     _role = "both"
@@ -128,7 +128,7 @@ class Followers:
                 self.on_lost(f"process {process} of the engine is lost ({lost})")
 
 
-class Leading(Joined):
+class Leading(JoinedReplica):
     """A replica whose ``followers`` do what it does."""
 
     def __init__(self, followers: Followers, *given: Any, **options: Any) -> None:
@@ -275,7 +275,7 @@ class Follower:
         threading.Thread(target=self._hear, name="rooftop leader", daemon=True).start()
         # Where it is something else that we serve, the first process says so and is lost.
         self._messages.get()
-        self._made = parts(checkpoint, configuration, draft, None, options, replica=Joined)
+        self._made = parts(checkpoint, configuration, draft, None, options, replica=JoinedReplica)
 
     def stop(self) -> None:
         """Have the first process finish what is running, and end them all."""
@@ -308,7 +308,7 @@ class Follower:
             self._on_lost(f"the first process of the engine is lost ({lost})")
 
 
-def _do(replica: Joined, message: Message, taken: list[jax.Array]) -> None:
+def _do(replica: JoinedReplica, message: Message, taken: list[jax.Array]) -> None:
     """What the first process has said; ``taken`` is what pages held that go from replica to replica."""
     fields, at = message.fields, 0
     arrays = list[np.ndarray[Any, Any]]()

@@ -17,11 +17,11 @@ from itertools import combinations, permutations, product
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import Span
+from rooftop.arrays.mesh import AxisSpan
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.simulate.network.messages import chain, gather, permute, send, shards_of, sizes_of, walk
-from rooftop.simulate.network.torus import DOWN, UP, Run, Torus, Transfer, run
+from rooftop.simulate.network.torus import DOWN, UP, LinkTransfer, NetworkRun, Torus, run
 
 __all__ = ["gather", "permute", "send", "simulate"]
 
@@ -33,13 +33,13 @@ Floats = npt.NDArray[np.float64]
 
 def simulate(
     kind: str,
-    group: Span,
+    group: AxisSpan,
     nbytes: float | Floats,
     *,
     bidirectional: bool = True,
     chunks: int | None = None,
     cut_through: bool = True,
-) -> Run:
+) -> NetworkRun:
     """Simulate one collective in all groups of a mesh axis at once.
 
     ``nbytes`` is the logical payload of ``rooftop.core.ledger.Collective``, or the bytes of each member's shard, [N]
@@ -92,7 +92,7 @@ class _Members:
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, torus: Torus, group: Span, bidirectional: bool) -> _Members:
+    def of(cls, torus: Torus, group: AxisSpan, bidirectional: bool) -> _Members:
         axes = len(torus.sizes)
         if group.size.ndim != 1 or group.size[axes:].prod() != 1:
             raise RooftopError("group", group.size.tolist(), "one group [P] within one torus, without cores and DCN")
@@ -146,7 +146,7 @@ class _Members:
 
 def _collecting(
     kind: str, torus: Torus, members: _Members, shards: Floats, chunks: int | None, cut_through: bool
-) -> list[Transfer]:
+) -> list[LinkTransfer]:
     """AllGather, ReduceScatter (its AllGather backwards) and AllReduce (one after the other)."""
     line = any(size > 1 and not ring for size, ring in zip(members.size, members.ring, strict=True))
     gathering, trees = _gathering(kind, torus, members, shards, chunks or 1)
@@ -170,7 +170,7 @@ def _collecting(
 
 def _gathering(
     kind: str, torus: Torus, members: _Members, shards: Floats, chunks: int
-) -> tuple[list[Transfer], list[int]]:
+) -> tuple[list[LinkTransfer], list[int]]:
     """The AllGather that ``kind`` is or is made of, and the tree that each transfer belongs to.
 
     There is a tree for every piece (a chunk of a shard in one order of the axes), way round the rings and group.
@@ -186,7 +186,7 @@ def _gathering(
             count = max(1, round(chunks * share * len(shards) / len(positions)))
         pieces = [(at, order, float(sizes[at]) / count) for _, at in product(range(count), positions)]
         turns += [((rank + 0.5) / len(pieces), *piece) for rank, piece in enumerate(pieces)]
-    transfers: list[Transfer] = []
+    transfers: list[LinkTransfer] = []
     trees: list[int] = []
     each = product(sorted(turns), members.flips, members.groups)
     for number, ((_, position, order, size), flip, chips) in enumerate(each):
@@ -205,7 +205,7 @@ def _tree(
     flip: bool,
     nbytes: float,
     base: int,
-) -> list[Transfer]:
+) -> list[LinkTransfer]:
     """One shard from its chip to all others of its group, as transfers numbered from ``base``."""
     places = np.unravel_index(position, members.size)
     links: list[int] = []
@@ -229,12 +229,12 @@ def _tree(
         if parent[child] >= 0:
             to_go[parent[child]] = max(to_go[parent[child]], to_go[child] + 1)
     return [
-        Transfer(link, nbytes, () if before < 0 else (base + before,), hops)
+        LinkTransfer(link, nbytes, () if before < 0 else (base + before,), hops)
         for link, before, hops in zip(links, parent, to_go, strict=True)
     ]
 
 
-def _backwards(torus: Torus, transfers: Sequence[Transfer], ranks: Sequence[float]) -> list[Transfer]:
+def _backwards(torus: Torus, transfers: Sequence[LinkTransfer], ranks: Sequence[float]) -> list[LinkTransfer]:
     """The transfers with time running backwards: what was copied on the way is added up, last ones come first."""
     last = len(transfers) - 1
     followers: list[list[int]] = [[] for _ in transfers]
@@ -242,12 +242,16 @@ def _backwards(torus: Torus, transfers: Sequence[Transfer], ranks: Sequence[floa
         for before in transfer.after:
             followers[before].append(last - index)
     return [
-        Transfer(torus.opposite(transfers[index].link), transfers[index].nbytes, tuple(followers[index]), ranks[index])
+        LinkTransfer(
+            torus.opposite(transfers[index].link), transfers[index].nbytes, tuple(followers[index]), ranks[index]
+        )
         for index in reversed(range(len(transfers)))
     ]
 
 
-def _after(reducing: list[Transfer], gathering: list[Transfer], trees: list[int], ranks: list[float]) -> list[Transfer]:
+def _after(
+    reducing: list[LinkTransfer], gathering: list[LinkTransfer], trees: list[int], ranks: list[float]
+) -> list[LinkTransfer]:
     """``gathering`` with new ranks, to follow ``reducing``, which is the same backwards: roots wait for their sums."""
     last, base = len(gathering) - 1, len(reducing)
     roots: dict[int, list[int]] = {}
@@ -301,12 +305,12 @@ def _least_busy(load: Floats) -> Floats:
     return best
 
 
-def _messages(torus: Torus, members: _Members, pairs: Floats, chunks: int) -> list[Transfer]:
+def _messages(torus: Torus, members: _Members, pairs: Floats, chunks: int) -> list[LinkTransfer]:
     """Bytes from each member to each other one, [N, N], along one axis after the other."""
     axes = len(members.size)
     rotations = [tuple((first + step) % axes for step in range(axes)) for first in range(axes)]
     places = np.stack(np.unravel_index(np.arange(len(pairs)), members.size), axis=-1).tolist()
-    transfers: list[Transfer] = []
+    transfers: list[LinkTransfer] = []
     for _, (source, target) in product(range(chunks), np.argwhere(pairs > 0).tolist()):
         order = rotations[(sum(places[source]) + sum(places[target])) % axes]
         legs = {

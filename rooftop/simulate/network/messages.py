@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
-from rooftop.simulate.network.torus import DOWN, UP, Torus, Transfer
+from rooftop.simulate.network.torus import DOWN, UP, LinkTransfer, Torus
 
 Floats = npt.NDArray[np.float64]
 #: Links one after the other, as (axis, direction, chip that the link leaves).
@@ -26,20 +26,20 @@ def walk(torus: Torus, chip: int, legs: Sequence[tuple[int, int, int]]) -> Path:
     return tuple(path)
 
 
-def chain(transfers: list[Transfer], torus: Torus, path: Path, nbytes: float) -> None:
+def chain(transfers: list[LinkTransfer], torus: Torus, path: Path, nbytes: float) -> None:
     """Append one message that takes the links of ``path`` one after the other."""
     for hop, at in enumerate(path):
         before = (len(transfers) - 1,) if hop else ()
-        transfers.append(Transfer(torus.link(*at), nbytes, before, len(path) - hop))
+        transfers.append(LinkTransfer(torus.link(*at), nbytes, before, len(path) - hop))
 
 
-def permute(torus: Torus, pairs: Sequence[tuple[int, int]], nbytes: float | Floats) -> list[Transfer]:
+def permute(torus: Torus, pairs: Sequence[tuple[int, int]], nbytes: float | Floats) -> list[LinkTransfer]:
     """Messages from chip to chip for any (source, target) pairs, [n]; bytes of each, or one figure for all.
 
     Along shortest paths, half of the bytes through the axes from first to last and half from last to first, an
     opposite chip of a ring both ways round: what ``rooftop.roofline.routing`` sums up in closed form.
     """
-    transfers: list[Transfer] = []
+    transfers: list[LinkTransfer] = []
     for (source, target), size in zip(pairs, np.broadcast_to(nbytes, len(pairs)), strict=True):
         paths = _shortest(torus, source, target)
         for path in paths:
@@ -47,19 +47,19 @@ def permute(torus: Torus, pairs: Sequence[tuple[int, int]], nbytes: float | Floa
     return transfers
 
 
-def send(torus: Torus, source: int, target: int, nbytes: float) -> list[Transfer]:
+def send(torus: Torus, source: int, target: int, nbytes: float) -> list[LinkTransfer]:
     """One message in equal parts over shortest paths that share no link, as many as turn once per axis."""
     disjoint: list[Path] = []
     for path in _shortest(torus, source, target, every=True):
         if not any(set(path) & set(other) for other in disjoint):
             disjoint.append(path)
-    transfers: list[Transfer] = []
+    transfers: list[LinkTransfer] = []
     for path in disjoint:
         chain(transfers, torus, path, float(sizes_of(nbytes, ())) / len(disjoint))
     return transfers
 
 
-def gather(torus: Torus, target: int, nbytes: float | Floats) -> list[Transfer]:
+def gather(torus: Torus, target: int, nbytes: float | Floats) -> list[LinkTransfer]:
     """Everything on one chip: ``nbytes`` in all, in equal shards, or the bytes of each chip's shard, [chips].
 
     Shards take shortest paths, shared out so that the busiest port of ``target`` takes in as little as can be.
@@ -76,7 +76,7 @@ def gather(torus: Torus, target: int, nbytes: float | Floats) -> list[Transfer]:
         ways[chip] = dict(sorted(by_port.items()))
         waiting[tuple(ways[chip])] = waiting.get(tuple(ways[chip]), 0.0) + float(shards[chip])
     shares = _even_ports(waiting)
-    transfers: list[Transfer] = []
+    transfers: list[LinkTransfer] = []
     for chip, by_port in ways.items():
         for paths, share in zip(by_port.values(), shares[tuple(by_port)], strict=True):
             for path in paths if share > 0 else ():

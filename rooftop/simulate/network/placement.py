@@ -14,7 +14,7 @@ from rooftop.algebra.steps import Step, shard_numbers
 from rooftop.arrays import ShardedArray
 from rooftop.core.errors import RooftopError
 from rooftop.simulate.network.messages import gather, send
-from rooftop.simulate.network.torus import Floats, Run, Torus, run
+from rooftop.simulate.network.torus import Floats, NetworkRun, Torus, run
 
 
 def move(source: ShardedArray, target: ShardedArray, prices: Prices) -> Strategy:
@@ -77,7 +77,7 @@ def _network(source: ShardedArray, target: ShardedArray, prices: Prices) -> tupl
     return Step(op=op, inputs=(source,), output=target), _cost(whole, found, torus)
 
 
-def _cost(moved: float, found: Run, torus: Torus) -> Cost:
+def _cost(moved: float, found: NetworkRun, torus: Torus) -> Cost:
     busy = {"ici": float(found.busy_s.max())}
     return Cost(bytes=moved, resources=busy, latency_s=found.hops * torus.hop_s, time_s=found.seconds)
 

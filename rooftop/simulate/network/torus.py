@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 UP, DOWN = 0, 1
 
 
-class Transfer(NamedTuple):
+class LinkTransfer(NamedTuple):
     """One message over one link.
 
     ``after`` are positions of earlier transfers whose bytes it sends on (or adds up). Of the transfers that wait
@@ -124,7 +124,7 @@ class Torus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class NetworkRun:
     """What a simulation found.
 
     ``seconds`` is when the last byte arrived and ``hops`` the links on the path that took so long; ``link_bytes`` and
@@ -139,7 +139,7 @@ class Run:
     left_s: Floats
 
 
-def run(torus: Torus, transfers: Sequence[Transfer], *, cut_through: bool = True) -> Run:
+def run(torus: Torus, transfers: Sequence[LinkTransfer], *, cut_through: bool = True) -> NetworkRun:
     """Simulate transfers, each listed after those it depends on. Event-driven and deterministic."""
     rate, hop_s = torus.bytes_per_s, torus.hop_s
     sent = np.zeros(2 * len(torus.sizes) * torus.chips)
@@ -194,4 +194,6 @@ def run(torus: Torus, transfers: Sequence[Transfer], *, cut_through: bool = True
                 heappush(events, (ready_s[follower], 0, follower))
     shape = (len(torus.sizes), 2, torus.chips)
     link_bytes = sent.reshape(shape)
-    return Run(seconds=seconds, hops=longest, link_bytes=link_bytes, busy_s=link_bytes / rate, left_s=np.array(left_s))
+    return NetworkRun(
+        seconds=seconds, hops=longest, link_bytes=link_bytes, busy_s=link_bytes / rate, left_s=np.array(left_s)
+    )

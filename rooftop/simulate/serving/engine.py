@@ -12,21 +12,21 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from rooftop.core.errors import RooftopError
-from rooftop.scheduling.serving.cache import Sequence
+from rooftop.scheduling.serving.cache import CachedSequence
 from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Step
+from rooftop.scheduling.serving.scheduler import EngineStep
 from rooftop.scheduling.serving.static import StaticScheduler
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.deployment import Deployment
-from rooftop.simulate.serving.records import Requests, Run, Server, Simulation, Stay
-from rooftop.simulate.serving.traces import Trace
+from rooftop.simulate.serving.records import Requests, SimulatedServer, Simulation, Stay, StepRun
+from rooftop.simulate.serving.traces import RequestTrace
 
 #: What happens at the same instant happens in this order, so that a server sees all that has come before it decides.
 _ARRIVED, _DONE, _WAKE = 0, 1, 2
 
 
 def simulate(
-    trace: Trace, deployment: Deployment, on_progress: Callable[[int, int, str], None] | None = None
+    trace: RequestTrace, deployment: Deployment, on_progress: Callable[[int, int, str], None] | None = None
 ) -> Simulation:
     """Serve ``trace`` until the last request has ended. Raises RooftopError on what does not go together."""
     page_tokens = deployment.times.page_tokens
@@ -39,14 +39,15 @@ class _Events:
     """The events to come and what they change."""
 
     def __init__(
-        self, trace: Trace, deployment: Deployment, on_progress: Callable[[int, int, str], None] | None
+        self, trace: RequestTrace, deployment: Deployment, on_progress: Callable[[int, int, str], None] | None
     ) -> None:
         self.trace, self.deployment, self.times = trace, deployment, deployment.times
         self.on_progress, self.report_every, self.finished = on_progress, max(1, len(trace) // 200), 0
         front, back = deployment.schedulers()
         roles = ["both" if not back else "prefill"] * len(front) + ["generate"] * len(back)
         self.servers = [
-            Server(number, role, each) for number, (role, each) in enumerate(zip(roles, [*front, *back], strict=True))
+            SimulatedServer(number, role, each)
+            for number, (role, each) in enumerate(zip(roles, [*front, *back], strict=True))
         ]
         self.front, self.back = self.servers[: len(front)], self.servers[len(front) :]
         for server in self.servers:
@@ -60,16 +61,18 @@ class _Events:
             first_s=nan[:], last_s=nan[:], tokens=zero[:], prefilled=zero[:], cached=zero[:], preemptions=zero[:],
             joining_gap_s=[0.0] * count, server=[-1] * count, refused={},
         )  # fmt: skip
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, CachedSequence] = {}
         #: In lockstep, those that have come during the step under way.
-        self.came: list[Sequence] = []
+        self.came: list[CachedSequence] = []
         self.stays: list[Stay] = []
         self.joining_gaps_s: list[float] = []
         #: Per request that generates: (stay number, server's steps and runs when it joined).
         self.joined: dict[int, tuple[int, int, int]] = {}
         self.stay_numbers = 0
         self.handovers = 0
-        self.heap: list[tuple[float, int, int, Server, int, Sequence | None, Server | None]] = []
+        self.heap: list[
+            tuple[float, int, int, SimulatedServer, int, CachedSequence | None, SimulatedServer | None]
+        ] = []
         self.pushed = 0
 
     def run(self) -> Simulation:
@@ -101,7 +104,12 @@ class _Events:
         )
 
     def push(
-        self, at: float, what: int, server: Server, sequence: Sequence | None = None, sender: Server | None = None
+        self,
+        at: float,
+        what: int,
+        server: SimulatedServer,
+        sequence: CachedSequence | None = None,
+        sender: SimulatedServer | None = None,
     ) -> None:
         self.pushed += 1
         heappush(self.heap, (at, what, self.pushed, server, server.version, sequence, sender))
@@ -117,7 +125,7 @@ class _Events:
         if refused is not None:
             self.requests.refused[request] = refused
             return
-        sequence = Sequence(id=request, prompt_tokens=prompt, max_tokens=output, keys=keys)
+        sequence = CachedSequence(id=request, prompt_tokens=prompt, max_tokens=output, keys=keys)
         self.sequences[request] = sequence
         if self.deployment.lockstep:
             # The process that drives all servers looks at what has come between two steps.
@@ -128,7 +136,7 @@ class _Events:
         server.scheduler.submit(sequence)
         self.nudge(server, self.arrival_s[request], certain=False)
 
-    def route(self, number: int, sequence: Sequence) -> Server:
+    def route(self, number: int, sequence: CachedSequence) -> SimulatedServer:
         """The server that prefills ``sequence``."""
         if len(self.front) == 1:
             return self.front[0]
@@ -138,7 +146,7 @@ class _Events:
             matches = [max(cache.match(sequence) for cache in server.scheduler.caches) for server in self.front]
         return self.front[routing.choose(number, [one.scheduler.outstanding for one in self.front], matches)]
 
-    def nudge(self, server: Server, now: float, *, certain: bool) -> None:
+    def nudge(self, server: SimulatedServer, now: float, *, certain: bool) -> None:
         """Something has come to ``server``: wake it, or let it decide anew after the step under way.
 
         The latter if the decision may differ; ``certain`` says that it does.
@@ -155,7 +163,7 @@ class _Events:
                 lead.version += 1
                 self.push(lead.started_s + run_seconds(steps, lead.first_s, lead.growth_s), _DONE, lead)
 
-    def begin(self, lead: Server, now: float) -> None:
+    def begin(self, lead: SimulatedServer, now: float) -> None:
         """Decide what the servers that step together with ``lead``, their first one, do from ``now`` on."""
         lead.planned, handed_s = 0, 0.0
         for sequence in self.came:
@@ -178,7 +186,7 @@ class _Events:
         lead.version += 1
         self.push(now + run_seconds(planned, first_s, growth_s), _DONE, lead)
 
-    def decide(self, server: Server, now: float) -> bool:
+    def decide(self, server: SimulatedServer, now: float) -> bool:
         """The next step of ``server``, how long it takes, and how often it may be taken; whether there is one."""
         scheduler = server.scheduler
         waiting = scheduler.queued
@@ -209,14 +217,14 @@ class _Events:
         server.waiting = waiting
         return True
 
-    def done(self, lead: Server, now: float) -> None:
+    def done(self, lead: SimulatedServer, now: float) -> None:
         """The steps that ``lead`` and those that step with it had planned are over."""
         for server in lead.together:
             if server.step is not None:
                 self.completed(server, server.step, now)
         self.begin(lead, now)
 
-    def completed(self, server: Server, step: Step, now: float) -> None:
+    def completed(self, server: SimulatedServer, step: EngineStep, now: float) -> None:
         """The steps of ``server`` that were planned are over."""
         steps, scheduler, requests = server.planned, server.scheduler, self.requests
         scheduler.complete(step, steps)
@@ -236,8 +244,10 @@ class _Events:
             server.last_token_s = now
             server.steps += steps
         server.runs.append(
-            Run(server.started_s, now, steps, server.first_s, server.growth_s, step.generating, prefilled, continued,
-                gap_s, server.pages_used, server.waiting)
+            StepRun(
+                server.started_s, now, steps, server.first_s, server.growth_s, step.generating, prefilled, continued,
+                gap_s, server.pages_used, server.waiting,
+            )
         )  # fmt: skip
         while server.ends and server.ends[0][0] <= server.steps:
             entry = heappop(server.ends)
@@ -248,7 +258,7 @@ class _Events:
             if chunk.last:
                 self.prefilled(server, chunk.sequence, now)
 
-    def prefilled(self, server: Server, sequence: Sequence, now: float) -> None:
+    def prefilled(self, server: SimulatedServer, sequence: CachedSequence, now: float) -> None:
         """The prefill of ``sequence`` has given a token: its first, or the next after a preemption."""
         request, requests = sequence.id, self.requests
         if requests.tokens[request]:
@@ -271,7 +281,7 @@ class _Events:
         else:
             self.join(server, request)
 
-    def join(self, server: Server, request: int) -> None:
+    def join(self, server: SimulatedServer, request: int) -> None:
         """``request`` generates on ``server`` from its next step on."""
         self.stay_numbers += 1
         self.joined[request] = (self.stay_numbers, server.steps, len(server.runs))
@@ -283,7 +293,7 @@ class _Events:
         """Whether an entry of ``ends`` is of a stay that goes on."""
         return self.joined.get(entry[1], (0,))[0] == entry[2]
 
-    def leave(self, server: Server, request: int) -> None:
+    def leave(self, server: SimulatedServer, request: int) -> None:
         """``request`` generates no more on ``server``."""
         _, since, first = self.joined.pop(request)
         steps = server.steps - since
@@ -294,7 +304,7 @@ class _Events:
         else:
             server.newcomers.remove(request)
 
-    def ended(self, server: Server, request: int) -> None:
+    def ended(self, server: SimulatedServer, request: int) -> None:
         server.scheduler.finish(self.sequences.pop(request))
         self.finished += 1
         if self.on_progress is not None and self.finished % self.report_every == 0:
@@ -305,7 +315,7 @@ class _Events:
         self.joining_gaps_s.append(gap)
         self.requests.joining_gap_s[request] = max(self.requests.joining_gap_s[request], gap)
 
-    def preempted(self, server: Server, sequence: Sequence, now: float) -> None:
+    def preempted(self, server: SimulatedServer, sequence: CachedSequence, now: float) -> None:
         self.requests.preemptions[sequence.id] += 1
         if sequence.id in self.joined:
             self.leave(server, sequence.id)
@@ -314,7 +324,7 @@ class _Events:
             front.scheduler.submit(sequence, first=True)
             self.nudge(front, now, certain=True)
 
-    def receive(self, server: Server, now: float) -> float:
+    def receive(self, server: SimulatedServer, now: float) -> float:
         """Begin to send what ``server`` has room for; take in what has been sent.
 
         In lockstep both servers wait until it has been sent: so many seconds.
@@ -339,7 +349,7 @@ class _Events:
             self.push(sender.link_free_s, _ARRIVED, server, sequence, sender)
         return seconds
 
-    def landed(self, server: Server, sequence: Sequence, sender: Server, now: float) -> None:
+    def landed(self, server: SimulatedServer, sequence: CachedSequence, sender: SimulatedServer, now: float) -> None:
         """The KV of ``sequence`` has come from ``sender``, whose pages are free now."""
         assert not isinstance(server.scheduler, StaticScheduler)
         assert not isinstance(sender.scheduler, StaticScheduler)
@@ -352,7 +362,7 @@ class _Events:
         self.nudge(server, now, certain=True)
 
 
-def joint_steps(times: StepTimes, step: Step, most: int) -> tuple[int, float, float]:
+def joint_steps(times: StepTimes, step: EngineStep, most: int) -> tuple[int, float, float]:
     """How many steps to take at once, at most ``most``; the time of the first and what each takes more than the last.
 
     Times are convex or concave in the context: where the second of three points lies on the line through the others,

@@ -13,7 +13,7 @@ _FEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class MeasuredProgram:
     """A compiled program with room for ``sequences`` sequences, that read up to ``context_tokens`` tokens of KV each.
 
     It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence; beside those that it
@@ -44,7 +44,7 @@ class MeasuredTimes:
 
     page_tokens: int
     kv_tokens: int
-    programs: tuple[Program, ...]
+    programs: tuple[MeasuredProgram, ...]
     overhead_s: float = 0.0
     kv_groups: int = 1
     prefill_kv_tokens: int = 0
@@ -87,14 +87,14 @@ class MeasuredTimes:
         raise RooftopError("host_kv_tokens", tokens, "0: copies to the host were not measured")
 
     @cached_property
-    def _generates(self) -> list[Program]:
+    def _generates(self) -> list[MeasuredProgram]:
         found = [each for each in self.programs if not each.tokens]
         return sorted(found, key=lambda each: (each.sequences, each.context_tokens))
 
     @cached_property
-    def _prefills(self) -> dict[int, list[Program]]:
+    def _prefills(self) -> dict[int, list[MeasuredProgram]]:
         """Programs by width, in ascending order."""
-        found: dict[int, list[Program]] = {}
+        found: dict[int, list[MeasuredProgram]] = {}
         prefills = [each for each in self.programs if each.tokens and not each.generating]
         for each in sorted(prefills, key=lambda each: (each.width, each.context_tokens)):
             found.setdefault(each.width, []).append(each)
@@ -109,7 +109,7 @@ class MeasuredTimes:
         size = self._size(batch)
         return _nearest([each for each in self._generates if each.sequences == size], context_tokens // batch + 1)
 
-    def _mixed(self, batch: int, run: _Run) -> list[Program]:
+    def _mixed(self, batch: int, run: _Run) -> list[MeasuredProgram]:
         """The programs that do a run while they generate."""
         size = self._size(batch)
         shape = (run.rows, run.rows * run.width)
@@ -157,7 +157,7 @@ def prefill_rows(pieces: int, full: int) -> int:
     return 1 if pieces <= max(1, min(_FEW, full // 2)) else full
 
 
-def _nearest(programs: list[Program], context_tokens: int) -> float:
+def _nearest(programs: list[MeasuredProgram], context_tokens: int) -> float:
     """The time of the smallest program that reads so many tokens; of the largest if none does."""
     enough = [each for each in programs if each.context_tokens >= context_tokens]
     return (min(enough, key=lambda each: each.context_tokens) if enough else programs[-1]).seconds

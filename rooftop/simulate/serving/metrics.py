@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
-from rooftop.simulate.serving.records import Run, Server, Simulation, Stay
+from rooftop.simulate.serving.records import SimulatedServer, Simulation, Stay, StepRun
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,7 +44,7 @@ class Targets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics:
+class ServingMetrics:
     """The figures of a simulation. Arrays [request] have NaN for requests that were refused."""
 
     simulation: Simulation
@@ -174,7 +174,7 @@ class Metrics:
             "servers": [self._server(server) for server in self.simulation.servers],
         }
 
-    def _server(self, server: Server) -> dict[str, Any]:
+    def _server(self, server: SimulatedServer) -> dict[str, Any]:
         """What one server did with its time and its pages."""
         runs, duration = self._runs[server.number], self.duration_s
         seconds = runs["end_s"] - runs["start_s"]
@@ -203,10 +203,10 @@ class Metrics:
         }
 
 
-def _columns(server: Server) -> dict[str, Floats]:
+def _columns(server: SimulatedServer) -> dict[str, Floats]:
     """The runs of a server as arrays [run]."""
-    columns = zip(*server.runs, strict=True) if server.runs else ((),) * len(Run._fields)
-    return {name: np.array(column, np.float64) for name, column in zip(Run._fields, columns, strict=True)}
+    columns = zip(*server.runs, strict=True) if server.runs else ((),) * len(StepRun._fields)
+    return {name: np.array(column, np.float64) for name, column in zip(StepRun._fields, columns, strict=True)}
 
 
 def _rate(amount: float, of: float) -> float:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rooftop.scheduling.serving.cache import Sequence
+from rooftop.scheduling.serving.cache import CachedSequence
 from rooftop.scheduling.serving.groups import AnyScheduler
-from rooftop.scheduling.serving.scheduler import Step
+from rooftop.scheduling.serving.scheduler import EngineStep
 from rooftop.scheduling.serving.static import StaticScheduler
 from rooftop.simulate.serving.deployment import Deployment
-from rooftop.simulate.serving.traces import Trace
+from rooftop.simulate.serving.traces import RequestTrace
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """Equal steps of a server in a row, the first taking ``first_s`` and each ``growth_s`` more than the last.
 
     ``continued`` sequences had generated in the server's step before as well and waited ``gap_s`` for the token of the
@@ -43,15 +43,15 @@ class Stay(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Server:
+class SimulatedServer:
     """What happened on one server, and while the simulation runs, what is happening."""
 
     number: int
     role: str
     scheduler: AnyScheduler | StaticScheduler
-    runs: list[Run] = field(default_factory=list)
+    runs: list[StepRun] = field(default_factory=list)
     #: All that begin their steps at once, this one among them; the first has the run that they have in common.
-    together: list[Server] = field(default_factory=list)
+    together: list[SimulatedServer] = field(default_factory=list)
     busy: bool = False
     #: Tokens of KV pages held, over time: page-seconds, and the pages held at ``metered_s``.
     page_seconds: float = 0.0
@@ -59,7 +59,7 @@ class Server:
     metered_pages: int = 0
     #: The run under way: when it began, its step, how often, the time of the first and the growth; which end is valid.
     started_s: float = 0.0
-    step: Step | None = None
+    step: EngineStep | None = None
     planned: int = 0
     first_s: float = 0.0
     growth_s: float = 0.0
@@ -71,7 +71,7 @@ class Server:
     last_token_s: float = 0.0
     #: Requests that generate from the next step on and did not in the last.
     newcomers: list[int] = field(default_factory=list)
-    landed: list[Sequence] = field(default_factory=list)
+    landed: list[CachedSequence] = field(default_factory=list)
     link_free_s: float = 0.0
 
     @property
@@ -111,9 +111,9 @@ class Requests:
 class Simulation:
     """What happened: the input, the servers with their runs, the requests with their times."""
 
-    trace: Trace
+    trace: RequestTrace
     deployment: Deployment
-    servers: list[Server]
+    servers: list[SimulatedServer]
     requests: Requests
     stays: list[Stay]
     #: Times between tokens of a request that the runs do not say: at joining a batch.

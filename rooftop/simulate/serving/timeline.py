@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import isnan
 from typing import Any
 
-from rooftop.simulate.serving.records import Run, Server, Simulation
+from rooftop.simulate.serving.records import SimulatedServer, Simulation, StepRun
 
 _MICROSECONDS = 1e6
 
@@ -24,7 +24,7 @@ def timeline(simulation: Simulation, until_s: float) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _server(server: Server, until_s: float) -> Iterator[dict[str, Any]]:
+def _server(server: SimulatedServer, until_s: float) -> Iterator[dict[str, Any]]:
     process = {"pid": server.number + 1}
     role = {"both": "server", "prefill": "prefill server", "generate": "generate server"}[server.role]
     yield process | {"ph": "M", "name": "process_name", "args": {"name": f"{role} {server.number}"}}
@@ -56,7 +56,7 @@ def _counters(process: dict[str, Any], at_s: float, generating: int, waiting: in
         yield process | {"ph": "C", "name": name, "ts": at_s * _MICROSECONDS, "args": {name: value}}
 
 
-def _name(run: Run) -> str:
+def _name(run: StepRun) -> str:
     if not run.generating:
         return f"prefill {run.prefill_tokens}"
     return f"generate {run.generating}" + (f" and prefill {run.prefill_tokens}" if run.prefill_tokens else "")

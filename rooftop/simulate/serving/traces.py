@@ -34,7 +34,7 @@ _HASHES = ("hashes", "hash_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class RequestTrace:
     """Requests in order of arrival: arrays [request], times from the first arrival of the trace or from 0.
 
     ``hashes`` has, per request, a hash for each ``hash_tokens`` tokens of its prompt (the last may stand for fewer), in
@@ -79,7 +79,7 @@ def draw_trace(
     output: Lengths,
     burstiness: float = 1.0,
     seed: int = 0,
-) -> Trace:
+) -> RequestTrace:
     """Arrivals at random, ``requests_per_second`` on average, with lengths drawn independently.
 
     Times between arrivals follow a Gamma distribution of shape ``burstiness``, as serving benchmarks draw them: 1 is a
@@ -92,7 +92,7 @@ def draw_trace(
         raise RooftopError("requests", requests, f"1 to {MOST_DRAWN:,}")
     random = np.random.default_rng(seed)
     gaps = random.gamma(burstiness, 1 / (requests_per_second * burstiness), requests)
-    return Trace(
+    return RequestTrace(
         arrival_s=np.cumsum(gaps),
         prompt_tokens=prompt.draw(random, requests),
         output_tokens=output.draw(random, requests),
@@ -125,7 +125,7 @@ class Lengths:
         return random.integers(self.low, self.high, count, endpoint=True)
 
 
-def read_trace(path: Path, *, hash_tokens: int = 512) -> Trace:
+def read_trace(path: Path, *, hash_tokens: int = 512) -> RequestTrace:
     """The trace in a file: CSV with a header line, or JSONL (one object a line), by its suffix.
 
     Columns are ``arrival_s``, ``prompt_tokens``, ``output_tokens`` and optionally ``hashes`` (JSONL a list, CSV
@@ -153,7 +153,7 @@ def read_trace(path: Path, *, hash_tokens: int = 512) -> Trace:
         raise RooftopError("trace file", str(path), "one request or more")
     order = np.argsort(np.array(arrivals), kind="stable")
     times = np.array(arrivals, np.float64)[order]
-    return Trace(
+    return RequestTrace(
         arrival_s=times - times[0],
         prompt_tokens=np.array(prompts, np.int64)[order],
         output_tokens=np.array(outputs, np.int64)[order],

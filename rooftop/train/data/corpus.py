@@ -28,7 +28,7 @@ _ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CorpusSource:
     """A file: ``kind`` is text, jsonl, parquet or tokens, ``digest`` the SHA-256 of its content in hexadecimal."""
 
     path: Path
@@ -41,7 +41,7 @@ class Source:
 class Corpus:
     """The files to train on, in the order of their names; ``left_out`` are those found that are not UTF-8 text."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[CorpusSource, ...]
     left_out: tuple[Path, ...] = ()
 
     @property
@@ -89,7 +89,7 @@ def find_corpus(data: Sequence[str], *, progress: Progress | None = None) -> Cor
                 raise RooftopError("data", str(path), f"UTF-8 text ({error.reason} at byte {error.start})") from None
             left_out.append(path)
         else:
-            sources.append(Source(path=path, kind=kind, bytes=sizes[path], digest=digest))
+            sources.append(CorpusSource(path=path, kind=kind, bytes=sizes[path], digest=digest))
         done += sizes[path]
     if not any(source.bytes for source in sources):
         raise RooftopError("data", " ".join(data), "files with text or token ids in them: there is nothing to train on")
@@ -182,7 +182,7 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, int]]:
             yield _field(row, field, f"{path}:{number}"), done
 
 
-def _parquet(source: Source, field: str) -> Iterator[tuple[str, int]]:
+def _parquet(source: CorpusSource, field: str) -> Iterator[tuple[str, int]]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:

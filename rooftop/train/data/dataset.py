@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     """What to train on and how to read it; ``tokenizer`` None: one of at most ``vocab`` tokens is trained on it."""
 
     data: tuple[str, ...]
@@ -57,7 +57,7 @@ class Dataset:
 
 
 def open_dataset(
-    source: Source,
+    source: DataSource,
     folder: RunFolder,
     *,
     vocab: int,
@@ -91,7 +91,7 @@ def open_dataset(
     )
 
 
-def _tokenizer(source: Source, corpus: Corpus, folder: RunFolder, progress: Progress | None) -> Tokenizer:
+def _tokenizer(source: DataSource, corpus: Corpus, folder: RunFolder, progress: Progress | None) -> Tokenizer:
     """The first process makes it and keeps it; the others read it."""
     if jax.process_index() == 0 and not folder.tokenizer.exists():
         if source.tokenizer is not None:

@@ -10,7 +10,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
 from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
-from rooftop.simulate.pipeline import Timeline, bubble, durations_of, lockstep, run
+from rooftop.simulate.pipeline import PipelineTimeline, bubble, durations_of, lockstep, run
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series, Spans
 from rooftop.ui.controls import Control, State, select, slider
 
@@ -121,7 +121,7 @@ def answer(state: State) -> Answer:
     )  # fmt: skip
 
 
-def _timeline(timeline: Timeline, schedule: str) -> Spans:
+def _timeline(timeline: PipelineTimeline, schedule: str) -> Spans:
     split = timeline.table.split
     tasks = sum(len(spans) for spans in timeline.spans)
     kept = 1.0 if tasks <= _DRAWN else _DRAWN / tasks
