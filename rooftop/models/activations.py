@@ -1,4 +1,4 @@
-"""What a layer computes between its input and its output, and which of it each remat policy keeps.
+"""Activations of a layer between its input and output, and which of them each remat policy keeps.
 
 The names are the ones that programs pass to ``checkpoint_name``; the policies say ``save``, ``offload`` or
 ``recompute`` for each. Book, chapter 4: about 20 arrays a layer without remat, 1 with block remat.
@@ -111,18 +111,18 @@ def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bo
     and a rotation not what it rotated, unless norms stand between.
     """
     widths = checkpoint_widths(config, moe_layer=moe_layer)
-    kept = {name: 0.0 if policy[name] == "recompute" else width for name, width in widths.items()}
+    saved = {name: 0.0 if policy[name] == "recompute" else width for name, width in widths.items()}
     if config.norms_per_layer == 2:
-        kept["mlp_down"] = 0.0
-        if kept["mlp_input"]:
-            kept["attn_out"] = 0.0
-    if kept["rope"] and not config.qk_norm:
+        saved["mlp_down"] = 0.0
+        if saved["mlp_input"]:
+            saved["attn_out"] = 0.0
+    if saved["rope"] and not config.qk_norm:
         mla = config.mla
         values = config.kv_heads * config.d_head
         if mla is not None:
             values = config.heads * mla.d_v + (mla.q_rank or 0) + mla.kv_rank
-        kept["qkv"] = min(kept["qkv"], values)
-    return kept
+        saved["qkv"] = min(saved["qkv"], values)
+    return saved
 
 
 def checkpoint_bytes(tokens: float, layers: int, elements_per_token: float, *, element_bytes: float = 2.0) -> float:

@@ -100,7 +100,7 @@ def run(table: PipelineTable, durations: Durations) -> PipelineTimeline:
 
 
 def durations_of(plan: TrainingPlan) -> Durations:
-    """What the rows of a plan say of one microbatch on one stage, in seconds.
+    """Seconds of one microbatch on one stage, from the rows of a plan.
 
     Forward; dX with what is recomputed, and dW, half of the backward pass each.
     """

@@ -1,4 +1,4 @@
-"""How far predictions are from published step times, at three levels and beside a null model.
+"""Errors of predictions against published step times, at three levels and next to a null model.
 
 Levels (never mixed): *bound*, the least time the hardware allows; *uncalibrated*, from achievable fractions that no
 whole run was used for; *calibrated*, times one factor per chip, the median of measured / uncalibrated over the runs
@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def beats_bound(self) -> bool:
-        """Whether the measurement is below the bound: an input of one of the two is wrong."""
+        """True if the measurement is below the bound, so an input of one of the two is wrong."""
         return self.measured_s < self.bound_s
 
     def levels_json(self, levels: Sequence[str]) -> dict[str, Any]:
@@ -127,7 +127,9 @@ class Group:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        errors = {level: None if found is None else vars(found) for level, found in self.errors.items()}
+        errors = {
+            level: None if level_errors is None else vars(level_errors) for level, level_errors in self.errors.items()
+        }
         return {"by": self.by, "name": self.name, "runs": self.runs, "errors": errors, "note": self.note}
 
 

@@ -1,4 +1,4 @@
-"""What a step of a serving engine takes: what a serving plan provides and a simulation asks."""
+"""Step times of a serving engine: the interface that a serving plan provides and a simulation calls."""
 
 from __future__ import annotations
 
