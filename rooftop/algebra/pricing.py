@@ -173,7 +173,7 @@ class Prices:
         return Cost(flops=flops, hbm_bytes=moved, resources=busy, time_s=seconds)
 
     def _overlapped(self, step: Step) -> Cost:
-        """A collective matmul over N devices: N pieces are multiplied while N - 1 transfers run beside them.
+        """A collective matmul over N devices: N pieces are multiplied while N - 1 transfers run next to them.
 
         The first piece of a gather is there from the start, and the last of a scatter has nowhere to go, so one piece
         stands alone. An AllReduce scatters its parts one after the other; each is gathered while the next one is

@@ -74,7 +74,7 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     """Elements per token of each intermediate of one layer, before any sharding.
 
     In a layer of experts each token is held once per active expert (and for the shared ones). MLA makes its latents
-    beside queries, keys and values.
+    next to queries, keys and values.
     """
     d_qk, d_v = config.d_head, config.d_head
     queries, keys = config.heads * d_qk, config.kv_heads * d_qk
@@ -93,7 +93,7 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
         "attn_normed": config.d_model,
         "qkv": projected,
         "rope": queries + keys if config.positions == "rope" else 0.0,
-        # The kernel keeps one float32 log-sum-exp per query and head beside its output.
+        # The kernel keeps one float32 log-sum-exp per query and head next to its output.
         "attn_core": config.heads * d_v + 2 * config.heads,
         "attn_out": config.d_model,
         "mlp_input": config.d_model,

@@ -1,7 +1,7 @@
 """A plan as a timeline: the rows of its ledger in the order in which a step runs them, or its pipeline's table.
 
 A plan says how long each row takes and how much of each transfer is not hidden. It does not say when what is hidden is
-under way: that is drawn beside its wait, gathers before the matmul that they serve and everything else after it. Of
+under way: that is drawn next to its wait, gathers before the matmul that they serve and everything else after it. Of
 microbatches the first is drawn, of layers the first two: the rest stands as one block. What is drawn lasts as long as
 the plan expects.
 """

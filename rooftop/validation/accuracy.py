@@ -27,7 +27,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A measurement beside predictions of it, in seconds: those of a level are in the field named ``<level>_s``."""
+    """A measurement next to predictions of it, in seconds: those of a level are in the field named ``<level>_s``."""
 
     measured_s: float
     bound_s: float
@@ -55,7 +55,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Compared):
-    """One run beside its predictions, in seconds per step; None where no other dense model ran on the chip."""
+    """One run next to its predictions, in seconds per step; None where no other dense model ran on the chip."""
 
     run: PublishedRun
     uncalibrated_s: float
@@ -135,7 +135,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyReport:
-    """Every run beside its predictions, and the errors by group."""
+    """Every run next to its predictions, and the errors by group."""
 
     comparisons: tuple[Comparison, ...]
     groups: tuple[Group, ...]

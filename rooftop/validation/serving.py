@@ -1,4 +1,4 @@
-"""Published measurements of serving beside our predictions: prefill, decode and serving rows of a table of runs.
+"""Published measurements of serving next to our predictions: prefill, decode and serving rows of a table of runs.
 
 Levels: *max_hbm_flops*, the longer of HBM and FLOPs at peak, without a network; *bound*, with it; *uncalibrated*, the
 plan with no share that a run of serving was used for; *expected*, the plan as it is, whose shares ``CALIBRATED`` were
@@ -38,7 +38,7 @@ _TRIED = {"hbm_read": (0.8, 0.85, 0.9, 0.95, 1.0), "latency": (0.0, 0.25, 0.5, 0
 
 @dataclass(frozen=True, kw_only=True)
 class ServingComparison(Compared):
-    """One run beside its predictions in seconds.
+    """One run next to its predictions in seconds.
 
     ``null_s`` is None where no other run of its phase was on the chip, ``left_out_s`` where none had another sharding.
     ``implied_context``: tokens in each cache at which a decode step is expected to take what was measured.
@@ -79,7 +79,7 @@ class ServingComparison(Compared):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingReport:
-    """Every serving run beside its predictions, errors by group, and the rows that say too little."""
+    """Every serving run next to its predictions, errors by group, and the rows that say too little."""
 
     comparisons: tuple[ServingComparison, ...]
     unusable: tuple[Unusable, ...]

@@ -1,6 +1,6 @@
 """A timeline as a trace of JAX's profiler (XSpace): XProf, TensorBoard and ``rooftop explain`` read it as if measured.
 
-A TPU for each lane in which something computes: what it computes and waits for on its line "XLA Ops", transfers beside
+A TPU for each lane in which something computes: what it computes and waits for on its line "XLA Ops", transfers next to
 that on "Async XLA Ops", the program on "XLA Modules" and the step on "Steps". Sources: the published schema of XSpace,
 and of a folder of profiles (``plugins/profile/RUN/HOST.xplane.pb``).
 """
@@ -105,7 +105,7 @@ def xspace(
         inside = _Names()
         inside.event(f"{program}(1)", {"program_id": 1, "Hlo Proto": module})
         planes += message(_PLANES, message(1, len(devices) + 1) + message(_NAME, b"/host:metadata") + inside.metadata())
-    # Readers show it beside the figures: nobody should take them for measured ones.
+    # Readers show it next to the figures: nobody should take them for measured ones.
     note = f"a {drawn.source} timeline, no measurement" + (f": {drawn.note}" if drawn.note else "")
     return planes + message(_WARNINGS, note.encode()) + message(_HOSTNAMES, host.encode())
 
@@ -118,7 +118,7 @@ def _plane(
     program: str,
     device: Mapping[str, str | float],
 ) -> bytes:
-    """One device: a line for the step, for the program, for its ops and for transfers beside them."""
+    """One device: a line for the step, for the program, for its ops and for transfers next to them."""
     names, total_ps = _Names(), round(drawn.total_s * _PS)
     lines = [
         ("Steps", [(names.event("1"), 0, total_ps)]),

@@ -24,7 +24,7 @@ INITIALIZERS: dict[str, dict[str, float]] = {
     "uniform": {"low": -0.05, "high": 0.05},
 }
 
-#: Kind of optimizer -> its parameters beside the learning rate, and their defaults.
+#: Kind of optimizer -> its parameters next to the learning rate, and their defaults.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {},
     "adagrad": {"initial_accumulator": 0.1},
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "adagrad_momentum": {"initial_accumulator": 0.1, "momentum": 0.9, "beta2": 1.0, "epsilon": 1e-10, "power": 2.0},
 }
 
-#: Kind of optimizer -> floats that it keeps beside each float of a row (a row-wise one keeps one a row, see ``slots``).
+#: Kind of optimizer -> floats kept for each float of a row (a row-wise one keeps one a row, see ``slots``).
 _SLOTS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 0, "adam": 2, "ftrl": 2, "adagrad_momentum": 2}
 
 #: Ids are 32-bit on SparseCores, and a lookup's columns count the rows of a whole stack.
@@ -70,7 +70,7 @@ def _parameters(
 ) -> tuple[tuple[str, float], ...]:
     """All parameters of ``kind``, the defaults included, as sorted pairs: equal exactly if they mean the same.
 
-    ``others`` are accepted beside them where ``field`` is written.
+    ``others`` are accepted next to them where ``field`` is written.
     """
     if kind not in known:
         raise unknown(f"{field}.kind", str(kind), known)
@@ -141,7 +141,7 @@ class TableOptimizer:
         return self.kind == "sgd" and self.clip is None
 
     def slots(self, width: int) -> tuple[int, ...]:
-        """Floats per row of each array that the optimizer keeps beside a table of ``width`` floats per row."""
+        """Floats per row of each array that the optimizer keeps next to a table of ``width`` floats per row."""
         if self.kind == "rowwise_adagrad":
             return (1,)
         return (width,) * _SLOTS[self.kind]

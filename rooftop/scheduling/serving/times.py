@@ -50,7 +50,7 @@ class StepTimes(Protocol):
         ...
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """A step that prefills ``chunks`` and generates beside them (chunked prefill), as the two methods above do."""
+        """A step that prefills ``chunks`` and generates next to them (chunked prefill), as the two methods above do."""
         ...
 
     def transfer_s(self, tokens: int) -> float:

@@ -210,7 +210,7 @@ class _Events:
             else:
                 server.first_s = self.times.prefill_s(step.prefill) if step.chunks else 0.0
         if step.copies:
-            # Copies have a path of their own beside the step, which takes as long as the longer of the two.
+            # Copies have a path of their own next to the step, which takes as long as the longer of the two.
             pages = sum(len(copy.source) for copy in step.copies)
             server.first_s = max(server.first_s, self.times.host_copy_s(pages * self.times.page_tokens))
         server.meter(now)

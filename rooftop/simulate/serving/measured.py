@@ -16,7 +16,7 @@ _FEW = 4
 class MeasuredProgram:
     """A compiled program with room for ``sequences`` sequences, that read up to ``context_tokens`` tokens of KV each.
 
-    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence; beside those that it
+    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence; next to those that it
     prefills, it may have room for ``generating`` others. A run takes ``seconds``.
     """
 
@@ -37,7 +37,7 @@ class MeasuredTimes:
     """``StepTimes`` of an engine with static shapes: a step takes as long as the programs that it is padded to.
 
     Only programs that ran are known; what would need another one is priced as the nearest. ``overhead_s`` is what each
-    step takes beside its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together. Of an
+    step takes next to its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together. Of an
     engine of two parts they are those of the one that generates; the other one has ``prefill_kv_tokens`` in
     ``prefill_kv_groups``, and sends the KV of a sequence in ``handover_s``.
     """
