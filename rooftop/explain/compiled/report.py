@@ -1,4 +1,4 @@
-"""A compiled program as a report: the compiler's result and, next to a plan, the differences from the plan.
+"""A compiled program as a report: the compiler's result and, next to a plan, the differences from the plan."""
 
 from __future__ import annotations
 
