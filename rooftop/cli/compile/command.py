@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.output import emit_json, json_option, read_plan_file
-from rooftop.cli.process import uninterrupted
+from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
     from rooftop.explain.compiled.report import CompiledReport
