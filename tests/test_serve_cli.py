@@ -27,7 +27,7 @@ from rooftop.models import count_params, from_huggingface
 from rooftop.programs.model.describe import describe
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.api.texts import Texts
-from rooftop.serve.engine.loading import configuration_of
+from rooftop.serve.engine.configuration import configuration_of
 from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
 
 LONGEST = 64
