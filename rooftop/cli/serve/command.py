@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import progress_bar
 from rooftop.cli.process import keep_compilations, prepare_environment
 
 if TYPE_CHECKING:
