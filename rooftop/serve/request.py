@@ -182,7 +182,7 @@ class ServeRequest:
 
 
 def shrunk(configuration: Configuration, devices: int) -> Configuration:
-    """``configuration`` with its mesh reduced to ``devices``: the largest axis loses its least prime factor, in turn."""
+    """``configuration`` with a mesh of at most ``devices``, by dividing its largest axis by its least prime."""
     sizes = dict(configuration.mesh)
     while math.prod(sizes.values()) > devices:
         largest = max(sizes, key=lambda axis: sizes[axis])

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.bench.serve import command as serve
-from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, progress_bar
 from rooftop.cli.usage import VerbGroup
 
 if TYPE_CHECKING:

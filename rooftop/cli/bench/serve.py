@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, progress_bar, read_plan_file
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, progress_bar, read_plan_file
 
 if TYPE_CHECKING:
     from rooftop.serve.client.prediction import PredictionInput

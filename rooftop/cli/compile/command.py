@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, read_plan_file
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, read_plan_file
 from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:

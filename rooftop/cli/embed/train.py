@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from rooftop.cli.output import console, emit_json, json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import console, emit_json, progress_bar
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, progress_bar
 
 
 @click.command()

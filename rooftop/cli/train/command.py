@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, progress_bar
 from rooftop.cli.process import PACKAGES, expect_late_reports, train_together
 from rooftop.runs.environment import keep_compilations, prepare_environment
 

@@ -76,9 +76,7 @@ class Lead:
         self.serving.refuse()
 
 
-def follow(
-    checkpoint: Path, configuration: Configuration, draft: Path | None, on_ready: Callable[[], None]
-) -> None:
+def follow(checkpoint: Path, configuration: Configuration, draft: Path | None, on_ready: Callable[[], None]) -> None:
     """Follow the first process until it ends. Raises RooftopError and Infeasible."""
     from rooftop.serve.hosts.together import Follower
 
