@@ -301,7 +301,8 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
         plan.write_text(json.dumps(made))
         assert read_source(plan, tmp_path).plan == made
     kinds = {("int8", "int8", None): ("int8", "int8"), ("int4", "bf16", 64): ("int4-64", "plain"),
-             ("f8_e4m3", "bf16", None): ("f8_e4m3", "plain"), ("int4", "f8_e4m3", None): ("plain", "plain")}  # fmt: skip
+             ("f8_e4m3", "bf16", None): ("f8_e4m3", "plain"),
+             ("int4", "f8_e4m3", None): ("plain", "plain")}  # fmt: skip
     for (weights, kv, group), engines in kinds.items():
         made["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
         assert (configuration_of(made).weights, configuration_of(made).cache) == engines

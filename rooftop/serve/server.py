@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from rooftop.serve.api.app import Api, Settings
+from rooftop.serve.api.app import Api
+from rooftop.serve.api.settings import Settings
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import ServingEngine
 

@@ -56,9 +56,7 @@ _EXAMPLES = (
 
 @click.command(name="serve", cls=VerbCommand, examples=_EXAMPLES)
 @click.argument("checkpoint", type=PATH, metavar="CHECKPOINT|PLAN.json|llama:N")
-@option(
-    "--weights-of", group=HARDWARE, type=PATH, metavar="DIR", help="With a plan: the folder of its model's checkpoint."
-)
+@option("--weights-of", group=HARDWARE, type=PATH, metavar="DIR", help="With a plan: its model's checkpoint.")
 @option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @option(
     "--port", group=SERVER, default="8000", show_default=True, type=click.IntRange(0, 65535), metavar="N",
@@ -92,7 +90,7 @@ _EXAMPLES = (
     group=PROCESSES,
     envvar="ROOFTOP_LINK_KEY",
     metavar="KEY",
-    help="Key of the link between them, if one is elsewhere.",
+    help="Key of the link to the other machine.",
 )
 @option("--preemption", group=WORKLOAD, type=Name("recompute", "swap"), help="When pages run out. [default: recompute]")
 @option(
