@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from rooftop.cli.usage import write_examples
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.errors import unknown
 from rooftop.core.quantities import (
     DTYPE_BYTES,
     parse_bytes,
@@ -69,9 +69,9 @@ class VerbCommand(click.Command):
         """Write a section for each group of options."""
         records: dict[str, list[tuple[str, str]]] = {group: [] for group in (*GROUPS, "Other options")}
         for param in self.get_params(ctx):
-            group = param.group if isinstance(param, GroupedOption) else None
             record = param.get_help_record(ctx)
-            if record is not None:
+            if isinstance(param, click.Option) and record is not None:
+                group = param.group if isinstance(param, GroupedOption) else None
                 records[group or "Other options"].append(record)
         for group, rows in records.items():
             if rows:
@@ -244,16 +244,6 @@ def field_of(param: click.Parameter | None) -> str:
     if param is None:
         return "value"
     return max(param.opts, key=len).lstrip("-").replace("_", "-")
-
-
-def one_of(field: str, **values: object) -> str:
-    """The name of the one value that is given. Raises RooftopError, naming all, where none is or several are."""
-    present = [name for name, value in values.items() if value is not None]
-    names = [f"--{name.replace('_', '-')}" for name in values]
-    if len(present) != 1:
-        written = " and ".join(str(values[name]) for name in present) or None
-        raise RooftopError(field, written, f"one of {' and '.join(names)}")
-    return present[0]
 
 
 # ---------------------------------------------------------------- shared options
