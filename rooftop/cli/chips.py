@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from rooftop.cli.output import console, emit_json, json_option
+from rooftop.cli.options import json_option
+from rooftop.cli.output import console, emit_json
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Chip, Figure, Slice, catalogue, chip
 

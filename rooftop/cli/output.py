@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,14 +15,6 @@ from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def json_option(function: _Function) -> _Function:
-    """The ``--json`` flag, passed to the command as ``as_json``."""
-    return click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")(function)
 
 
 def emit_json(data: Any) -> None:

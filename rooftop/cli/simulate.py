@@ -15,7 +15,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rooftop.cli.output import console, emit_json, json_option, progress_bar, read_plan_file
+from rooftop.cli.options import json_option
+from rooftop.cli.output import console, emit_json, progress_bar, read_plan_file
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_count, format_seconds
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.output import console, emit_json, json_option
+from rooftop.cli.options import json_option
+from rooftop.cli.output import console, emit_json
 
 
 @click.command()

@@ -1,14 +1,33 @@
-"""Words of a command line that fit no command, option or argument: one line says which, and what is accepted."""
+"""Help that shows examples, and one line for words of a command line that fit no command, option or argument."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from rooftop.core.errors import RooftopError, unknown
 
 
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
+    """Write command lines as they are, a section of them; those of several lines keep their lines."""
+    if examples:
+        with formatter.section("Examples" if len(examples) > 1 else "Example"):
+            for line in "\n".join(examples).splitlines():
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+
 class VerbGroup(click.Group):
-    """A group of commands that lists them where a word is none of them."""
+    """A group of commands that lists them for a word that names none. Its help ends with ``examples``."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.examples = tuple(examples)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        write_examples(formatter, self.examples)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

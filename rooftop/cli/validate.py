@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import console, emit_json, json_option
+from rooftop.cli.options import json_option
+from rooftop.cli.output import console, emit_json
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_seconds
 

@@ -19,8 +19,28 @@ DTYPE_BYTES: dict[str, float] = {
     "f8_e5m2": 1.0,
 }
 
-_SECONDS = re.compile(r"\s*([0-9.eE+-]+?)\s*(us|ms|s|)\s*")
-_SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+#: Other spellings of dtypes, in lower case, by the name that rooftop prints.
+DTYPE_ALIASES: dict[str, str] = {
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "fp32": "f32",
+    "float16": "f16",
+    "fp16": "f16",
+    "half": "f16",
+    "fp8": "f8_e4m3",
+    "e4m3": "f8_e4m3",
+    "float8_e4m3": "f8_e4m3",
+    "float8_e4m3fn": "f8_e4m3",
+    "f8_e4m3fn": "f8_e4m3",
+    "e5m2": "f8_e5m2",
+    "float8_e5m2": "f8_e5m2",
+}
+
+#: The largest number of tokens, steps, dims or requests that is accepted: more is a slip of the keyboard.
+LARGEST_COUNT = 10**15
+
+_SECONDS = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,3})?)\s*(us|ms|s|m|h)\s*")
+_SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 #: Suffixes, in lower case. There is none for 1e18: '1E' is more likely an unfinished '1e3'.
 _SUFFIX: dict[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "p": 10**15} | {
@@ -37,20 +57,61 @@ def dtype_bytes(dtype: str, field: str = "dtype") -> float:
         raise unknown(field, dtype, DTYPE_BYTES) from None
 
 
-def parse_quantity(text: str | float | int, field: str) -> float:
+def parse_dtype(text: str, field: str = "dtype") -> str:
+    """The canonical name of a dtype: 'bf16' for 'bfloat16' and 'BF16'. Raises RooftopError, naming ``field``."""
+    name = text.strip().lower()
+    name = DTYPE_ALIASES.get(name, name)
+    if name not in DTYPE_BYTES:
+        raise unknown(field, text, DTYPE_BYTES)
+    return name
+
+
+def parse_quantity(text: str | float | int, field: str, *, largest: float = math.inf) -> float:
     """A positive number with an optional suffix: '4M' is 4e6, '4Mi' is 4 * 2**20, '15T' is 1.5e13.
 
-    'B' (billion) is accepted as 1e9, as model sizes are written. Raises RooftopError, naming ``field``.
+    'B' (billion) is accepted as 1e9, as model sizes are written. Raises RooftopError, naming ``field``, also for a
+    number above ``largest``.
     """
-    return float(_parse(text, field))
+    value = float(_parse(text, field))
+    if value > largest:
+        raise RooftopError(field, text, f"at most {largest:g}")
+    return value
 
 
 def parse_count(text: str | float | int, field: str) -> int:
-    """A positive whole number with an optional suffix. Raises RooftopError, naming ``field``."""
+    """A positive whole number up to 1e15 with an optional suffix. Raises RooftopError, naming ``field``."""
     value = _parse(text, field)
     if value != int(value):
         raise RooftopError(field, text, "a whole number")
+    if value > LARGEST_COUNT:
+        raise RooftopError(field, text, f"at most {LARGEST_COUNT:g}")
     return int(value)
+
+
+def parse_bytes(text: str | int, field: str) -> int:
+    """A positive number of bytes: '400G' is 4e11, '32Mi' is 32 * 2**20; a final 'B' may follow: '400GB', '512B'.
+
+    Raises RooftopError, naming ``field``.
+    """
+    written = str(text).strip()
+    try:
+        value = _parse(written[:-1] if written[-1:] in ("b", "B") else written, field)
+    except RooftopError:
+        value = Decimal(0)
+    if not 1 <= value <= LARGEST_COUNT * 10**6:
+        raise RooftopError(field, text, "a number of bytes: 512B, 400G, 32Mi")
+    return int(value)
+
+
+def parse_share(text: str | float, field: str) -> float:
+    """A share between 0 and 1. Raises RooftopError, naming ``field``."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise RooftopError(field, text, "a share between 0 and 1, such as 0.4")
+    return share
 
 
 def _parse(text: str | float | int, field: str) -> Decimal:
@@ -65,14 +126,14 @@ def _parse(text: str | float | int, field: str) -> Decimal:
 
 
 def parse_seconds(text: str, field: str) -> float:
-    """A duration in seconds: '500ms', '30us', '0.5s', '0.5'. Raises RooftopError naming ``field``."""
-    match = _SECONDS.fullmatch(text)
-    try:
-        seconds = float(match[1]) * _SECONDS_OF[match[2]] if match else 0.0
-    except ValueError:
-        seconds = 0.0
+    """The seconds of a time with its unit: '30us', '500ms', '1.5s', '10m', '2h'. Raises RooftopError naming ``field``.
+
+    A number alone is refused: 500 may mean seconds or milliseconds.
+    """
+    match = _SECONDS.fullmatch(str(text))
+    seconds = float(match[1]) * _SECONDS_OF[match[2]] if match else 0.0
     if not 0 < seconds < math.inf:
-        raise RooftopError(field, text, "a time, such as 500ms or 0.5s")
+        raise RooftopError(field, text, "a time with its unit: 500ms, 1.5s, 10m")
     return seconds
 
 

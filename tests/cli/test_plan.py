@@ -140,7 +140,7 @@ def test_bad_arguments_are_one_line(rooftop: Run, change: dict[int, str], messag
         (("--optimizer", "adamww"), "did you mean adamw"),
         (("--matmul-dtype", "int3"), "int8"),
         (("--price", "-1"), "positive number"),
-        (("--hidden", "tensor=2"), "between 0 and 1"),
+        (("--assume", "tensor=2"), "between 0 and 1"),
         (("--bounds", "loose"), "book"),
         (("--batch-seqs", "4"), "one of --batch-tokens and --batch-seqs"),
         (("--nonsense",), "nonsense"),

@@ -16,13 +16,19 @@ from hypothesis import strategies as st
 from rooftop.core import files
 from rooftop.core.errors import Infeasible, RooftopError, misread, unknown
 from rooftop.core.quantities import (
+    DTYPE_ALIASES,
     DTYPE_BYTES,
+    LARGEST_COUNT,
     dtype_bytes,
     format_bytes,
     format_count,
     format_seconds,
+    parse_bytes,
     parse_count,
+    parse_dtype,
     parse_quantity,
+    parse_seconds,
+    parse_share,
 )
 
 # ---------------------------------------------------------------- errors
@@ -122,12 +128,26 @@ def test_a_number_written_plainly_comes_back(value):
     assert parse_quantity(value, "x") == parse_quantity(repr(value), "x") == value
 
 
-@given(st.integers(min_value=1, max_value=10**12), st.sampled_from(sorted(SUFFIXES)))
-def test_a_whole_number_of_a_unit_is_exact(number, suffix):
+@given(st.data(), st.sampled_from(sorted(name for name in SUFFIXES if SUFFIXES[name] <= LARGEST_COUNT)))
+def test_a_whole_number_of_a_unit_is_exact(data, suffix):
+    number = data.draw(st.integers(min_value=1, max_value=LARGEST_COUNT // SUFFIXES[suffix]))
     assert parse_count(f"{number}{suffix}", "x") == number * SUFFIXES[suffix]
 
 
-@given(st.integers(min_value=1, max_value=10**6), st.sampled_from(sorted(DECIMAL)))
+@pytest.mark.parametrize("text", ["1e30", "2P", "1Pi", 10**15 + 1])
+def test_an_absurd_count_is_refused(text):
+    with pytest.raises(RooftopError, match=r"^tokens: got .*; accepted: at most 1e\+15$"):
+        parse_count(text, "tokens")
+    assert parse_count("1P", "tokens") == LARGEST_COUNT
+
+
+def test_a_quantity_may_have_a_largest_value():
+    assert parse_quantity("1M", "price", largest=1e6) == 1e6
+    with pytest.raises(RooftopError, match=r"^price: got '1e300'; accepted: at most 1e\+06$"):
+        parse_quantity("1e300", "price", largest=1e6)
+
+
+@given(st.integers(min_value=1, max_value=10**3), st.sampled_from(sorted(DECIMAL)))
 def test_a_count_with_decimals_is_whole_where_the_decimals_make_it_so(thousandths, suffix):
     text = f"{Decimal(thousandths) / 1000}{suffix}"
     assert parse_count(text, "tokens") == thousandths * DECIMAL[suffix] // 1000
@@ -159,8 +179,65 @@ def test_bytes_of_each_dtype(dtype, bytes_):
 
 
 def test_an_unknown_dtype_is_suggested():
-    with pytest.raises(RooftopError, match=r"^kv_dtype: got 'bfloat16'; accepted: .*one of bf16, f16"):
-        dtype_bytes("bfloat16", "kv_dtype")
+    with pytest.raises(
+        RooftopError, match=r"^kv_dtype: got 'bf61'; accepted: did you mean bf16 or f16\? one of bf16, f16"
+    ):
+        dtype_bytes("bf61", "kv_dtype")
+    with pytest.raises(
+        RooftopError, match=r"^kv_dtype: got 'BF61'; accepted: did you mean bf16 or f16\? one of bf16, f16"
+    ):
+        parse_dtype("BF61", "kv_dtype")
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        *((name, name) for name in DTYPE_BYTES),
+        *((name.upper(), name) for name in DTYPE_BYTES),
+        *DTYPE_ALIASES.items(),
+        (" BFloat16 ", "bf16"),
+        ("FP8", "f8_e4m3"),
+    ],
+)
+def test_every_spelling_of_a_dtype_has_one_name(text, dtype):
+    assert parse_dtype(text) == dtype
+    assert dtype in DTYPE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30us", 30e-6), ("500ms", 0.5), ("1.5s", 1.5), (" 2 s ", 2.0), ("10m", 600.0), ("2h", 7200.0), ("1e3ms", 1.0)],
+)
+def test_a_time_has_its_unit(text, seconds):
+    assert parse_seconds(text, "ttft") == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["500", "", "ms", "-1s", "0s", "1d", "1 minute", "1e999s", "nan s", 0.5])
+def test_a_time_without_its_unit_is_refused(text):
+    with pytest.raises(RooftopError) as caught:
+        parse_seconds(text, "ttft")
+    assert str(caught.value) == f"ttft: got {text!r}; accepted: a time with its unit: 500ms, 1.5s, 10m"
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("400G", 400e9), ("400GB", 400e9), ("32Mi", 32 * 2**20), ("32MiB", 32 * 2**20), ("512B", 512), ("512", 512)],
+)
+def test_bytes_take_suffixes(text, amount):
+    assert parse_bytes(text, "host-dram") == amount
+
+
+@pytest.mark.parametrize("text", ["", "B", "0", "-1", "0.5B", "1e30", "4X"])
+def test_an_amount_that_is_no_bytes_is_refused(text):
+    with pytest.raises(RooftopError, match=r"^host-dram: got .*; accepted: a number of bytes: 512B, 400G, 32Mi$"):
+        parse_bytes(text, "host-dram")
+
+
+@pytest.mark.parametrize("text", ["-0.1", "1.1", "nan", "half", "50%"])
+def test_a_share_is_between_0_and_1(text):
+    assert (parse_share("0", "hit-rate"), parse_share(0.25, "hit-rate"), parse_share("1", "hit-rate")) == (0, 0.25, 1)
+    with pytest.raises(RooftopError, match=r"^hit-rate: got .*; accepted: a share between 0 and 1"):
+        parse_share(text, "hit-rate")
 
 
 @pytest.mark.parametrize(

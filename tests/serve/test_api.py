@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.server import bind
+from rooftop.serve.sockets import bind
 from tests.support import serving_echo
 from tests.support.serving_process import TEXT, Served, started
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.bench.serve import command as serve
-from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, progress_bar
 from rooftop.cli.usage import VerbGroup
 
 if TYPE_CHECKING:
@@ -74,10 +75,10 @@ def _collectives(
 ) -> dict[str, Any]:
     """The answer as JSON values. Raises RooftopError naming the option that is wrong."""
     from rooftop.arrays import parse_axes
-    from rooftop.cli.process import prefer_cpus, uninterrupted
     from rooftop.core.errors import unknown
     from rooftop.core.ledger import COLLECTIVES
     from rooftop.core.quantities import dtype_bytes, parse_quantity
+    from rooftop.runs.environment import prefer_cpus, uninterrupted
 
     # Everything that can be wrong is found before JAX starts.
     payloads = [parse_quantity(size, "sizes") for size in sizes.split(",")]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, read_plan_file
-from rooftop.cli.process import uninterrupted
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, read_plan_file
+from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
     from rooftop.explain.compiled.report import CompiledReport

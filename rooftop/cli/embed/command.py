@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from rooftop.cli.embed.train import export, train
-from rooftop.cli.output import console, emit_json, json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import console, emit_json, progress_bar
 from rooftop.cli.usage import VerbGroup
 from rooftop.core.errors import RooftopError
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json
 
 if TYPE_CHECKING:
     from rooftop.hardware import Chip

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json, progress_bar
 
 
 @click.command()
@@ -110,7 +111,7 @@ def _answer(
 
         data |= compile_and_compare(asked, prices)
     if measure:
-        from rooftop.cli.process import prefer_cpus, uninterrupted
+        from rooftop.runs.environment import prefer_cpus, uninterrupted
 
         prefer_cpus()
         with uninterrupted():

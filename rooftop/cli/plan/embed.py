@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rooftop.cli.output import console, emit_json, json_option
+from rooftop.cli.options import json_option
+from rooftop.cli.output import console, emit_json
 
 if TYPE_CHECKING:
     from rich.table import Table

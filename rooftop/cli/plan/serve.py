@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.options import json_option
+from rooftop.cli.output import emit_json
 from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:

@@ -1,0 +1,341 @@
+"""The vocabulary of options: one name, one type and one meaning in every verb.
+
+A verb declares an option of its own with ``option`` and takes a shared one by its decorator, such as
+``@on_option(required=True)``; keywords refine what the vocabulary says, help and default above all. Types check a value
+while the command line is parsed, before planners, JAX or servers are imported, and complete it in a shell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from rooftop.cli.usage import write_examples
+from rooftop.core.errors import unknown
+from rooftop.core.quantities import (
+    DTYPE_BYTES,
+    parse_bytes,
+    parse_count,
+    parse_dtype,
+    parse_quantity,
+    parse_seconds,
+    parse_share,
+)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Decorator = Callable[[_Function], _Function]
+
+#: Headings under which ``--help`` shows options, in this order; options without a heading come last.
+HARDWARE = "Model and hardware"
+WORKLOAD = "Workload"
+PARALLELISM = "Parallelism"
+NUMERICS = "Numerics"
+ASSUMPTIONS = "Assumptions"
+CACHE = "KV cache"
+RUN = "Run"
+SERVER = "Server"
+PROCESSES = "Processes"
+OUTPUT = "Output"
+GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT)
+
+#: Names that options accept, in the words of the modules that read them; tests hold them equal.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+OPTIMIZERS = ("adamw", "adam", "lion", "sgd")
+BATCHINGS = ("static", "interleaved", "disaggregated")
+LEVELS = ("bound", "expected", "book")
+
+
+class GroupedOption(click.Option):
+    """An option shown under the heading ``group`` of a command's help."""
+
+    def __init__(self, *args: Any, group: str | None = None, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.group = group
+
+
+class VerbCommand(click.Command):
+    """A command whose help shows options in groups and ends with ``examples``: command lines, each of which runs."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.examples = tuple(examples)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each group of options."""
+        records: dict[str, list[tuple[str, str]]] = {group: [] for group in (*GROUPS, "Other options")}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if isinstance(param, click.Option) and record is not None:
+                group = param.group if isinstance(param, GroupedOption) else None
+                records[group or "Other options"].append(record)
+        for group, rows in records.items():
+            if rows:
+                with formatter.section(group):
+                    formatter.write_dl(rows)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples as they are: nothing is wrapped, so that each can be copied."""
+        write_examples(formatter, self.examples)
+
+
+def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator[_Function]:
+    """``click.option`` under a heading of ``GROUPS``."""
+    return click.option(*names, cls=GroupedOption, group=group, **attributes)
+
+
+# ---------------------------------------------------------------- types
+
+
+class _Type(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """A type that ``_read`` checks and converts, and whose values ``_candidates`` completes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read the text. Raises RooftopError naming the option."""
+        return self._read(value, field_of(param))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Values that begin with ``incomplete``."""
+        return [CompletionItem(name) for name in self._candidates(incomplete) if name.startswith(incomplete)]
+
+    def _read(self, value: Any, field: str) -> Any:
+        return value
+
+    def _candidates(self, incomplete: str) -> Iterable[str]:
+        return ()
+
+
+class Parsed(_Type):
+    """A text that ``parse(text, field)`` reads, a function of ``rooftop.core.quantities``."""
+
+    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def _read(self, value: Any, field: str) -> Any:
+        return self._parse(value, field)
+
+
+class Dtype(_Type):
+    """The canonical name of a dtype; several, comma-separated, become a tuple if ``several``."""
+
+    name = "dtype"
+
+    def __init__(self, *, several: bool = False) -> None:
+        self._several = several
+
+    def _read(self, value: Any, field: str) -> str | tuple[str, ...]:
+        if not self._several:
+            return parse_dtype(value, field)
+        return tuple(parse_dtype(part, field) for part in (value.split(",") if isinstance(value, str) else value))
+
+    def _candidates(self, incomplete: str) -> Iterable[str]:
+        return _last_entries(incomplete, DTYPE_BYTES) if self._several else DTYPE_BYTES
+
+
+class Name(_Type):
+    """One of a few names; another is refused with the close ones suggested."""
+
+    name = "name"
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The names."""
+        return "|".join(self.names)
+
+    def _read(self, value: Any, field: str) -> str:
+        name = str(value).strip().lower()
+        if name not in self.names:
+            raise unknown(field, str(value), self.names)
+        return name
+
+    def _candidates(self, incomplete: str) -> Iterable[str]:
+        return self.names
+
+
+class Hardware(_Type):
+    """A slice, a chip, or several of them separated by commas: checked against the catalogue, and left a text."""
+
+    name = "hardware"
+
+    def _read(self, value: Any, field: str) -> str:
+        from rooftop.hardware import Slice, chip
+
+        for part in str(value).split(","):
+            if ":" in part:
+                Slice.parse(part)
+            else:
+                chip(part)
+        return str(value)
+
+    def _candidates(self, incomplete: str) -> Iterable[str]:
+        from rooftop.hardware import catalogue
+
+        chips = catalogue()
+        name, colon, _ = incomplete.rpartition(",")[2].partition(":")
+        if not colon:
+            return _last_entries(incomplete, chips)
+        shapes = chips[name].slice_shapes if name in chips else ()
+        return _last_entries(incomplete, [f"{name}:{'x'.join(map(str, shape))}" for shape in shapes])
+
+
+class Model(_Type):
+    """A preset, llama:N, or the path of a Hugging Face config.json or of its folder: left a text."""
+
+    name = "model"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Presets that begin with ``incomplete``; files where none does."""
+        return super().shell_complete(ctx, param, incomplete) or [CompletionItem(incomplete, type="file")]
+
+    def _candidates(self, incomplete: str) -> Iterable[str]:
+        from rooftop.models import presets
+
+        return (*presets(), "llama:2M")
+
+
+class Axes(_Type):
+    """Mesh axes and their sizes, fsdp=4,tensor=2: left a text, as the names that a mesh may have differ by verb."""
+
+    name = "axes"
+
+    def _candidates(self, incomplete: str) -> Iterable[str]:
+        taken = {entry.partition("=")[0] for entry in incomplete.split(",")[:-1]}
+        return _last_entries(incomplete, [f"{axis}=" for axis in MESH_AXES if axis not in taken])
+
+
+def _last_entries(incomplete: str, names: Iterable[str]) -> Iterable[str]:
+    """A list, separated by commas, with each of ``names`` as its last entry."""
+    before, comma, _ = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in names]
+
+
+def _count_or_zero(text: str, field: str) -> int:
+    return 0 if str(text) == "0" else parse_count(text, field)
+
+
+COUNT = Parsed("n", parse_count)
+COUNT_OR_ZERO = Parsed("n", _count_or_zero)
+QUANTITY = Parsed("x", parse_quantity)
+BYTES = Parsed("bytes", parse_bytes)
+SHARE = Parsed("share", parse_share)
+#: Seconds, as a float, of a time with its unit.
+TIME = Parsed("time", parse_seconds)
+#: Dollars per chip-hour.
+PRICE = Parsed("usd", lambda text, field: parse_quantity(text, field, largest=1e6))
+DTYPE = Dtype()
+DTYPES = Dtype(several=True)
+HARDWARE_NAME = Hardware()
+MODEL = Model()
+AXES = Axes()
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+PATH = click.Path(path_type=Path)
+
+
+def field_of(param: click.Parameter | None) -> str:
+    """The name of an option or argument in errors: ``batch-seqs``."""
+    if param is None:
+        return "value"
+    return max(param.opts, key=len).lstrip("-").replace("_", "-")
+
+
+# ---------------------------------------------------------------- shared options
+
+
+def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator[Any]]:
+    """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
+
+    def decorator(**changes: Any) -> _Decorator[Any]:
+        return option(*names, group=group, **(attributes | changes))
+
+    return decorator
+
+
+on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES], such as v5e:4x4.")
+shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the devices here.")
+price_option = _shared("--price", group=HARDWARE, type=PRICE, help="Dollars per chip-hour, not the list price.")
+figure_option = _shared(
+    "--figure", "figures", group=HARDWARE, multiple=True, metavar="NAME=VALUE", help="Override a figure of the chip."
+)
+
+batch_seqs_option = _shared("--batch-seqs", group=WORKLOAD, type=COUNT, help="Sequences of a step.")
+batch_tokens_option = _shared("--batch-tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step: 4M, 4Mi.")
+batch_samples_option = _shared("--batch-samples", group=WORKLOAD, type=COUNT, help="Samples of a step, on all devices.")
+seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Tokens of a sequence.")
+duration_option = _shared("--duration", group=WORKLOAD, type=TIME, help="Time span of drawn requests: 10m.")
+ttft_option = _shared("--ttft", group=WORKLOAD, type=TIME, help="Target of the time to first token: 500ms.")
+tpot_option = _shared("--tpot", group=WORKLOAD, type=TIME, help="Target of the time per output token: 30ms.")
+draft_option = _shared("--draft", group=WORKLOAD, type=MODEL, help="Draft model of speculative decoding.")
+draft_length_option = _shared(
+    "--draft-length", group=WORKLOAD, type=COUNT_OR_ZERO, help="Tokens that a draft guesses a round."
+)
+batching_option = _shared("--batching", group=WORKLOAD, type=Name(*BATCHINGS), help="How a server batches requests.")
+
+mesh_option = _shared("--mesh", group=PARALLELISM, type=AXES, help="Mesh axes and their sizes: fsdp=4,tensor=2.")
+layout_option = _shared("--layout", group=PARALLELISM, metavar="LAYOUT", help="Pin axes to the torus: X=x,Y=y[1:2]+z.")
+microbatches_option = _shared("--microbatches", group=PARALLELISM, type=COUNT, help="Microbatches of a step.")
+schedule_option = _shared("--schedule", group=PARALLELISM, type=Name(*SCHEDULES), help="Schedule of pipeline stages.")
+chunks_option = _shared("--chunks", group=PARALLELISM, type=COUNT, help="Model chunks of a stage (interleaved).")
+remat_option = _shared(
+    "--remat", group=PARALLELISM, metavar="POLICY", help="none, matmuls, minimal, block, or changes: block,qkv=offload."
+)
+
+weights_dtype_option = _shared("--weights-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the stored weights.")
+kv_dtype_option = _shared("--kv-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the KV cache.")
+matmul_dtype_option = _shared("--matmul-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the layers' matmuls.")
+compute_dtype_option = _shared(
+    "--compute-dtype", group=NUMERICS, type=DTYPE, help="Dtype of everything else that is computed."
+)
+embeddings_dtype_option = _shared(
+    "--embeddings-dtype", group=NUMERICS, type=DTYPE, help="Dtype of embedding and unembedding."
+)
+moments_dtype_option = _shared("--moments-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the optimizer's moments.")
+dtype_option = _shared("--dtype", group=NUMERICS, type=DTYPE, help="Dtype of arrays without one.")
+weight_group_option = _shared(
+    "--weight-group", group=NUMERICS, type=COUNT, help="Input channels of the weights that share a scale."
+)
+optimizer_option = _shared("--optimizer", group=NUMERICS, type=Name(*OPTIMIZERS), help="The optimizer.")
+
+assume_option = _shared("--assume", group=ASSUMPTIONS, metavar="NAME=SHARE,...", help="Assumptions beyond the bound.")
+bounds_option = _shared(
+    "--bounds", group=ASSUMPTIONS, type=Name("usable", "book"), help="Usable HBM, or the book's arithmetic."
+)
+level_option = _shared(
+    "--level", group=ASSUMPTIONS, type=Name(*LEVELS), help="Peak rates, achievable rates, or the book's."
+)
+
+host_dram_option = _shared("--host-dram", group=RUN, type=BYTES, help="Memory of a host for KV pages: 400G.")
+host_threads_option = _shared("--host-threads", group=RUN, type=COUNT, help="Threads that prepare batches on a host.")
+workers_option = _shared("--workers", group=RUN, type=COUNT_OR_ZERO, help="Worker processes.")
+save_every_option = _shared("--save-every", group=RUN, type=COUNT, help="Steps between checkpoints.")
+check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks in: nan, bounds, buffers.")
+timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")
+seed_option = _shared("--seed", group=RUN, type=COUNT_OR_ZERO, help="Seed of everything that is drawn.")
+devices_option = _shared("--devices", group=PROCESSES, type=COUNT, help="Emulate so many devices on the CPU.")
+coordinator_option = _shared(
+    "--coordinator", group=PROCESSES, metavar="HOST:PORT", help="Address of the first process; 'auto' asks JAX."
+)
+processes_option = _shared("--processes", group=PROCESSES, type=COUNT, help="Number of processes.")
+process_option = _shared("--process", group=PROCESSES, type=COUNT_OR_ZERO, help="Index of this process, from 0.")
+
+top_option = _shared("--top", group=OUTPUT, type=COUNT_OR_ZERO, help="Rows to list.")
+perfetto_option = _shared("--perfetto", group=OUTPUT, type=FILE, help="Write the timeline here, for ui.perfetto.dev.")
+xprof_option = _shared(
+    "--xprof", group=OUTPUT, type=FOLDER, help="Write it as a profile into this folder, for XProf and TensorBoard."
+)
+report_option = _shared("--report", group=OUTPUT, type=FILE, help="Write a page with tables and plots here (HTML).")
+output_option = _shared("-o", "--output", group=OUTPUT, type=FILE, help="Write the JSON answer here.")
+
+
+def json_option(function: _Function) -> _Function:
+    """The ``--json`` flag, passed to the command as ``as_json``."""
+    help_text = "One JSON object on stdout, nothing else."
+    decorate: _Decorator[_Function] = option("--json", "as_json", group=OUTPUT, is_flag=True, help=help_text)
+    return decorate(function)

@@ -1,0 +1,115 @@
+"""Arguments of the library's functions: objects, or the strings that the command line takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import parse_quantity
+from rooftop.hardware import Chip, Slice, chip
+
+if TYPE_CHECKING:
+    from rooftop.arrays import Mesh
+    from rooftop.models import ModelConfig
+
+
+class OnSlice(Protocol):
+    """A result or plan that has a slice."""
+
+    @property
+    def slice(self) -> Slice:
+        """The slice."""
+
+
+class OfChip(Protocol):
+    """A slice, or a result, that has a chip."""
+
+    @property
+    def chip(self) -> Chip:
+        """The chip."""
+
+
+class OfModel(Protocol):
+    """A result that has a model."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+
+
+#: A slice, or its text: CHIP:SHAPE[@SLICES].
+SliceLike: TypeAlias = Slice | OnSlice | str
+#: A chip, its name, or a slice of it.
+ChipLike: TypeAlias = Chip | OfChip | str
+#: A model, a preset, or the path of a config.json or of its folder.
+ModelLike: TypeAlias = "ModelConfig | OfModel | str | Path"
+#: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
+AxesLike: TypeAlias = Mapping[str, int] | str
+#: A whole number, or its text: '4Mi'.
+CountLike: TypeAlias = int | str
+
+
+def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
+    """The slice that is meant; ``price`` replaces its dollars per chip-hour. Raises RooftopError."""
+    if isinstance(on, str):
+        on = Slice.parse(on)
+    where = on if isinstance(on, Slice) else on.slice
+    if price is None:
+        return where
+    priced = where.chip.replace(price_usd_per_hour=parse_quantity(price, "price", largest=1e6))
+    return Slice(priced, where.shape, where.num_slices)
+
+
+def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> Chip:
+    """The chip that is meant, with ``figures`` overridden. Raises RooftopError."""
+    if isinstance(on, str):
+        on = chip(on.partition(":")[0])
+    spec = on if isinstance(on, Chip) else on.chip
+    return spec.replace(**figures_of(figures)) if figures else spec
+
+
+def model_of(model: ModelLike) -> ModelConfig:
+    """The model that is meant. Raises RooftopError."""
+    from rooftop.models import ModelConfig, load_model
+
+    if isinstance(model, (str, Path)):
+        return load_model(str(model))
+    return model if isinstance(model, ModelConfig) else model.config
+
+
+def axes_of(mesh: AxesLike, known: Iterable[str] | None = None) -> dict[str, int]:
+    """Sizes of mesh axes; ``known`` are the names that are accepted, None any. Raises RooftopError."""
+    from rooftop.arrays import parse_axes
+
+    text = mesh if isinstance(mesh, str) else ",".join(f"{name}={size}" for name, size in mesh.items())
+    return parse_axes(text, known)
+
+
+def mesh_on(where: Slice, mesh: AxesLike | Mesh | None, layout: str | None) -> Mesh:
+    """A mesh laid on a slice by its ``layout``, or else as well as it can be. Raises RooftopError if they differ."""
+    from rooftop.arrays import Mesh
+
+    if isinstance(mesh, Mesh):
+        return mesh
+    sizes = None if mesh is None else axes_of(mesh)
+    if layout is None:
+        return Mesh.lay(where, sizes or {axis.name: axis.size for axis in where.physical_axes})
+    laid = Mesh.from_layout(where, layout)
+    if sizes is not None and laid.shape != sizes:
+        raise RooftopError("layout", layout, f"a layout of the mesh {mesh}; this one is of {laid.shape}")
+    return laid
+
+
+def figures_of(figures: Mapping[str, float | str]) -> dict[str, float | dict[str, float]]:
+    """Figures of a chip by name; 'flops_per_s.bf16' is that of a dtype. Raises RooftopError."""
+    numbers: dict[str, float | dict[str, float]] = {}
+    rates: dict[str, float] = {}
+    for name, value in figures.items():
+        number = parse_quantity(value, f"figure {name}")
+        if name.startswith("flops_per_s."):
+            rates[name.removeprefix("flops_per_s.")] = number
+        else:
+            numbers[name] = number
+    return numbers | ({"flops_per_s": rates} if rates else {})
