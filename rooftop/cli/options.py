@@ -35,11 +35,12 @@ WORKLOAD = "Workload"
 PARALLELISM = "Parallelism"
 NUMERICS = "Numerics"
 ASSUMPTIONS = "Assumptions"
+CACHE = "KV cache"
 RUN = "Run"
 SERVER = "Server"
 PROCESSES = "Processes"
 OUTPUT = "Output"
-GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, RUN, SERVER, PROCESSES, OUTPUT)
+GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT)
 
 #: Names that options accept, in the words of the modules that read them; tests hold them equal.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")

@@ -5,11 +5,13 @@ A crash, a kill or a full disk leaves what was there before.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rooftop.core.errors import RooftopError
 
@@ -83,3 +85,18 @@ def claimed(folder: Path) -> Iterator[None]:
             if made and [each.name for each in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 folder.rmdir()
+
+
+def read_json_object(path: Path, *, field: str, accepted: str) -> dict[str, Any]:
+    """The object in a JSON file, read once: ``path`` may be a pipe. Raises RooftopError, naming ``field``."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RooftopError(field, str(path), f"{accepted} ({error.strerror})") from None
+    except ValueError as error:
+        raise RooftopError(field, str(path), f"{accepted} (not JSON: {error})") from None
+    except RecursionError:
+        raise RooftopError(field, str(path), f"{accepted} (nested too deeply)") from None
+    if not isinstance(data, dict):
+        raise RooftopError(field, str(path), f"{accepted} (this is no JSON object)")
+    return data
