@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from rooftop.cli.usage import write_examples
-from rooftop.core.errors import unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import (
     DTYPE_BYTES,
     parse_bytes,
@@ -220,8 +220,14 @@ def _count_or_zero(text: str, field: str) -> int:
     return 0 if str(text) == "0" else parse_count(text, field)
 
 
+def _top(text: str, field: str) -> int | str:
+    return "all" if str(text) == "all" else parse_count(text, field)
+
+
 COUNT = Parsed("n", parse_count)
 COUNT_OR_ZERO = Parsed("n", _count_or_zero)
+#: A number of rows, or "all".
+TOP = Parsed("n", _top)
 QUANTITY = Parsed("x", parse_quantity)
 BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
@@ -249,6 +255,17 @@ def field_of(param: click.Parameter | None) -> str:
 # ---------------------------------------------------------------- shared options
 
 
+def _figures(ctx: click.Context, param: click.Parameter, entries: tuple[str, ...]) -> dict[str, float]:
+    """Figures by name, of NAME=VALUE. Raises RooftopError."""
+    figures: dict[str, float] = {}
+    for entry in entries:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise RooftopError("figure", entry, "NAME=VALUE, such as ici_bytes_per_s=4.5e10")
+        figures[name] = parse_quantity(value, f"figure {name}")
+    return figures
+
+
 def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator[Any]]:
     """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
 
@@ -262,7 +279,13 @@ on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE
 shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the devices here.")
 price_option = _shared("--price", group=HARDWARE, type=PRICE, help="Dollars per chip-hour, not the list price.")
 figure_option = _shared(
-    "--figure", "figures", group=HARDWARE, multiple=True, metavar="NAME=VALUE", help="Override a figure of the chip."
+    "--figure",
+    "figures",
+    group=HARDWARE,
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_figures,
+    help="Override a figure of the chip.",
 )
 
 batch_seqs_option = _shared("--batch-seqs", group=WORKLOAD, type=COUNT, help="Sequences of a step.")
@@ -325,7 +348,7 @@ coordinator_option = _shared(
 processes_option = _shared("--processes", group=PROCESSES, type=COUNT, help="Number of processes.")
 process_option = _shared("--process", group=PROCESSES, type=COUNT_OR_ZERO, help="Index of this process, from 0.")
 
-top_option = _shared("--top", group=OUTPUT, type=COUNT_OR_ZERO, help="Rows to list.")
+top_option = _shared("--top", group=OUTPUT, type=TOP, help="Rows to list, or all.")
 perfetto_option = _shared("--perfetto", group=OUTPUT, type=FILE, help="Write the timeline here, for ui.perfetto.dev.")
 xprof_option = _shared(
     "--xprof", group=OUTPUT, type=FOLDER, help="Write it as a profile into this folder, for XProf and TensorBoard."
