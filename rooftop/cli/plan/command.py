@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.output import emit_json, json_option, show
 from rooftop.cli.plan.embed import embed
 from rooftop.cli.plan.serve import serve
 from rooftop.cli.usage import VerbGroup
@@ -92,9 +92,7 @@ def train(
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.plan.tables import show_training
-
-        show_training(answer, data, output)
+        show(data, {"plan": output})
     answer.require_fit()
     return 0
 

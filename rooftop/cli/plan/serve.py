@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.output import emit_json, json_option, show
 from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:
@@ -130,12 +130,7 @@ def serve(
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.plan.serve_tables import show_front, show_serving
-
-        if answer is None:
-            show_front(data["pareto"])
-        else:
-            show_serving(answer, data, found, output, plot)
+        show(data, {"plan": output, "picture": plot})
     if answer is not None:
         answer.plan.require_fit()
         if found is None:
