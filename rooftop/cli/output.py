@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from rooftop.present.document import Document
 
 
 def emit_json(data: Any) -> None:
@@ -30,9 +33,27 @@ def console() -> Console:
         def on_broken_pipe(self) -> None:
             raise  # the exit status of it is main's to decide
 
-    # Piped output has no width of its own; 80 columns would cut tables that every terminal shows whole.
-    found = Page(highlight=False)
-    return found if found.is_terminal else Page(highlight=False, width=110)
+    # Piped output has no width of its own: COLUMNS, or 110.
+    page = Page(highlight=False)
+    return page if page.is_terminal or "COLUMNS" in os.environ else Page(highlight=False, width=110)
+
+
+def show(data: Mapping[str, Any], written: Mapping[str, object] | None = None, **context: Any) -> None:
+    """Print the document of an answer, then the files ``written`` by what they hold (None: not written)."""
+    from rooftop.present.documents import document
+
+    show_document(document(data, **context), written)
+
+
+def show_document(document: Document, written: Mapping[str, object] | None = None) -> None:
+    """Print a document, then the files ``written``."""
+    from rooftop.present.terminal import printed
+
+    out = console()
+    out.print(printed(document, out.width), soft_wrap=True)
+    for name, file in (written or {}).items():
+        if file is not None:
+            out.print(f"{name} written to {file}", markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Answers presented: documents and their renderers."""
+"""Answers presented: a document of verdict, figures, tables and charts, and its renderers."""

@@ -36,7 +36,7 @@ from rooftop.cli.options import (
     weights_dtype_option,
     xprof_option,
 )
-from rooftop.cli.output import emit_json
+from rooftop.cli.output import emit_json, show
 from rooftop.cli.plan.embed import embed
 from rooftop.cli.plan.serve import serve
 from rooftop.cli.usage import VerbGroup
@@ -149,8 +149,6 @@ def train(
     if as_json:
         emit_json(result.to_json())
     else:
-        from rooftop.cli.plan.tables import show_training
-
-        show_training(result.answer, result.to_json(), output)
+        show(result.to_json(), {"plan": output})
     result.raise_if_infeasible()
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.options import json_option
-from rooftop.cli.output import emit_json
+from rooftop.cli.output import emit_json, show
 from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:
@@ -131,12 +131,7 @@ def serve(
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.plan.serve_tables import show_front, show_serving
-
-        if answer is None:
-            show_front(data["pareto"])
-        else:
-            show_serving(answer, data, found, output, plot)
+        show(data, {"plan": output, "picture": plot})
     if answer is not None:
         answer.plan.require_fit()
         if found is None:

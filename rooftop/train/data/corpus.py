@@ -56,7 +56,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
+class CorpusDocument:
     """A text that is trained on as a whole; ``bytes_read`` of the corpus where it ends."""
 
     text: str
@@ -98,7 +98,7 @@ def find_corpus(data: Sequence[str], *, progress: Progress | None = None) -> Cor
     return Corpus(sources=tuple(sources), left_out=tuple(left_out))
 
 
-def documents(corpus: Corpus, *, field: str = "text") -> Iterator[Document]:
+def documents(corpus: Corpus, *, field: str = "text") -> Iterator[CorpusDocument]:
     """The documents that have text: each plain text file, each row of JSONL or Parquet by its ``field``.
 
     Raises RooftopError for a row without that field, naming it, for a file that is not what its suffix says, or where
@@ -117,7 +117,7 @@ def documents(corpus: Corpus, *, field: str = "text") -> Iterator[Document]:
         try:
             for text, bytes_read in texts:
                 if text:
-                    yield Document(text=text, bytes_read=before + bytes_read)
+                    yield CorpusDocument(text=text, bytes_read=before + bytes_read)
         except (OSError, UnicodeDecodeError) as error:
             raise RooftopError("data", str(source.path), f"a file that stays as it was found ({error})") from None
         before += source.bytes

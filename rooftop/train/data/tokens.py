@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rooftop.checkpoints.tokenizer import Ids, Tokenizer
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
-from rooftop.train.data.corpus import Corpus, Document, Progress, documents, sidecar
+from rooftop.train.data.corpus import Corpus, CorpusDocument, Progress, documents, sidecar
 
 #: The dtypes of a .bin of token ids.
 DTYPES: tuple[str, ...] = ("uint16", "uint32")
@@ -196,9 +196,9 @@ def _write(place: Path, corpus: Corpus, tokenizer: Tokenizer, field: str, progre
     write_text(place / "store.json", json.dumps(about) + "\n")
 
 
-def _groups(found: Iterator[Document]) -> Iterator[list[Document]]:
+def _groups(found: Iterator[CorpusDocument]) -> Iterator[list[CorpusDocument]]:
     """Documents in groups that are worth encoding in parallel."""
-    group: list[Document] = []
+    group: list[CorpusDocument] = []
     characters = 0
     for document in found:
         group.append(document)

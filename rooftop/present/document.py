@@ -1,0 +1,306 @@
+"""The document of an answer: its verdict, figures, tables and charts, as data.
+
+``rooftop.present.documents`` builds documents; the terminal, HTML files, notebooks and the browser show them. How a
+document looks is the business of its renderers.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Literal
+
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.timelines import Lanes
+
+#: The evidence of a figure: a bound, an expectation, an exact count, a measurement, a simulation, a rule of thumb.
+Level = Literal["bound", "expected", "exact", "measured", "simulated", "rule"]
+
+#: Units that are words, which take no prefix.
+_WORDS = ("tokens", "ids")
+
+
+def format_value(value: float | str | None, unit: str) -> str:
+    """A value with its unit, scaled for reading."""
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return value
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "B":
+        return format_bytes(value)
+    if unit == "%":
+        return f"{value:.1%}"
+    if unit in ("", *_WORDS):
+        exact = float(value).is_integer() and abs(value) < 1e5
+        return f"{value:,.0f} {unit}".strip() if exact else f"{format_count(value)} {unit}".strip()
+    return format_count(value, unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownVerdict:
+    """The answer in one line: ``subject`` names the thing, ``says`` is a sentence about it.
+
+    ``no`` is the reason of an answer that is no; ``differs`` marks one that disagrees with a plan. ``details`` are
+    lines below the verdict.
+    """
+
+    subject: str = ""
+    says: str = ""
+    no: str = ""
+    differs: bool = False
+    details: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Subject and sentence in one line."""
+        return f"{self.subject}. {self.says}" if self.subject and self.says else self.subject or self.says
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownFigure:
+    """One figure: ``value`` in SI ``unit`` (or a word), with its evidence, formula and source.
+
+    ``note`` is the rest of its line. ``shown`` replaces the usual text of the value.
+    """
+
+    name: str
+    label: str
+    value: float | str | None
+    unit: str = ""
+    level: Level = "exact"
+    formula: str = ""
+    source: str = ""
+    note: str = ""
+    shown: str = ""
+
+    @property
+    def text(self) -> str:
+        """The value as people read it."""
+        return self.shown or format_value(self.value, self.unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartAxis:
+    """An axis: its label, SI unit and scale. A linear one with ``zero`` begins at 0."""
+
+    label: str
+    unit: str = ""
+    scale: Literal["linear", "log"] = "linear"
+    zero: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartSeries:
+    """Points [n] of (x, y). ``names`` [n] name the points, ``notes`` [n] are their figures, a line each."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    style: Literal["line", "dashed", "dots", "point", "marked"] = "line"
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A part of a document. ``about`` says what to look for, for readers who cannot see it too.
+
+    ``section`` is the title of the section that the part begins. Only pages show a ``detail``: the terminal leaves it
+    out.
+    """
+
+    kind: ClassVar[str] = ""
+    title: str
+    about: str = ""
+    section: str = ""
+    detail: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, tuples for lists."""
+        return {"kind": self.kind} | {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses within a chart as dicts. Other values stay as they are: charts hold thousands of tuples."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines(Chart):
+    """Series over two axes; ``marks`` are vertical lines: (x, label)."""
+
+    kind: ClassVar[str] = "lines"
+    x: ChartAxis
+    y: ChartAxis
+    series: tuple[ChartSeries, ...]
+    marks: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar of parts that add up: (part, value)."""
+
+    name: str
+    parts: tuple[tuple[str, float], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars(Chart):
+    """Bars in one ``unit``; ``limit`` is a line across all of them: (value, label)."""
+
+    kind: ClassVar[str] = "bars"
+    unit: str
+    bars: tuple[Bar, ...]
+    limit: tuple[float, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans(Chart):
+    """A timeline: lanes of spans (start, end, index of a colour, label), in ``unit``. ``colours`` are names."""
+
+    kind: ClassVar[str] = "spans"
+    unit: str
+    lanes: tuple[tuple[str, tuple[tuple[float, float, int, str], ...]], ...]
+    colours: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The part of an array on one device: from and to along two dims, as shares of 1; and in words."""
+
+    device: str
+    place: tuple[int, int]
+    block: int
+    rows: tuple[float, float]
+    columns: tuple[float, float]
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks(Chart):
+    """An array on a mesh: a cell for each device with its block filled, ``shape`` (rows, columns) of devices."""
+
+    kind: ClassVar[str] = "blocks"
+    shape: tuple[int, int]
+    axes: tuple[str, str]
+    cells: tuple[Held, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frames(Chart):
+    """An animation over a grid of cells, ``shape`` (rows, columns), shown from frame ``start`` on.
+
+    A frame has ``cells``, each with ``parts`` (colour, amount of 0 to 1) and a ``text``; ``arrows`` (from, to, colour)
+    between cells; and in ``says`` a sentence. ``names`` are those of the cells, if they have any.
+    """
+
+    kind: ClassVar[str] = "frames"
+    shape: tuple[int, int]
+    names: tuple[str, ...]
+    frames: tuple[Mapping[str, Any], ...]
+    start: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Chart):
+    """The timeline of a step, with zoom where it is drawn."""
+
+    kind: ClassVar[str] = "timeline"
+    lanes: Lanes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: lanes of (start, end, sort, name) in seconds."""
+        lanes = [
+            (lane.name, [(span.start_s, span.end_s, span.sort, span.name) for span in lane.spans])
+            for lane in self.lanes.lanes
+        ]
+        return {"kind": self.kind, "title": self.title, "about": self.about, "lanes": lanes, "unit": "s"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableColumn:
+    """A column: text or numbers. Text may ``wrap``. Where room is short, the column of largest ``drop`` goes first.
+
+    A column with ``drop`` 0 is never left out.
+    """
+
+    name: str
+    kind: Literal["text", "number"] = "number"
+    wrap: bool = False
+    drop: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Chart):
+    """Rows of text under ``columns``; an empty row separates groups. ``top`` rows are printed (0: all)."""
+
+    kind: ClassVar[str] = "table"
+    columns: tuple[TableColumn, ...]
+    rows: tuple[tuple[str, ...], ...]
+    top: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: names of columns, rows of text."""
+        named = {"kind": self.kind, "title": self.title, "about": self.about}
+        return named | {"columns": [column.name for column in self.columns], "rows": [row for row in self.rows if row]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A line of a list: a ``mark`` before it and a quiet ``note`` after it. ``good`` colours the mark."""
+
+    text: str
+    mark: str = ""
+    note: str = ""
+    good: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Items(Chart):
+    """A list of lines: reasons, changes, obstacles, runners-up. One that ``warns`` is yellow."""
+
+    kind: ClassVar[str] = "items"
+    items: tuple[Item, ...]
+    warns: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"kind": self.kind, "title": self.title, "about": self.about, "items": list(map(asdict, self.items))}
+
+
+def columns(*names: str, text: int = 1) -> tuple[TableColumn, ...]:
+    """Columns of a table, the first ``text`` of them text and the others numbers."""
+    return tuple(TableColumn(name=name, kind="text" if at < text else "number") for at, name in enumerate(names))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """An answer as every face shows it. ``command`` is the command line that says the same."""
+
+    verdict: ShownVerdict
+    title: str = ""
+    figures: tuple[ShownFigure, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    notes: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; every figure with its text."""
+        return {
+            "verdict": self.verdict.text,
+            "no": self.verdict.no,
+            "details": list(self.verdict.details),
+            "figures": [asdict(figure) | {"text": figure.text} for figure in self.figures],
+            "charts": [chart.to_json() for chart in self.charts],
+            "notes": list(self.notes),
+            "command": shlex.join(self.command),
+            "sources": list(self.sources),
+        }

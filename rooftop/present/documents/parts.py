@@ -1,0 +1,452 @@
+"""Parts that documents of several kinds share: ledgers, rooflines, memory, reasons, fronts of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftop.arrays import Mesh
+from rooftop.core.ledger import Ledger, Row
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.hardware import Slice
+from rooftop.present.document import (
+    Bar,
+    Bars,
+    Chart,
+    ChartAxis,
+    ChartSeries,
+    Item,
+    Items,
+    Lines,
+    Table,
+    TableColumn,
+    columns,
+)
+from rooftop.roofline.rates import Rates
+
+#: Sides of a ledger, in their order.
+SIDES = ("measured", "compiled", "planned")
+#: Scopes that bars show, the longest first.
+_SHOWN = 14
+#: Entries of a plan's memory that are no class of it.
+_NO_CLASS = ("total", "capacity", "fits", "host", "free", "kv_per_token", "per_device")
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Mesh axes and their sizes, those of size 1 left out."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
+
+
+def layout_text(slice_: str, mesh: Mapping[str, Any]) -> str:
+    """The layout of a mesh on its slice, as ``--layout`` takes it."""
+    return Mesh.from_json(Slice.parse(slice_), mesh).layout or "one device"
+
+
+def place(source: str) -> str:
+    """A 'file:line' without its directories."""
+    return source.rpartition("/")[2]
+
+
+def sentence(text: str) -> str:
+    """A clause as a sentence."""
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def microbatches_text(count: int) -> str:
+    """A number of microbatches."""
+    return f"{count} microbatch{'es' if count > 1 else ''}"
+
+
+def milliseconds(seconds: float, digits: int = 2) -> str:
+    """Seconds as a number of milliseconds, '' for none."""
+    return f"{seconds * 1e3:.{digits}f}" if seconds else ""
+
+
+def reasons(data: Mapping[str, Any]) -> Items:
+    """The rules of a plan: the verdict, formula and source of each."""
+    return Items(
+        title="Why",
+        section="Why",
+        items=tuple(
+            Item(
+                text=reason["text"],
+                mark="yes" if reason["holds"] else "no",
+                note=f"{reason['source']}; {reason['formula']}",
+                good=reason["holds"],
+            )
+            for reason in data.get("reasons", ())
+        ),
+    )
+
+
+def written_by(data: Mapping[str, Any], more: str = "") -> tuple[str, ...]:
+    """The version of rooftop that wrote the data."""
+    return (f"Written by rooftop {data['rooftop_version']}{more}.",)
+
+
+# ---- ledgers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideFigures:
+    """One side of a ledger line, per device and step; None: that side does not know."""
+
+    time_s: float | None = None
+    exposed_s: float | None = None
+    flops: float | None = None
+    hbm_bytes: float | None = None
+    at_peak_s: float | None = None
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte of HBM."""
+        return self.flops / self.hbm_bytes if self.flops and self.hbm_bytes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerLine:
+    """A scope in a phase: its ``sides``, its collectives, and the op and the source line that take longest."""
+
+    scope: str
+    phase: str
+    sides: Mapping[str, SideFigures]
+    moves: tuple[str, ...] = ()
+    slowest: str = ""
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Scope and phase."""
+        return f"{self.scope} {self.phase}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roof:
+    """The peaks of a device: FLOP/s of its matrix unit, bytes/s of its HBM."""
+
+    name: str
+    flops_per_s: float
+    hbm_bytes_per_s: float
+
+
+def of_ledgers(
+    sides: Mapping[str, Iterable[Mapping[str, Any]]], notes: Mapping[Any, str] | None = None
+) -> list[LedgerLine]:
+    """Rows of ledgers in JSON, joined on scope and phase in the order of the first; ``notes`` by scope and phase."""
+    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
+    moves: dict[tuple[str, str], list[str]] = {}
+    for side, ledger in sides.items():
+        for row in ledger:
+            key, count = (row["scope"], row["phase"]), row["count"]
+            totals = sums.setdefault(key, {}).setdefault(side, [0.0] * 5)
+            exposed = sum(moved["exposed_s"] for moved in row["collectives"])
+            peak = max(row["time_s"].values(), default=0.0)
+            flops = sum(row["flops"].values()) + row["kernel_flops"]
+            for at, value in enumerate((row["expected_s"], exposed, flops, row["hbm_bytes"], peak)):
+                totals[at] += count * value
+            moves.setdefault(key, []).extend(
+                f"{moved['kind']} over {','.join(moved['axes'])}: {format_bytes(count * moved['bytes'])} {side}"
+                for moved in row["collectives"]
+            )
+    return [
+        LedgerLine(
+            scope=key[0],
+            phase=key[1],
+            sides={
+                side: SideFigures(time_s=s[0], exposed_s=s[1], flops=s[2], hbm_bytes=s[3], at_peak_s=s[4])
+                for side, s in totals.items()
+            },
+            moves=tuple(moves[key]),
+            notes=(notes[key],) if notes and key in notes else (),
+        )
+        for key, totals in sums.items()
+    ]
+
+
+def ledger_bars(ledger: Ledger, *, title: str = "Where the step goes", section: str = "") -> Bars:
+    """Seconds by scope, a part for each phase, counts applied."""
+    scopes: dict[str, dict[str, float]] = {}
+    for row in ledger:
+        phases = scopes.setdefault(row.scope, {})
+        phases[row.phase] = phases.get(row.phase, 0.0) + float(row.count * row.expected_s)
+    longest = sorted(scopes, key=lambda scope: -sum(scopes[scope].values()))
+    return Bars(
+        title=title,
+        section=section,
+        about="Expected seconds by scope and phase, counts applied."
+        + (f" The {_SHOWN} longest of {len(longest)}." if len(longest) > _SHOWN else ""),
+        unit="s",
+        bars=tuple(Bar(name=scope, parts=tuple(scopes[scope].items())) for scope in longest[:_SHOWN]),
+    )
+
+
+def busy(rows: Iterable[Row]) -> dict[str, float]:
+    """Seconds at peak rates by resource, counts applied."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for name, each_s in row.time_s.items():
+            seconds[name] = seconds.get(name, 0.0) + float(row.count * each_s)
+    return seconds
+
+
+def ledger_table(lines: Sequence[LedgerLine], title: str, *, section: str = "", about: str = "") -> Table:
+    """Every line, with a group of columns for each side that has figures."""
+    sides = [side for side in SIDES if any(side in line.sides for line in lines)]
+    names = {side: _figure_names(side, lines) for side in sides}
+    headings = [TableColumn(name=name, kind="text") for name in ("scope", "phase")]
+    headings += [TableColumn(name=f"{side}: {name}") for side in sides for name in names[side]]
+    extras = {"collectives": "moves", "slowest op": "slowest", "from": "source", "": "notes"}
+    shown = [name for name, field in extras.items() if any(getattr(line, field) for line in lines)]
+    headings += [TableColumn(name=name, kind="text", wrap=True, drop=1) for name in shown]
+    rows = []
+    for line in lines:
+        cells = [line.scope, line.phase]
+        for side in sides:
+            cells += [_cell(line.sides.get(side), name) for name in names[side]]
+        extra = {
+            "collectives": "; ".join(line.moves), "slowest op": line.slowest, "from": place(line.source),
+            "": "; ".join(line.notes),
+        }  # fmt: skip
+        rows.append((*cells, *(extra[name] for name in shown)))
+    return Table(title=title, about=about, section=section, columns=tuple(headings), rows=tuple(rows), detail=True)
+
+
+def _figure_names(side: str, lines: Sequence[LedgerLine]) -> list[str]:
+    """The figures that a side has for any line."""
+    own = [line.sides[side] for line in lines if side in line.sides]
+    return [name for name, (field, _) in _CELLS.items() if any(getattr(figures, field) for figures in own)]
+
+
+_CELLS = {
+    "time": ("time_s", format_seconds), "exposed": ("exposed_s", format_seconds),
+    "at peak": ("at_peak_s", format_seconds), "FLOPs": ("flops", format_count), "HBM": ("hbm_bytes", format_bytes),
+}  # fmt: skip
+
+
+def _cell(figures: SideFigures | None, name: str) -> str:
+    if figures is None:
+        return "\N{EN DASH}"
+    field, text = _CELLS[name]
+    value = getattr(figures, field)
+    return text(value) if value or (name == "time" and value is not None) else ""
+
+
+def step_charts(ledger: list[Mapping[str, Any]], title: str, section: str) -> tuple[Chart, ...]:
+    """Bars by scope and phase, and every row."""
+    return (
+        ledger_bars(Ledger.from_json(ledger), title=title, section=section),
+        ledger_table(
+            of_ledgers({"planned": ledger}), "The ledger", about="Per device and step, counts applied.", section=""
+        ),
+    )
+
+
+# ---- rooflines ------------------------------------------------------------------------------------------------------
+
+
+def roofs_of_slice(name: str, whose: str = "", dtype: str = "bf16") -> list[Roof]:
+    """The roofs of one device of a slice, for matmuls in ``dtype`` (bf16 if the chip has no such rate)."""
+    rates = Rates.of(Slice.parse(name).chip)
+    dtype = dtype if dtype in rates.flops_per_s else "bf16"
+    label = f"{name.partition(':')[0]}, {dtype}" + (f" ({whose})" if whose else "")
+    return [Roof(name=label, flops_per_s=rates.flops_per_s[dtype], hbm_bytes_per_s=rates.hbm_bytes_per_s)]
+
+
+def rooflines(
+    lines: Sequence[LedgerLine],
+    roofs: Sequence[Roof],
+    title: str = "Roofline",
+    *,
+    section: str = "",
+    sides: Sequence[str] = SIDES,
+) -> tuple[Chart, ...]:
+    """Lines with FLOPs and HBM bytes under their roofs; those with HBM bytes alone in a chart of their own."""
+    timed = [
+        (side, line.name, figures)
+        for line in lines
+        for side, figures in line.sides.items()
+        if side in sides and figures.time_s
+    ]
+    computes = [entry for entry in timed if entry[2].intensity]
+    copies = [entry for entry in timed if entry[2].hbm_bytes and not entry[2].flops]
+    rest = len(timed) - len(computes) - len(copies)
+    missing = f" {rest} rows have no HBM traffic that is known, and no place here." if rest else ""
+    charts: list[Chart] = []
+    if computes:
+        knees = [roof.flops_per_s / roof.hbm_bytes_per_s for roof in roofs]
+        xs = [figures.intensity or 0.0 for _, _, figures in computes]
+        limits = [
+            (roof.name, [(x, min(roof.flops_per_s, x * roof.hbm_bytes_per_s)) for x in ends])
+            for roof, knee in zip(roofs, knees, strict=True)
+            for ends in [(min(*xs, knee) / 1.3, knee, max(*xs, knee) * 1.3)]
+        ]
+        charts.append(
+            Lines(
+                title=title,
+                section=section,
+                about="FLOP/s over FLOPs per byte of HBM, per device. Under the slope HBM binds, under the level the "
+                "matrix unit; a point far below its roof waits for something else." + missing,
+                x=ChartAxis(label="FLOPs per byte of HBM", scale="log"),
+                y=ChartAxis(label="FLOP/s", unit="FLOP/s", scale="log"),
+                series=(
+                    *_placed(computes, roofs, sides, "flops"),
+                    *(ChartSeries(name=name, points=tuple(path), style="dashed") for name, path in limits),
+                ),
+            )
+        )
+    if copies:
+        moved = [figures.hbm_bytes or 0.0 for _, _, figures in copies]
+        ends = min(moved) / 1.3, max(moved) * 1.3
+        charts.append(
+            Lines(
+                title=f"{title}: rows without matmuls",
+                section="" if charts else section,
+                about="Bytes of HBM a second over bytes of HBM. The level is HBM at its peak.",
+                x=ChartAxis(label="bytes of HBM", unit="B", scale="log"),
+                y=ChartAxis(label="bytes/s", unit="B/s", scale="log"),
+                series=(
+                    *_placed(copies, roofs, sides, "hbm_bytes"),
+                    *(
+                        ChartSeries(name=f"HBM of {roof.name}", style="dashed", points=level)
+                        for roof in roofs
+                        for level in [tuple((x, roof.hbm_bytes_per_s) for x in ends)]
+                    ),
+                ),
+            )
+        )
+    return tuple(charts)
+
+
+def _placed(
+    entries: Iterable[tuple[str, str, SideFigures]], roofs: Sequence[Roof], sides: Sequence[str], rate: str
+) -> list[ChartSeries]:
+    """A series for each side. The ``rate`` of a point is 'flops', over intensity, or 'hbm_bytes', over bytes."""
+    series: list[ChartSeries] = []
+    every = list(entries)
+    for side in sides:
+        own = [(name, figures) for entry_side, name, figures in every if entry_side == side]
+        if own:
+            points = []
+            for _, figures in own:
+                amount = getattr(figures, rate) or 0.0
+                across = (figures.intensity or 0.0) if rate == "flops" else amount
+                points.append((across, amount / (figures.time_s or 1.0)))
+            series.append(
+                ChartSeries(
+                    name=side,
+                    style="dots",
+                    points=tuple(points),
+                    names=tuple(name for name, _ in own),
+                    notes=tuple(_point_note(figures, roofs) for _, figures in own),
+                )
+            )
+    return series
+
+
+def _point_note(figures: SideFigures, roofs: Sequence[Roof]) -> str:
+    """The figures of a point, one a line."""
+    seconds, texts = figures.time_s or 0.0, []
+    texts.append(f"time: {format_seconds(seconds)}")
+    if figures.flops:
+        texts += [f"FLOPs: {format_count(figures.flops)}", f"FLOP/s: {format_count(figures.flops / seconds)}"]
+    if figures.hbm_bytes:
+        texts += [f"HBM: {format_bytes(figures.hbm_bytes)}", f"HBM/s: {format_bytes(figures.hbm_bytes / seconds)}/s"]
+    if figures.intensity:
+        texts.append(f"FLOPs per byte: {figures.intensity:.3g}")
+    if figures.exposed_s:
+        texts.append(f"exposed: {format_seconds(figures.exposed_s)}")
+    if roofs:
+        flops, moved = figures.flops or 0.0, figures.hbm_bytes or 0.0
+        bound = max(flops / roofs[0].flops_per_s, moved / roofs[0].hbm_bytes_per_s)
+        if bound:
+            texts.append(f"of its roof: {bound / seconds:.1%}")
+    return "\n".join(texts)
+
+
+# ---- memory and fronts ----------------------------------------------------------------------------------------------
+
+
+def memory_bars(
+    sides: Mapping[str, Mapping[str, Any]],
+    capacity: float,
+    *,
+    title: str = "Memory of a device",
+    section: str = "Memory",
+) -> Bars:
+    """HBM of a device by class, a bar for each side, against the usable bytes."""
+    return Bars(
+        title=title,
+        section=section,
+        unit="B",
+        bars=tuple(
+            Bar(
+                name=side,
+                parts=tuple((name, float(size)) for name, size in classes.items() if name not in _NO_CLASS and size),
+            )
+            for side, classes in sides.items()
+        ),
+        limit=(float(capacity), "usable"),
+    )
+
+
+def front_chart(points: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any] | None = None) -> Lines:
+    """Tokens/s per chip over the seconds of a step, a line for each context, or for each slice and its dtypes."""
+    formats = {(point.get("weights"), point.get("kv")) for point in points}
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for point in points:
+        name = f"context {point['context']:,.0f}"
+        if "slice" in point:
+            name = point["slice"] + (f", {point['weights']}, KV {point['kv']}" if len(formats) > 1 else "")
+        lines.setdefault(name, []).append(point)
+    series = [
+        ChartSeries(
+            name=name,
+            style="marked",
+            points=tuple((float(point["step_s"]), float(point["tokens_per_s_per_chip"])) for point in members),
+            names=tuple(f"batch {point['batch']}" for point in members),
+            notes=tuple(_front_note(point) for point in members),
+        )
+        for name, members in lines.items()
+    ]
+    if chosen is not None:
+        step_s, rate = chosen["step_s"]["expected_s"], chosen["tokens_per_s_per_chip"]
+        note = f"step: {format_seconds(step_s)}\ntokens/s per chip: {format_count(rate)}"
+        series.append(
+            ChartSeries(name="this plan", style="point", points=((step_s, rate),), names=(f"batch {chosen['batch']}",),
+                        notes=(note,))
+        )  # fmt: skip
+    return Lines(
+        title="Latency against throughput",
+        section="Pareto",
+        about="Tokens/s per chip over the time of a step. Each point is a batch on its best mesh.",
+        x=ChartAxis(label="step", unit="s", scale="log"),
+        y=ChartAxis(label="tokens/s per chip"),
+        series=tuple(series),
+    )
+
+
+def _front_note(point: Mapping[str, Any]) -> str:
+    texts = [
+        f"step: {format_seconds(point['step_s'])}",
+        f"tokens/s per chip: {format_count(point['tokens_per_s_per_chip'])}",
+    ]
+    if point.get("usd_per_million_tokens") is not None:
+        texts.append(f"a million tokens: ${point['usd_per_million_tokens']:.2f}")
+    if "mesh" in point:
+        texts.append(f"mesh: {mesh_text(point['mesh'])}")
+    return "\n".join(texts)
+
+
+def exposed_text(exposed: Mapping[str, float], step_s: float) -> str:
+    """The seconds that each axis does not hide, with their share of a step."""
+    return ", ".join(f"{name} {format_seconds(s)} ({s / step_s:.0%})" for name, s in exposed.items())
+
+
+def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, section: str = "",
+          detail: bool = False) -> Table:  # fmt: skip
+    """A table whose first ``text`` columns are text."""
+    return Table(
+        title=title, columns=columns(*names, text=text), rows=tuple(map(tuple, rows)), section=section, detail=detail
+    )

@@ -1,0 +1,239 @@
+"""The document of a training plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rooftop.core.ledger import Ledger, Row
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.present.document import (
+    Chart,
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Item,
+    Items,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+    Table,
+    TableColumn,
+)
+from rooftop.present.documents.parts import (
+    busy,
+    exposed_text,
+    layout_text,
+    ledger_bars,
+    ledger_table,
+    memory_bars,
+    mesh_text,
+    microbatches_text,
+    milliseconds,
+    of_ledgers,
+    reasons,
+    rooflines,
+    roofs_of_slice,
+    written_by,
+)
+
+_PHASES = ("forward", "recompute", "backward", "update")
+
+
+def training_plan(data: Mapping[str, Any]) -> Document:
+    """A training plan: the step and its money, where the step goes, why, alternatives, what would change it."""
+    step, where = data["step"], data["slice"]["name"]
+    ledger, lines = Ledger.from_json(data["ledger"]), of_ledgers({"planned": data["ledger"]})
+    layout = layout_text(where, data["mesh"])
+    memory = data["memory"]
+    classes = {name: size for name, size in memory.items() if name not in ("total", "capacity", "fits", "host")}
+    return Document(
+        title=f"{data['model']['name']} on {where}: a training plan",
+        verdict=ShownVerdict(
+            subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}",
+            no="" if memory["fits"] else _shortfall(memory),
+            details=(
+                f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}",
+            ),
+        ),
+        figures=tuple(_figures(data, classes)),
+        charts=(
+            *_obstacles(data),
+            _where(ledger, step["expected_s"]),
+            ledger_bars(ledger),
+            ledger_table(lines, "The ledger", about="Per device and step, counts applied."),
+            *rooflines(lines, roofs_of_slice(where, dtype=data["dtypes"]["matmul"]), section="Roofline"),
+            memory_bars({"planned": classes}, memory["capacity"]),
+            reasons(data),
+            *_alternatives(data),
+            *_changes(data),
+        ),
+        sources=written_by(data),
+    )
+
+
+def _shortfall(memory: Mapping[str, Any]) -> str:
+    over = memory["total"] - memory["capacity"]
+    return (
+        f"does not fit: {format_bytes(memory['total'])} of {format_bytes(memory['capacity'])} a device, "
+        f"{format_bytes(over)} too much"
+    )
+
+
+def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[ShownFigure]:
+    step, memory = data["step"], data["memory"]
+    yield ShownFigure(
+        name="expected_s", label="step", value=step["expected_s"], unit="s", level="expected",
+        note=f"expected, between {format_seconds(step['lower_s'])} (all overlapped, bound by {step['bound']}) and "
+        f"{format_seconds(step['upper_s'])} (nothing overlapped)",
+    )  # fmt: skip
+    yield ShownFigure(
+        name="mfu", label="MFU", value=data["mfu"], unit="%", level="expected", formula=data["flops"]["convention"],
+        note="causal attention and unembedding counted, recomputation not",
+    )  # fmt: skip
+    yield ShownFigure(
+        name="tokens_per_s", label="rate", value=data["tokens_per_s"], unit="tok/s", level="expected",
+        note=f"{data['tokens_per_s'] / data['slice']['chips']:.0f} tok/s per chip",
+    )  # fmt: skip
+    if data["days"] is not None:
+        cost = "no price is published"
+        if data["cost_usd"] is not None:
+            price = data["cost_usd"] / (data["days"] * 24 * data["slice"]["chips"])
+            cost = f"${data['cost_usd']:,.0f} at ${price:g} a chip-hour"
+        yield ShownFigure(
+            name="days", label="budget", value=data["days"] * 86400, unit="s", level="expected",
+            shown=f"{data['days']:.1f} days", note=f"for {format_count(data['workload']['tokens'])} tokens; {cost}",
+        )  # fmt: skip
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
+    yield ShownFigure(
+        name="memory_bytes", label="memory", value=memory["total"], unit="B", level="expected",
+        note=f"of {format_bytes(memory['capacity'])} a device: {held}",
+    )  # fmt: skip
+    exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
+    yield ShownFigure(
+        name="exposed_s", label="not hidden", value=sum(exposed.values()), unit="s", level="expected",
+        note=exposed_text(exposed, step["expected_s"]) or "no collectives",
+    )  # fmt: skip
+    if (pipeline := data.get("pipeline")) is not None:
+        yield ShownFigure(
+            name="bubble", label="bubble", value=pipeline["bubble"], unit="%", level="simulated",
+            note=f"of the passes, {pipeline['schedule']} simulated; {pipeline['bubble_closed_form']:.1%} in closed "
+            f"form; {pipeline['in_flight']:g} microbatches held at most",
+        )  # fmt: skip
+
+
+def _obstacles(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """The obstacles to a run as the plan stands, and the nearest plan without any."""
+    if not data["obstacles"]:
+        return ()
+    items = [Item(text=obstacle) for obstacle in data["obstacles"]]
+    near = data.get("nearest_executable")
+    if near is not None:
+        mesh = " x ".join(f"{name} {size}" for name, size in near["mesh"].items())
+        items.append(
+            Item(text=f"nearest that runs: {near['slice']} as {mesh}, {format_seconds(near['expected_s'])} a step")
+        )
+    return (Items(title="Not executable as it stands:", section="Obstacles", items=tuple(items), warns=True),)
+
+
+def _where(ledger: Ledger, step_s: float) -> Table:
+    """Milliseconds by scope and phase."""
+    scopes: dict[str, list[Row]] = {}
+    for row in ledger:
+        scopes.setdefault(row.scope, []).append(row)
+    rows = []
+    for scope, members in scopes.items():
+        phases = {name: sum(float(r.count * r.expected_s) for r in members if r.phase == name) for name in _PHASES}
+        exposed = sum(float(r.count * moved.exposed_s) for r in members for moved in r.collectives)
+        seconds = busy(members)
+        bound = max(seconds, key=lambda name: seconds[name], default="")
+        rows.append(
+            (
+                scope,
+                *(milliseconds(phases[name]) for name in _PHASES),
+                f"{sum(phases.values()) / step_s:.1%}",
+                milliseconds(exposed),
+                milliseconds(seconds.get(bound, 0.0)),
+                bound or "idle",
+            )
+        )
+    return Table(
+        title="Where the step goes (ms per step on one device)",
+        section="Ledger",
+        columns=(
+            TableColumn(name="scope", kind="text"),
+            *(TableColumn(name=name, drop=2 if name == "recompute" else 1) for name in _PHASES),
+            TableColumn(name="share"),
+            TableColumn(name="exposed"),
+            TableColumn(name="at peak", drop=3),
+            TableColumn(name="bound", kind="text"),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _alternatives(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """The runners-up of a search as a table, and with the plan as points."""
+    others = data.get("alternatives", ())
+    if not others:
+        return ()
+    rows = [
+        (
+            " x ".join(f"{name} {size}" for name, size in other["mesh"].items()),
+            other["remat"],
+            str(other["microbatches"]),
+            format_seconds(other["expected_s"]),
+            f"{other['mfu']:.1%}",
+            format_bytes(other["memory_bytes"]),
+            "" if other["fits"] else "does not fit",
+        )
+        for other in others
+    ]
+    columns = tuple(
+        TableColumn(name=name, kind="text" if name in ("mesh", "remat", "") else "number", wrap=name == "mesh")
+        for name in ("mesh", "remat", "microbatches", "step", "MFU", "memory", "")
+    )
+    own = {
+        "mesh": data["mesh"]["axes"], "remat": data["remat"]["name"], "microbatches": data["microbatches"],
+        "expected_s": data["step"]["expected_s"], "mfu": data["mfu"], "memory_bytes": data["memory"]["total"],
+    }  # fmt: skip
+    return (
+        Table(
+            title=f"Alternatives ({data['searched']:,} candidates searched)",
+            section="Alternatives",
+            columns=columns,
+            rows=tuple(rows),
+        ),
+        Lines(
+            title="Alternatives",
+            about="The time of a step over the memory of a device, each mesh at its best.",
+            x=ChartAxis(label="memory of a device", unit="B"),
+            y=ChartAxis(label="step", unit="s"),
+            series=(_series("this plan", "point", [own]), _series("alternatives", "dots", others)),
+        ),
+    )
+
+
+def _series(name: str, style: Any, plans: Any) -> ChartSeries:
+    return ChartSeries(
+        name=name,
+        style=style,
+        points=tuple((float(plan["memory_bytes"]), float(plan["expected_s"])) for plan in plans),
+        names=tuple(mesh_text(plan["mesh"]) for plan in plans),
+        notes=tuple(map(_note, plans)),
+    )
+
+
+def _note(plan: Mapping[str, Any]) -> str:
+    return (
+        f"remat: {plan['remat']}\nmicrobatches: {plan['microbatches']}\n"
+        f"step: {format_seconds(plan['expected_s'])}\nMFU: {plan['mfu']:.1%}\n"
+        f"memory: {format_bytes(plan['memory_bytes'])}"
+    )
+
+
+def _changes(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """The changes that would help, with their gains."""
+    items = tuple(Item(mark=f"{entry['gain']:+.1%}", text=f" {entry['change']}") for entry in data.get("what_if", ()))
+    title = "What would change it (tokens/s)"
+    return (Items(title=title, section="What would change it", items=items),) if items else ()
