@@ -1,1 +1,1 @@
-"""Weights, state and tokenizers in and out."""
+"""Weights and tokenizers in published formats, in and out."""

@@ -1,1 +1,1 @@
-"""The command line: one module per verb, imported only when that verb is called."""
+"""The command line: one folder or module a verb, imported when the verb is called."""

@@ -1,1 +1,1 @@
-"""Ledgers side by side: planned, compiled and measured."""
+"""Ledgers joined: planned, compiled and measured work, and the findings and advice that follow."""

@@ -1,1 +1,1 @@
-"""JAX programs: what runs is what is compiled."""
+"""JAX programs for training, serving and embedding: the program that runs is the one that is compiled."""

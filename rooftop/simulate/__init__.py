@@ -1,1 +1,1 @@
-"""Simulations: collectives on the links of a torus, and matmuls on a systolic array."""
+"""Simulations: collectives on a torus, serving request by request, pipelines, and systolic arrays."""

@@ -1,1 +1,1 @@
-"""The local page: explorers with sliders over the same functions that the command line calls. No formula is here."""
+"""The local page: explorers with sliders over the functions that the command line calls. No formula lives here."""
