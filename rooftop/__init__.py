@@ -24,6 +24,7 @@ _FUNCTIONS = {
     "compile": "compiling",
     "inspect": "compiling",
     "explain": "explaining",
+    "explain_operations": "explaining",
     "diff": "explaining",
     "validate": "explaining",
 }

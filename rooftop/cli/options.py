@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -27,7 +27,15 @@ from rooftop.core.quantities import (
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Decorator = Callable[[_Function], _Function]
+
+
+class _Decorator(Protocol):
+    """A decorator of a command's function."""
+
+    def __call__(self, function: _Function, /) -> _Function:
+        """Add a parameter to the command."""
+        ...
+
 
 #: Headings under which ``--help`` shows options, in this order; options without a heading come last.
 HARDWARE = "Model and hardware"
@@ -83,7 +91,7 @@ class VerbCommand(click.Command):
         write_examples(formatter, self.examples)
 
 
-def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator[_Function]:
+def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator:
     """``click.option`` under a heading of ``GROUPS``."""
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
@@ -266,10 +274,10 @@ def _figures(ctx: click.Context, param: click.Parameter, entries: tuple[str, ...
     return figures
 
 
-def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator[Any]]:
+def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator]:
     """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
 
-    def decorator(**changes: Any) -> _Decorator[Any]:
+    def decorator(**changes: Any) -> _Decorator:
         return option(*names, group=group, **(attributes | changes))
 
     return decorator
@@ -359,6 +367,5 @@ output_option = _shared("-o", "--output", group=OUTPUT, type=FILE, help="Write t
 
 def json_option(function: _Function) -> _Function:
     """The ``--json`` flag, passed to the command as ``as_json``."""
-    help_text = "One JSON object on stdout, nothing else."
-    decorate: _Decorator[_Function] = option("--json", "as_json", group=OUTPUT, is_flag=True, help=help_text)
+    decorate = option("--json", "as_json", group=OUTPUT, is_flag=True, help="One JSON object on stdout, nothing else.")
     return decorate(function)

@@ -194,6 +194,23 @@ def test_an_import_that_is_not_interrupted_leaves_ctrl_c_as_it_was():
         signal.raise_signal(signal.SIGINT)
 
 
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(tmp_path):
+    """``click`` is the first large import: this one is interrupted."""
+    interrupted = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nsignal.raise_signal(signal.SIGINT)"
+    )
+    (tmp_path / "click.py").write_text(interrupted)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "rooftop", "chips"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "rooftop: interrupted\n")
+
+
 @pytest.mark.parametrize(("here", "platforms"), [([], "cpu"), ([Path("/dev/accel0")], None)])
 def test_jax_is_told_not_to_look_for_accelerators_where_there_are_none(monkeypatch, here, platforms):
     monkeypatch.delenv("JAX_PLATFORMS")
