@@ -143,19 +143,24 @@ def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int
     none, for an interleaved one without, and where its last group of microbatches would be smaller than the others:
     stages would wait for one another.
     """
-    if schedule not in SCHEDULES:
-        raise unknown("schedule", schedule, SCHEDULES)
+    require_schedule(schedule, chunks)
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
             raise RooftopError(name, value, "a positive whole number")
-    if chunks < 1 or (chunks > 1) != (schedule == "interleaved"):
-        raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule, 1 with any other")
     if schedule == "interleaved" and microbatches > stages and microbatches % stages:
         raise RooftopError("microbatches", microbatches, f"a multiple of the {stages} stages that are interleaved")
     orders = [SCHEDULES[schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
     split = schedule == "zero_bubble"
     slots = _placed(orders, stages, chunks)
     return PipelineTable(stages=stages, microbatches=microbatches, chunks=chunks, split=split, slots=slots)
+
+
+def require_schedule(schedule: str, chunks: int) -> None:
+    """Raises RooftopError for an unknown schedule, and for a number of chunks per stage that it does not have."""
+    if schedule not in SCHEDULES:
+        raise unknown("schedule", schedule, SCHEDULES)
+    if chunks < 1 or (chunks > 1) != (schedule == "interleaved"):
+        raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule, 1 with any other")
 
 
 def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Task | None, ...], ...]:

@@ -96,7 +96,9 @@ def _obstacles(answer: TrainingAnswer) -> Text:
     near = answer.nearest_executable
     if near is not None:
         mesh = " x ".join(f"{name} {size}" for name, size in near["mesh"].items())
-        text.append(f"\n  nearest that runs: {near['slice']} as {mesh}, {format_seconds(near['expected_s'])} a step")
+        other = "" if near["matmul"] == answer.plan.spec.matmul else f" with {near['matmul']} matmuls"
+        seconds = format_seconds(near["expected_s"])
+        text.append(f"\n  nearest that runs: {near['slice']} as {mesh or 'one device'}{other}, {seconds} a step")
     return text
 
 
@@ -170,5 +172,6 @@ def _alternatives(answer: TrainingAnswer) -> Table:
 def _what_if(answer: TrainingAnswer) -> Text:
     text = Text("\nWhat would change it (tokens/s)", style="bold")
     for entry in answer.what_if:
-        text.append(f"\n  {entry['gain']:+.1%}  {entry['change']}", style="not bold")
+        missing = "" if entry["obstacle"] is None else f": {entry['obstacle']}"
+        text.append(f"\n  {entry['gain']:+.1%}  {entry['change']}{missing}", style="not bold")
     return text

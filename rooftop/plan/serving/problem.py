@@ -10,6 +10,8 @@ from math import prod
 import numpy as np
 
 from rooftop.arrays.mesh import Mesh
+from rooftop.arrays.rules import SERVING_AXES
+from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
 from rooftop.hardware import Slice
@@ -17,7 +19,7 @@ from rooftop.models import ModelConfig, count_params
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.phase import Phase, cached_bytes
-from rooftop.plan.serving.placement import KV_SPLITS, Placed, Placement
+from rooftop.plan.serving.placement import Placed, Placement
 from rooftop.plan.serving.pricing import price_serving
 from rooftop.plan.serving.rows import generate_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
@@ -28,8 +30,6 @@ MODES = ("disaggregated", "interleaved")
 BOUNDS = ("usable", "book")
 #: What joins a prefill and a generate server.
 LINKS = ("ici", "dcn")
-#: The mesh axes of serving, in the order in which they are laid on the network.
-SERVING_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ServingProblem:
     bounds: str = "usable"
     axes: Mapping[str, int] | None = None
     prefill_axes: Mapping[str, int] | None = None
-    kv_split: str | None = None
+    kv_split: KvSplit | None = None
     link: str = "dcn"
     draft: DraftModel | None = None
     host_bytes: float | None = None

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from rooftop import __version__
-from rooftop.arrays.mesh import AXES, Mesh
-from rooftop.arrays.rules import Rules
+from rooftop.arrays.mesh import Mesh
+from rooftop.arrays.rules import AXES
+from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
 from rooftop.core.errors import RooftopError, misread
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, flops_per_token
 from rooftop.models.activations import parse_policy
-from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import from_mesh
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import host_bytes
@@ -116,9 +116,14 @@ class TrainingPlan:
         return None if tokens is None else tokens / self.tokens_per_s / 86400
 
     @cached_property
+    def spec(self) -> TrainingSpec:
+        """The train step that a program is asked for."""
+        return self.problem.spec(self.mesh.shape, self.choice)
+
+    @cached_property
     def obstacles(self) -> list[str]:
-        """What keeps a JAX program from running the plan as it stands."""
-        return list(_obstacles(self.problem, self.mesh, self.choice))
+        """Why no program runs the plan as it stands; empty if one does."""
+        return list(obstacles(TRAINING, self.spec))
 
     @cached_property
     def reasons(self) -> list[Reason]:
@@ -172,7 +177,7 @@ class TrainingPlan:
             },
             "workload": asdict(problem.workload),
             "mesh": self.mesh.to_json(),
-            "rules": Rules().only(self.mesh.shape).to_json(),
+            "rules": self.spec.rules.to_json(),
             "dtypes": {name: value for name, value in asdict(numerics).items() if name != "optimizer"},
             "optimizer": numerics.optimizer,
             "remat": {"name": self.choice.remat, "policy": dict(self.choice.policy)},
@@ -240,29 +245,6 @@ class TrainingPlan:
             return cls(problem=problem, mesh=Mesh.from_json(slice_, data["mesh"]), choice=choice)
         except (KeyError, TypeError, ValueError) as error:
             raise misread("plan", error, "a plan.json written by rooftop plan") from None
-
-
-def _obstacles(problem: Problem, mesh: Mesh, choice: Choice) -> list[str]:
-    model, workload = problem.model, problem.workload
-    found: list[str] = []
-    if (stages := mesh.size("stage")) > 1:
-        if "offload" in choice.policy.values():
-            found.append("no program offloads activations from a pipeline stage")
-        if choice.chunks > 1 and choice.microbatches > stages and choice.microbatches % stages:
-            found.append(f"interleaved stages want a multiple of {stages} microbatches, not {choice.microbatches}")
-    batch = mesh.size("data", "fsdp", "expert")
-    columns = mesh.size("fsdp", "tensor")
-    parts, what = stage_parts(model)
-    checks = [
-        (workload.batch_seqs, batch, f"{workload.batch_seqs} sequences", "data x fsdp x expert"),
-        (model.d_model, columns, f"a D of {model.d_model}", "fsdp x tensor"),
-        (workload.seq_len, mesh.size("context", "tensor"), f"sequences of {workload.seq_len}", "context x tensor"),
-        (parts, stages * choice.chunks, f"{parts} {what}", "stages and their chunks"),
-    ]
-    for whole, ways, what, axes in checks:
-        if whole % ways:
-            found.append(f"JAX shards evenly: {what} cannot be split {ways} ways over {axes}")
-    return found
 
 
 def _scalar(value: Any) -> float:

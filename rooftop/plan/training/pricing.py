@@ -97,6 +97,14 @@ def _time_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Number:
     return transfer.when * sum((found.expected_s(transfer.payload, efficiency, start_s) for found in prices), 0.0)
 
 
+def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str]]:
+    """(kind, axis) of every price that ``work`` asks for."""
+    kinds = {(transfer.priced_as, axis) for item in work for transfer in item.collectives for axis in transfer.axes}
+    if rates.overlap.whole_slice_scatter == "all_reduce":
+        kinds |= {("all_reduce", axis) for kind, axis in kinds if kind == "reduce_scatter"}
+    return {("all_gather" if kind == "reduce_scatter" else kind, axis) for kind, axis in kinds}
+
+
 def _exposed_shares(
     work: Sequence[Work],
     compute: Sequence[Number],

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rooftop.arrays.rules import TOKEN_AXES
 from rooftop.core.ledger import Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import POLICIES
@@ -24,7 +25,6 @@ from rooftop.plan.shapes import (
 )
 from rooftop.plan.training.pricing import Transfer, Work, price_work
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import TOKEN_AXES
 from rooftop.roofline.achievable import kernel_flops
 
 #: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.

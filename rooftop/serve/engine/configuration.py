@@ -6,21 +6,17 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from rooftop.capabilities import ENGINE_AXES, ENGINE_CACHES, ENGINE_WEIGHTS, KV_SPLITS, PAGE_TOKENS, KvSplit
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.serving.paged import BLOCK
-from rooftop.programs.serving.quantised import FORMATS
 from rooftop.scheduling.serving.scheduler import ROLES, Policy
 from rooftop.simulate.serving.measured import prefill_rows
 
 #: How weights are held: as they come, or in a format of ``rooftop.programs.serving.quantised``.
-WEIGHTS: tuple[str, ...] = ("plain", *FORMATS)
+WEIGHTS: tuple[str, ...] = tuple(ENGINE_WEIGHTS.values())
 #: How the cache holds keys and values.
-CACHES: tuple[str, ...] = ("plain", "int8")
+CACHES: tuple[str, ...] = tuple(ENGINE_CACHES.values())
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
-#: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
-AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
-#: What context splits of the cache: its sequences, or the tokens of its pages.
-KV_SPLITS: tuple[str, ...] = ("batch", "seq")
 #: Tokens of a sequence up to which its block table is too short to matter.
 _TABLE_TOKENS = 8192
 
@@ -102,21 +98,21 @@ class Configuration:
     devices prefill and the others generate, or, in two processes, those of one and of the other ``role``. A sequence
     has at most ``longest`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
     ``page_tokens`` (None: what memory allows) and ``host_pages`` in the host's memory. With ``prefix_cache`` prompts
-    that begin alike share pages. ``max_queue`` requests may wait. ``mesh`` has sizes of ``AXES``, and ``kv_split`` is
+    that begin alike share pages. ``max_queue`` requests may wait. ``mesh``: sizes of ``ENGINE_AXES``; ``kv_split``:
     what context splits; of ``max_batch`` each of the ``copies`` that data makes has its share. At most ``guesses``
     tokens of a sequence are guessed in a step and checked together: looked up in the text (see
     ``rooftop.serve.engine.guessing``), or by a draft model.
     """
 
     policy: Policy = field(default_factory=lambda: Policy(max_batch=32, chunk_tokens=256))
-    page_tokens: int = 16
+    page_tokens: int = PAGE_TOKENS
     pages: int | None = None
     host_pages: int = 0
     prefix_cache: bool = True
     longest: int | None = None
     max_queue: int = 1024
     mesh: tuple[tuple[str, int], ...] = ()
-    kv_split: str = "seq"
+    kv_split: KvSplit = "seq"
     prefill_devices: int = 0
     role: str = "both"
     dtype: str | None = None
@@ -150,7 +146,7 @@ class Configuration:
         if self.role != "both" and self.policy.batching != "disaggregated":
             raise RooftopError("batching", self.policy.batching, f"disaggregated, of which {self.role} is a part")
         for axis, _ in self.mesh:
-            if axis not in AXES:
-                raise unknown("mesh axis of an engine", axis, AXES)
+            if axis not in ENGINE_AXES:
+                raise unknown("mesh axis of an engine", axis, ENGINE_AXES)
         if self.copies > 1 and self.policy.batching == "disaggregated":
             raise RooftopError("mesh axis data", self.copies, "1 with disaggregated batching")

@@ -18,6 +18,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from rooftop.capabilities import ENGINE_AXES, ENGINE_CACHES, ENGINE_WEIGHTS, engine_mesh_hint
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
@@ -28,7 +29,7 @@ from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.programs.serving.paged import best_reader
 from rooftop.programs.serving.quantised import FORMATS, Turned, quantise, require_format, summed_dim
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.engine.configuration import AXES, CACHES, WEIGHTS, Configuration, Shapes
+from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.replica import Replica
 
@@ -169,24 +170,19 @@ def configuration_of(plan: Mapping[str, Any]) -> Configuration:
     if plan.get("kind") != "serve":
         raise RooftopError("plan kind", plan.get("kind"), "serve")
     axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
-    for axis in axes:
-        if axis not in AXES:
-            # With hidden columns split in place of D, each device reads as little, and sends a little more.
-            other = {name: size for name, size in axes.items() if name != axis}
-            other["context"] = other.get("context", 1) * axes[axis]
-            again = ",".join(f"{name}={size}" for name, size in other.items())
-            accepted = f"1: an engine's axes are {', '.join(AXES)}; plan again, perhaps with --mesh {again}"
-            raise RooftopError(f"plan mesh axis {axis}", axes[axis], accepted)
+    for axis, size in axes.items():
+        if axis not in ENGINE_AXES:
+            raise RooftopError(f"plan mesh axis {axis}", size, f"1: {engine_mesh_hint(axes)}")
     # The workload's own batch is null where the plan has searched for one.
     batch = int(plan["generate"]["batch"])
     planned = plan["dtypes"]
-    weights = {"f8_e4m3": "fp8", "int4": f"int4-{planned['weight_group']}"}.get(planned["weights"], planned["weights"])
+    group = None if planned["weights"] == "bf16" else planned["weight_group"]
     return Configuration(
         policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
         mesh=tuple(axes.items()),
         kv_split=plan["kv_split"],
-        weights=weights if weights in WEIGHTS else "plain",
-        cache=planned["kv"] if planned["kv"] in CACHES else "plain",
+        weights=ENGINE_WEIGHTS.get((planned["weights"], group), "plain"),
+        cache=ENGINE_CACHES.get(planned["kv"], "plain"),
     )
 
 
@@ -206,7 +202,7 @@ def stop_tokens(checkpoint: Path) -> frozenset[int]:
 
 def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:
     sizes, quantised = dict(configuration.mesh), configuration.cache == "int8"
-    split = tuple((axis, sizes[axis]) for axis in AXES[1:] if sizes.get(axis, 1) > 1)
+    split = tuple((axis, sizes[axis]) for axis in ENGINE_AXES[1:] if sizes.get(axis, 1) > 1)
     dtype = configuration.dtype or ("float32" if platform == "cpu" else "bfloat16")
     plain = configuration.weights == "plain" and model.moe is None and model.mla is None and not split
     decoder = Decoder(
@@ -264,7 +260,7 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Me
     if jax.process_count() > 1 and count * each < len(here):
         accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
         raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, accepted)
-    axes = AXES[1:]
+    axes = ENGINE_AXES[1:]
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
     groups = _apart(here, count, each)
     return [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
