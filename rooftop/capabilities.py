@@ -21,7 +21,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.models.embedding_tables.stacking import Stack
 from rooftop.models.segments import stage_parts
-from rooftop.scheduling.pipeline import SCHEDULES
+from rooftop.scheduling.pipeline import SCHEDULES, PipelineSchedule
 
 #: Dtypes of arrays that live from step to step, and of activations.
 STATE_DTYPES: tuple[str, ...] = ("bf16", "f32")
@@ -76,7 +76,7 @@ class TrainingSpec:
     attention_block: int
     microbatches: int = 1
     remat: str = "block"
-    schedule: str = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     chunks: int = 1
     optimizer: str = "adamw"
     compute: str = "bf16"
@@ -92,10 +92,19 @@ class TrainingSpec:
 
     def runnable(self) -> TrainingSpec:
         """The spec with dtypes and an optimizer that programs have, where it asks for others."""
-        state = {name: getattr(self, name) for name in ("compute", "weights", "moments", "gradients")}
-        known = {name: dtype if dtype in STATE_DTYPES else "f32" for name, dtype in state.items()}
-        optimizer = self.optimizer if self.optimizer in OPTIMIZERS else "adamw"
-        return replace(self, **known, matmul=known["compute"], optimizer=optimizer)
+
+        def known(dtype: str) -> str:
+            return dtype if dtype in STATE_DTYPES else "f32"
+
+        return replace(
+            self,
+            compute=known(self.compute),
+            matmul=known(self.compute),
+            weights=known(self.weights),
+            moments=known(self.moments),
+            gradients=known(self.gradients),
+            optimizer=self.optimizer if self.optimizer in OPTIMIZERS else "adamw",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,13 +146,15 @@ def _problem(
 ) -> Any:
     """The search problem that the options describe. Raises RooftopError naming the option that is wrong."""
     from rooftop.arrays import Mesh, parse_axes
-    from rooftop.core.errors import RooftopError, unknown
+    from rooftop.core.errors import RooftopError, one_of
     from rooftop.core.quantities import parse_count, parse_quantity
     from rooftop.hardware import Slice
     from rooftop.models import load_model
+    from rooftop.plan.pricing import BOUNDS
     from rooftop.plan.training.assumptions import Assumptions
     from rooftop.plan.training.problem import Problem
     from rooftop.plan.training.workload import Numerics, Workload
+    from rooftop.scheduling.pipeline import SCHEDULES
 
     # What is asked about comes first: whose model is misspelt need not first say how large a batch of it is.
     what, where = load_model(model), Slice.parse(slice_)
@@ -171,8 +173,6 @@ def _problem(
     )
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
-    if bounds not in ("usable", "book"):
-        raise unknown("bounds", bounds, ("usable", "book"))
     assumptions = Assumptions() if hidden is None else Assumptions().with_hidden(hidden)
     return Problem(
         model=what,
@@ -190,7 +190,7 @@ def _problem(
         mesh=None if layout is None else Mesh.from_layout(where, layout),
         remat=remat,
         microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
-        schedule=schedule,
+        schedule=one_of("schedule", schedule, SCHEDULES),
         chunks=parse_count(chunks, "chunks"),
-        bounds=bounds,
+        bounds=one_of("bounds", bounds, BOUNDS),
     )  # fmt: skip

@@ -13,9 +13,9 @@ from rich.text import Text
 from rooftop.cli.output import console
 from rooftop.core.ledger import Row
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.plan.reasons import Reason
 from rooftop.plan.training.answer import TrainingAnswer
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.plan.training.reasons import Reason
 
 _PHASES = ("forward", "recompute", "backward", "update")
 

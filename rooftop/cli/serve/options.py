@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.arrays import parse_axes
+from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.cli.output import read_plan_file
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, one_of, unknown
 from rooftop.core.quantities import parse_count, parse_quantity
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.scheduling.serving.scheduler import BATCHING, Policy
 from rooftop.serve.api.app import Settings
-from rooftop.serve.engine.configuration import CACHES, DTYPES, KV_SPLITS, WEIGHTS, Configuration
+from rooftop.serve.engine.configuration import CACHES, DTYPES, WEIGHTS, Configuration
 from rooftop.serve.engine.loading import configuration_of
 
 _CHECKPOINT = "the folder of a checkpoint (config.json, safetensors, tokenizer.json), a plan.json, or llama:2M to try"
@@ -66,7 +67,7 @@ def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) ->
         # Room for a piece of a prompt beside those who generate.
         chunk = max(found.policy.chunk_tokens or 0, batch + 224)
     for name, known in (
-        ("weights_dtype", WEIGHTS), ("kv_dtype", CACHES), ("dtype", DTYPES), ("kv_split", KV_SPLITS),
+        ("weights_dtype", WEIGHTS), ("kv_dtype", CACHES), ("dtype", DTYPES),
     ):  # fmt: skip
         if options[name] is not None and options[name] not in known:
             raise unknown(name.replace("_", "-"), options[name], known)
@@ -85,7 +86,7 @@ def configuration(options: Mapping[str, Any], plan: Mapping[str, Any] | None) ->
         longest=_count(options, "max_model_len"),
         max_queue=_count(options, "max_queue") or 1,
         mesh=mesh,
-        kv_split=options["kv_split"] or found.kv_split,
+        kv_split=_kv_split(options["kv_split"]) or found.kv_split,
         prefill_devices=_count(options, "prefill_devices", zero=True) or 0,
         dtype=options["dtype"],
         weights=options["weights_dtype"] or found.weights,
@@ -121,6 +122,10 @@ def port(options: Mapping[str, Any]) -> int:
     if not given.isdecimal() or int(given) >= 2**16:
         raise RooftopError("port", given, "0 to 65535")
     return int(given)
+
+
+def _kv_split(given: str | None) -> KvSplit | None:
+    return None if given is None else one_of("kv-split", given, KV_SPLITS)
 
 
 def _count(options: Mapping[str, Any], name: str, *, zero: bool = False) -> int | None:

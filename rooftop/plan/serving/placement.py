@@ -168,7 +168,7 @@ class Placements:
 
 def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
     """Placements of one slice as few that are priced at once: which of them, and these."""
-    groups: dict[tuple[bool, bool], dict[str, list[int]]] = {}
+    groups: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
     for at, each in enumerate(placements):
         kind = each.ways(("fsdp",)) > 1, each.ways(("expert",)) > 1
         groups.setdefault(kind, {}).setdefault(each.kv_split, []).append(at)

@@ -15,16 +15,16 @@ from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
+from rooftop.plan.pricing import scalar_ledger
+from rooftop.plan.reasons import Reason
 from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions
 from rooftop.plan.serving.phase import serving_rules
 from rooftop.plan.serving.placement import Placement
-from rooftop.plan.serving.pricing import scalar_ledger
 from rooftop.plan.serving.problem import ServingMemory, ServingProblem
 from rooftop.plan.serving.reasons import serving_reasons
 from rooftop.plan.serving.search import most_sequences, round_times, token_s
 from rooftop.plan.serving.times import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
-from rooftop.plan.training.reasons import Reason
 from rooftop.roofline import rules
 from rooftop.scheduling.serving.times import StepTimes
 

@@ -10,13 +10,14 @@ from rooftop.arrays.rules import Rules
 from rooftop.capabilities import KERNEL_OF_CHIP, TrainingSpec
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
+from rooftop.plan.pricing import Bounds
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import Memory, book_memory, training_memory
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import Rates
-from rooftop.scheduling.pipeline import require_schedule
+from rooftop.scheduling.pipeline import PipelineSchedule, require_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,9 @@ class Problem:
     mesh: Mesh | None = None
     remat: str | None = None
     microbatches: int | None = None
-    schedule: str = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     chunks: int = 1
-    bounds: str = "usable"
+    bounds: Bounds = "usable"
 
     def __post_init__(self) -> None:
         require_schedule(self.schedule, self.chunks)

@@ -15,6 +15,7 @@ from rooftop.arrays.rules import TOKEN_AXES
 from rooftop.core.ledger import Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import POLICIES
+from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
     MatmulShape,
     attention_head_sizes,
@@ -23,7 +24,7 @@ from rooftop.plan.shapes import (
     mlp_matmuls,
     parameters,
 )
-from rooftop.plan.training.pricing import Transfer, Work, price_work
+from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
 

@@ -20,10 +20,16 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts
 from rooftop.roofline.collectives import Price, price
+from rooftop.scheduling.pipeline import PipelineSchedule
 
 #: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
 #: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
-IDLE_SHARES: dict[str, float] = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1.0 / 3.0}
+IDLE_SHARES: Mapping[PipelineSchedule, float] = {
+    "gpipe": 1.0,
+    "1f1b": 1.0,
+    "interleaved": 1.0,
+    "zero_bubble": 1.0 / 3.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,7 @@ class Choice:
     remat: str
     policy: Mapping[str, str]
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     chunks: int = 1
 
 
@@ -123,7 +129,11 @@ class Strategies:
 
 
 def choices(
-    policies: Mapping[str, Mapping[str, str]], microbatches: Sequence[int], *, schedule: str = "1f1b", chunks: int = 1
+    policies: Mapping[str, Mapping[str, str]],
+    microbatches: Sequence[int],
+    *,
+    schedule: PipelineSchedule = "1f1b",
+    chunks: int = 1,
 ) -> tuple[Choice, ...]:
     """Every combination of remat policies and microbatches under one schedule."""
     return tuple(
