@@ -38,7 +38,9 @@ SWEEP = """
 import time
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan import Problem, Workload, sweep
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.plan.training.workload import Workload
 problem = Problem(model=load_model("llama3-70b"), slice=Slice.parse("v5p:16x16x16"),
                   workload=Workload(batch_tokens=4 * 2**20, seq_len=4096))
 for way in (True, False):

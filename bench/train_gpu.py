@@ -109,7 +109,7 @@ def fitting(case: Case, chip: str, here: Local) -> tuple[TrainingPlan, TrainProg
     layers, room, mesh = case.layers(chip), usable_bytes(here.devices[:1]), mesh_of({}, here)
     while layers:
         plan = case.plan(chip, layers)
-        program = TrainProgram.from_plan(plan.to_json())
+        program = TrainProgram.from_plan(plan)
         computation = dataclasses.replace(program.computation, attention=here.attention(program.compute_dtype))
         program = dataclasses.replace(program, computation=computation)
         compiled, taken = compile_step(program, mesh)

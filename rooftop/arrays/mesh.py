@@ -20,14 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.arrays.rules import AXES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-#: The axes that rooftop's own programs use, in mesh order: slowest network first.
-AXES: tuple[str, ...] = ("data", "stage", "fsdp", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)

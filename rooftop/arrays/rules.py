@@ -1,6 +1,7 @@
-"""Sharding rules: two tables, parameters and activations, from logical dims to ordered mesh axes.
+"""Mesh axes and sharding rules: what each axis of a mesh splits.
 
-Programs shard by these tables and plans write them down, so that a plan says all that is needed to build its program.
+``MESH_AXES`` is the one table of axes. The rules, two tables from logical dims to ordered mesh axes, follow from it:
+programs shard by them and plans write them down, so that a plan says all that is needed to build its program.
 """
 
 from __future__ import annotations
@@ -26,29 +27,93 @@ LOGICAL: tuple[str, ...] = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeshAxis:
+    """An axis of a mesh, by the logical dims of ``parameters`` and ``activations`` that it splits.
+
+    ``between_slices`` axes may run over DCN. ``serving`` axes split a server; a pipeline would only add latency there.
+    ``order`` is the place of the axis, outermost first, in a dim that several axes split.
+    """
+
+    name: str
+    summary: str
+    parameters: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
+    order: int = 0
+    between_slices: bool = False
+    serving: bool = True
+
+    @property
+    def splits_tokens(self) -> bool:
+        """True if the devices along the axis work on different tokens of a step's matmuls."""
+        return bool({"batch", "seq"} & set(self.activations))
+
+
+#: The axes that rooftop's own programs use, in mesh order: slowest network first.
+MESH_AXES: tuple[MeshAxis, ...] = (
+    MeshAxis(
+        name="data",
+        summary="copies of the weights; their gradients are summed (AllReduce)",
+        activations=("batch",),
+        between_slices=True,
+    ),
+    MeshAxis(
+        name="stage",
+        summary="layers, as a pipeline; activations go from stage to stage (Permute)",
+        parameters=("layers",),
+        between_slices=True,
+        serving=False,
+    ),
+    MeshAxis(
+        name="fsdp",
+        summary="weights and their state; gathered for a matmul (AllGather), gradients scattered (ReduceScatter)",
+        parameters=("embed",),
+        activations=("batch",),
+        order=2,
+    ),
+    MeshAxis(
+        name="expert",
+        summary="experts; tokens go to their experts and back (AllToAll)",
+        parameters=("expert",),
+        activations=("batch", "expert"),
+        order=1,
+    ),
+    MeshAxis(
+        name="context",
+        summary="the sequence; keys and values rotate (Permute) or are gathered",
+        activations=("seq", "residual_seq"),
+    ),
+    MeshAxis(
+        name="tensor",
+        summary="heads and hidden columns; inputs are gathered (AllGather), partial sums scattered (ReduceScatter)",
+        parameters=("heads", "kv_heads", "mlp", "vocab"),
+        activations=("residual_seq", "heads", "kv_heads", "mlp", "vocab"),
+        order=1,
+    ),
+)
+AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES)
+#: The axes over which the tokens of a step are spread, and those of them that split the batch.
+TOKEN_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.splits_tokens)
+BATCH_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if "batch" in axis.activations)
+#: The axes that may run between slices.
+DCN_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.between_slices)
+#: The axes of a serving plan, in the order in which they are laid on the network.
+SERVING_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.serving)
+
+
+def _table(kind: str) -> dict[str, tuple[str, ...]]:
+    """Axes of each logical dim that some axis splits; ``kind`` is 'parameters' or 'activations'."""
+    outermost_first = sorted(MESH_AXES, key=lambda axis: axis.order)
+    axes = {dim: tuple(axis.name for axis in outermost_first if dim in getattr(axis, kind)) for dim in LOGICAL}
+    return {dim: names for dim, names in axes.items() if names}
+
+
 def _parameters() -> dict[str, tuple[str, ...]]:
-    return {
-        "embed": ("fsdp",),
-        "heads": ("tensor",),
-        "kv_heads": ("tensor",),
-        "mlp": ("tensor",),
-        "vocab": ("tensor",),
-        "expert": ("expert",),
-        "layers": ("stage",),
-    }
+    return _table("parameters")
 
 
 def _activations() -> dict[str, tuple[str, ...]]:
-    return {
-        "batch": ("data", "expert", "fsdp"),
-        "seq": ("context",),
-        "residual_seq": ("context", "tensor"),
-        "heads": ("tensor",),
-        "kv_heads": ("tensor",),
-        "mlp": ("tensor",),
-        "vocab": ("tensor",),
-        "expert": ("expert",),
-    }
+    return _table("activations")
 
 
 @dataclass(frozen=True, kw_only=True)

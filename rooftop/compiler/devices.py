@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
 from rooftop.arrays import AXES, Mesh
+from rooftop.capabilities import AttentionKernel
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Chip, Slice, catalogue
 
@@ -35,7 +36,7 @@ class Local:
         """Whether these devices are that slice."""
         return self.chip is not None and (self.chip.name, len(self.devices)) == (wanted.chip.name, wanted.devices)
 
-    def attention(self, compute_dtype: str) -> str:
+    def attention(self, compute_dtype: str) -> AttentionKernel:
         """The attention kernel for these devices (see ``rooftop.programs.attention.attend``)."""
         platform = self.devices[0].platform
         if platform == "tpu":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=str)
 
 
 class RooftopError(Exception):
@@ -39,6 +42,15 @@ def unknown(field: str, given: str, known: Iterable[str]) -> RooftopError:
     close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.55)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return RooftopError(field, given, f"{hint}one of {', '.join(names)}")
+
+
+def one_of(field: str, given: str, known: Iterable[Name]) -> Name:
+    """The name in a list that was given, in the list's type. Raises RooftopError on any other."""
+    names = tuple(known)
+    for name in names:
+        if name == given:
+            return name
+    raise unknown(field, given, names)
 
 
 def misread(field: str, error: Exception, accepted: str) -> RooftopError:

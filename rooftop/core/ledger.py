@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ from rooftop.core.scopes import UNSCOPED, is_phase, is_scope
 #: A number, or one per candidate of a sweep.
 Number = float | npt.NDArray[np.float64]
 
-RESOURCES: tuple[str, ...] = ("mxu", "vpu", "hbm", "ici", "dcn", "pcie", "host")
-COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+Resource = Literal["mxu", "vpu", "hbm", "ici", "dcn", "pcie", "host"]
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
+COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,11 @@ class Row:
     def key(self) -> tuple[str, str]:
         """The key on which rows of different ledgers are joined: scope and phase."""
         return self.scope, self.phase
+
+    @property
+    def is_idle(self) -> bool:
+        """True if a scalar row only waits: it takes time and keeps no resource busy."""
+        return not self.time_s
 
     @property
     def bound(self) -> str:

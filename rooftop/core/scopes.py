@@ -7,7 +7,7 @@ HLO and of profiles map what they find back: that is what lets the three ledgers
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal, get_args
 
 SCOPES: tuple[str, ...] = (
     "embed",
@@ -37,7 +37,8 @@ SCOPES: tuple[str, ...] = (
     "tables/*/update",
 )
 UNSCOPED = "unscoped"
-PHASES: tuple[str, ...] = ("forward", "backward", "recompute", "update", "prefill", "generate")
+Phase = Literal["forward", "backward", "recompute", "update", "prefill", "generate"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 #: Scopes whose work belongs to the update whatever the compiler wraps around it.
 _UPDATE_SCOPE = re.compile(r"gradients|optimizer|tables/[^/]+/update")

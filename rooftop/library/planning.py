@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 
 from rooftop.arrays import Mesh
-from rooftop.arrays.mesh import AXES
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.arrays.rules import AXES
+from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.files import write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
 from rooftop.core.timelines import perfetto, xprof
 from rooftop.library.inputs import AxesLike, CountLike, ModelLike, SliceLike, axes_of, model_of, slice_of
 from rooftop.library.results import Result, ledger_rows
+from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer
 from rooftop.plan.training.assumptions import Assumptions
@@ -22,10 +23,9 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import device_stats
+from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
-
-_BOUNDS = ("usable", "book")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -143,8 +143,6 @@ def plan_training(
     config, where = model_of(model), slice_of(on, price=price)
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
-    if bounds not in _BOUNDS:
-        raise unknown("bounds", bounds, _BOUNDS)
     if layout is not None:
         mesh = Mesh.from_layout(where, layout)
     problem = Problem(
@@ -162,9 +160,9 @@ def plan_training(
         mesh=mesh if isinstance(mesh, Mesh) else None,
         remat=remat,
         microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
-        schedule=schedule,
+        schedule=one_of("schedule", schedule, SCHEDULES),
         chunks=parse_count(chunks, "chunks"),
-        bounds=bounds,
+        bounds=one_of("bounds", bounds, BOUNDS),
     )
     answer = training.plan_training(problem, alternatives=parse_count(alternatives, "alternatives"))
     return TrainingPlanResult(answer=answer)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.arrays.mesh import AXES, AxisPiece, AxisSpan, Ints, Mesh, span
+from rooftop.arrays.mesh import AxisPiece, AxisSpan, Ints, Mesh, span
+from rooftop.arrays.rules import AXES, DCN_AXES
 from rooftop.core.errors import unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
@@ -95,7 +96,7 @@ def from_mesh(mesh: Mesh) -> Layouts:
 def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, int]) -> Layouts:
     """All layouts of ``axes`` on ``slice_`` in which the devices along each axis divide ``divides[name]`` (if given).
 
-    Over DCN only ``data`` and ``stage`` run; every physical axis is divided among at most ``MAX_SHARING`` logical
+    Over DCN only ``DCN_AXES`` run; every physical axis is divided among at most ``MAX_SHARING`` logical
     axes, in either order. Physical axes that are alike (same length and links) are interchangeable: one of the
     permutations stands for all.
     """
@@ -121,8 +122,8 @@ def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, 
 
 
 def _may_run(name: str, axis: PhysicalAxis) -> bool:
-    """Which logical axes a physical axis may carry: data and stages between slices, anything inside one."""
-    return axis.name != "dcn" or name in ("data", "stage")
+    """True if a physical axis may carry a logical one: between slices ``DCN_AXES`` only, inside a slice any."""
+    return axis.name != "dcn" or name in DCN_AXES
 
 
 def _alike(one: PhysicalAxis, other: PhysicalAxis) -> bool:

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, one_of
 
 
 class StageOp(IntEnum):
@@ -46,6 +46,8 @@ class Task(NamedTuple):
 
 #: A stage's tasks in the order in which it does them.
 Order = Sequence[Task]
+#: Names of pipeline schedules.
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,19 +145,24 @@ def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int
     none, for an interleaved one without, and where its last group of microbatches would be smaller than the others:
     stages would wait for one another.
     """
-    if schedule not in SCHEDULES:
-        raise unknown("schedule", schedule, SCHEDULES)
+    order = SCHEDULES[require_schedule(schedule, chunks)]
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
             raise RooftopError(name, value, "a positive whole number")
-    if chunks < 1 or (chunks > 1) != (schedule == "interleaved"):
-        raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule, 1 with any other")
     if schedule == "interleaved" and microbatches > stages and microbatches % stages:
         raise RooftopError("microbatches", microbatches, f"a multiple of the {stages} stages that are interleaved")
-    orders = [SCHEDULES[schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+    orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
     split = schedule == "zero_bubble"
     slots = _placed(orders, stages, chunks)
     return PipelineTable(stages=stages, microbatches=microbatches, chunks=chunks, split=split, slots=slots)
+
+
+def require_schedule(schedule: str, chunks: int) -> PipelineSchedule:
+    """The schedule of that name. Raises RooftopError for an unknown name or a number of chunks that it cannot have."""
+    name = one_of("schedule", schedule, SCHEDULES)
+    if chunks < 1 or (chunks > 1) != (name == "interleaved"):
+        raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule, 1 with any other")
+    return name
 
 
 def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Task | None, ...], ...]:
@@ -234,7 +241,7 @@ def _alternating(forward: Order, backward: Order, *, first: int) -> list[Task]:
 
 
 #: From the names of schedules to the order of one stage's tasks: (stage, stages, microbatches, chunks) -> tasks.
-SCHEDULES: Mapping[str, Callable[[int, int, int, int], Order]] = {
+SCHEDULES: Mapping[PipelineSchedule, Callable[[int, int, int, int], Order]] = {
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
     "interleaved": _interleaved,

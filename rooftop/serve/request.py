@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.capabilities import KV_SPLITS
+from rooftop.core.errors import RooftopError, one_of, unknown
 from rooftop.programs.serving.formats import FORMATS
 from rooftop.scheduling.serving.scheduler import BATCHING, Policy
 from rooftop.serve.api.settings import Settings
@@ -145,7 +146,7 @@ class ServeRequest:
                 longest=self.max_model_len,
                 max_queue=self.max_queue,
                 mesh=base.mesh if self.mesh is None else tuple(self.mesh.items()),
-                kv_split=self.kv_split or base.kv_split,
+                kv_split=base.kv_split if self.kv_split is None else one_of("kv-split", self.kv_split, KV_SPLITS),
                 prefill_devices=self.prefill_devices,
                 dtype=self._computed(),
                 weights=self._weights() or base.weights,

@@ -14,13 +14,14 @@ from typing import Any
 import jax
 
 from rooftop import __version__
-from rooftop.arrays import AXES, Mesh
+from rooftop.arrays import AXES
+from rooftop.capabilities import TrainingSpec
 from rooftop.compiler.devices import Local, local_devices, mesh_of, write_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import parse_count
-from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
 from rooftop.models.sizing import PREFIX, small_llama
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.attend import BLOCK
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import TrainProgram, loss_chunks
@@ -146,25 +147,20 @@ def session(step: int, command: str) -> dict[str, Any]:
     return {"step": step, "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-def _of_plan(request: TrainRequest, plan: Mapping[str, Any], here: Local) -> tuple[TrainProgram, Any, str]:
+def _of_plan(request: TrainRequest, data: Mapping[str, Any], here: Local) -> tuple[TrainProgram, Any, str]:
     if request.model is not None and not isinstance(request.model, ModelConfig):
         raise RooftopError("model", request.model, "nothing with a plan, which names its model")
-    mapped, note = map_plan(plan, here, as_is=request.as_is, on_local=request.on_local or request.mesh is not None)
-    axes = mapped["mesh"]["axes"]
+    plan = TrainingPlan.from_json(data)
+    moved = request.on_local or request.mesh is not None
+    spec, note = map_plan(plan, here, as_is=request.as_is, on_local=moved)
     if request.mesh is not None:
-        axes = request.mesh
-        mapped, note = mapped | {"mesh": {"axes": axes}}, f"{note.split(':')[0]}: mesh {write_axes(axes)}"
-    workload = dict(mapped["workload"])
-    seq_len = request.seq_len or workload["seq_len"]
-    batch = request.batch or workload["batch_tokens"] // workload["seq_len"]
-    mapped["workload"] = workload | {"seq_len": seq_len, "batch_tokens": batch * seq_len}
-    program = TrainProgram.from_plan(mapped)
-    slice_ = Slice.parse(plan["slice"]["name"])
-    layout = Mesh.from_json(slice_, plan["mesh"]) if here.is_slice(slice_) and "layout" in mapped["mesh"] else None
+        spec, note = replace(spec, axes=request.mesh), f"{note.split(':')[0]}: mesh {write_axes(request.mesh)}"
+    spec = replace(spec, seq_len=request.seq_len or spec.seq_len, sequences=request.batch or spec.sequences)
+    layout = plan.mesh if here.is_slice(plan.problem.slice) and not moved else None
     if layout is None:
-        attention = here.attention(program.compute_dtype)
-        program = replace(program, computation=replace(program.computation, attention=attention))
-    return program, mesh_of(axes, here, layout=layout), note
+        spec = replace(spec, kernel=here.attention(spec.compute))
+    program = TrainProgram.from_spec(spec, "a plan that is executable, on a mesh and with a batch that divide")
+    return program, mesh_of(spec.axes, here, layout=layout), note
 
 
 def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, str]:
@@ -278,57 +274,42 @@ def shrink(axes: Mapping[str, int], devices: int) -> dict[str, int]:
     return sizes
 
 
-def shrunk_plan(plan: Mapping[str, Any], devices: int) -> dict[str, Any]:
-    """The plan on fewer devices: axes by ``shrink``; a device has as many sequences in a step as before.
+def shrunk_plan(spec: TrainingSpec, devices: int) -> TrainingSpec:
+    """The train step on fewer devices: axes by ``shrink``; a device has as many sequences in a step as before.
 
-    Where that is no whole number, it has one. What kept the plan from running on its own slice is not looked at.
+    Where that is no whole number, a device has one.
     """
-    axes = shrink(plan["mesh"]["axes"], devices)
-    workload = plan["workload"]
-
-    def ways(sizes: Mapping[str, int]) -> int:
-        return math.prod(sizes.get(axis, 1) for axis in plan["rules"]["activations"]["batch"])
-
-    sequences = workload["batch_tokens"] // workload["seq_len"]
-    microbatches = int(plan["microbatches"])
-    on_device = max(sequences // ways(plan["mesh"]["axes"]) // microbatches, 1) * microbatches
-    batch = on_device * ways(axes)
-    return {
-        **plan,
-        "mesh": {"axes": axes},
-        "obstacles": [],
-        "workload": {**workload, "batch_tokens": batch * workload["seq_len"]},
-    }
+    small = replace(spec, axes=shrink(spec.axes, devices))
+    batch_axes = spec.rules.activations["batch"]
+    on_device = max(spec.sequences // spec.ways(*batch_axes) // spec.microbatches, 1) * spec.microbatches
+    return replace(small, sequences=on_device * small.ways(*batch_axes))
 
 
-def map_plan(plan: Mapping[str, Any], here: Local, *, as_is: bool, on_local: bool) -> tuple[dict[str, Any], str]:
-    """The plan as it runs on ``here``, and one line that says so; the mesh is ``mesh_of`` of its axes.
+def map_plan(plan: TrainingPlan, here: Local, *, as_is: bool, on_local: bool) -> tuple[TrainingSpec, str]:
+    """The train step of the plan as it runs on ``here``, and one line that says so.
 
     Unchanged where its slice is here. Otherwise ``as_is`` keeps mesh and batch, and ``on_local`` is ``shrunk_plan``.
     Raises RooftopError, saying what would run, if the slice is not here and neither is asked for.
     """
-    wanted = Slice.parse(plan["slice"]["name"])
+    planned_for, spec = plan.problem.slice, plan.spec
     if as_is and on_local:
         raise RooftopError("as-is", "--as-is and --on local", "one of the two")
-    if here.is_slice(wanted) and not on_local:
-        return dict(plan), f"on {wanted.name}, as planned"
-    devices = math.prod(plan["mesh"]["axes"].values())
-    small = shrunk_plan(plan, len(here.devices))
-    small_line = f"mesh {write_axes(small['mesh']['axes'])}, {_sequences(small)}"
+    if here.is_slice(planned_for) and not on_local:
+        return spec, f"on {planned_for.name}, as planned"
+    devices = math.prod(spec.axes.values())
+    small = shrunk_plan(spec, len(here.devices))
     if on_local:
-        return small, f"planned for {wanted.name}; here, on {here.name}: {small_line}"
-    given = f"{wanted.name}, and here are {here.name}"
+        return small, f"planned for {planned_for.name}; here, on {here.name}: {_described(small)}"
+    given = f"{planned_for.name}, and here are {here.name}"
     if as_is and devices <= len(here.devices):
-        line = f"mesh {write_axes(plan['mesh']['axes'])}, {_sequences(plan)}"
-        return dict(plan), f"planned for {wanted.name}; here, on {here.name}, as it is: {line}"
-    local = f"--on local to run it with {small_line}"
-    kept = f"--as-is to keep mesh {write_axes(plan['mesh']['axes'])}, {_sequences(plan)}"
+        return spec, f"planned for {planned_for.name}; here, on {here.name}, as it is: {_described(spec)}"
+    local = f"--on local to run it with {_described(small)}"
+    kept = f"--as-is to keep {_described(spec)}"
     if devices <= len(here.devices):
         raise RooftopError("plan slice", given, f"{local}; or {kept}")
     emulate = f" --devices {devices}" if here.devices[0].platform == "cpu" else f" on {devices} devices"
     raise RooftopError("plan slice", given, f"{local}; or {kept},{emulate}")
 
 
-def _sequences(plan: Mapping[str, Any]) -> str:
-    workload = plan["workload"]
-    return f"{workload['batch_tokens'] // workload['seq_len']} sequences of {workload['seq_len']}"
+def _described(spec: TrainingSpec) -> str:
+    return f"mesh {write_axes(spec.axes)}, {spec.sequences} sequences of {spec.seq_len}"

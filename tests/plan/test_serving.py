@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays.mesh import Mesh
+from rooftop.arrays.rules import SERVING_AXES
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
@@ -19,7 +20,7 @@ from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.fleet import LOAD, candidate_slices, front, recommend
 from rooftop.plan.serving.placement import Placement, together
 from rooftop.plan.serving.plan import ServingPlan
-from rooftop.plan.serving.problem import SERVING_AXES, ServingProblem
+from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.rows import chunk_pairs
 from rooftop.plan.serving.search import (
     MOST_SEQUENCES,

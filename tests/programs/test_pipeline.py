@@ -207,7 +207,7 @@ def test_program_of_a_plan_with_stages() -> None:
     choice = Choice(
         remat="block", policy=parse_policy("block"), microbatches=8, schedule="interleaved", chunks=2
     )  # fmt: skip
-    made = TrainProgram.from_plan(TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice).to_json())
+    made = TrainProgram.from_plan(TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice))
     assert (made.schedule, made.chunks, made.microbatches) == ("interleaved", 2, 8)
     assert made.computation.context_attention == "all_gather"
     assert TrainProgram.from_json(made.to_json()) == made

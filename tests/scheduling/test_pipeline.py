@@ -82,8 +82,8 @@ def test_any_number_of_microbatches_has_a_table(schedule: str, stages: int, micr
 
 def test_the_plan_prices_the_same_schedules() -> None:
     """Its idle share and what it holds are the closed forms with dX and dW as long as forward."""
-    assert set(plan.SCHEDULES) == set(SCHEDULES)
-    for schedule, share in plan.SCHEDULES.items():
+    assert set(plan.IDLE_SHARES) == set(SCHEDULES)
+    for schedule, share in plan.IDLE_SHARES.items():
         chunks = 2 if schedule == "interleaved" else 1
         size = {"stages": 4, "microbatches": 8, "chunks": chunks}
         assert idle_over_busy(schedule, **size) == pytest.approx(share * 3 / (8 * chunks))

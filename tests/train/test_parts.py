@@ -22,12 +22,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from rooftop.arrays import AXES
-from rooftop.arrays.rules import Rules
+from rooftop.arrays import AXES, Mesh
 from rooftop.compiler.devices import chip_of_kind, local_devices, mesh_of
 from rooftop.core.errors import RooftopError
-from rooftop.models import ModelConfig, count_params, from_huggingface
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, count_params, from_huggingface, load_model
+from rooftop.models.activations import parse_policy
 from rooftop.models.sizing import small_llama
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice
+from rooftop.plan.training.workload import Workload
 from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Batch
 from rooftop.programs.training.optimizer import Optimizer
@@ -117,33 +122,32 @@ def test_the_largest_axis_shrinks_first() -> None:
     assert shrink({"data": 3, "fsdp": 2}, 4) == dict.fromkeys(AXES, 1) | {"fsdp": 2}
 
 
-def a_plan(**changes: Any) -> dict[str, Any]:
-    return {
-        "slice": {"name": "v5e:4x4"},
-        "mesh": {"axes": {"fsdp": 8, "tensor": 2}},
-        "rules": Rules().to_json(),
-        "microbatches": 2,
-        "workload": {"batch_tokens": 64 * 128, "seq_len": 128, "tokens": None},
-        "obstacles": ["something"],
-    } | changes
+def planned(on: str = "v5e:4x4", **axes: int) -> TrainingPlan:
+    """A plan of 64 sequences of 128 tokens, in two microbatches."""
+    slice_ = Slice.parse(on)
+    problem = Problem(
+        model=load_model("llama3-8b"), slice=slice_, workload=Workload(batch_tokens=64 * 128, seq_len=128)
+    )
+    choice = Choice(remat="block", policy=parse_policy("block"), microbatches=2)
+    return TrainingPlan(problem=problem, mesh=Mesh.lay(slice_, dict.fromkeys(AXES, 1) | axes), choice=choice)
 
 
-def test_a_shrunk_plan_keeps_the_sequences_of_a_device() -> None:
-    small = shrunk_plan(a_plan(), 4)
-    assert small["mesh"]["axes"] == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
+def test_a_shrunk_step_keeps_the_sequences_of_a_device() -> None:
+    small = shrunk_plan(planned(fsdp=8, tensor=2).spec, 4)
+    assert small.axes == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
     # 64 sequences over 8: 8 on a device, 4 in each of two microbatches.
-    assert small["workload"]["batch_tokens"] == 16 * 128
-    assert small["obstacles"] == []
+    assert (small.sequences, small.seq_len, small.microbatches) == (16, 128, 2)
 
 
 def test_a_plan_is_only_run_elsewhere_when_that_is_asked_for() -> None:
     here = replace(local_devices(), devices=tuple(jax.devices()[:8]))
+    large = planned(fsdp=8, tensor=2)
     with pytest.raises(RooftopError, match="--on local to run it with mesh fsdp=4,tensor=2, 32 sequences of 128"):
-        map_plan(a_plan(), here, as_is=False, on_local=False)
+        map_plan(large, here, as_is=False, on_local=False)
     with pytest.raises(RooftopError, match="--devices 16"):
-        map_plan(a_plan(), here, as_is=True, on_local=False)
-    small = a_plan(slice={"name": "v5e:2x4"}, mesh={"axes": {"fsdp": 4, "tensor": 2}})
-    assert map_plan(small, here, as_is=True, on_local=False)[0] == small
+        map_plan(large, here, as_is=True, on_local=False)
+    small = planned("v5e:2x4", fsdp=4, tensor=2)
+    assert map_plan(small, here, as_is=True, on_local=False)[0] == small.spec
     with pytest.raises(RooftopError, match="one of the two"):
         map_plan(small, here, as_is=True, on_local=True)
 

@@ -11,11 +11,11 @@ import click
 
 from rooftop.cli.options import json_option
 from rooftop.cli.output import emit_json, show
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, one_of
 
 if TYPE_CHECKING:
     from rooftop.hardware import Slice
-    from rooftop.plan.serving.problem import ServingProblem
+    from rooftop.plan.serving.problem import Mode, ServingProblem
     from rooftop.plan.serving.workload import ServingNumerics
 
 #: Number formats that a search over chips tries where none is given.
@@ -86,7 +86,7 @@ def serve(
     from rooftop.core.files import write_text
     from rooftop.core.quantities import parse_count
     from rooftop.plan.serving.answer import plan_serving
-    from rooftop.plan.serving.fleet import Recommendation, front, recommend
+    from rooftop.plan.serving.fleet import OBJECTIVES, Recommendation, front, recommend
 
     where = _where(on, options.pop("price"))
     searching = ":" not in on
@@ -106,7 +106,7 @@ def serve(
         answer = None
     else:
         if searching or problem.workload.requests_per_second is not None:
-            found = recommend(problem, where, numerics, modes, objective)
+            found = recommend(problem, where, numerics, modes, one_of("for", objective, OBJECTIVES))
             problem = found.best.plan.problem
         answer = plan_serving(problem, contexts=sizes) if found is None else _answer(found, sizes)
         data = answer.to_json() | {"recommendation": None if found is None else found.to_json()}
@@ -177,10 +177,10 @@ def _where(on: str, price: str | None) -> dict[str, list[Slice]]:
     return found
 
 
-def _modes(mode: str | None, searching: bool) -> list[str]:
+def _modes(mode: str | None, searching: bool) -> list[Mode]:
     from rooftop.plan.serving.problem import MODES
 
-    return [mode] if mode is not None else list(MODES if searching else MODES[:1])
+    return [one_of("mode", mode, MODES)] if mode is not None else list(MODES if searching else MODES[:1])
 
 
 def _numerics(options: dict[str, Any], searching: bool) -> list[ServingNumerics]:
@@ -204,7 +204,7 @@ def _numerics(options: dict[str, Any], searching: bool) -> list[ServingNumerics]
 def _problem(
     slice_: Slice,
     numerics: ServingNumerics,
-    mode: str,
+    mode: Mode,
     *,
     model: str,
     prompt: str,
@@ -230,11 +230,13 @@ def _problem(
 ) -> ServingProblem:
     """The problem that the options describe. Raises RooftopError naming the option that is wrong."""
     from rooftop.arrays import parse_axes
+    from rooftop.capabilities import KV_SPLITS
     from rooftop.core.quantities import parse_count, parse_quantity, parse_seconds
     from rooftop.hardware import Slice
     from rooftop.models import load_model
+    from rooftop.plan.pricing import BOUNDS
     from rooftop.plan.serving.assumptions import ServingAssumptions
-    from rooftop.plan.serving.problem import ServingProblem
+    from rooftop.plan.serving.problem import LINKS, ServingProblem
     from rooftop.plan.serving.workload import DraftModel, ServingWorkload
 
     assumptions = ServingAssumptions(mfu=None if mfu is None else _share(mfu, "mfu"))
@@ -259,11 +261,11 @@ def _problem(
         numerics=numerics,
         assumptions=assumptions if assume is None else assumptions.with_shares(assume),
         mode=mode,
-        bounds=bounds,
+        bounds=one_of("bounds", bounds, BOUNDS),
         axes=None if mesh is None else parse_axes(mesh),
         prefill_axes=None if prefill_mesh is None else parse_axes(prefill_mesh),
-        kv_split=kv_split,
-        link=link,
+        kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
+        link=one_of("link", link, LINKS),
         draft=None
         if draft is None
         else DraftModel(

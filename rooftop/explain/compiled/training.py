@@ -97,7 +97,7 @@ def compile_plan(
 
 def request(plan: TrainingPlan) -> CompileRequest:
     """Return the compile request of a plan. Raises RooftopError for a plan that no program can run."""
-    program = TrainProgram.from_plan(plan.to_json())
+    program = TrainProgram.from_plan(plan)
     return CompileRequest(
         mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=training_options(plan.mesh)
     )

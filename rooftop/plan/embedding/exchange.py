@@ -11,15 +11,18 @@ ids that a sum for every sample is less than their rows. Buffers have the size o
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from rooftop.core.ledger import Number
 
-EXCHANGES: tuple[str, ...] = ("rows", "activations")
+ExchangeKind = Literal["rows", "activations"]
+EXCHANGES: tuple[ExchangeKind, ...] = get_args(ExchangeKind)
 #: Bytes of an id, a float, and of an id with its sample and its gain.
 _ID, _FLOAT, _ENTRY = 4, 4, 12
 
 
 def exchanged_bytes(
-    exchange: str,
+    exchange: ExchangeKind,
     *,
     width: Number,
     max_ids: Number,
@@ -45,10 +48,10 @@ def exchanged_bytes(
 
 def cheapest_exchange(
     *, width: int, max_ids: int, max_unique_ids: int, samples: int, cores: int, per_device: int
-) -> str:
+) -> ExchangeKind:
     """The exchange with the fewest bytes, forward and backward together; rows where both send as much."""
 
-    def total(exchange: str) -> float:
+    def total(exchange: ExchangeKind) -> float:
         sent = exchanged_bytes(
             exchange,
             width=width,

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from rooftop import __version__
+from rooftop.capabilities import embedding_obstacles
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.core.quantities import format_bytes
@@ -392,12 +393,8 @@ class EmbedPlan:
 
     @property
     def obstacles(self) -> list[str]:
-        """Why this cannot run as it is; empty if it can."""
-        found = [
-            f"optimizer {stack.optimizer.kind} of stack {stack.name}: SparseCores update each float of a row by itself"
-            for stack in self.problem.stacking.stacks
-            if not stack.optimizer.elementwise
-        ]
+        """Why no program runs the plan as it stands; empty if one does."""
+        found = list(embedding_obstacles(self.problem.stacking.stacks))
         tables = self.problem.tables
         expected = sum(one.ids_per_sample * one.rows_per_sample for one in tables.features)
         if expected > (bound := tables.config.max_ids_per_chip_per_sample) and not tables.config.allow_id_dropping:

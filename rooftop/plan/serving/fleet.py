@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, inf
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rooftop.core.errors import Infeasible, unknown
+from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_seconds
 from rooftop.hardware import Slice
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
-from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.problem import Mode, ServingProblem
 from rooftop.plan.serving.search import batch_grid, best_prefill, most_sequences, pareto, slices_of, sweep_generate
 from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.roofline.achievable import NO_MEASUREMENT
@@ -30,7 +30,8 @@ from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
 LOAD = 0.8
 #: Larger slices are not searched: heads and hidden columns split no further.
 MOST_CHIPS = 64
-OBJECTIVES = ("cost", "chips")
+Objective = Literal["cost", "chips"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Fleet:
         """Whether nothing was measured on the chip, so that times are bounds and flatter it."""
         return self.plan.problem.rates.fractions.sources["hbm"] == NO_MEASUREMENT
 
-    def score(self, objective: str) -> float:
+    def score(self, objective: Objective) -> float:
         """What is to be small."""
         if objective == "chips":
             return self.chips
@@ -107,7 +108,7 @@ class Recommendation:
 
     best: Fleet
     others: Sequence[Fleet]
-    objective: str
+    objective: Objective
     searched: int
 
     def why(self, other: Fleet) -> str:
@@ -158,16 +159,14 @@ def recommend(
     problem: ServingProblem,
     where: Mapping[str, Sequence[Slice]],
     numerics: Sequence[ServingNumerics],
-    modes: Sequence[str],
-    objective: str = "cost",
+    modes: Sequence[Mode],
+    objective: Objective = "cost",
 ) -> Recommendation:
     """The cheapest fleet (or that of fewest chips) for the workload's rate and targets.
 
     ``where``: the slices that a server may be, by chip (prefill is on the problem's ``prefill_slice`` if it has one).
-    Raises Infeasible with the nearest that can be reached, and RooftopError on an objective that is none.
+    Raises Infeasible with the nearest that can be reached.
     """
-    if objective not in OBJECTIVES:
-        raise unknown("for", objective, OBJECTIVES)
     found: list[Fleet] = []
     searched = 0
     for slices, mode in product(where.values(), modes):
@@ -189,13 +188,13 @@ def recommend(
     return Recommendation(best=best, others=others, objective=objective, searched=searched)
 
 
-def _placements(problem: ServingProblem, slice_: Slice, mode: str) -> tuple[list[Placement], list[Placement]]:
+def _placements(problem: ServingProblem, slice_: Slice, mode: Mode) -> tuple[list[Placement], list[Placement]]:
     """Where a server of this slice may generate and, if it does nothing else, prefill."""
     sized = replace(problem, slice=slice_, mode=mode)
     return sized.generate_placements(), sized.prefill_placements() if mode == "disaggregated" else []
 
 
-def _order(fleet: Fleet, objective: str) -> tuple[float, float, float]:
+def _order(fleet: Fleet, objective: Objective) -> tuple[float, float, float]:
     """Those within the targets first, by the objective; the others by how far they are off."""
     excess = _excess(fleet)
     return (1.0, fleet.score(objective), fleet.chips) if excess <= 1 else (excess, 0.0, 0.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from rooftop.roofline.rules import distinct_experts
 
 #: Bytes of an activation.
 ACTIVATION_BYTES = 2.0
-PHASES = ("prefill", "generate")
+ServingPhase = Literal["prefill", "generate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Phase:
     same step, and figures may be arrays over batch sizes.
     """
 
-    phase: str
+    phase: ServingPhase
     model: ModelConfig
     numerics: ServingNumerics
     placement: Placed

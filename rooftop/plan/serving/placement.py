@@ -16,13 +16,11 @@ import numpy as np
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, span
+from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
 from rooftop.hardware import Slice
 from rooftop.roofline.collectives import Price, price
-
-#: What ``context`` splits of the cache.
-KV_SPLITS = ("batch", "seq")
 
 
 class Placed(Protocol):
@@ -34,8 +32,8 @@ class Placed(Protocol):
         ...
 
     @property
-    def kv_split(self) -> str:
-        """What of the cache ``context`` splits: 'batch' or 'seq'."""
+    def kv_split(self) -> KvSplit:
+        """What ``context`` splits of the cache: 'batch' or 'seq'."""
         ...
 
     def ways(self, axes: tuple[str, ...]) -> Number:
@@ -56,7 +54,7 @@ class Placement:
     """Where a phase runs: a mesh, and what of the cache ``context`` splits: 'batch' or 'seq'."""
 
     mesh: Mesh
-    kv_split: str = "batch"
+    kv_split: KvSplit = "batch"
 
     def __post_init__(self) -> None:
         if self.kv_split not in KV_SPLITS:
@@ -106,7 +104,7 @@ class Placements:
     """
 
     meshes: Sequence[Mesh]
-    kv_split: str = "batch"
+    kv_split: KvSplit = "batch"
 
     @property
     def slice(self) -> Slice:
@@ -170,7 +168,7 @@ class Placements:
 
 def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
     """Placements of one slice as few that are priced at once: which of them, and these."""
-    groups: dict[tuple[bool, bool], dict[str, list[int]]] = {}
+    groups: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
     for at, each in enumerate(placements):
         kind = each.ways(("fsdp",)) > 1, each.ways(("expert",)) > 1
         groups.setdefault(kind, {}).setdefault(each.kv_split, []).append(at)

@@ -9,21 +9,22 @@ from typing import Any
 
 from rooftop import __version__
 from rooftop.arrays.mesh import Mesh
+from rooftop.capabilities import SERVING, ServingSpec, obstacles
 from rooftop.core.errors import Infeasible, RooftopError, misread
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
+from rooftop.plan.pricing import scalar_ledger
+from rooftop.plan.reasons import Reason
 from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions
 from rooftop.plan.serving.phase import serving_rules
 from rooftop.plan.serving.placement import Placement
-from rooftop.plan.serving.pricing import scalar_ledger
 from rooftop.plan.serving.problem import ServingMemory, ServingProblem
 from rooftop.plan.serving.reasons import serving_reasons
 from rooftop.plan.serving.search import most_sequences, round_times, token_s
 from rooftop.plan.serving.times import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
-from rooftop.plan.training.reasons import Reason
 from rooftop.roofline import rules
 from rooftop.scheduling.serving.times import StepTimes
 
@@ -158,16 +159,29 @@ class ServingPlan:
         return serving_reasons(self.problem, self.generate_on, self.batch, self.generate)
 
     @cached_property
+    def spec(self) -> ServingSpec:
+        """What an engine is asked for."""
+        problem, numerics = self.problem, self.problem.numerics
+        return ServingSpec(
+            model=problem.model,
+            axes=self.generate_on.mesh.shape,
+            batch=self.batch,
+            kv_split=self.generate_on.kv_split,
+            weights=numerics.weights,
+            weight_group=numerics.weight_group,
+            kv=numerics.kv,
+            matmul=numerics.flops,
+            kv_sharing=numerics.kv_sharing,
+            disaggregated=problem.mode == "disaggregated",
+            drafted=problem.draft is not None,
+        )
+
+    @cached_property
     def obstacles(self) -> list[str]:
-        """What keeps a program from running the plan as it stands."""
-        spread = self.generate_on.mesh.size("data", "fsdp", "expert")
-        if self.generate_on.kv_split == "batch":
-            spread *= self.generate_on.mesh.size("context")
+        """Why no engine runs the plan as it stands; empty if one does."""
         if self.problem.book:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
-        if self.batch % spread:
-            return [f"JAX shards evenly: {self.batch} sequences cannot be split {spread} ways"]
-        return []
+        return list(obstacles(SERVING, self.spec))
 
     def step_times(self) -> StepTimes:
         """What any step of these servers takes: what a simulation of requests asks.

@@ -6,30 +6,33 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Literal, get_args
 
 import numpy as np
 
 from rooftop.arrays.mesh import Mesh
+from rooftop.arrays.rules import SERVING_AXES
+from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.counting import kv_cache_bytes
+from rooftop.plan.pricing import BOUNDS, Bounds
 from rooftop.plan.serving.assumptions import ServingAssumptions
-from rooftop.plan.serving.phase import Phase, cached_bytes
-from rooftop.plan.serving.placement import KV_SPLITS, Placed, Placement
+from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
+from rooftop.plan.serving.placement import Placed, Placement
 from rooftop.plan.serving.pricing import price_serving
 from rooftop.plan.serving.rows import generate_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts, generate_step_s, prefill_s
 
-MODES = ("disaggregated", "interleaved")
-BOUNDS = ("usable", "book")
-#: What joins a prefill and a generate server.
-LINKS = ("ici", "dcn")
-#: The mesh axes of serving, in the order in which they are laid on the network.
-SERVING_AXES = ("data", "fsdp", "expert", "context", "tensor")
+Mode = Literal["disaggregated", "interleaved"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+#: The network between a prefill and a generate server.
+Link = Literal["ici", "dcn"]
+LINKS: tuple[Link, ...] = get_args(Link)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +65,12 @@ class ServingProblem:
     workload: ServingWorkload
     numerics: ServingNumerics = ServingNumerics()
     assumptions: ServingAssumptions = ServingAssumptions()
-    mode: str = "disaggregated"
-    bounds: str = "usable"
+    mode: Mode = "disaggregated"
+    bounds: Bounds = "usable"
     axes: Mapping[str, int] | None = None
     prefill_axes: Mapping[str, int] | None = None
-    kv_split: str | None = None
-    link: str = "dcn"
+    kv_split: KvSplit | None = None
+    link: Link = "dcn"
     draft: DraftModel | None = None
     host_bytes: float | None = None
     prefill_slice: Slice | None = None
@@ -134,7 +137,7 @@ class ServingProblem:
         found = count_params(self.model)
         return found.total, found.active
 
-    def phase(self, phase: str, placement: Placed, tokens: Number, model: ModelConfig | None = None) -> Phase:
+    def phase(self, phase: ServingPhase, placement: Placed, tokens: Number, model: ModelConfig | None = None) -> Phase:
         """A phase of this problem, of the draft model if one is given."""
         return Phase(phase=phase, model=model or self.model, numerics=self.numerics, placement=placement, tokens=tokens)
 

@@ -1,4 +1,4 @@
-"""Why a serving plan is what it is: each rule of chapters 7 and 8 that applies, with values and verdict."""
+"""The reasons of a serving plan: each rule of chapters 7 and 8 that applies, with its values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count
+from rooftop.plan.reasons import Reason
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
-from rooftop.plan.training.reasons import Reason
 from rooftop.roofline import rules
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
+from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
 from rooftop.plan.shapes import MatmulShape, attended_pairs, attention_head_sizes
-from rooftop.plan.training.pricing import Transfer, Work
 from rooftop.roofline.achievable import kernel_flops
 
 

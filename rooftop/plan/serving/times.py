@@ -14,14 +14,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.capabilities import PAGE_TOKENS
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.rows import chunk_pairs
 from rooftop.plan.shapes import attention_head_sizes
 
-#: Tokens of one page of a paged KV cache, as in the PagedAttention paper.
-PAGE_TOKENS = 16
 #: Batches whose step is tabulated; a larger one is priced when it is asked for.
 TABULATED = 1024
 #: New tokens at which a prefill is priced; between them its time is interpolated.

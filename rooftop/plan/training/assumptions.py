@@ -1,4 +1,4 @@
-"""What an expectation assumes beyond the bound: named, settable, argued in docs/plan.md."""
+"""Assumptions of a training expectation beyond the bound: named, settable, argued in docs/plan.md."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.plan.pricing import Hiding, parse_shares, require_shares
 from rooftop.roofline.overlap import Overlap
 
-#: Largest share of each transfer's time that can run beside computation, where the compiler's own schedule does not
-#: say otherwise (rooftop.roofline.overlap says it of the first two). What stands between two dependent matmuls is not
-#: hidden unless it is written as a collective matmul; rings and pipeline sends are written to overlap.
-HIDDEN: Mapping[str, float] = MappingProxyType(
+#: Largest share of each transfer's time that can overlap computation, unless a schedule of the compiler says otherwise
+#: (``rooftop.roofline.overlap`` has the first two by chip). A collective between two dependent matmuls is exposed
+#: unless it is written as a collective matmul. ``context`` and ``stage`` are written to overlap;
+#: their 0.9 is assumed, not measured.
+HIDDEN: Mapping[Hiding, float] = MappingProxyType(
     {
         "weight_gather": 1.0,
         "gradient_scatter": 1.0,
@@ -28,7 +30,7 @@ HIDDEN: Mapping[str, float] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """How much hides, how attention is computed, and a chip's calibration factor.
+    """The shares that hide, the attention that is computed, and a chip's calibration factor.
 
     ``hidden`` overrides the shares that the chip's compiler and ``HIDDEN`` give.
     ``attention``: a 'flash' kernel that skips masked blocks of ``attention_block`` (as priced for the chip if None), or
@@ -41,11 +43,7 @@ class Assumptions:
     calibration: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, share in self.hidden.items():
-            if name not in HIDDEN:
-                raise unknown("hidden", name, HIDDEN)
-            if not 0 <= share <= 1:
-                raise RooftopError(f"hidden {name}", share, "a share between 0 and 1")
+        require_shares(self.hidden, HIDDEN, "hidden")
         if self.attention not in ("flash", "reference"):
             raise unknown("attention", self.attention, ("flash", "reference"))
         if self.attention_block is not None and self.attention_block < 1:
@@ -54,18 +52,9 @@ class Assumptions:
             raise RooftopError("calibration", self.calibration, "a positive factor")
 
     def shares(self, schedule: Overlap) -> dict[str, float]:
-        """The share of each transfer that may hide: as given here, else by the compiler's schedule, else ``HIDDEN``."""
+        """The share of each transfer that may hide: as given, else by the compiler's schedule, else ``HIDDEN``."""
         return {**HIDDEN, **schedule.hidden, **self.hidden}
 
     def with_hidden(self, text: str) -> Assumptions:
         """These assumptions with some changed, from 'weight_gather=1,tensor=0.5'."""
-        changed = dict(self.hidden)
-        for entry in text.split(","):
-            name, _, share = (part.strip() for part in entry.partition("="))
-            if name not in HIDDEN:
-                raise unknown("assume", name, HIDDEN)
-            try:
-                changed[name] = float(share)
-            except ValueError:
-                raise RooftopError(f"assume {name}", share, "a share between 0 and 1") from None
-        return replace(self, hidden=changed)
+        return replace(self, hidden={**self.hidden, **parse_shares(text, HIDDEN, "hidden")})

@@ -13,7 +13,8 @@ from math import gcd
 
 import numpy as np
 
-from rooftop.arrays.mesh import AXES, Floats, Ints, Mesh
+from rooftop.arrays.mesh import Floats, Ints, Mesh
+from rooftop.arrays.rules import AXES, TOKEN_AXES
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.models.activations import parse_policy
@@ -56,7 +57,7 @@ class _ManyBatches(TrainingStep):
     @cached_property
     def tokens(self) -> Floats:
         """Tokens per microbatch in each tensor group, [C, K]."""
-        spread = self.strategies.devices("data", "fsdp", "expert", "context")
+        spread = self.strategies.devices(*TOKEN_AXES)
         return self.batch_tokens / spread / self.strategies.microbatches
 
 

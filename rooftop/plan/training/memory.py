@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import LOSS_CHUNK
 from rooftop.plan.shapes import attention_head_sizes
 from rooftop.plan.training.step import TrainingStep
-
-#: Elements in one row of a TPU's registers.
-_LANES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +92,7 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     """Elements per token of a dense layer and of one of experts under ``action``, [1, K]; 0 where there is none."""
     model, strategies = step.model, step.strategies
     # TPU kernels write heads of whole registers.
-    d_v, lanes = attention_head_sizes(model)[1], _LANES if step.slice.chip.kind == "tpu" else 1
+    d_v, lanes = attention_head_sizes(model)[1], LANES if step.slice.chip.kind == "tpu" else 1
     padding = -(-d_v // lanes) * lanes / d_v - 1
     more = padding * strategies.kept(action, model, moe_layer=False, names=("attn_core",))
     return (

@@ -7,23 +7,23 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from rooftop import __version__
-from rooftop.arrays.mesh import AXES, Mesh
-from rooftop.arrays.rules import Rules
+from rooftop.arrays.mesh import Mesh
+from rooftop.arrays.rules import AXES
+from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
 from rooftop.core.errors import RooftopError, misread
-from rooftop.core.ledger import Collective, Ledger, Row
+from rooftop.core.ledger import Ledger, Row
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, flops_per_token
 from rooftop.models.activations import parse_policy
-from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import from_mesh
+from rooftop.plan.pricing import scalar, scalar_row
+from rooftop.plan.reasons import Reason
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import host_bytes
 from rooftop.plan.training.pricing import idle_fraction
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.reasons import Reason, training_reasons
+from rooftop.plan.training.reasons import training_reasons
 from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
@@ -53,14 +53,14 @@ class TrainingPlan:
     @cached_property
     def ledger(self) -> Ledger:
         """The planned ledger: scalar rows, those that do nothing left out."""
-        rows = (_scalar_row(row, self.mesh) for row in training_ledger(self.step))
+        rows = (_shown_row(row, self.mesh) for row in training_ledger(self.step))
         return Ledger(tuple(row for row in rows if row.count and (row.expected_s or row.time_s)))
 
     @cached_property
     def memory(self) -> dict[str, float]:
         """Bytes per device by class, in the plan's bounds."""
         found = self.problem.memory(self.step)
-        return {name: _scalar(value) for name, value in asdict(found).items()}
+        return {name: scalar(value) for name, value in asdict(found).items()}
 
     @property
     def memory_bytes(self) -> float:
@@ -81,8 +81,8 @@ class TrainingPlan:
     def lower_s(self) -> dict[str, float]:
         """Lower bound by resource, with the pipeline's idle time if there is one."""
         spans = {name: self.mesh.span(name) for name in AXES}
-        waiting = 1 + _scalar(idle_fraction(self.step.strategies))
-        return {name: _scalar(seconds) * waiting for name, seconds in lower_s(self.ledger, spans).items()}
+        waiting = 1 + scalar(idle_fraction(self.step.strategies))
+        return {name: scalar(seconds) * waiting for name, seconds in lower_s(self.ledger, spans).items()}
 
     @property
     def bound(self) -> str:
@@ -116,9 +116,14 @@ class TrainingPlan:
         return None if tokens is None else tokens / self.tokens_per_s / 86400
 
     @cached_property
+    def spec(self) -> TrainingSpec:
+        """The train step that a program is asked for."""
+        return self.problem.spec(self.mesh.shape, self.choice)
+
+    @cached_property
     def obstacles(self) -> list[str]:
-        """What keeps a JAX program from running the plan as it stands."""
-        return list(_obstacles(self.problem, self.mesh, self.choice))
+        """Why no program runs the plan as it stands; empty if one does."""
+        return list(obstacles(TRAINING, self.spec))
 
     @cached_property
     def reasons(self) -> list[Reason]:
@@ -132,7 +137,7 @@ class TrainingPlan:
             for collective in row.collectives:
                 name = collective.axes[0]
                 exposed[name] = exposed.get(name, 0.0) + float(row.count * collective.exposed_s)
-        idle = sum(float(row.count * row.expected_s) for row in self.ledger if row.formula.startswith("idle"))
+        idle = sum(float(row.count * row.expected_s) for row in self.ledger if row.is_idle)
         return exposed | ({"idle": idle} if idle else {})
 
     def summary(self) -> dict[str, Any]:
@@ -172,7 +177,7 @@ class TrainingPlan:
             },
             "workload": asdict(problem.workload),
             "mesh": self.mesh.to_json(),
-            "rules": Rules().only(self.mesh.shape).to_json(),
+            "rules": self.spec.rules.to_json(),
             "dtypes": {name: value for name, value in asdict(numerics).items() if name != "optimizer"},
             "optimizer": numerics.optimizer,
             "remat": {"name": self.choice.remat, "policy": dict(self.choice.policy)},
@@ -191,7 +196,7 @@ class TrainingPlan:
                 "total": self.memory_bytes,
                 "capacity": problem.capacity,
                 "fits": self.fits,
-                "host": _scalar(host_bytes(self.step)),
+                "host": scalar(host_bytes(self.step)),
             },
             "step": {
                 **{f"{name}_s": float(self.ledger.total(name)) for name in ("mxu", "vpu", "hbm", "ici", "dcn", "pcie")},
@@ -242,60 +247,17 @@ class TrainingPlan:
             raise misread("plan", error, "a plan.json written by rooftop plan") from None
 
 
-def _obstacles(problem: Problem, mesh: Mesh, choice: Choice) -> list[str]:
-    model, workload = problem.model, problem.workload
-    found: list[str] = []
-    if (stages := mesh.size("stage")) > 1:
-        if "offload" in choice.policy.values():
-            found.append("no program offloads activations from a pipeline stage")
-        if choice.chunks > 1 and choice.microbatches > stages and choice.microbatches % stages:
-            found.append(f"interleaved stages want a multiple of {stages} microbatches, not {choice.microbatches}")
-    batch = mesh.size("data", "fsdp", "expert")
-    columns = mesh.size("fsdp", "tensor")
-    parts, what = stage_parts(model)
-    checks = [
-        (workload.batch_seqs, batch, f"{workload.batch_seqs} sequences", "data x fsdp x expert"),
-        (model.d_model, columns, f"a D of {model.d_model}", "fsdp x tensor"),
-        (workload.seq_len, mesh.size("context", "tensor"), f"sequences of {workload.seq_len}", "context x tensor"),
-        (parts, stages * choice.chunks, f"{parts} {what}", "stages and their chunks"),
-    ]
-    for whole, ways, what, axes in checks:
-        if whole % ways:
-            found.append(f"JAX shards evenly: {what} cannot be split {ways} ways over {axes}")
-    return found
-
-
-def _scalar(value: Any) -> float:
-    """The one entry of a [1, 1] array."""
-    return float(np.asarray(value, np.float64).reshape(-1)[0])
-
-
-def _scalar_row(row: Row, mesh: Mesh) -> Row:
-    collectives = tuple(
-        replace(
-            collective,
-            axes=tuple(axis for axis in collective.axes if mesh.size(axis) > 1),
-            bytes=_scalar(collective.bytes),
-            wire_bytes=_scalar(collective.wire_bytes),
-            time_s={name: _scalar(value) for name, value in collective.time_s.items()},
-            expected_s=_scalar(collective.expected_s),
-            exposed_s=_scalar(collective.exposed_s),
-        )
+def _shown_row(row: Row, mesh: Mesh) -> Row:
+    """A row with plain numbers, without axes of size 1, collectives that move nothing, and figures that are 0."""
+    row = scalar_row(row)
+    collectives = (
+        replace(collective, axes=tuple(axis for axis in collective.axes if mesh.size(axis) > 1))
         for collective in row.collectives
+        if float(collective.wire_bytes) > 0
     )
     return replace(
         row,
-        count=_scalar(row.count),
-        flops={name: _scalar(value) for name, value in row.flops.items() if _scalar(value)},
-        kernel_flops=_scalar(row.kernel_flops),
-        vector_flops=_scalar(row.vector_flops),
-        hbm_bytes=_scalar(row.hbm_bytes),
-        collectives=tuple(entry for entry in collectives if _moves(entry)),
-        time_s={name: _scalar(value) for name, value in row.time_s.items() if _scalar(value)},
-        expected_s=_scalar(row.expected_s),
-        serial_s=_scalar(row.serial_s),
+        flops={name: value for name, value in row.flops.items() if value},
+        collectives=tuple(collectives),
+        time_s={name: value for name, value in row.time_s.items() if value},
     )
-
-
-def _moves(collective: Collective) -> bool:
-    return float(collective.wire_bytes) > 0

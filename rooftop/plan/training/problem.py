@@ -1,4 +1,4 @@
-"""What is asked of a training plan: the model, the slice, the work, and what of the strategy is given."""
+"""The input of a training plan: model, slice, workload, and the parts of the strategy that are fixed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rooftop.arrays.mesh import Mesh
-from rooftop.core.errors import RooftopError
+from rooftop.arrays.rules import Rules
+from rooftop.capabilities import KERNEL_OF_CHIP, TrainingSpec
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
+from rooftop.plan.pricing import Bounds
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import Memory, book_memory, training_memory
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import SCHEDULES, Strategies
+from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.roofline.rates import Rates
+from rooftop.scheduling.pipeline import PipelineSchedule, require_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """All that a search is given. What is None is searched."""
+    """The input of a search: model, slice, workload. A part of the strategy that is None is searched."""
 
     model: ModelConfig
     slice: Slice
@@ -29,15 +33,12 @@ class Problem:
     mesh: Mesh | None = None
     remat: str | None = None
     microbatches: int | None = None
-    schedule: str = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     chunks: int = 1
-    bounds: str = "usable"
+    bounds: Bounds = "usable"
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise RooftopError("schedule", self.schedule, ", ".join(SCHEDULES))
-        if (self.chunks > 1) != (self.schedule == "interleaved"):
-            raise RooftopError("chunks", self.chunks, "2 or more with the interleaved schedule, 1 with any other")
+        require_schedule(self.schedule, self.chunks)
 
     @property
     def capacity(self) -> float:
@@ -55,3 +56,27 @@ class Problem:
             model=self.model, slice=self.slice, workload=self.workload, numerics=self.numerics,
             assumptions=self.assumptions, strategies=strategies,
         )  # fmt: skip
+
+    def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
+        """The train step that a program is asked for, on a mesh with these ``axes``."""
+        assumptions, numerics, chip = self.assumptions, self.numerics, self.slice.chip
+        reference = assumptions.attention == "reference"
+        return TrainingSpec(
+            model=self.model,
+            axes=axes,
+            sequences=self.workload.batch_seqs,
+            seq_len=self.workload.seq_len,
+            kernel="reference" if reference else KERNEL_OF_CHIP[chip.kind],
+            attention_block=assumptions.attention_block or Rates.of(chip).attention_block,
+            microbatches=choice.microbatches,
+            remat=choice.remat,
+            schedule=choice.schedule,
+            chunks=choice.chunks,
+            optimizer=numerics.optimizer,
+            compute=numerics.compute,
+            matmul=numerics.matmul,
+            weights=numerics.weights,
+            moments=numerics.moments,
+            gradients=numerics.gradients,
+            rules=Rules().only(axes),
+        )

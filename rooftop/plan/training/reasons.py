@@ -1,55 +1,18 @@
-"""Why the plan is what it is: each rule of the book that applies, with formula, values, verdict and margin."""
+"""The reasons of a training plan: each rule of chapters 1, 4, 5 and 6 that applies, with its values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.hardware import Slice
-from rooftop.models import ModelConfig
+from rooftop.models import ModelConfig, count_params
+from rooftop.plan.reasons import Reason
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline import rules
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reason:
-    """One rule applied: it holds where the value is no less than the limit, or ``near`` it, within a factor of two."""
-
-    rule: str
-    source: str
-    formula: str
-    value: float
-    limit: float
-    text: str
-    near: bool = False
-
-    @property
-    def holds(self) -> bool:
-        """Whether the rule holds."""
-        return 0.5 <= self.margin <= 2 if self.near else bool(self.value >= self.limit)
-
-    @property
-    def margin(self) -> float:
-        """How far on the good side of the limit: 2 is twice as much as needed, 0.5 half."""
-        return self.value / self.limit if self.limit else float("inf")
-
-    def to_json(self) -> dict[str, Any]:
-        """The reason as plain JSON values."""
-        return {
-            "rule": self.rule,
-            "source": self.source,
-            "formula": self.formula,
-            "value": self.value,
-            "limit": self.limit,
-            "holds": self.holds,
-            "margin": self.margin,
-            "text": self.text,
-        }
 
 
 def training_reasons(problem: Problem, step: TrainingStep) -> list[Reason]:
@@ -71,8 +34,6 @@ def _torus_axes(slice_: Slice) -> float:
 
 
 def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
-    from rooftop.models.counting import count_params
-
     numerics = problem.numerics
     parameters = count_params(problem.model).total
     per_parameter = numerics.weight_bytes + numerics.optimizer_bytes + numerics.gradient_bytes

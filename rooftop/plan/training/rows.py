@@ -11,9 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from rooftop.arrays.rules import TOKEN_AXES
 from rooftop.core.ledger import Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import POLICIES
+from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
     MatmulShape,
     attention_head_sizes,
@@ -22,9 +24,8 @@ from rooftop.plan.shapes import (
     mlp_matmuls,
     parameters,
 )
-from rooftop.plan.training.pricing import Transfer, Work, price_work
+from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import TOKEN_AXES
 from rooftop.roofline.achievable import kernel_flops
 
 #: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.

@@ -15,14 +15,17 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import AXES, Floats, Ints
+from rooftop.arrays.mesh import Floats, Ints
+from rooftop.arrays.rules import AXES, BATCH_AXES, DCN_AXES
+from rooftop.capabilities import TRAINING_SPLITS, EvenSplit
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
+from rooftop.plan.training.pricing import priced_collectives
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_ledger
+from rooftop.plan.training.rows import training_ledger, training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
@@ -117,11 +120,10 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
             searched=int(allowed.sum()),
             even=even,
         )
-    one = Strategies(layouts[:1], options)
-    _evaluate(problem, one)  # Pricing one layout tells which collectives there are.
-    prices = {key: whole.price(*key) for key in one.prices}
+    prices = {key: whole.price(*key) for key in _priced_collectives(problem, whole)}
+    whole = replace(whole, prices=prices)
     cheapest = Strategies(
-        shapes, options, {key: found.map(lambda v: np.minimum.reduceat(v, starts)) for key, found in prices.items()}
+        shapes, options, {key: price.map(lambda v: np.minimum.reduceat(v, starts)) for key, price in prices.items()}
     )
     allowed = allowed_candidates(problem, cheapest, even)
     bound_s, memory = _evaluate(problem, cheapest)
@@ -155,6 +157,13 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     )
 
 
+def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[str, str]]:
+    """(kind, axis) of every collective of the step: the same on all layouts, so one of them is enough to tell."""
+    one = Strategies(strategies.layouts[:1], strategies.choices)
+    step = problem.step(one)
+    return priced_collectives(training_work(step), step.rates)
+
+
 def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
     """An order of layouts in which equal axis sizes stand together, and where each group of them starts."""
     order = np.lexsort(layouts.devices.T)
@@ -186,11 +195,17 @@ def best_of(problem: Problem, within: Strategies) -> float:
 
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts that JAX could not run as they stand, because a dim does not split evenly, [C]."""
-    batch = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
+    """Layouts over which the sequences of a step or D do not divide, [C]: no program runs them as they stand."""
+    batch = _product(layouts, BATCH_AXES)
     columns = layouts.along("fsdp") * layouts.along("tensor")
     bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
     return bad
+
+
+def _product(layouts: Layouts, axes: Sequence[str]) -> Ints:
+    """Devices along several axes together, [C]."""
+    devices: Ints = np.prod([layouts.along(axis) for axis in axes], axis=0)
+    return devices
 
 
 def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
@@ -216,13 +231,17 @@ def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes worth searching and what each must divide."""
-    model = problem.model
-    columns = gcd(model.heads, model.d_ff if model.dense_layers else 0)
-    divides = {"tensor": columns, "context": problem.workload.seq_len, "stage": stage_parts(model)[0]}
-    if model.moe is not None:
-        divides["tensor"] = gcd(columns, model.moe.d_ff)
-        divides["expert"] = model.moe.experts
-    return [name for name in AXES if name != "expert" or model.moe is not None], divides
+    divides = {"context": problem.workload.seq_len}
+    for split in TRAINING_SPLITS:
+        if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
+            (axis,) = split.axes
+            divides[axis] = gcd(divides.get(axis, 0), dim[0])
+    return [name for name in AXES if name != "expert" or problem.model.moe is not None], divides
+
+
+def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
+    """Size and name of the dim that a rule splits, before any mesh is chosen."""
+    return split.size(problem.spec({}, Choice(remat="none", policy=POLICIES["none"])))
 
 
 def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
@@ -242,17 +261,13 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
             "mesh", given, f"sizes whose product is the {devices} devices of {problem.slice.name} "
             f"(yours is {product}), such as {_nearest(sizes, devices)}",
         )  # fmt: skip
-    model = problem.model
-    parts, what = stage_parts(model)
-    for name, of, size in (
-        ("tensor", "attention heads", model.heads),
-        ("stage", what, parts),
-        ("expert", "experts", 1 if model.moe is None else model.moe.experts),
-    ):
-        if size % sizes.get(name, 1):
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
+    for split in TRAINING_SPLITS:
+        dim = _dim(problem, split) if split.planner == "refuses" else None
+        name = split.axes[0]
+        if dim is not None and dim[0] % sizes.get(name, 1):
+            divisors = [n for n in range(1, dim[0] + 1) if dim[0] % n == 0]
             near = sorted(divisors, key=lambda n: abs(n - sizes[name]))[:2]
-            raise RooftopError(f"mesh axis {name}", sizes[name], f"a divisor of the {size} {of}: {sorted(near)}")
+            raise RooftopError(f"mesh axis {name}", sizes[name], f"a divisor of the {dim[1]}: {sorted(near)}")
     names = [name for name in AXES if sizes.get(name, 1) > 1] or ["data"]
     divides = {name: sizes.get(name, 1) for name in AXES}
     layouts = enumerate_layouts(problem.slice, names, divides)
@@ -261,7 +276,9 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
     if not len(layouts):
         physical = " x ".join(f"{axis.name}={axis.size}" for axis in problem.slice.physical_axes)
         raise RooftopError(
-            "mesh", given, f"axes that whole or split physical axes ({physical}) make up; over DCN only data and stage"
+            "mesh",
+            given,
+            f"axes that whole or split physical axes ({physical}) make up; over DCN only {' and '.join(DCN_AXES)}",
         )
     return layouts
 
@@ -297,7 +314,7 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
             )
         counts = (problem.microbatches,)
     else:
-        replicas = layouts.along("data") * layouts.along("fsdp") * layouts.along("expert")
+        replicas = _product(layouts, BATCH_AXES)
         most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
         counts = [2**power for power in range(8) if 2**power <= most]
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
@@ -309,7 +326,7 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
     Raises RooftopError if no candidate does.
     """
     layouts = strategies.layouts
-    replicas = strategies.devices("data", "fsdp", "expert")
+    replicas = strategies.devices(*BATCH_AXES)
     counts = strategies.microbatches
     good = np.ones(strategies.shape, np.bool_)
     if even:

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
+from rooftop.arrays.rules import TOKEN_AXES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
@@ -21,7 +22,7 @@ from rooftop.models import ModelConfig, weights
 from rooftop.models.segments import layers_alone
 from rooftop.plan.shapes import attention_matmuls, mlp_matmuls, parameters
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.strategies import TOKEN_AXES, Strategies
+from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import Rates
 
@@ -76,7 +77,7 @@ class TrainingStep:
     @cached_property
     def tokens(self) -> Floats:
         """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context."""
-        spread = self.strategies.devices("data", "fsdp", "expert", "context")
+        spread = self.strategies.devices(*TOKEN_AXES)
         return self.workload.batch_tokens / spread / self.strategies.microbatches
 
     @cached_property

@@ -20,13 +20,16 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts
 from rooftop.roofline.collectives import Price, price
+from rooftop.scheduling.pipeline import PipelineSchedule
 
-#: Pipeline schedules and the share of the 1F1B bubble that each leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
+#: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
 #: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
-SCHEDULES: dict[str, float] = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1.0 / 3.0}
-
-#: The axes over which tokens are spread.
-TOKEN_AXES = ("data", "fsdp", "expert", "context")
+IDLE_SHARES: Mapping[PipelineSchedule, float] = {
+    "gpipe": 1.0,
+    "1f1b": 1.0,
+    "interleaved": 1.0,
+    "zero_bubble": 1.0 / 3.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,7 @@ class Choice:
     remat: str
     policy: Mapping[str, str]
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     chunks: int = 1
 
 
@@ -46,17 +49,17 @@ class Strategies:
 
     layouts: Layouts
     choices: Sequence[Choice]
-    prices: dict[tuple[str, str], Price] = field(default_factory=dict)
-    """Prices by (kind, axis), arrays [C, 1]; filled as they are asked for."""
+    prices: Mapping[tuple[str, str], Price] = field(default_factory=dict)
+    """Prices that are known beforehand, by (kind, axis), arrays [C, 1]; others follow from the layouts."""
 
     def __getitem__(self, index: Any) -> Strategies:
-        """Some of the layouts, with the prices that are already known."""
-        prices = {key: found.map(lambda value: value[index]) for key, found in self.prices.items()}
+        """Some of the layouts, with the prices that are known."""
+        prices = {key: price.map(lambda value: value[index]) for key, price in self.prices.items()}
         return Strategies(self.layouts[index], self.choices, prices)
 
     def with_policy(self, policy: Mapping[str, str]) -> Strategies:
-        """The same with another remat policy, and the prices that are already known."""
-        return Strategies(self.layouts, [replace(choice, policy=policy) for choice in self.choices], self.prices)
+        """The same layouts and prices with another remat policy."""
+        return Strategies(self.layouts, [replace(choice, policy=policy) for choice in self.choices], self._prices)
 
     def devices(self, *names: str) -> Floats:
         """Devices along the named axes together, [C, 1]."""
@@ -74,14 +77,18 @@ class Strategies:
     def _ways(self) -> dict[str, tuple[Ints, Ints]]:
         return {}
 
+    @cached_property
+    def _prices(self) -> dict[tuple[str, str], Price]:
+        return dict(self.prices)
+
     def price(self, kind: str, axis: str) -> Price:
         """The price of a collective over one axis, arrays [C, 1]; computed once."""
         # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
         key = "all_gather" if kind == "reduce_scatter" else kind, axis
-        if key not in self.prices:
+        if key not in self._prices:
             first, like = self._distinct(axis)
-            self.prices[key] = price(key[0], self.layouts[first].span(axis)).map(lambda value: value[like][:, None])
-        return self.prices[key]
+            self._prices[key] = price(key[0], self.layouts[first].span(axis)).map(lambda value: value[like][:, None])
+        return self._prices[key]
 
     @cached_property
     def microbatches(self) -> Floats:
@@ -96,7 +103,7 @@ class Strategies:
     @cached_property
     def idle_share(self) -> Floats:
         """Share of the 1F1B bubble that the schedule leaves, [1, K]."""
-        return np.array([[SCHEDULES[choice.schedule] for choice in self.choices]])
+        return np.array([[IDLE_SHARES[choice.schedule] for choice in self.choices]])
 
     @cached_property
     def keeps_all_in_flight(self) -> npt.NDArray[np.bool_]:
@@ -122,7 +129,11 @@ class Strategies:
 
 
 def choices(
-    policies: Mapping[str, Mapping[str, str]], microbatches: Sequence[int], *, schedule: str = "1f1b", chunks: int = 1
+    policies: Mapping[str, Mapping[str, str]],
+    microbatches: Sequence[int],
+    *,
+    schedule: PipelineSchedule = "1f1b",
+    chunks: int = 1,
 ) -> tuple[Choice, ...]:
     """Every combination of remat policies and microbatches under one schedule."""
     return tuple(

@@ -1,16 +1,15 @@
-"""What is to be trained, and with which number formats: the part of a plan that the user decides."""
+"""A training job and its number formats: the part of a plan that the user decides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rooftop.capabilities import OPTIMIZERS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import dtype_bytes
 
-#: Tokens of a step at the most: products of them with anything that is counted here stay exact in 64 bits.
+#: The most tokens of a step: their products with anything that is counted here stay exact in 64 bits.
 MOST_TOKENS = 10**12
-#: Optimizers and the number of moments each keeps per parameter.
-OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Number formats and the optimizer: what each parameter and activation costs in bytes.
+    """Number formats and the optimizer, which decide the bytes of each parameter and activation.
 
     ``compute`` is the dtype of activations and of the weights as gathered; ``matmul`` the dtype of the layers' matmuls
     (int8 or f8 for quantised training); ``weights`` that of the stored (master) weights; ``moments`` the optimizer's.

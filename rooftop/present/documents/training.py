@@ -130,8 +130,10 @@ def _obstacles(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     near = data.get("nearest_executable")
     if near is not None:
         mesh = " x ".join(f"{name} {size}" for name, size in near["mesh"].items())
+        other = "" if near["matmul"] == data["dtypes"]["matmul"] else f" with {near['matmul']} matmuls"
+        seconds = format_seconds(near["expected_s"])
         items.append(
-            Item(text=f"nearest that runs: {near['slice']} as {mesh}, {format_seconds(near['expected_s'])} a step")
+            Item(text=f"nearest that runs: {near['slice']} as {mesh or 'one device'}{other}, {seconds} a step")
         )
     return (Items(title="Not executable as it stands:", section="Obstacles", items=tuple(items), warns=True),)
 
@@ -234,6 +236,14 @@ def _note(plan: Mapping[str, Any]) -> str:
 
 def _changes(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     """The changes that would help, with their gains."""
-    items = tuple(Item(mark=f"{entry['gain']:+.1%}", text=f" {entry['change']}") for entry in data.get("what_if", ()))
+    items = tuple(
+        Item(mark=f"{entry['gain']:+.1%}", text=f" {entry['change']}{_missing(entry)}")
+        for entry in data.get("what_if", ())
+    )
     title = "What would change it (tokens/s)"
     return (Items(title=title, section="What would change it", items=items),) if items else ()
+
+
+def _missing(change: Mapping[str, Any]) -> str:
+    """The obstacle to a change that no program runs yet."""
+    return "" if change.get("obstacle") is None else f": {change['obstacle']}"

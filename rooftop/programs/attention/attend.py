@@ -34,13 +34,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from rooftop.capabilities import KERNELS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.attention.chunked import chunked_attend, chunked_block, chunked_gradients
-from rooftop.programs.attention.scores import BLOCK, KERNELS, Scores, Segments, declared, kernel_flops, kernel_scope
+from rooftop.programs.attention.scores import BLOCK, Scores, Segments, declared, kernel_flops, kernel_scope
 from rooftop.programs.attention.splash import splash_attend, splash_block, splash_gradients
 
 __all__ = [
-    "BLOCK", "KERNELS", "Scores", "Segments", "attend", "attend_behind", "attend_block", "block_gradients",
+    "BLOCK", "Scores", "Segments", "attend", "attend_behind", "attend_block", "block_gradients",
     "kernel_flops", "kernel_scope",
 ]  # fmt: skip
 

@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from rooftop.capabilities import CONTEXT_CHUNKS, RING_KERNELS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.attention.attend import attend, attend_behind, attend_block, block_gradients
 from rooftop.programs.attention.scores import (
@@ -40,9 +41,6 @@ from rooftop.programs.attention.scores import (
     sink_gradients,
     varying_alike,
 )
-
-#: Kernels whose results can be merged. 'reference' stores the scores of one block of keys at a time.
-RING_KERNELS: tuple[str, ...] = ("reference", "chunked", "splash")
 
 
 def ring_attend(
@@ -438,5 +436,5 @@ def sequence_order(seq_len: int, devices: int, order: str) -> np.ndarray:
 
 
 def chunks_of(order: str) -> int:
-    """Chunks of the sequence that each device has."""
-    return 2 if order == "zigzag" else 1
+    """Chunks of the sequence on each device."""
+    return CONTEXT_CHUNKS if order == "zigzag" else 1

@@ -14,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rooftop.capabilities import LANES
 from rooftop.roofline.achievable import KERNEL_MATMULS
 
-KERNELS: tuple[str, ...] = ("reference", "chunked", "splash", "cudnn")
 #: Queries and keys in a block of a kernel: the block for which docs/achievable.md prices the TPU kernels.
 BLOCK = 1024
 
 #: Runs of queries in ``chunked``. Of the scores of a long sequence 16 would compute 53 %, 8 compute 56 %, in half the
 #: program.
 RUNS = 8
-#: Sequences on TPU are made of whole registers of 128 lanes.
-LANES = 128
 #: The kernels of a forward and of a backward pass; 'bwd' makes dQ, dK and dV at once.
 _PASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reference": (("fwd",), ("bwd",)),

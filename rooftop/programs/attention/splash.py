@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from rooftop.capabilities import LANES
 from rooftop.core.errors import RooftopError
-from rooftop.programs.attention.scores import LANES, Scores, Segments, block_size, declared
+from rooftop.programs.attention.scores import Scores, Segments, block_size, declared
 
 #: Keys of a block that the TPU kernels multiply at a time, where the block is a multiple of them.
 _COMPUTED_KEYS = 512

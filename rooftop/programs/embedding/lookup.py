@@ -22,7 +22,7 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.embedding_tables.limits import Limits, StackLimits, check_limits
 from rooftop.models.embedding_tables.stacking import Stack, Stacking
 from rooftop.models.embedding_tables.tables import Quantization
-from rooftop.plan.embedding.exchange import EXCHANGES, cheapest_exchange
+from rooftop.plan.embedding.exchange import EXCHANGES, ExchangeKind, cheapest_exchange
 from rooftop.programs.embedding.buffers import BufferEntries, LookupInputs, StackInputs, read_places
 from rooftop.programs.embedding.optimizers import Slots, merge_rows, true_widths, update_rows
 from rooftop.programs.embedding.sparsecore import lookup_on_sparsecores, update_on_sparsecores
@@ -49,7 +49,7 @@ class EmbeddingProgram:
     limits: Limits
     minibatching: bool = False
     sample_passes: int = 1
-    exchange: str | None = None
+    exchange: ExchangeKind | None = None
     kernel: str = "reference"
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class EmbeddingProgram:
         """Samples of one SparseCore."""
         return self.batch // self.stacking.cores
 
-    def exchange_of(self, stack: Stack) -> str:
+    def exchange_of(self, stack: Stack) -> ExchangeKind:
         """How devices exchange what they look up in ``stack``."""
         limits = self.limits[stack.name]
         return self.exchange or cheapest_exchange(

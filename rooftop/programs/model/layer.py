@@ -18,10 +18,11 @@ from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
 
 from rooftop.arrays.rules import Rules
+from rooftop.capabilities import KERNELS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.activations import parse_policy
 from rooftop.models.config import ModelConfig
-from rooftop.programs.attention.attend import BLOCK, KERNELS, Scores, attend
+from rooftop.programs.attention.attend import BLOCK, Scores, attend
 from rooftop.programs.attention.context import ORDERS, gathered_attend, ring_attend, sequence_order
 from rooftop.programs.model.elementwise import add_bias, norm, scale_norm
 from rooftop.programs.model.mla import latent_qkv

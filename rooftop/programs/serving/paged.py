@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rooftop.capabilities import LANES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig
-from rooftop.programs.attention.scores import LANES, Scores
+from rooftop.programs.attention.scores import Scores
 from rooftop.programs.sharding import varying_as
 
 #: The largest score so far, a finite number, and by it the sums of weights and of weighted values [..., d_v].

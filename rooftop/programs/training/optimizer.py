@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rooftop.capabilities import OPTIMIZERS, STATE_DTYPES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.parameters import Parameter, Transformer
 
-#: Dtypes of arrays that live from step to step.
-DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
-NAMES: tuple[str, ...] = ("adamw", "adam", "lion", "sgd")
+#: JAX's dtypes of arrays that live from step to step.
+DTYPES = dict(zip(STATE_DTYPES, (jnp.bfloat16, jnp.float32), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Optimizer:
     moments: str = "f32"
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise unknown("optimizer", self.name, NAMES)
+        if self.name not in OPTIMIZERS:
+            raise unknown("optimizer", self.name, OPTIMIZERS)
         if self.moments not in DTYPES:
             raise unknown("dtype of moments", self.moments, DTYPES)
         if self.clip_norm is not None and not self.clip_norm > 0:

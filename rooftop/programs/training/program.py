@@ -1,39 +1,37 @@
-"""All that decides a training step, the mesh excepted: from a plan, and as JSON."""
+"""Everything that decides a train step except its mesh: from a plan, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from rooftop.arrays.rules import Rules
-from rooftop.core.errors import RooftopError, misread, unknown
-from rooftop.hardware import Slice
+from rooftop.capabilities import STATE_DTYPES, TRAINING, TrainingSpec, require
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.sharding import Specs
-from rooftop.programs.training.optimizer import DTYPES, Optimizer
-from rooftop.roofline.rates import Rates
-from rooftop.scheduling.pipeline import SCHEDULES
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.scheduling.pipeline import require_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainProgram:
-    """All that decides the step, the mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T.
+    """A train step, its mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T.
 
-    ``computation`` is that of the forward pass, its specs those of all rules: a step takes ``specs`` of its mesh.
+    ``computation`` describes the forward pass. Its specs come from all rules; a step takes the ``specs`` of its mesh.
     Each of the ``microbatches`` has an equal part of the batch, and of each device's sequences; their gradients are
-    summed in float32. Balance loss is the mean of theirs, and so depends on which sequences they have. ``loss_chunks``
-    splits T for the logits. ``compute_dtype`` is that of matmuls, ``weights_dtype`` that of the weights at rest,
-    ``gradient_dtype`` that in which gradients are summed over devices that hold copies (None: ``compute_dtype``).
-    Batches are ``packed`` or not (see ``rooftop.programs.parameters.Batch``), and ``gradient_norm`` asks for this one
-    of ``Metrics``, which takes a sum over all gradients. Over a stage axis, ``schedule`` and ``chunks`` are those of
-    ``rooftop.scheduling.pipeline.pipeline_table``.
+    summed in float32. The balance loss is the mean over microbatches, and so depends on which sequences each has.
+    ``loss_chunks`` splits T for the logits. Dtypes: ``compute_dtype`` of matmuls, ``weights_dtype`` of stored weights,
+    ``gradient_dtype`` of sums of gradients over devices that hold copies (None: ``compute_dtype``). Batches are
+    ``packed`` or not (see ``rooftop.programs.parameters.Batch``). ``gradient_norm`` adds this metric, which takes a
+    sum over all gradients. ``schedule`` and ``chunks`` are those of ``rooftop.scheduling.pipeline.pipeline_table``,
+    over a stage axis.
     """
 
     computation: Computation
@@ -52,19 +50,16 @@ class TrainProgram:
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "weights_dtype", "gradient_dtype"):
-            if (dtype := getattr(self, name)) is not None and dtype not in DTYPES:
-                raise unknown(name, dtype, DTYPES)
-        if self.schedule not in SCHEDULES:
-            raise unknown("schedule", self.schedule, SCHEDULES)
-        if self.chunks < 1 or (self.chunks > 1) != (self.schedule == "interleaved"):
-            raise RooftopError("chunks", self.chunks, "2 or more with the interleaved schedule, 1 with any other")
+            if (dtype := getattr(self, name)) is not None and dtype not in STATE_DTYPES:
+                raise unknown(name, dtype, STATE_DTYPES)
+        require_schedule(self.schedule, self.chunks)
         for name in ("batch", "seq_len", "microbatches", "loss_chunks"):
             if getattr(self, name) < 1:
                 raise RooftopError(name, getattr(self, name), "a positive whole number")
 
     @property
     def model(self) -> ModelConfig:
-        """What is trained."""
+        """The model that is trained."""
         return self.computation.model
 
     def to_json(self) -> dict[str, Any]:
@@ -85,60 +80,47 @@ class TrainProgram:
             raise RooftopError("train program", sorted(data), f"the fields of a TrainProgram ({error})") from None
 
     @classmethod
-    def from_plan(cls, plan: Mapping[str, Any]) -> TrainProgram:
-        """The program of a plan.json; its mesh is ``Mesh.from_json`` of the same file.
+    def from_plan(cls, plan: TrainingPlan) -> TrainProgram:
+        """The program of a plan. Raises RooftopError with the first obstacle of a plan that is not executable."""
+        return cls.from_spec(plan.spec, "an executable plan, such as its nearest_executable")
 
-        Attention is the chip's kernel, in the blocks that the plan prices. Experts keep as many tokens as evenly chosen
-        ones need, as the plan counts. In pipeline stages keys and values are gathered over a context axis. Raises
-        RooftopError for a plan that is not executable or that asks for what no program does yet: matmuls in another
-        dtype than activations.
+    @classmethod
+    def from_spec(cls, spec: TrainingSpec, accepted: str) -> TrainProgram:
+        """The program of a train step that is asked for.
+
+        Attention is the spec's kernel, in its blocks. Experts keep as many tokens as evenly chosen ones need, as a plan
+        counts. In pipeline stages keys and values are gathered over a context axis. Raises RooftopError with the first
+        obstacle of the spec, if there is one; ``accepted`` says what to give instead.
         """
-        try:
-            sizes, workload, dtypes = plan["mesh"]["axes"], plan["workload"], plan["dtypes"]
-            slice_ = Slice.parse(plan["slice"]["name"])
-            if plan["obstacles"]:
-                raise RooftopError("plan", plan["obstacles"][0], "an executable plan, such as its nearest_executable")
-            if dtypes["matmul"] != dtypes["compute"]:
-                raise RooftopError("plan dtypes.matmul", dtypes["matmul"], f"{dtypes['compute']}, as activations are")
-            assumed, microbatches = plan["assumptions"], int(plan["microbatches"])
-            rules = Rules.from_json(plan["rules"])
-            seq_len = int(workload["seq_len"])
-            batch = int(workload["batch_tokens"]) // seq_len
-            on_device = batch // microbatches // _ways(rules.activations["batch"], sizes)
-            kernel = "splash" if slice_.chip.kind == "tpu" else "cudnn"
-            computation = Computation(
-                model=ModelConfig.from_json(plan["model"]["config"]),
-                specs=Specs(rules),
-                remat=plan["remat"]["name"],
-                attention="reference" if assumed["attention"] == "reference" else kernel,
-                attention_block=assumed["attention_block"] or Rates.of(slice_.chip).attention_block,
-                context_attention="all_gather" if sizes.get("stage", 1) > 1 else "ring",
-                expert_capacity=1.0,
-            )
-            return cls(
-                computation=computation,
-                batch=batch,
-                seq_len=seq_len,
-                microbatches=microbatches,
-                schedule=plan["schedule"]["name"],
-                chunks=int(plan["schedule"]["chunks"]),
-                loss_chunks=loss_chunks(on_device, seq_len // _ways(rules.activations["seq"], sizes)),
-                compute_dtype=dtypes["compute"],
-                weights_dtype=dtypes["weights"],
-                gradient_dtype=dtypes["gradients"],
-                optimizer=Optimizer(name=plan["optimizer"], moments=dtypes["moments"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise misread("plan", error, "a plan.json of rooftop plan train") from None
+        require(TRAINING, spec, accepted)
+        sequences = spec.sequences // spec.microbatches // spec.ways(*spec.rules.activations["batch"])
+        computation = Computation(
+            model=spec.model,
+            specs=Specs(spec.rules),
+            remat=spec.remat,
+            attention=spec.kernel,
+            attention_block=spec.attention_block,
+            context_attention="all_gather" if spec.ways("stage") > 1 else "ring",
+            expert_capacity=1.0,
+        )
+        return cls(
+            computation=computation,
+            batch=spec.sequences,
+            seq_len=spec.seq_len,
+            microbatches=spec.microbatches,
+            schedule=spec.schedule,
+            chunks=spec.chunks,
+            loss_chunks=loss_chunks(sequences, spec.seq_len // spec.ways(*spec.rules.activations["seq"])),
+            compute_dtype=spec.compute,
+            weights_dtype=spec.weights,
+            gradient_dtype=spec.gradients,
+            optimizer=Optimizer(name=spec.optimizer, moments=spec.moments),
+        )
 
     def specs(self, mesh: Mesh | AbstractMesh) -> Specs:
-        """The specs of arrays on ``mesh``: the rules without the axes that split nothing there."""
+        """The specs of arrays on ``mesh``: the rules without axes of size 1."""
         rules = self.computation.specs.rules
         return Specs(rules.only({axis: size for axis, size in mesh.shape.items() if size > 1}))
-
-
-def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def loss_chunks(sequences: int, positions: int) -> int:

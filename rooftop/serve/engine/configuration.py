@@ -7,20 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rooftop.capabilities import (
+    ENGINE_AXES,
+    ENGINE_CACHES,
+    ENGINE_WEIGHTS,
+    KV_SPLITS,
+    PAGE_TOKENS,
+    KvSplit,
+    engine_mesh_hint,
+)
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.programs.serving.formats import FORMATS
 from rooftop.scheduling.serving.scheduler import ROLES, Policy
 from rooftop.simulate.serving.measured import prefill_rows
 
 #: How weights are held: as they come, or in a format of ``rooftop.programs.serving.formats``.
-WEIGHTS: tuple[str, ...] = ("plain", *FORMATS)
+WEIGHTS: tuple[str, ...] = tuple(ENGINE_WEIGHTS.values())
 #: How the cache holds keys and values.
-CACHES: tuple[str, ...] = ("plain", "int8")
+CACHES: tuple[str, ...] = tuple(ENGINE_CACHES.values())
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
-#: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
-AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
-#: What context splits of the cache: its sequences, or the tokens of its pages.
-KV_SPLITS: tuple[str, ...] = ("batch", "seq")
 #: Tokens of a sequence up to which its block table is too short to matter.
 _TABLE_TOKENS = 8192
 
@@ -105,21 +109,21 @@ class Configuration:
     devices prefill and the others generate, or, in two processes, those of one and of the other ``role``. A sequence
     has at most ``longest`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
     ``page_tokens`` (None: what memory allows) and ``host_pages`` in the host's memory. With ``prefix_cache`` prompts
-    that begin alike share pages. ``max_queue`` requests may wait. ``mesh`` has sizes of ``AXES``, and ``kv_split`` is
+    that begin alike share pages. ``max_queue`` requests may wait. ``mesh``: sizes of ``ENGINE_AXES``; ``kv_split``:
     what context splits; of ``max_batch`` each of the ``copies`` that data makes has its share. At most ``guesses``
     tokens of a sequence are guessed in a step and checked together: looked up in the text (see
     ``rooftop.serve.engine.guessing``), or by a draft model.
     """
 
     policy: Policy = field(default_factory=lambda: Policy(max_batch=32, chunk_tokens=256))
-    page_tokens: int = 16
+    page_tokens: int = PAGE_TOKENS
     pages: int | None = None
     host_pages: int = 0
     prefix_cache: bool = True
     longest: int | None = None
     max_queue: int = 1024
     mesh: tuple[tuple[str, int], ...] = ()
-    kv_split: str = "seq"
+    kv_split: KvSplit = "seq"
     prefill_devices: int = 0
     role: str = "both"
     dtype: str | None = None
@@ -153,14 +157,14 @@ class Configuration:
         if self.role != "both" and self.policy.batching != "disaggregated":
             raise RooftopError("batching", self.policy.batching, f"disaggregated, of which {self.role} is a part")
         for axis, _ in self.mesh:
-            if axis not in AXES:
-                raise unknown("mesh axis of an engine", axis, AXES)
+            if axis not in ENGINE_AXES:
+                raise unknown("mesh axis of an engine", axis, ENGINE_AXES)
         if self.copies > 1 and self.policy.batching == "disaggregated":
             raise RooftopError("mesh axis data", self.copies, "1 with disaggregated batching")
 
 
 def configuration_of(plan: Mapping[str, Any]) -> Configuration:
-    """How a serving plan (plan.json of kind 'serve') is served: its batch, where it generates, weights and cache.
+    """Return the configuration of a serving plan (plan.json of kind 'serve'): batch, devices, weights and cache.
 
     These are plain where the plan has a format that no engine has. Raises RooftopError for another kind of plan, and
     where its axes split what an engine does not.
@@ -168,22 +172,17 @@ def configuration_of(plan: Mapping[str, Any]) -> Configuration:
     if plan.get("kind") != "serve":
         raise RooftopError("plan kind", plan.get("kind"), "serve")
     axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
-    for axis in axes:
-        if axis not in AXES:
-            # With hidden columns split in place of D, each device reads as little, and sends a little more.
-            other = {name: size for name, size in axes.items() if name != axis}
-            other["context"] = other.get("context", 1) * axes[axis]
-            again = ",".join(f"{name}={size}" for name, size in other.items())
-            accepted = f"1: an engine's axes are {', '.join(AXES)}; plan again, perhaps with --mesh {again}"
-            raise RooftopError(f"plan mesh axis {axis}", axes[axis], accepted)
+    for axis, size in axes.items():
+        if axis not in ENGINE_AXES:
+            raise RooftopError(f"plan mesh axis {axis}", size, f"1: {engine_mesh_hint(axes)}")
     # The workload's own batch is null where the plan has searched for one.
     batch = int(plan["generate"]["batch"])
     planned = plan["dtypes"]
-    weights = f"int4-{planned['weight_group']}" if planned["weights"] == "int4" else planned["weights"]
+    group = None if planned["weights"] == "bf16" else planned["weight_group"]
     return Configuration(
         policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
         mesh=tuple(axes.items()),
         kv_split=plan["kv_split"],
-        weights=weights if weights in WEIGHTS else "plain",
-        cache=planned["kv"] if planned["kv"] in CACHES else "plain",
+        weights=ENGINE_WEIGHTS.get((planned["weights"], group), "plain"),
+        cache=ENGINE_CACHES.get(planned["kv"], "plain"),
     )

@@ -18,6 +18,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from rooftop.capabilities import ENGINE_AXES
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
@@ -28,7 +29,7 @@ from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.paged import best_reader
 from rooftop.programs.serving.quantised import Turned, quantise, require_format, summed_dim
-from rooftop.serve.engine.configuration import AXES, Configuration, Shapes
+from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.replica import Replica
 
@@ -181,7 +182,7 @@ def stop_tokens(checkpoint: Path) -> frozenset[int]:
 
 def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:
     sizes, quantised = dict(configuration.mesh), configuration.cache == "int8"
-    split = tuple((axis, sizes[axis]) for axis in AXES[1:] if sizes.get(axis, 1) > 1)
+    split = tuple((axis, sizes[axis]) for axis in ENGINE_AXES[1:] if sizes.get(axis, 1) > 1)
     dtype = configuration.dtype or ("float32" if platform == "cpu" else "bfloat16")
     plain = configuration.weights == "plain" and model.moe is None and model.mla is None and not split
     decoder = Decoder(
@@ -239,7 +240,7 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Me
     if jax.process_count() > 1 and count * per_copy < len(here):
         accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
         raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, accepted)
-    axes = AXES[1:]
+    axes = ENGINE_AXES[1:]
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
     groups = _apart(here, count, per_copy)
     return [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]

@@ -1,0 +1,487 @@
+"""What our programs can run: the one table that planners, programs and documentation read.
+
+A *spec* says what a program is asked for: ``TrainingSpec`` for a train step, ``ServingSpec`` for an engine. A
+``Capability`` names one property of a spec, what is accepted, and the obstacle where a spec has something else. A plan
+is executable if its spec has no obstacles; a program that is built from a spec raises the first of them.
+
+A program that learns something new changes this file, and nothing else says what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from types import MappingProxyType
+from typing import Generic, Literal, TypeVar, get_args
+
+from rooftop.arrays.rules import BATCH_AXES, Rules
+from rooftop.core.errors import RooftopError
+from rooftop.models import ModelConfig
+from rooftop.models.activations import parse_policy
+from rooftop.models.embedding_tables.stacking import Stack
+from rooftop.models.segments import stage_parts
+from rooftop.scheduling.pipeline import SCHEDULES, PipelineSchedule
+
+#: Dtypes of arrays that live from step to step, and of activations.
+STATE_DTYPES: tuple[str, ...] = ("bf16", "f32")
+#: Optimizers, with the number of moments that each keeps per parameter.
+OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "lion": 1, "sgd": 0})
+#: Attention kernels of a train step.
+AttentionKernel = Literal["reference", "chunked", "splash", "cudnn"]
+KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
+#: The kernel that a plan for a kind of chip prices and runs.
+KERNEL_OF_CHIP: Mapping[str, AttentionKernel] = MappingProxyType({"tpu": "splash", "gpu": "cudnn"})
+#: Kernels that can merge results over parts of the keys, and so run over a context axis.
+RING_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked", "splash")
+#: Elements of a row of a TPU's vector registers. The splash kernel takes positions in multiples of it.
+LANES = 128
+#: Pieces of the sequence on each device of a context axis: one from either end, so that causal work is balanced.
+CONTEXT_CHUNKS = 2
+#: Transfers that only a program written in another way could overlap with computation, and what is missing.
+UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no program's layers have collective matmuls yet"})
+
+#: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
+ENGINE_AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
+#: How an engine holds weights of a dtype, in groups that share a scale (None: a whole column).
+ENGINE_WEIGHTS: Mapping[tuple[str, int | None], str] = MappingProxyType(
+    {("bf16", None): "plain", ("int8", None): "int8", ("f8_e4m3", None): "f8_e4m3"}
+    | {("int4", group): f"int4-{group}" for group in (32, 64, 128)}
+)
+#: How an engine holds keys and values of a dtype.
+ENGINE_CACHES: Mapping[str, str] = MappingProxyType({"bf16": "plain", "int8": "int8"})
+#: What a context axis splits of a server's cache: its sequences, or the tokens of its pages.
+KvSplit = Literal["batch", "seq"]
+KV_SPLITS: tuple[KvSplit, ...] = ("batch", "seq")
+#: Tokens of one page of a paged KV cache, as in the PagedAttention paper.
+PAGE_TOKENS = 16
+
+Spec = TypeVar("Spec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec:
+    """What a train step is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
+
+    A batch has ``sequences`` of ``seq_len`` tokens, in ``microbatches``. ``kernel`` computes attention, in blocks of
+    ``attention_block`` positions. Dtypes: ``compute`` of activations, ``matmul`` of the layers' matmuls, ``weights``
+    of the stored weights, ``gradients`` of sums over devices, ``moments`` of the optimizer's state.
+    """
+
+    model: ModelConfig
+    axes: Mapping[str, int]
+    sequences: int
+    seq_len: int
+    kernel: AttentionKernel
+    attention_block: int
+    microbatches: int = 1
+    remat: str = "block"
+    schedule: PipelineSchedule = "1f1b"
+    chunks: int = 1
+    optimizer: str = "adamw"
+    compute: str = "bf16"
+    matmul: str = "bf16"
+    weights: str = "f32"
+    moments: str = "f32"
+    gradients: str = "bf16"
+    rules: Rules = field(default_factory=Rules)
+
+    def ways(self, *axes: str) -> int:
+        """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
+        return prod(self.axes.get(axis, 1) for axis in axes)
+
+    def runnable(self) -> TrainingSpec:
+        """The spec with dtypes and an optimizer that programs have, where it asks for others."""
+
+        def known(dtype: str) -> str:
+            return dtype if dtype in STATE_DTYPES else "f32"
+
+        return replace(
+            self,
+            compute=known(self.compute),
+            matmul=known(self.compute),
+            weights=known(self.weights),
+            moments=known(self.moments),
+            gradients=known(self.gradients),
+            optimizer=self.optimizer if self.optimizer in OPTIMIZERS else "adamw",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSpec:
+    """What an engine is asked for: the model, sizes of mesh ``axes``, ``batch`` sequences at a time, and formats.
+
+    Dtypes: ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column),
+    ``kv`` of the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model
+    guesses tokens.
+    """
+
+    model: ModelConfig
+    axes: Mapping[str, int]
+    batch: int
+    kv_split: KvSplit = "batch"
+    weights: str = "bf16"
+    weight_group: int | None = None
+    kv: str = "bf16"
+    matmul: str = "bf16"
+    kv_sharing: int = 1
+    disaggregated: bool = False
+    drafted: bool = False
+
+    def ways(self, *axes: str) -> int:
+        """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
+        return prod(self.axes.get(axis, 1) for axis in axes)
+
+    @property
+    def engine_weights(self) -> str | None:
+        """The engine's name of the format of weights; None if it has no such format."""
+        # Weights as wide as activations have no scales, and so no groups.
+        return ENGINE_WEIGHTS.get((self.weights, None if self.weights == "bf16" else self.weight_group))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability(Generic[Spec]):
+    """One property of a spec: its name, what programs accept, and the obstacle of a spec that has something else.
+
+    ``obstacle`` returns None where programs run the spec.
+    """
+
+    name: str
+    accepted: str
+    obstacle: Callable[[Spec], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvenSplit:
+    """A ``dim`` that must divide over mesh ``axes`` together, and over ``parts`` more: JAX shards evenly.
+
+    ``size`` returns the size of the dim and its name in a message, or None where a model has no such dim. Of a mesh
+    that does not divide it, the planner says so (``refuses``), leaves it out of a search but prices it if it is given
+    (``avoids``), or prices it with fractional shards (``prices``).
+    """
+
+    dim: str
+    axes: tuple[str, ...]
+    size: Callable[[TrainingSpec], tuple[int, str] | None]
+    over: str = ""
+    planner: Literal["refuses", "avoids", "prices"] = "prices"
+    parts: Callable[[TrainingSpec], int] = lambda spec: 1
+
+    @property
+    def divisor(self) -> str:
+        """What divides the dim, in words."""
+        return self.over or " x ".join(self.axes)
+
+    def obstacle(self, spec: TrainingSpec) -> str | None:
+        """Why the size does not divide, if it does not."""
+        ways = spec.ways(*self.axes) * self.parts(spec)
+        sized = self.size(spec)
+        if sized is None or sized[0] % ways == 0:
+            return None
+        return f"JAX shards evenly: {sized[1]} cannot be split {ways} ways over {self.divisor}"
+
+
+def _batch(spec: TrainingSpec) -> tuple[int, str]:
+    return spec.sequences, f"{spec.sequences} sequences"
+
+
+def _layer_parts(spec: TrainingSpec) -> tuple[int, str]:
+    parts, name = stage_parts(spec.model)
+    return parts, f"{parts} {name}"
+
+
+def _dense_columns(spec: TrainingSpec) -> tuple[int, str] | None:
+    return (spec.model.d_ff, f"an F of {spec.model.d_ff}") if spec.model.dense_layers else None
+
+
+def _expert_columns(spec: TrainingSpec) -> tuple[int, str] | None:
+    moe = spec.model.moe
+    return None if moe is None else (moe.d_ff, f"an F of {moe.d_ff} of experts")
+
+
+def _shared_columns(spec: TrainingSpec) -> tuple[int, str] | None:
+    moe = spec.model.moe
+    return (moe.shared_d_ff, f"an F of {moe.shared_d_ff} of shared experts") if moe and moe.shared_d_ff else None
+
+
+def _experts(spec: TrainingSpec) -> tuple[int, str]:
+    experts = 1 if spec.model.moe is None else spec.model.moe.experts
+    return experts, f"{experts} experts"
+
+
+def _kv_heads(spec: TrainingSpec) -> tuple[int, str] | None:
+    return (spec.model.kv_heads, f"{spec.model.kv_heads} key/value heads") if spec.model.mla is None else None
+
+
+def _latents(spec: TrainingSpec) -> tuple[int, str] | None:
+    mla = spec.model.mla
+    return (mla.q_rank, f"a query latent of {mla.q_rank}") if mla is not None and mla.q_rank else None
+
+
+#: Sizes of a train step that must divide over axes of its mesh.
+TRAINING_SPLITS: tuple[EvenSplit, ...] = (
+    EvenSplit(dim="sequences of a step", axes=BATCH_AXES, size=_batch),
+    EvenSplit(dim="D", axes=("fsdp", "tensor"), size=lambda spec: (spec.model.d_model, f"a D of {spec.model.d_model}")),
+    EvenSplit(
+        dim="positions of a sequence",
+        axes=("context", "tensor"),
+        size=lambda spec: (spec.seq_len, f"sequences of {spec.seq_len}"),
+    ),
+    EvenSplit(
+        dim="layers that stages share, or periods of them",
+        axes=("stage",),
+        size=_layer_parts,
+        over="stages and their chunks",
+        planner="refuses",
+        parts=lambda spec: spec.chunks,
+    ),
+    EvenSplit(
+        dim="sequences of a microbatch",
+        axes=BATCH_AXES,
+        size=lambda spec: None if spec.sequences % spec.ways(*BATCH_AXES) else _batch(spec),
+        over=f"{' x '.join(BATCH_AXES)} and microbatches",
+        parts=lambda spec: spec.microbatches,
+    ),
+    EvenSplit(
+        dim="attention heads",
+        axes=("tensor",),
+        size=lambda spec: (spec.model.heads, f"{spec.model.heads} attention heads"),
+        planner="refuses",
+    ),
+    EvenSplit(dim="key/value heads", axes=("tensor",), size=_kv_heads),
+    EvenSplit(dim="F of an MLP", axes=("tensor",), size=_dense_columns, planner="avoids"),
+    EvenSplit(dim="F of experts", axes=("tensor",), size=_expert_columns, planner="avoids"),
+    EvenSplit(dim="F of shared experts", axes=("tensor",), size=_shared_columns),
+    EvenSplit(
+        dim="vocabulary",
+        axes=("tensor",),
+        size=lambda spec: (spec.model.vocab, f"a vocabulary of {spec.model.vocab}"),
+    ),
+    EvenSplit(dim="query latent of MLA", axes=("fsdp",), size=_latents),
+    EvenSplit(dim="experts", axes=("expert",), size=_experts, planner="refuses"),
+)
+
+
+def _offload(spec: TrainingSpec) -> str | None:
+    staged = spec.ways("stage") > 1 and "offload" in parse_policy(spec.remat).values()
+    return "no program offloads activations from a pipeline stage" if staged else None
+
+
+def _schedule(spec: TrainingSpec) -> str | None:
+    if spec.schedule not in SCHEDULES:
+        return f"no program has the schedule {spec.schedule}: {', '.join(SCHEDULES)}"
+    return None
+
+
+def _interleaved(spec: TrainingSpec) -> str | None:
+    stages, count = spec.ways("stage"), spec.microbatches
+    if stages > 1 and spec.chunks > 1 and count > stages and count % stages:
+        return f"interleaved stages want a multiple of {stages} microbatches, not {count}"
+    return None
+
+
+def _matmul_dtype(spec: TrainingSpec) -> str | None:
+    if spec.matmul != spec.compute:
+        return f"no program multiplies in {spec.matmul} yet: matmuls are in {spec.compute}, as activations are"
+    return None
+
+
+def _state_dtypes(spec: TrainingSpec) -> str | None:
+    for name in ("compute", "weights", "moments", "gradients"):
+        if (dtype := getattr(spec, name)) not in STATE_DTYPES:
+            return f"no program has {name} in {dtype}: {' or '.join(STATE_DTYPES)}"
+    return None
+
+
+def _optimizer(spec: TrainingSpec) -> str | None:
+    if spec.optimizer in OPTIMIZERS:
+        return None
+    return f"no program has the optimizer {spec.optimizer}: {', '.join(OPTIMIZERS)}"
+
+
+def _context(spec: TrainingSpec) -> str | None:
+    ring = spec.ways("context")
+    if ring > 1 and spec.kernel not in RING_KERNELS:
+        return f"the {spec.kernel} kernel cannot attend to keys of other devices: no context axis with it"
+    if ring > 1 and spec.seq_len % (CONTEXT_CHUNKS * ring):
+        return f"a context axis of {ring} needs sequences of a multiple of {CONTEXT_CHUNKS * ring}, not {spec.seq_len}"
+    return None
+
+
+def _kernel(spec: TrainingSpec) -> str | None:
+    model, ring = spec.model, spec.ways("context")
+    if spec.kernel == "splash":
+        pieces = CONTEXT_CHUNKS * ring if ring > 1 else 1
+        if spec.seq_len % (pieces * LANES):
+            multiple = pieces * LANES
+            return f"the splash kernel needs sequences of a multiple of {multiple} here, not {spec.seq_len}"
+    if spec.kernel == "cudnn":
+        for feature, present in (
+            ("a softcap of attention logits", model.attn_softcap is not None),
+            ("attention sinks", model.attention_sinks),
+            ("values of another size than keys", model.d_value != model.d_head),
+        ):
+            if present:
+                return f"the cudnn kernel has no {feature.removeprefix('a ')}, which {model.name} has"
+    return None
+
+
+def _positions(spec: TrainingSpec) -> str | None:
+    if spec.model.positions == "learned" and spec.seq_len > spec.model.max_seq_len:
+        return f"{spec.model.name} has learned positions for {spec.model.max_seq_len} tokens, not {spec.seq_len}"
+    return None
+
+
+#: What a train step can be, in the order in which obstacles are listed.
+TRAINING: tuple[Capability[TrainingSpec], ...] = (
+    Capability(name="offload", accepted="any checkpoint of a layer; none over a stage axis", obstacle=_offload),
+    Capability(name="schedule", accepted=", ".join(SCHEDULES), obstacle=_schedule),
+    Capability(
+        name="microbatches, interleaved",
+        accepted="a multiple of the stages, or no more than there are stages",
+        obstacle=_interleaved,
+    ),
+    *(
+        Capability(name=split.dim, accepted=f"a multiple of {split.divisor}", obstacle=split.obstacle)
+        for split in TRAINING_SPLITS
+    ),
+    Capability(name="matmul dtype", accepted="as activations", obstacle=_matmul_dtype),
+    Capability(
+        name="dtypes of activations, weights, moments, gradients",
+        accepted=", ".join(STATE_DTYPES),
+        obstacle=_state_dtypes,
+    ),
+    Capability(name="optimizer", accepted=", ".join(OPTIMIZERS), obstacle=_optimizer),
+    Capability(
+        name="context axis",
+        accepted=f"kernels {', '.join(RING_KERNELS)}; sequences of a multiple of {CONTEXT_CHUNKS} x context",
+        obstacle=_context,
+    ),
+    Capability(
+        name="attention kernel",
+        accepted=f"splash (TPU): multiples of {LANES} positions, {CONTEXT_CHUNKS} x context times as many over "
+        "a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
+        obstacle=_kernel,
+    ),
+    Capability(name="sequence length", accepted="any; at most the table's with learned positions", obstacle=_positions),
+)
+
+
+def _even_batch(spec: ServingSpec) -> str | None:
+    spread = spec.ways("data", "fsdp", "expert") * (spec.ways("context") if spec.kv_split == "batch" else 1)
+    if spec.batch % spread:
+        return f"JAX shards evenly: {spec.batch} sequences cannot be split {spread} ways"
+    return None
+
+
+def _engine_axes(spec: ServingSpec) -> str | None:
+    for axis, size in spec.axes.items():
+        if size > 1 and axis not in ENGINE_AXES:
+            return f"no engine splits a model over {axis}: {engine_mesh_hint(spec.axes)}"
+    return None
+
+
+def engine_mesh_hint(axes: Mapping[str, int]) -> str:
+    """A sentence on the axes that an engine has, with a mesh that splits as much as ``axes``."""
+    # With hidden columns split in place of D, each device reads as little, and sends a little more.
+    sizes = {name: size for name, size in axes.items() if size > 1 and name in ENGINE_AXES}
+    sizes["context"] = sizes.get("context", 1) * prod(n for name, n in axes.items() if name not in ENGINE_AXES)
+    again = ",".join(f"{name}={size}" for name, size in sizes.items())
+    return f"an engine's axes are {', '.join(ENGINE_AXES)}; plan again, perhaps with --mesh {again}"
+
+
+def _engine_weights(spec: ServingSpec) -> str | None:
+    if spec.engine_weights is not None:
+        return None
+    scales = "a scale for each column" if spec.weight_group is None else f"groups of {spec.weight_group}"
+    return f"no engine has weights in {spec.weights} with {scales}: {_weight_formats()}"
+
+
+def _weight_formats() -> str:
+    return ", ".join(dtype if group is None else f"{dtype} in groups of {group}" for dtype, group in ENGINE_WEIGHTS)
+
+
+def _engine_cache(spec: ServingSpec) -> str | None:
+    return None if spec.kv in ENGINE_CACHES else f"no engine has a cache in {spec.kv}: {', '.join(ENGINE_CACHES)}"
+
+
+def _engine_matmuls(spec: ServingSpec) -> str | None:
+    return None if spec.matmul == "bf16" else f"no engine multiplies in {spec.matmul} yet: bf16"
+
+
+def _kv_sharing(spec: ServingSpec) -> str | None:
+    return None if spec.kv_sharing == 1 else f"no engine has {spec.kv_sharing} layers share a cache"
+
+
+def _pages(spec: ServingSpec) -> str | None:
+    ring = spec.ways("context")
+    if spec.kv_split == "seq" and PAGE_TOKENS % ring:
+        return f"pages of {PAGE_TOKENS} tokens cannot be split {ring} ways over context"
+    return None
+
+
+def _draft(spec: ServingSpec) -> str | None:
+    if spec.drafted and spec.disaggregated:
+        return "no engine sends a draft model's cache to a generate server: plan with --mode interleaved"
+    return None
+
+
+def _copies(spec: ServingSpec) -> str | None:
+    copies = spec.ways("data")
+    if copies > 1 and (spec.disaggregated or spec.drafted):
+        return f"an engine with disaggregated batching or a draft model is one copy, not {copies} over data"
+    return None
+
+
+#: What an engine can be, in the order in which obstacles are listed.
+SERVING: tuple[Capability[ServingSpec], ...] = (
+    Capability(
+        name="batch",
+        accepted="a multiple of data x expert, times context where it splits the batch",
+        obstacle=_even_batch,
+    ),
+    Capability(name="mesh axes", accepted=", ".join(ENGINE_AXES), obstacle=_engine_axes),
+    Capability(name="weights", accepted=_weight_formats(), obstacle=_engine_weights),
+    Capability(name="KV cache", accepted=", ".join(ENGINE_CACHES), obstacle=_engine_cache),
+    Capability(name="matmul dtype", accepted="bf16", obstacle=_engine_matmuls),
+    Capability(name="layers that share a cache", accepted="1", obstacle=_kv_sharing),
+    Capability(
+        name="context where it splits sequences",
+        accepted=f"a divisor of the {PAGE_TOKENS} tokens of a page",
+        obstacle=_pages,
+    ),
+    Capability(name="draft model", accepted="interleaved batching", obstacle=_draft),
+    Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
+)
+
+
+def embedding_obstacles(stacks: Iterable[Stack]) -> Iterator[str]:
+    """Why SparseCores cannot train the tables of ``stacks``; nothing if they can."""
+    for stack in stacks:
+        if not stack.optimizer.elementwise:
+            kind = stack.optimizer.kind
+            yield f"optimizer {kind} of stack {stack.name}: SparseCores update each float of a row by itself"
+
+
+def obstacles(capabilities: Iterable[Capability[Spec]], spec: Spec) -> Iterator[str]:
+    """Why programs cannot run ``spec`` as it is; nothing if they can."""
+    for capability in capabilities:
+        if (obstacle := capability.obstacle(spec)) is not None:
+            yield obstacle
+
+
+def require(capabilities: Iterable[Capability[Spec]], spec: Spec, accepted: str) -> None:
+    """Raises RooftopError with the first obstacle, if there is one; ``accepted`` says what to give instead."""
+    for obstacle in obstacles(capabilities, spec):
+        raise RooftopError("plan", obstacle, accepted)
+
+
+def table() -> str:
+    """All capabilities as the Markdown table of docs/capabilities.md."""
+    lines = ["| program | property | accepted |", "|---|---|---|"]
+    rows = [("train", each.name, each.accepted) for each in TRAINING]
+    rows += [("serve", each.name, each.accepted) for each in SERVING]
+    rows.append(
+        ("embed", "optimizer of a stack", "one that updates each float of a row by itself: not rowwise_adagrad")
+    )
+    return "\n".join([*lines, *(f"| {program} | {name} | {accepted} |" for program, name, accepted in rows)]) + "\n"
