@@ -1,1 +1,1 @@
-"""JAX programs: what runs is what is compiled."""
+"""JAX programs. The program that is compiled is the program that runs."""
