@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from jaxtyping import install_import_hook
 
 from rooftop.cli.main import main
 
@@ -22,6 +23,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+# Tests check the shapes and dtypes that the programs' signatures state.
+install_import_hook("rooftop.programs", "shape_checks.checked")
 # What a test compiles is compiled now, and leaves the user's own cache alone.
 _CACHE = tempfile.TemporaryDirectory(prefix="rooftop-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name

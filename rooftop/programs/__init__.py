@@ -1,1 +1,1 @@
-"""JAX programs for training, serving and embedding: the program that runs is the one that is compiled."""
+"""JAX programs. The program that is compiled is the program that runs."""

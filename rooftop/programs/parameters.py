@@ -1,7 +1,7 @@
-"""The weights of a decoder: one description, from which come shapes, shardings and initial values.
+"""The weights of a decoder: one description gives shapes, shardings and initial values.
 
 Dims: D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary, E experts, n layers of one
-kind that a scan runs over.
+kind that a scan runs over. A tree holds arrays, their shapes or their shardings, so shapes are stated in docstrings.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from rooftop.core.errors import RooftopError
 from rooftop.programs.sharding import Dim, Specs, axes_of
@@ -23,7 +24,7 @@ Leaf = TypeVar("Leaf")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Norm(Generic[Leaf]):
-    """A norm over D (or a latent's size): scale [n, D] and, of a layer norm, bias [n, D]; without n outside layers."""
+    """A norm over D (or a latent's size): scale [n, D] and, for a layer norm, bias [n, D]; no n outside of layers."""
 
     scale: Leaf
     bias: Leaf | None = None
@@ -32,9 +33,9 @@ class Norm(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Attention(Generic[Leaf]):
-    """Attention weights: q [n, D, N, H], k and v [n, D, K, H], out [n, N*H, D]; what a family lacks is None.
+    """Attention weights: q [n, D, N, H], k and v [n, D, K, H], out [n, N*H, D]; None for weights that a family lacks.
 
-    Biases have the shape of what they are added to, without D; q_norm and k_norm [n, H]; sinks [n, N].
+    A bias has the shape of the array that it is added to, without D. q_norm and k_norm are [n, H], sinks [n, N].
     """
 
     norm: Norm[Leaf]
@@ -76,9 +77,9 @@ class LatentAttention(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class MLP(Generic[Leaf]):
-    """Feed-forward weights: gate and up [n, D, F], down [n, F, D]; no gate in an MLP of two matrices.
+    """Feed-forward weights: gate and up [n, D, F], down [n, F, D]; an MLP of two matrices has no gate.
 
-    Biases [n, F], [n, F] and [n, D].
+    Biases: gate_bias and up_bias [n, F], down_bias [n, D].
     """
 
     norm: Norm[Leaf]
@@ -97,8 +98,8 @@ class MoEWeights(Generic[Leaf]):
     """Weights of a mixture of experts: router [n, D, E], gate and up [n, E, D, F], down [n, E, F, D].
 
     Biases: router_bias [n, E], gate_bias and up_bias [n, E, F], down_bias [n, E, D]. correction_bias [n, E] is added to
-    the scores for choosing only. The shared experts together are one MLP: shared_gate and shared_up [n, D, F_shared],
-    shared_down [n, F_shared, D]. ``norm`` (and ``post_norm``) are applied by the transformer, not by the mixture.
+    the scores for the choice of experts only. The shared experts together are one MLP: shared_gate and shared_up
+    [n, D, F_shared], shared_down [n, F_shared, D]. The transformer applies ``norm`` and ``post_norm``, not the mixture.
     """
 
     norm: Norm[Leaf]
@@ -144,11 +145,12 @@ class Transformer(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch(Generic[Leaf]):
-    """Token ids and the ids that follow them, both [B, T] int32; in a packed batch also which document they are of.
+    """Token ids and the ids that follow them, both [B, T] int32. Packed batches also have segments.
 
-    ``segments`` [B, T] int32: a token attends to those of its own segment only, and a target of -1 carries no loss
-    (without segments every target does). The tokens of a segment lie side by side; 0 is padding. ``positions`` [B, T]
-    int32: where a token stands; None: counted from the start of its segment, or of the sequence.
+    ``segments`` [B, T] int32: the document of each token. Tokens attend within their own segment, and a target of -1
+    carries no loss (without segments every target does). The tokens of a segment are adjacent; segment 0 is padding.
+    ``positions`` [B, T] int32: positions of the tokens; None: counted from the start of the segment, or of the
+    sequence.
     """
 
     tokens: Leaf
@@ -159,11 +161,11 @@ class Batch(Generic[Leaf]):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter before it exists: its shape and the logical dims that split it.
+    """Shape, logical dims and initial value of a parameter.
 
-    ``fan_in`` is None for scales, biases and sinks, which begin as ``value`` and do not decay. ``sequence`` is the
-    logical dim by which the tokens are split that it meets: inside matmuls ``seq``, between them ``residual_seq``. A
-    ``stacked`` one is of several layers, by its first dim.
+    ``fan_in`` is None for scales, biases and sinks: they start as ``value`` and have no weight decay. ``sequence`` is
+    the logical dim that splits the tokens at the parameter's place: ``seq`` inside matmuls, ``residual_seq`` between
+    them. A ``stacked`` parameter has several layers along its first dim.
     """
 
     shape: tuple[int, ...]
@@ -175,7 +177,7 @@ class Parameter:
 
 
 def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs) -> Transformer[NamedSharding]:
-    """The sharding of every weight at rest. Raises RooftopError where a dim does not divide over its axes."""
+    """Sharding of every weight at rest. Raises RooftopError if a dim does not divide over its axes."""
 
     def sharding(path: tuple[object, ...], parameter: Parameter) -> NamedSharding:
         spec = specs.parameter(*parameter.dims)
@@ -190,9 +192,9 @@ def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, spec
 
 
 def abstract(
-    described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs, dtype: jnp.dtype
+    described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs, dtype: DTypeLike
 ) -> Transformer[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the weights, with no memory behind them."""
+    """Shapes and shardings of the weights, without memory."""
     return jax.tree.map(
         lambda parameter, sharding: jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=sharding),
         described,
@@ -201,24 +203,24 @@ def abstract(
 
 
 def initialise(
-    described: Transformer[Parameter], key: jax.Array, mesh: Mesh, specs: Specs, dtype: jnp.dtype
+    described: Transformer[Parameter], key: jax.Array, mesh: Mesh, specs: Specs, dtype: DTypeLike
 ) -> Transformer[jax.Array]:
-    """Initial weights, each made in its shards: normal with deviation fan_in**-0.5, or constant without a fan-in.
+    """Initial weights, each created in its shards: normal with deviation fan_in**-0.5, or constant without a fan-in.
 
     The values depend on ``key`` and not on the mesh.
     """
-    places = jax.tree.leaves(shardings(described, mesh, specs))
+    sharding_leaves = jax.tree.leaves(shardings(described, mesh, specs))
     parameters, tree = jax.tree.flatten(described)
 
-    def make(parameter: Parameter, key: jax.Array, place: NamedSharding) -> jax.Array:
+    def initial(parameter: Parameter, key: jax.Array, sharding: NamedSharding) -> jax.Array:
         if parameter.fan_in is None:
-            return jnp.full(parameter.shape, parameter.value, dtype, out_sharding=place)
-        normal = jax.random.normal(key, parameter.shape, jnp.float32, out_sharding=place)
+            return jnp.full(parameter.shape, parameter.value, dtype, out_sharding=sharding)
+        normal = jax.random.normal(key, parameter.shape, jnp.float32, out_sharding=sharding)
         return (normal * parameter.fan_in**-0.5).astype(dtype)
 
     @jax.jit
-    def made(key: jax.Array) -> list[jax.Array]:
-        return list(map(make, parameters, jax.random.split(key, len(parameters)), places))
+    def create(key: jax.Array) -> list[jax.Array]:
+        return list(map(initial, parameters, jax.random.split(key, len(parameters)), sharding_leaves))
 
     with jax.set_mesh(mesh):
-        return jax.tree.unflatten(tree, made(key))
+        return jax.tree.unflatten(tree, create(key))

@@ -1,4 +1,4 @@
-"""From sharding rules to the specs of arrays in JAX's explicit mode, and the reshards that programs are made of."""
+"""Specs of arrays from sharding rules, in JAX's explicit mode, and the reshards that programs use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
+from jaxtyping import Array, Float, Shaped
 
 from rooftop.arrays.rules import Rules
 from rooftop.core.errors import RooftopError, unknown
@@ -24,9 +25,9 @@ Dim = str | tuple[str, ...] | None
 class Specs:
     """Specs by the two tables of ``rules``. Every method raises RooftopError for an unknown dim or an axis used twice.
 
-    ``residual_seq`` is the sequence dim between matmuls and ``seq`` the one inside them: the axes that only the former
-    has are gathered before a matmul and scattered after it. A parameter's ``sequence`` says which of the two splits the
-    tokens that it meets.
+    ``residual_seq`` is the sequence dim between matmuls and ``seq`` the one inside them. Axes that only
+    ``residual_seq`` has are gathered before a matmul and scattered after it. A parameter's ``sequence`` names the one
+    that splits its tokens.
     """
 
     rules: Rules
@@ -36,9 +37,9 @@ class Specs:
         return _spec("rules.parameters", self.rules.parameters, dims)
 
     def at_rest(self, *dims: Dim, sequence: str = "seq") -> P:
-        """A parameter at rest, as a step uses it: ``reduced`` over the axes that hold copies of it.
+        """A parameter at rest as a step uses it: ``reduced`` over the axes that hold copies of it.
 
-        Its gradient is then unreduced over them: it is all-reduced once, after all layers.
+        Its gradient is then unreduced over them: one all-reduce, after all layers.
         """
         spec = self.parameter(*dims)
         return P(*spec, reduced=self.token_axes(sequence) - _axes(spec))
@@ -46,8 +47,8 @@ class Specs:
     def in_use(self, *dims: Dim, sequence: str = "seq") -> P:
         """A parameter while a matmul uses it: gathered over its ``embed`` axes.
 
-        ``reduced`` over every axis that splits tokens and not the parameter: its gradient then leaves the matmul
-        unreduced, and is reduced where the parameter was gathered.
+        It is ``reduced`` over every axis that splits tokens but not the parameter. Its gradient then leaves the matmul
+        unreduced, and is reduced by the transpose of the gather.
         """
         table = {name: () if name == "embed" else axes for name, axes in self.rules.parameters.items()}
         spec = _spec("rules.parameters", table, dims)
@@ -66,7 +67,7 @@ class Specs:
         return self.activation("batch", "residual_seq", None)
 
     def token_axes(self, sequence: str = "seq") -> frozenset[str]:
-        """The axes over which the tokens of a matmul (``seq``) or of the residual stream are spread."""
+        """The axes that split the tokens of a matmul (``seq``) or of the residual stream (``residual_seq``)."""
         return frozenset(self.rules.activations["batch"] + self.rules.activations[sequence])
 
 
@@ -75,19 +76,20 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
-def named_reshard(array: jax.Array, spec: P) -> jax.Array:
+def named_reshard(array: Shaped[Array, "*dims"], spec: P) -> Shaped[Array, "*dims"]:
     """A reshard whose collectives keep the present scope in the compiled program, in the backward pass too.
 
-    XLA names a collective after what made its operand: here the transpose of the second reshard, which moves nothing.
+    XLA names a collective after the operation that produced its operand: in the backward pass that is the transpose of
+    the second reshard, which moves no data.
     """
     return reshard(reshard(array, spec), spec)
 
 
-def split_sequence(x: jax.Array, spec: P) -> jax.Array:
-    """x [B, T, D] resharded to ``spec``: T gathered before a matmul, or its partial sums scattered after one.
+def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:
+    """x resharded to ``spec``: T is gathered before a matmul, or its partial sums are scattered after one.
 
-    With one sequence on a device, XLA:TPU makes an AllReduce of that ReduceScatter, and sends twice the bytes, unless
-    the dim of size one is folded into T first.
+    With one sequence on a device, XLA:TPU turns that ReduceScatter into an AllReduce of twice the bytes, unless the dim
+    of size one is folded into T first.
     """
     batch, seq_len, width = x.shape
     source, mesh = jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh()
@@ -102,18 +104,18 @@ def split_sequence(x: jax.Array, spec: P) -> jax.Array:
     return named_reshard(rows, folded(spec)).reshape(batch, seq_len, width, out_sharding=spec)
 
 
-def gather(weight: jax.Array, specs: Specs, *dims: Dim, sequence: str = "seq") -> jax.Array:
-    """AllGather of a weight over its ``embed`` axes (fsdp); backward, ReduceScatter of its gradient."""
+def gather(weight: Float[Array, "*dims"], specs: Specs, *dims: Dim, sequence: str = "seq") -> Float[Array, "*dims"]:
+    """AllGather of a weight over its ``embed`` axes (fsdp); in the backward pass, ReduceScatter of its gradient."""
     return reshard(weight, specs.in_use(*dims, sequence=sequence))
 
 
 def on_shards(
     local: Callable[..., Any], *, in_specs: Any, out_specs: Any, check_vma: bool = True
 ) -> Callable[..., Any]:
-    """``jax.shard_map`` over the axes that are not manual yet: all of them, but in a pipeline's stage.
+    """``jax.shard_map`` over the axes that are not manual yet: all axes, except inside a pipeline stage.
 
-    In a stage the backward pass is a ``shard_map`` of its own, which computes ``local`` again: JAX 0.10.2 cannot keep
-    what one in the other has computed, whatever the remat policy.
+    Inside a stage the backward pass is a ``shard_map`` of its own, which recomputes ``local``: JAX 0.10.2 cannot save
+    residuals of nested shard_maps, whatever the remat policy.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
@@ -122,65 +124,69 @@ def on_shards(
     mapped = partial(jax.shard_map, axis_names=free, check_vma=check_vma)
 
     @jax.custom_vjp
-    def apply(*given: Any) -> Any:
-        return mapped(local, in_specs=in_specs, out_specs=out_specs)(*given)
+    def apply(*operands: Any) -> Any:
+        return mapped(local, in_specs=in_specs, out_specs=out_specs)(*operands)
 
-    def backward(given: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-        leaves, tree = jax.tree.flatten(given)
-        real = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    def backward(operands: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(operands)
+        is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
         specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
 
         def pull(leaves: list[jax.Array], cotangents: Any) -> list[jax.Array]:
-            def of(*moving: jax.Array) -> Any:
+            def differentiable(*moving: jax.Array) -> Any:
                 parts = iter(moving)
-                every = [next(parts) if is_real else leaf for leaf, is_real in zip(leaves, real, strict=True)]
-                return local(*jax.tree.unflatten(tree, every))
+                arguments = [next(parts) if is_real else leaf for leaf, is_real in zip(leaves, is_float, strict=True)]
+                return local(*jax.tree.unflatten(tree, arguments))
 
-            found = jax.vjp(of, *(leaf for leaf, is_real in zip(leaves, real, strict=True) if is_real))[1](cotangents)
+            floats = (leaf for leaf, is_real in zip(leaves, is_float, strict=True) if is_real)
+            results = jax.vjp(differentiable, *floats)[1](cotangents)
             if check_vma:
-                return list(found)
-            # Without types nobody sums the gradient of what all devices have alike.
+                return list(results)
+            # Without types, JAX does not sum the gradients of arrays that all devices share.
             out = frozenset(axis for spec in jax.tree.leaves(out_specs) for axis in _axes(spec))
-            return [jax.lax.psum(each, tuple(out - _axes(spec))) for each, spec in zip(found, moved, strict=True)]
+            return [jax.lax.psum(x, tuple(out - _axes(spec))) for x, spec in zip(results, moved, strict=True)]
 
-        moved = [spec for spec, is_real in zip(specs, real, strict=True) if is_real]
+        moved = [spec for spec, is_real in zip(specs, is_float, strict=True) if is_real]
         gradients = iter(mapped(pull, in_specs=(specs, out_specs), out_specs=moved)(leaves, cotangents))
-        return tuple(jax.tree.unflatten(tree, [next(gradients) if is_real else None for is_real in real]))
+        return tuple(jax.tree.unflatten(tree, [next(gradients) if is_real else None for is_real in is_float]))
 
-    apply.defvjp(lambda *given: (apply(*given), given), backward)
+    apply.defvjp(lambda *operands: (apply(*operands), operands), backward)
     return apply
 
 
-def varying_as(array: jax.Array, like: jax.Array) -> jax.Array:
-    """The array as varying over the manual axes that ``like`` varies over; what it is where there are none."""
+def varying_as(array: Shaped[Array, "*dims"], like: jax.Array) -> Shaped[Array, "*dims"]:
+    """The array, varying over the manual axes that ``like`` varies over; unchanged without manual axes."""
     axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
     return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 
 def in_parts(x: jax.Array, parts: int, *, dim: int) -> jax.Array:
-    """[..., n, ...] -> [parts, ..., n/parts, ...], split as it was: an equal part of each device's elements in each."""
+    """[..., n, ...] -> [parts, ..., n/parts, ...], split as before.
+
+    Each part has an equal share of each device's elements.
+    """
     spec = jax.typeof(x).sharding.spec
-    place = partial(P, reduced=spec.reduced, unreduced=spec.unreduced)
+    spec_of = partial(P, reduced=spec.reduced, unreduced=spec.unreduced)
     before, entry, after = spec.partitions[:dim], spec.partitions[dim], spec.partitions[dim + 1 :]
     ways = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(entry))
     first, n, last = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
-    apart = place(*before, entry, None, None, *after)
+    apart = spec_of(*before, entry, None, None, *after)
     x = x.reshape(*first, ways, parts, n // ways // parts, *last, out_sharding=apart)
     x = jnp.moveaxis(x, dim + 1, 0)
-    return x.reshape(parts, *first, n // parts, *last, out_sharding=place(None, *spec.partitions))
+    return x.reshape(parts, *first, n // parts, *last, out_sharding=spec_of(None, *spec.partitions))
 
 
 def whole(x: jax.Array, *, dim: int) -> jax.Array:
     """The inverse of ``in_parts``."""
     spec = jax.typeof(x).sharding.spec
-    place = partial(P, reduced=spec.reduced, unreduced=spec.unreduced)
+    spec_of = partial(P, reduced=spec.reduced, unreduced=spec.unreduced)
     before, entry, after = spec.partitions[1 : dim + 1], spec.partitions[dim + 1], spec.partitions[dim + 2 :]
     ways = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(entry))
     parts, *first = x.shape[: dim + 1]
     n, last = x.shape[dim + 1], x.shape[dim + 2 :]
-    x = x.reshape(parts, *first, ways, n // ways, *last, out_sharding=place(None, *before, entry, None, *after))
+    x = x.reshape(parts, *first, ways, n // ways, *last, out_sharding=spec_of(None, *before, entry, None, *after))
     x = jnp.moveaxis(x, 0, dim + 1)
-    return x.reshape(*first, parts * n, *last, out_sharding=place(*before, entry, *after))
+    return x.reshape(*first, parts * n, *last, out_sharding=spec_of(*before, entry, *after))
 
 
 def _axes(spec: P) -> frozenset[str]:

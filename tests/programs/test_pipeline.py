@@ -188,13 +188,13 @@ def test_a_split_backward_pass_leaves_the_weights_matmuls_for_later() -> None:
     shapes = (3, 4), (4, 2), (5, 3), (5, 2)
     a, b, x, dy = (jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(shapes))
     traced = jax.make_jaxpr(backward)(dy, a, b, x)
-    parts = split(traced, wanted=1, stays=[False, True, True, False])
+    parts = split(traced, outputs_first=1, stays=[False, True, True, False])
     matmuls = [sum(each.primitive.name == "dot_general" for each in part.eqns) for part in (parts.first, parts.second)]
     assert matmuls == [3, 2]
     dx, *kept = jaxpr_as_fun(parts.first)(dy, a, b, x)
-    assert len(kept) == parts.kept
+    assert len(kept) == parts.residuals
     # Kept are x, dy, the hidden activations and their gradient, and nothing else.
-    assert parts.kept == 4
+    assert parts.residuals == 4
     found = (dx, *jaxpr_as_fun(parts.second)(a, b, *kept))
     assert largest_error(list(found), list(backward(dy, a, b, x))) < 1e-6
 

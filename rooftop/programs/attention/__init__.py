@@ -1,1 +1,1 @@
-"""Attention kernels and attention over a split sequence, all called through ``attend``."""
+"""Attention kernels, and attention over a sequence that is split over devices. All are called through ``attend``."""

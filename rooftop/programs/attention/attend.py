@@ -1,26 +1,26 @@
-"""Causal attention on one device's share of the heads, behind one interface: ``attend``.
+"""Causal attention on one device's share of the heads, through one interface: ``attend``.
 
-Dims: b local batch, T queries, S keys (T = S but for a ring's blocks), n local query heads, k local key/value heads,
-g = n/k, H size of a query or key head, d_v of a value head. Query head i uses key/value head i // g. The kernels:
+Dims: b local batch, T queries, S keys (S differs from T only for keys of other devices), n local query heads, k local
+key/value heads, g = n/k, H size of a query or key head, d_v size of a value head. Query head i uses key/value head i //
+g. The kernels:
 
-- ``reference``: plain, and differentiated by JAX. It stores all T*S scores, and computes those that are masked too;
-- ``chunked``: keys a block at a time on any backend (``rooftop.programs.attention.chunked``). Most of the blocks that
-  are masked as a whole are skipped;
-- ``splash``: JAX's Pallas kernels for TPU. All such blocks are skipped;
+- ``reference``: plain JAX, differentiated by JAX. It computes and stores all T*S scores, masked ones included;
+- ``chunked``: one block of keys at a time, on any backend (``rooftop.programs.attention.chunked``). It skips most of
+  the blocks that are fully masked;
+- ``splash``: JAX's Pallas kernels for TPU. They skip all fully masked blocks;
 - ``cudnn``: cuDNN's flash attention through JAX, on GPUs.
 
-All do windows and the segments of packed sequences; all but ``cudnn`` soft caps, sinks, and value heads of another
-size than keys. No kernel skips a block because of its segments, and to ``cudnn`` they are a mask of T*S elements.
-``cudnn`` has not run yet: there was no GPU to try it on.
+All support windows and the segments of packed sequences. All but ``cudnn`` support soft caps, sinks, and value heads of
+another size than key heads. No kernel skips a block because of its segments; ``cudnn`` gets them as a mask of T*S
+elements. ``cudnn`` is untested: no GPU was available.
 
-What a kernel returns and keeps for its backward pass, its output and the log-sum-exp of its scores, is named
-``attn_core`` in here, for the remat policies of ``rooftop.models.activations``: to name the output again outside would
-keep it twice.
+A kernel saves its output and the log-sum-exp of its scores for the backward pass. Both are named ``attn_core`` here,
+for the remat policies of ``rooftop.models.activations``. Do not name the output again outside: it would be saved twice.
 
-XLA counts no FLOPs in a hand-written kernel, so these are declared in its ``op_name``. Every kernel is called under a
-named scope such as ``kernel_flops[fwd=137438953472,dq=206158430208,dkv=274877906944]``: FLOPs of one execution on one
-device, by a word of the kernel's name (``splash_mha_dq_no_residuals``; for cuDNN ``bwd`` belongs to the target that
-ends in 'Backward', ``fwd`` to the other). The scope comes after ``layers/attn/core``, where a reader of scopes stops.
+XLA counts no FLOPs in a hand-written kernel, so ``op_name`` declares them. Every kernel is called under a named scope
+such as ``kernel_flops[fwd=137438953472,dq=206158430208,dkv=274877906944]``: FLOPs of one execution on one device, keyed
+by a word of the kernel's name (``splash_mha_dq_no_residuals``; for cuDNN ``bwd`` is the target whose name ends in
+'Backward', and ``fwd`` the other one). The scope follows ``layers/attn/core``, where a reader of scopes stops.
 ``kernel_scope`` writes it; ``rooftop.compiler`` reads it.
 """
 
@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.capabilities import KERNELS
 from rooftop.core.errors import RooftopError, unknown
@@ -41,29 +42,36 @@ from rooftop.programs.attention.scores import BLOCK, Scores, Segments, declared,
 from rooftop.programs.attention.splash import splash_attend, splash_block, splash_gradients
 
 __all__ = [
-    "BLOCK", "Scores", "Segments", "attend", "attend_behind", "attend_block", "block_gradients",
-    "kernel_flops", "kernel_scope",
+    "BLOCK",
+    "Scores",
+    "Segments",
+    "attend",
+    "attend_block",
+    "attend_to_earlier",
+    "block_gradients",
+    "kernel_flops",
+    "kernel_scope",
 ]  # fmt: skip
 
 
 def attend(
     kernel: str,
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b T k H"],
+    v: Float[Array, "b T k d_v"],
     *,
-    sinks: jax.Array | None = None,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """Causal attention of q [b, T, n, H] to k [b, T, k, H] and v [b, T, k, d_v]: [b, T, n, d_v] in the dtype of q.
+    sinks: Float[Array, " n"] | None = None,
+    segments: Int[Array, "b T"] | None = None,
+) -> Float[Array, "b T n d_v"]:
+    """Causal attention, in the dtype of q.
 
-    A token attends to the ``scores.window`` last positions, its own included (None: to all before it), and to none of
-    another segment than its own (``segments`` [b, T] int32, not negative). ``sinks`` [n] are logits that join the
-    softmax's denominator with no value. ``kernel`` is one of ``KERNELS``; it may be called inside ``jax.shard_map``,
-    with ``check_vma=False`` for 'splash', whose outputs have no such type.
+    A token attends to the last ``scores.window`` positions, its own included (None: to all earlier ones), and only
+    within its own segment (``segments`` are not negative). ``sinks`` are logits that join the softmax's denominator
+    without a value. ``kernel`` is one of ``KERNELS``. Inside ``jax.shard_map``, 'splash' needs ``check_vma=False``,
+    because its outputs have no such type.
 
-    Raises RooftopError for an unknown kernel, and for what a kernel does not do.
+    Raises RooftopError for an unknown kernel and for features that a kernel does not support.
     """
     if kernel not in KERNELS:
         raise unknown("attention kernel", kernel, KERNELS)
@@ -72,35 +80,41 @@ def attend(
     return _ATTEND[kernel](scores, q, k, v, sinks, None, None if segments is None else (segments, segments))
 
 
-def attend_behind(
+def attend_to_earlier(
     kernel: str,
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
     *,
-    sinks: jax.Array | None,
-    absent: jax.Array,
+    sinks: Float[Array, " n"] | None,
+    absent: Int[Array, ""],
     segments: Segments | None = None,
-) -> jax.Array:
+) -> Float[Array, "b T n d_v"]:
     """``attend`` to keys that begin ``scores.offset`` positions before the queries; the first ``absent`` do not exist.
 
-    ``absent`` is an int32 scalar, so that devices of one program may differ in it. By every kernel but cuDNN's.
+    ``absent`` is an array, so that devices that run one program may differ in it. The cuDNN kernel does not support it.
     """
     return _ATTEND[kernel](scores, q, k, v, sinks, absent, segments)
 
 
 def attend_block(
-    kernel: str, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, sent: Any
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """Attention to some of the keys: outputs [b, T, n, d_v] and their log-sum-exps [b, n, T] float32.
+    kernel: str,
+    scores: Scores,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    segments: Segments | None,
+    sent: Any,
+) -> tuple[tuple[Float[Array, "b T n d_v"], Float32[Array, "b n T"]], Any]:
+    """Outputs and log-sum-exps of attention to some of the keys.
 
-    Blocks merge by these (``rooftop.programs.attention.scores``). A query that none of the keys counts for has the
-    log-sum-exp -inf, or one so small that nothing of its output is left. Not differentiable: ``block_gradients`` is its
-    backward pass.
+    Log-sum-exps merge the results of several blocks (``rooftop.programs.attention.scores``). A query that no key counts
+    for has a log-sum-exp of -inf, or one so small that its output vanishes in the merge. Not differentiable:
+    ``block_gradients`` is the backward pass.
 
-    ``sent``, arrays that are on their way meanwhile, comes back when both are there. XLA takes a kernel for free, and
-    would send behind the work on its results; so the two wait for each other before anything is done to either.
+    ``sent`` are arrays in transfer; they come back once both the transfer and the kernel are complete. XLA assumes that
+    a kernel takes no time, and would start the transfer after the work on its results; the barrier makes them overlap.
     """
     if kernel == "splash":
         return splash_block(scores, q, k, v, segments, sent)
@@ -110,16 +124,16 @@ def attend_block(
 def block_gradients(
     kernel: str,
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    o: jax.Array,
-    lse: jax.Array,
-    do: jax.Array,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    o: Float[Array, "b T n d_v"],
+    lse: Float32[Array, "b n T"],
+    do: Float[Array, "b T n d_v"],
     segments: Segments | None,
     sent: Any,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Any]:
-    """Derivatives of q, k and v by way of these keys; o and lse are merged over all keys, do is o's derivative.
+) -> tuple[tuple[Float[Array, "b T n H"], Float[Array, "b S k H"], Float[Array, "b S k d_v"]], Any]:
+    """Derivatives of q, k and v through these keys. o and lse are merged over all keys; do is the derivative of o.
 
     ``sent`` as in ``attend_block``.
     """
@@ -130,13 +144,13 @@ def block_gradients(
 
 def _reference(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    absent: jax.Array | None,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    sinks: Float[Array, " n"] | None,
+    absent: Int[Array, ""] | None,
     segments: Segments | None,
-) -> jax.Array:
+) -> Float[Array, "b T n d_v"]:
     mask = scores.mask(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), absent, segments)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     logits = jnp.where(mask, scores.logits(grouped, k), -jnp.inf)
@@ -150,13 +164,13 @@ def _reference(
 
 def _cudnn(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    absent: jax.Array | None,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    sinks: Float[Array, " n"] | None,
+    absent: Int[Array, ""] | None,
     segments: Segments | None,
-) -> jax.Array:
+) -> Float[Array, "b T n d_v"]:
     if scores.softcap is not None:
         raise RooftopError("softcap of the cudnn kernel", scores.softcap, "none")
     if sinks is not None:
@@ -166,10 +180,17 @@ def _cudnn(
     if v.shape[3] != k.shape[3]:
         raise RooftopError("size of value heads of the cudnn kernel", v.shape[3], f"{k.shape[3]}, that of keys")
     window = None if scores.window is None else (scores.window - 1, 0)
-    alike = None if segments is None else (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
+    same_segment = None if segments is None else (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
     with declared("cudnn", scores, q, v):
         o = jax.nn.dot_product_attention(
-            q, k, v, mask=alike, scale=scores.scale, is_causal=True, local_window_size=window, implementation="cudnn"
+            q,
+            k,
+            v,
+            mask=same_segment,
+            scale=scores.scale,
+            is_causal=True,
+            local_window_size=window,
+            implementation="cudnn",
         )
     return checkpoint_name(o, "attn_core")
 

@@ -1,8 +1,8 @@
-"""Attention with keys a block at a time, on any backend: the kernel ``chunked`` of ``attend``.
+"""Attention to one block of keys at a time, on any backend: the ``chunked`` kernel of ``attend``.
 
-A running softmax (Milakov and Gimelshein 2018), and a backward pass that computes each block's scores again (Dao 2023):
-no more than T*block scores exist at once. Queries go in a few runs, each of which meets only the blocks of keys that
-count for it (``rooftop.programs.attention.scores.runs``).
+It keeps a running softmax (Milakov and Gimelshein 2018), and its backward pass recomputes the scores of each block (Dao
+2023): at most T*block scores exist at once. Queries are processed in a few runs, each against only the blocks of keys
+that count for it (``rooftop.programs.attention.scores.runs``).
 
 Dims as in ``attend``; R the queries of a run.
 """
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from rooftop.programs.attention.scores import (
     KeyRun,
@@ -31,39 +32,55 @@ from rooftop.programs.attention.scores import (
 
 #: A block of keys and values, the index of its first key, and the segments of its keys.
 _Block = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
-_Given = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, Segments | None]
+#: The arguments of ``_attention`` after ``scores``.
+_Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, Segments | None]
 
 
 def chunked_attend(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    absent: jax.Array | None,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    sinks: Float[Array, " n"] | None,
+    absent: Int[Array, ""] | None,
     segments: Segments | None,
-) -> jax.Array:
-    """Outputs [b, T, n, d_v] in the dtype of q; see ``rooftop.programs.attention.attend.attend_behind``."""
+) -> Float[Array, "b T n d_v"]:
+    """Attention in the dtype of q; see ``rooftop.programs.attention.attend.attend_to_earlier``."""
     arrays, tree = jax.tree.flatten((q, k, v, sinks, absent, segments))
     return _attention(scores, *jax.tree.unflatten(tree, varying_alike(*arrays)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(scores: Scores, *given: *_Given) -> jax.Array:
-    return _forward(scores, *given)[0]
+def _attention(
+    scores: Scores,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    sinks: Float[Array, " n"] | None,
+    absent: Int[Array, ""] | None,
+    segments: Segments | None,
+) -> Float[Array, "b T n d_v"]:
+    return _forward(scores, q, k, v, sinks, absent, segments)[0]
 
 
-def _forward(scores: Scores, *given: *_Given) -> tuple[jax.Array, tuple[_Given, jax.Array, jax.Array]]:
-    q, k, v, sinks, absent, segments = given
+def _forward(
+    scores: Scores,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    sinks: Float[Array, " n"] | None,
+    absent: Int[Array, ""] | None,
+    segments: Segments | None,
+) -> tuple[Float[Array, "b T n d_v"], tuple[_Operands, Float[Array, "b T n d_v"], Float32[Array, "b n T"]]]:
     o, lse = chunked_block(scores, q, k, v, absent, segments)
     if sinks is not None:
         o, lse = add_sinks(o, lse, sinks)
-    o, lse = (checkpoint_name(each, "attn_core") for each in (o.astype(q.dtype), lse))
-    return o, (given, o, lse)
+    o, lse = (checkpoint_name(x, "attn_core") for x in (o.astype(q.dtype), lse))
+    return o, ((q, k, v, sinks, absent, segments), o, lse)
 
 
 def _backward(
-    scores: Scores, saved: tuple[_Given, jax.Array, jax.Array], do: jax.Array
+    scores: Scores, saved: tuple[_Operands, jax.Array, jax.Array], do: Float[Array, "b T n d_v"]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
     (q, k, v, sinks, absent, segments), o, lse = saved
     dsinks = None if sinks is None else sink_gradients(sinks, o, lse, do)
@@ -75,34 +92,34 @@ _attention.defvjp(_forward, _backward)
 
 def chunked_block(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    absent: jax.Array | None = None,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    absent: Int[Array, ""] | None = None,
     segments: Segments | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs [b, T, n, d_v] float32 and log-sum-exps [b, n, T] of attention to these keys; not differentiable."""
-    found = [
+) -> tuple[Float32[Array, "b T n d_v"], Float32[Array, "b n T"]]:
+    """Outputs and log-sum-exps of attention to these keys; not differentiable."""
+    results = [
         _run(within, q[:, run.queries], k[:, run.keys], v[:, run.keys], missing, ids)
         for run, within, missing, ids in _runs(scores, q, k, absent, segments)
     ]
-    outputs, sums = zip(*found, strict=True)
+    outputs, sums = zip(*results, strict=True)
     return _joined(outputs, 1), _joined(sums, 2)
 
 
 def chunked_gradients(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    o: jax.Array,
-    lse: jax.Array,
-    do: jax.Array,
-    absent: jax.Array | None = None,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    o: Float[Array, "b T n d_v"],
+    lse: Float32[Array, "b n T"],
+    do: Float[Array, "b T n d_v"],
+    absent: Int[Array, ""] | None = None,
     segments: Segments | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Derivatives of q, k and v by way of these keys; see ``rooftop.programs.attention.attend.block_gradients``."""
-    # The derivative of softmax subtracts from each row the mean of what it gets: o . do.
+) -> tuple[Float[Array, "b T n H"], Float[Array, "b S k H"], Float[Array, "b S k d_v"]]:
+    """Derivatives of q, k and v through these keys; see ``rooftop.programs.attention.attend.block_gradients``."""
+    # The derivative of softmax subtracts a mean from each row: o . do.
     mean = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32))
     queries, dk, dv = list[jax.Array](), None, None
     for run, within, missing, ids in _runs(scores, q, k, absent, segments):
@@ -111,7 +128,7 @@ def chunked_gradients(
         dq, more_k, more_v = _run_gradients(within, *of_rows, missing, ids)
         queries.append(dq)
         around = ((0, 0), (keys.start, k.shape[1] - keys.stop), (0, 0), (0, 0))
-        more_k, more_v = (each if each.shape[1] == k.shape[1] else jnp.pad(each, around) for each in (more_k, more_v))
+        more_k, more_v = (part if part.shape[1] == k.shape[1] else jnp.pad(part, around) for part in (more_k, more_v))
         dk, dv = (more_k, more_v) if dk is None or dv is None else (dk + more_k, dv + more_v)
     assert dk is not None and dv is not None
     return _joined(queries, 1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
@@ -120,7 +137,7 @@ def chunked_gradients(
 def _runs(
     scores: Scores, q: jax.Array, k: jax.Array, absent: jax.Array | None, segments: Segments | None
 ) -> Iterator[tuple[KeyRun, Scores, jax.Array | None, Segments | None]]:
-    """The runs of queries; and for each its scores, how many of its keys do not exist, and its segments."""
+    """Yield each run of queries with its scores, the number of its keys that do not exist, and its segments."""
     q_len, kv_len = q.shape[1], k.shape[1]
     for run in runs(q_len=q_len, kv_len=kv_len, window=scores.window, offset=scores.offset, block=scores.block):
         within = replace(scores, offset=scores.offset + run.queries.start - run.keys.start)
@@ -129,9 +146,14 @@ def _runs(
 
 
 def _run(
-    scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, absent: jax.Array | None, segments: Segments | None
-) -> tuple[jax.Array, jax.Array]:
-    """``chunked_block`` of one run: q [b, R, n, H], its keys k [b, S, k, H] and values v [b, S, k, d_v]."""
+    scores: Scores,
+    q: Float[Array, "b R n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    absent: Int[Array, ""] | None,
+    segments: Segments | None,
+) -> tuple[Float32[Array, "b R n d_v"], Float32[Array, "b n R"]]:
+    """``chunked_block`` of one run of queries and its keys."""
     size, grouped, index = block_size(k.shape[1], scores.block), _grouped(q, k), jnp.arange(q.shape[1])
 
     def step(
@@ -141,11 +163,11 @@ def _run(
         mask = scores.mask(index, start + jnp.arange(size), absent, _meeting(segments, of_keys))
         logits = jnp.where(mask, scores.logits(grouped, keys), -jnp.inf)
         raised = jnp.maximum(top, logits.max(-1))
-        # A query with no key so far: its weights must be 0, not exp(-inf + inf).
+        # A query without a key so far needs weights of 0, not exp(-inf + inf).
         against = jnp.where(jnp.isneginf(raised), 0.0, raised)
-        weights, kept = jnp.exp(logits - against[..., None]), jnp.exp(top - against)
-        found = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        return (raised, kept * total + weights.sum(-1), kept[..., None] * summed + found), None
+        weights, shrink = jnp.exp(logits - against[..., None]), jnp.exp(top - against)
+        product = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        return (raised, shrink * total + weights.sum(-1), shrink[..., None] * summed + product), None
 
     rows = (q.shape[0], k.shape[2], grouped.shape[3], q.shape[1])
     zeros = varying_alike(q, jnp.zeros(rows, jnp.float32))[1]
@@ -159,19 +181,19 @@ def _run(
 
 def _run_gradients(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lse: jax.Array,
-    mean: jax.Array,
-    do: jax.Array,
-    absent: jax.Array | None,
+    q: Float[Array, "b R n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    lse: Float32[Array, "b n R"],
+    mean: Float32[Array, "b n R"],
+    do: Float[Array, "b R n d_v"],
+    absent: Int[Array, ""] | None,
     segments: Segments | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``chunked_gradients`` of one run, float32; lse and mean [b, n, R], do [b, R, n, d_v]."""
+) -> tuple[Float32[Array, "b R n H"], Float32[Array, "b S k H"], Float32[Array, "b S k d_v"]]:
+    """``chunked_gradients`` of one run."""
     size, grouped, index = block_size(k.shape[1], scores.block), _grouped(q, k), jnp.arange(q.shape[1])
     d_out = do.reshape(*grouped.shape[:4], -1)
-    lse, mean = (each.reshape(q.shape[0], k.shape[2], -1, q.shape[1], 1) for each in (lse, mean))
+    lse, mean = (row.reshape(q.shape[0], k.shape[2], -1, q.shape[1], 1) for row in (lse, mean))
 
     def step(dq: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         keys, values, start, of_keys = block
@@ -192,27 +214,29 @@ def _run_gradients(
     starts = jnp.arange(0, k.shape[1], size)
     blocks = _blocks(k, size), _blocks(v, size), starts, _blocks_of(segments, size)
     dq, (dk, dv) = lax.scan(step, zeros, blocks)
-    dk, dv = (jnp.moveaxis(each, 0, 1).reshape(whole.shape) for each, whole in ((dk, k), (dv, v)))
+    dk, dv = (jnp.moveaxis(blocks, 0, 1).reshape(whole.shape) for blocks, whole in ((dk, k), (dv, v)))
     return dq.reshape(q.shape), dk, dv
 
 
-def _grouped(q: jax.Array, k: jax.Array) -> jax.Array:
-    """[b, T, n, H] -> [b, T, k, g, H]."""
+def _grouped(q: Float[Array, "b T n H"], k: Float[Array, "b S k H"]) -> Float[Array, "b T k g H"]:
+    """Queries grouped by their key/value head."""
     return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
 
 
-def _blocks(x: jax.Array, size: int) -> jax.Array:
-    """[b, S, ...] -> [S/size, b, size, ...], for a scan."""
+def _blocks(x: Shaped[Array, "b S *rest"], size: int) -> Shaped[Array, "blocks b block *rest"]:
+    """The blocks of a sequence, for a scan."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
-def _blocks_of(segments: Segments | None, size: int) -> jax.Array | None:
-    """The segments of keys, as ``_blocks`` has the keys."""
+def _blocks_of(segments: Segments | None, size: int) -> Int[Array, "blocks b block"] | None:
+    """The segments of the keys, in the blocks of ``_blocks``."""
     return None if segments is None else _blocks(segments[1], size)
 
 
-def _meeting(segments: Segments | None, of_keys: jax.Array | None) -> Segments | None:
-    """The segments of all queries and those of a block of keys."""
+def _meeting(
+    segments: Segments | None, of_keys: Int[Array, "b block"] | None
+) -> tuple[Int[Array, "b T"], Int[Array, "b block"]] | None:
+    """The segments of all queries and of one block of keys."""
     return None if segments is None or of_keys is None else (segments[0], of_keys)
 
 

@@ -1,19 +1,18 @@
-"""Attention over a sequence that is split over a mesh axis, causal.
+"""Causal attention over a sequence that is split over a mesh axis.
 
-Without a window, keys and values travel round a ring (Liu et al. 2023). Each device keeps its queries. In n - 1 hops
-all the others' keys and values pass by, each met by a kernel of ``rooftop.programs.attention.attend`` and merged by
-log-sum-exps; the next hop is under way meanwhile. The backward pass sends them round once more, with their derivatives
-behind them, which every device adds to and which end at home: twice the bytes of the forward pass. Derivatives travel
-in the dtype of the keys, so that a bf16 one is rounded n - 1 times. Half of the key/value heads (or, if they are odd,
-of the sequences) go each way round, so that both directions of the links are used; an odd number of both goes one way.
+Without a window, keys and values travel around a ring (Liu et al. 2023), and each device keeps its queries. In n - 1
+hops the keys and values of all other devices arrive; a kernel of ``rooftop.programs.attention.attend`` processes each
+part, and log-sum-exps merge the results. The next hop overlaps the kernel. The backward pass sends keys and values
+around once more, followed by their derivatives, to which every device adds its share and which end on their own device:
+twice the bytes of the forward pass. Derivatives travel in the dtype of the keys, so a bf16 derivative is rounded n - 1
+times. Half of the key/value heads (or half of the sequences, if the number of heads is odd) travel in each direction,
+so that both directions of the links are used. If both numbers are odd, everything travels in one direction.
 
-The segments of a packed sequence travel with their keys, one int32 a token.
+The segments of a packed sequence travel with their keys, one int32 per token.
 
-With a window, a device needs no more than the keys and values of the window before its queries: these come by as many
-hops as it takes, the last of them in part, and one kernel meets them all. Their derivatives go back the same way.
-
-With a window, ``zigzag`` order takes two kernels, one a chunk, and the neighbours
-on both sides.
+With a window, a device needs only the keys and values of the window before its queries. They arrive in as many hops as
+that takes, the last one partial, and a single kernel processes them. Their derivatives return the same way. In
+``zigzag`` order a window takes two kernels, one per chunk, and exchanges with the neighbours on both sides.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.capabilities import CONTEXT_CHUNKS, RING_KERNELS
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.programs.attention.attend import attend, attend_behind, attend_block, block_gradients
+from rooftop.programs.attention.attend import attend, attend_block, attend_to_earlier, block_gradients
 from rooftop.programs.attention.scores import (
     Scores,
     Segments,
@@ -46,20 +46,20 @@ from rooftop.programs.attention.scores import (
 def ring_attend(
     kernel: str,
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b T k H"],
+    v: Float[Array, "b T k d_v"],
     *,
     axis: str,
     order: str = "contiguous",
-    sinks: jax.Array | None = None,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """``attend`` with the sequence split over the mesh axis ``axis``: q [b, T/n, heads, H] -> [b, T/n, heads, d_v].
+    sinks: Float[Array, " n"] | None = None,
+    segments: Int[Array, "b T"] | None = None,
+) -> Float[Array, "b T n d_v"]:
+    """``attend`` with the sequence split over the mesh axis ``axis``; T tokens are on this device.
 
-    ``segments`` [b, T/n] are those of the tokens that are here, and ``order`` says which these are. Called
-    inside a ``jax.shard_map`` that is manual over ``axis``. Raises RooftopError for an unknown order, a kernel that
-    cannot merge, or a length that does not divide.
+    ``order`` says which tokens of the sequence these are, and ``segments`` are theirs. Called inside a
+    ``jax.shard_map`` that is manual over ``axis``. Raises RooftopError for an unknown order, a kernel whose results
+    cannot be merged, or a length that does not divide.
     """
     if order not in ORDERS:
         raise unknown("order of the sequence", order, ORDERS)
@@ -76,20 +76,20 @@ def ring_attend(
     ring = _KeyRing(axis=axis, size=size, kernel=kernel, scores=scores, chunks=chunks)
     arrays, tree = jax.tree.flatten((q, k, v, sinks, segments))
     _, *arrays = varying_alike(lax.pcast(jnp.zeros((), q.dtype), axis, to="varying"), *arrays)
-    given = jax.tree.unflatten(tree, arrays)
+    q, k, v, sinks, segments = jax.tree.unflatten(tree, arrays)
     if scores.window is not None and scores.window < q.shape[1] * size:
-        return _windowed(ring, *given)
-    return _ring_attention(ring, *given)
+        return _windowed(ring, q, k, v, sinks, segments)
+    return _ring_attention(ring, q, k, v, sinks, segments)
 
 
 _Arrays = tuple[jax.Array, ...]
-#: An offset by which all keys come before all queries.
+#: An offset that places all keys before all queries.
 _ALL = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A chunk of this device's queries and one of keys on a track, by their indices; ``counts``: whether they do."""
+    """A chunk of this device's queries and a chunk of keys on a track, by index; ``counts``: if the pair counts."""
 
     track: int
     queries: jax.Array | int
@@ -99,7 +99,7 @@ class _Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyRing:
-    """The devices along ``axis``, each with so many ``chunks`` of the sequence: one, or one from either end."""
+    """The devices along ``axis``. Each has ``chunks`` chunks of the sequence: one, or one from either end."""
 
     axis: str
     size: int
@@ -108,36 +108,42 @@ class _KeyRing:
     chunks: int
 
     def send(self, tracks: list[_Arrays]) -> list[_Arrays]:
-        """What the neighbours have: on the first track the one before, on the second the one after."""
-        ways = ([(place, (place + way) % self.size) for place in range(self.size)] for way in (1, -1))
+        """Arrays of the neighbours: the previous device's on the first track, the next device's on the second."""
+        ways = ([(device, (device + way) % self.size) for device in range(self.size)] for way in (1, -1))
         return [tuple(lax.ppermute(x, self.axis, way) for x in track) for track, way in zip(tracks, ways, strict=False)]
 
     def pairs(self, tracks: int, hops: jax.Array | int) -> list[_Pair]:
-        """The pairs to compute when keys have come so many hops. In each, all keys come before all queries."""
-        here, found = lax.axis_index(self.axis), []
+        """Pairs to compute after keys have travelled ``hops`` hops. In each pair, all keys come before all queries."""
+        here, pairs = lax.axis_index(self.axis), []
         for track in range(tracks):
-            # From a device before this one, not round the ring from one after it.
+            # True for keys of an earlier device, false for those that came around the ring from a later one.
             before = here + hops >= self.size if track else here >= hops
             if self.chunks == 1:
-                found.append(_Pair(track=track, queries=0, keys=0, counts=before))
+                pairs.append(_Pair(track=track, queries=0, keys=0, counts=before))
                 continue
-            # Every earlier chunk comes before every later one. Besides, the earlier chunk of a device before comes
-            # before the earlier one here, and the later chunk of a device after before the later one here.
+            # The first chunk of any device comes before the second chunk of any device. Also, the first chunk of an
+            # earlier device comes before the first one here, and the second chunk of a later device before the second
+            # one here.
             later = (~before).astype(jnp.int32)
-            found.append(_Pair(track=track, queries=1, keys=0, counts=None))
-            found.append(_Pair(track=track, queries=later, keys=later, counts=None))
-        return found
+            pairs.append(_Pair(track=track, queries=1, keys=0, counts=None))
+            pairs.append(_Pair(track=track, queries=later, keys=later, counts=None))
+        return pairs
 
     @property
     def whole(self) -> Scores:
-        """The scores of such a pair, none of them masked."""
+        """The scores of such a pair: no score is masked."""
         return replace(self.scores, window=None, offset=_ALL)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring_attention(
-    ring: _KeyRing, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
-) -> jax.Array:
+    ring: _KeyRing,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b T k H"],
+    v: Float[Array, "b T k d_v"],
+    sinks: Float[Array, " n"] | None,
+    segments: Int[Array, "b T"] | None,
+) -> Float[Array, "b T n d_v"]:
     return _forward(ring, q, k, v, sinks, segments)[0]
 
 
@@ -147,20 +153,25 @@ _Residuals = tuple[
 
 
 def _forward(
-    ring: _KeyRing, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
-) -> tuple[jax.Array, _Residuals]:
+    ring: _KeyRing,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b T k H"],
+    v: Float[Array, "b T k d_v"],
+    sinks: Float[Array, " n"] | None,
+    segments: Int[Array, "b T"] | None,
+) -> tuple[Float[Array, "b T n d_v"], _Residuals]:
     halves, ids = _halves(k), () if segments is None else (segments,)
     queries, keys = _cut(ring, halves, q, *ids), _cut(ring, halves, k, v, *ids)
 
     def meet(
         merged: list[_Arrays], keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
     ) -> tuple[list[_Arrays], list[_Arrays]]:
-        """Outputs and log-sum-exps on each track, with the keys that came so many hops merged in; and what was sent."""
+        """Merge keys that travelled ``hops`` hops into each track's outputs and log-sum-exps; also return ``sent``."""
         pairs, merged = ring.pairs(len(keys), hops), list(merged)
         q, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
         k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
-        found, sent = attend_block(ring.kernel, ring.whole, q, k, v, _met(of_queries, of_keys), sent)
-        for pair, (o, lse) in zip(pairs, _scatter(found, len(pairs)), strict=True):
+        results, sent = attend_block(ring.kernel, ring.whole, q, k, v, _met(of_queries, of_keys), sent)
+        for pair, (o, lse) in zip(pairs, _scatter(results, len(pairs)), strict=True):
             lse = lse if pair.counts is None else jnp.where(pair.counts, lse, -jnp.inf)
             before, before_lse = _at(merged[pair.track], pair.queries)
             merged[pair.track] = _put(merged[pair.track], pair.queries, merge(before, before_lse, o, lse))
@@ -170,7 +181,7 @@ def _forward(
         merged, keys = carry
         return meet(merged, keys, hops, ring.send(keys)), None
 
-    # In either order this device's own keys follow one another as its queries do.
+    # In either order, this device's own keys are in the order of its queries.
     (o, lse), sent = attend_block(ring.kernel, ring.scores, q, k, v, _met(ids, ids), ring.send(keys))
     own = zip(_cut(ring, halves, o.astype(jnp.float32)), _cut_rows(ring, halves, lse), strict=True)
     (merged, keys), _ = lax.scan(hop, ([o + lse for o, lse in own], sent), jnp.arange(1, ring.size - 1))
@@ -179,29 +190,31 @@ def _forward(
     lse = _join([track[1].swapaxes(2, 3) for track in merged], halves).swapaxes(1, 2)
     if sinks is not None:
         o, lse = add_sinks(o, lse, sinks)
-    o, lse = (checkpoint_name(each, "attn_core") for each in (o.astype(q.dtype), lse))
+    o, lse = (checkpoint_name(x, "attn_core") for x in (o.astype(q.dtype), lse))
     return o, (q, k, v, sinks, segments, o, lse)
 
 
 def _backward(
-    ring: _KeyRing, saved: _Residuals, do: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]:
+    ring: _KeyRing, saved: _Residuals, do: Float[Array, "b T n d_v"]
+) -> tuple[
+    Float[Array, "b T n H"], Float[Array, "b T k H"], Float[Array, "b T k d_v"], Float[Array, " n"] | None, None
+]:
     q, k, v, sinks, segments, o, lse = saved
     halves, ids = _halves(k), () if segments is None else (segments,)
-    given = zip(_cut(ring, halves, q), _cut(ring, halves, o, do, *ids), _cut_rows(ring, halves, lse), strict=True)
-    queries, keys = [(*q, o, *lse, *rest) for q, (o, *rest), lse in given], _cut(ring, halves, k, v, *ids)
+    tracks = zip(_cut(ring, halves, q), _cut(ring, halves, o, do, *ids), _cut_rows(ring, halves, lse), strict=True)
+    queries, keys = [(*q, o, *lse, *rest) for q, (o, *rest), lse in tracks], _cut(ring, halves, k, v, *ids)
 
     def meet(
         dq: list[_Arrays], keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
     ) -> tuple[list[_Arrays], list[_Arrays], list[_Arrays]]:
-        """Derivatives of queries, with the part of keys that came so many hops added, and those of these keys."""
+        """Add the derivatives through keys that travelled ``hops`` hops to the queries'; also return the keys' own."""
         pairs, dq = ring.pairs(len(keys), hops), list(dq)
         dkv = [_zeros(track[:2]) for track in keys]
         q, o, lse, do, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
         k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
         met = _met(of_queries, of_keys)
-        found, sent = block_gradients(ring.kernel, ring.whole, q, k, v, o, lse, do, met, sent)
-        for pair, parts in zip(pairs, _scatter(found, len(pairs)), strict=True):
+        results, sent = block_gradients(ring.kernel, ring.whole, q, k, v, o, lse, do, met, sent)
+        for pair, parts in zip(pairs, _scatter(results, len(pairs)), strict=True):
             if pair.counts is not None:
                 parts = tuple(jnp.where(pair.counts, part, jnp.zeros_like(part)) for part in parts)
             dq[pair.track] = _add_at(dq[pair.track], pair.queries, parts[:1])
@@ -210,19 +223,19 @@ def _backward(
         return dq, jax.tree.map(lambda derivative, key: derivative.astype(key.dtype), dkv, both), sent
 
     def hop(carry: tuple[list[_Arrays], list[_Arrays], list[_Arrays]], hops: jax.Array) -> tuple[Any, None]:
-        dq, keys, behind = carry
-        dq, found, sent = meet(dq, keys, hops, ring.send(keys) + ring.send(behind))
-        return (dq, sent[: len(keys)], jax.tree.map(_add, sent[len(keys) :], found)), None
+        dq, keys, travelling = carry
+        dq, dkv, sent = meet(dq, keys, hops, ring.send(keys) + ring.send(travelling))
+        return (dq, sent[: len(keys)], jax.tree.map(_add, sent[len(keys) :], dkv)), None
 
     own = _met(ids, ids)
     (dq, dk, dv), keys = block_gradients(ring.kernel, ring.scores, q, k, v, o, lse, do, own, ring.send(keys))
     track_dq = _cut(ring, halves, dq.astype(jnp.float32))
-    track_dq, behind, sent = meet(track_dq, keys, 1, ring.send(keys) if ring.size > 2 else [])
+    track_dq, travelling, sent = meet(track_dq, keys, 1, ring.send(keys) if ring.size > 2 else [])
     if ring.size > 2:
-        (track_dq, keys, behind), _ = lax.scan(hop, (track_dq, sent, behind), jnp.arange(2, ring.size - 1))
-        track_dq, found, arrived = meet(track_dq, keys, ring.size - 1, ring.send(behind))
-        behind = jax.tree.map(_add, arrived, found)
-    home = ring.send(behind)
+        (track_dq, keys, travelling), _ = lax.scan(hop, (track_dq, sent, travelling), jnp.arange(2, ring.size - 1))
+        track_dq, dkv, arrived = meet(track_dq, keys, ring.size - 1, ring.send(travelling))
+        travelling = jax.tree.map(_add, arrived, dkv)
+    home = ring.send(travelling)
     dk, dv = (_add(x, _join([track[index] for track in home], halves)) for index, x in enumerate((dk, dv)))
     dsinks = None if sinks is None else sink_gradients(sinks, o, lse, do)
     return _join([track[0] for track in track_dq], halves).astype(q.dtype), dk, dv, dsinks, None
@@ -232,19 +245,19 @@ _ring_attention.defvjp(_forward, _backward)
 
 
 def _halves(k: jax.Array) -> int | None:
-    """The dim of [b, T, heads, ...] of which half goes each way round; None: all of it goes one way."""
+    """The dim of [b, T, heads, ...] whose halves travel in opposite directions; None: all in one direction."""
     return next((dim for dim in (2, 0) if k.shape[dim] % 2 == 0), None)
 
 
 def _met(of_queries: Sequence[jax.Array], of_keys: Sequence[jax.Array]) -> Segments | None:
-    """Segments of queries and keys that meet, each one array or none."""
+    """Segments of queries and of the keys that they attend to; None without segments."""
     return (of_queries[0], of_keys[0]) if of_queries and of_keys else None
 
 
 def _cut(ring: _KeyRing, halves: int | None, *arrays: jax.Array) -> list[_Arrays]:
     """Arrays [b, T, heads, ...] as one or two tracks of arrays [chunk, b, T/chunks, heads, ...].
 
-    Arrays [b, T] have no heads: where these are halved, they are on both tracks as a whole.
+    Arrays [b, T] have no heads: if heads are halved, both tracks get the whole array.
     """
 
     def tracks(x: jax.Array) -> list[jax.Array]:
@@ -259,13 +272,13 @@ def _cut(ring: _KeyRing, halves: int | None, *arrays: jax.Array) -> list[_Arrays
     ]
 
 
-def _cut_rows(ring: _KeyRing, halves: int | None, lse: jax.Array) -> list[_Arrays]:
-    """Log-sum-exps [b, heads, T] as tracks of [chunk, b, heads, T/chunks]."""
+def _cut_rows(ring: _KeyRing, halves: int | None, lse: Float32[Array, "b n T"]) -> list[_Arrays]:
+    """Log-sum-exps as tracks of [chunk, b, heads, T/chunks]."""
     return [(x.swapaxes(2, 3),) for (x,) in _cut(ring, halves, lse.swapaxes(1, 2))]
 
 
 def _join(tracks: list[jax.Array], halves: int | None) -> jax.Array:
-    """One array of ``_cut`` put together again."""
+    """The inverse of ``_cut`` for one array."""
     whole = [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in tracks]
     return whole[0] if halves is None else jnp.concatenate(whole, axis=halves)
 
@@ -278,8 +291,8 @@ def _put(arrays: _Arrays, chunk: jax.Array | int, parts: _Arrays) -> _Arrays:
     return tuple(lax.dynamic_update_index_in_dim(x, y, chunk, 0) for x, y in zip(arrays, parts, strict=True))
 
 
-def _add(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A sum made in float32, in the dtype of ``x``."""
+def _add(x: Float[Array, "*dims"], y: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """The sum, computed in float32, in the dtype of ``x``."""
     return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -288,12 +301,12 @@ def _add_at(arrays: _Arrays, chunk: jax.Array | int, parts: _Arrays) -> _Arrays:
 
 
 def _zeros(arrays: _Arrays) -> _Arrays:
-    """Float32 zeros that vary as the arrays do."""
+    """Float32 zeros with the varying mesh axes of the arrays."""
     return tuple(varying_alike(x, jnp.zeros(x.shape, jnp.float32))[1] for x in arrays)
 
 
 def _gather(pairs: list[_Arrays]) -> _Arrays:
-    """Pairs as sequences of one batch: a kernel that is called once is also compiled once."""
+    """Pairs concatenated as the sequences of one batch: a kernel that is called once is compiled once."""
     return tuple(jnp.concatenate(arrays) for arrays in zip(*pairs, strict=True))
 
 
@@ -302,35 +315,40 @@ def _scatter(arrays: _Arrays, pairs: int) -> list[_Arrays]:
 
 
 def _windowed(
-    ring: _KeyRing, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
-) -> jax.Array:
-    """Attention to a window that is shorter than the sequence: the keys before a chunk are brought to it."""
+    ring: _KeyRing,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b T k H"],
+    v: Float[Array, "b T k d_v"],
+    sinks: Float[Array, " n"] | None,
+    segments: Int[Array, "b T"] | None,
+) -> Float[Array, "b T n d_v"]:
+    """Attention to a window that is shorter than the sequence. The keys before a chunk are sent to its device."""
     scores, chunk = ring.scores, q.shape[1] // ring.chunks
     assert scores.window is not None
     block = block_size(chunk, scores.block)
-    behind = min(-(-(scores.window - 1) // block) * block, (ring.chunks * ring.size - 1) * chunk)
+    earlier = min(-(-(scores.window - 1) // block) * block, (ring.chunks * ring.size - 1) * chunk)
     queries, keys, values = (jnp.split(x, ring.chunks, axis=1) for x in (q, k, v))
     ids = [] if segments is None else jnp.split(segments, ring.chunks, axis=1)
-    brought: list[list[_Arrays]] = [[each] for each in zip(keys, values, *([ids] if ids else []), strict=True)]
-    for hop in range(-(-behind // chunk)):
-        missing = min(behind - hop * chunk, chunk)
-        last = [tuple(x[:, chunk - missing :] for x in each[0]) for each in brought]
-        for each, found in zip(brought, _chunk_before(ring, last), strict=True):
-            each.insert(0, found)
+    arrived: list[list[_Arrays]] = [[arrays] for arrays in zip(keys, values, *([ids] if ids else []), strict=True)]
+    for hop in range(-(-earlier // chunk)):
+        missing = min(earlier - hop * chunk, chunk)
+        last = [tuple(x[:, chunk - missing :] for x in parts[0]) for parts in arrived]
+        for parts, received in zip(arrived, _chunk_before(ring, last), strict=True):
+            parts.insert(0, received)
     here = lax.axis_index(ring.axis)
     outputs = []
-    for index, each in enumerate(brought):
-        k, v, *of_keys = (jnp.concatenate(parts, axis=1) for parts in zip(*each, strict=True))
-        place = 2 * ring.size - 1 - here if index else here
+    for index, parts in enumerate(arrived):
+        k, v, *of_keys = (jnp.concatenate(pieces, axis=1) for pieces in zip(*parts, strict=True))
+        position = 2 * ring.size - 1 - here if index else here
         outputs.append(
-            attend_behind(
+            attend_to_earlier(
                 ring.kernel,
-                replace(scores, offset=behind),
+                replace(scores, offset=earlier),
                 queries[index],
                 k,
                 v,
                 sinks=sinks,
-                absent=jnp.maximum(behind - place * chunk, 0),
+                absent=jnp.maximum(earlier - position * chunk, 0),
                 segments=_met(ids[index : index + 1], of_keys),
             )
         )
@@ -338,30 +356,30 @@ def _windowed(
 
 
 def _chunk_before(ring: _KeyRing, chunks: list[_Arrays]) -> list[_Arrays]:
-    """In place of each of this device's chunks what is there of the one before it; zeros if there is none."""
-    up = [(place, place + 1) for place in range(ring.size - 1)]
-    found = [tuple(lax.ppermute(x, ring.axis, up) for x in chunks[0])]
+    """For each of this device's chunks, the same slice of the chunk that precedes it; zeros if there is none."""
+    up = [(device, device + 1) for device in range(ring.size - 1)]
+    before_chunks = [tuple(lax.ppermute(x, ring.axis, up) for x in chunks[0])]
     if ring.chunks == 2:
         down = [(after, before) for before, after in up]
         turn = lax.axis_index(ring.axis) == ring.size - 1
         later = (lax.ppermute(x, ring.axis, down) for x in chunks[1])
-        found.append(tuple(jnp.where(turn, own, x) for own, x in zip(chunks[0], later, strict=True)))
-    return found
+        before_chunks.append(tuple(jnp.where(turn, own, x) for own, x in zip(chunks[0], later, strict=True)))
+    return before_chunks
 
 
 def gathered_attend(
     kernel: str,
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b T k H"],
+    v: Float[Array, "b T k d_v"],
     *,
     axis: str,
     order: str = "contiguous",
-    sinks: jax.Array | None = None,
-    segments: jax.Array | None = None,
-) -> jax.Array:
-    """``rooftop.programs.attention.context.ring_attend`` without a ring: the same arguments, results and refusals."""
+    sinks: Float[Array, " n"] | None = None,
+    segments: Int[Array, "b T"] | None = None,
+) -> Float[Array, "b T n d_v"]:
+    """``rooftop.programs.attention.context.ring_attend`` with gathered keys: same arguments, results and errors."""
     if order not in ORDERS:
         raise unknown("order of the sequence", order, ORDERS)
     if kernel not in RING_KERNELS:
@@ -374,42 +392,42 @@ def gathered_attend(
     if q.shape[1] % chunks:
         raise RooftopError("sequence length on a device", q.shape[1], f"a multiple of {chunks} for {order} order")
     chunk, here = q.shape[1] // chunks, lax.axis_index(axis)
-    # The chunks of the whole sequence, as they lie on the devices, by their places in it.
-    lie = sequence_order(size * chunks, size, order).argsort()
+    # Index on the devices of each chunk of the sequence.
+    sorted_chunks = sequence_order(size * chunks, size, order).argsort()
 
     def gathered(x: jax.Array) -> jax.Array:
         whole = lax.all_gather(x, axis, axis=1, tiled=True)
         apart = whole.reshape(x.shape[0], size * chunks, chunk, *x.shape[2:])
-        return apart[:, lie].reshape(whole.shape)
+        return apart[:, sorted_chunks].reshape(whole.shape)
 
     keys, values = gathered(k), gathered(v)
     ids = None if segments is None else gathered(segments)
     outputs = []
     for index in range(chunks):
-        # Places of this chunk in the sequence: on this device, and the last on any.
-        place = here if index == 0 else 2 * size - 1 - here
+        # Index of this chunk in the sequence: on this device, and the largest on any device.
+        position = here if index == 0 else 2 * size - 1 - here
         last = size * (index + 1) - 1
-        behind = last * chunk
+        earlier = last * chunk
         if scores.window is not None:
             block = block_size(chunk, scores.block)
-            behind = min(behind, -(-(scores.window - 1) // block) * block)
+            earlier = min(earlier, -(-(scores.window - 1) // block) * block)
 
-        def before(x: jax.Array, place: jax.Array = place, behind: int = behind, last: int = last) -> jax.Array:
-            """The chunk at ``place`` and what is ``behind`` it, zeros where the sequence has not begun."""
-            padded = jnp.pad(x[:, : (last + 1) * chunk], ((0, 0), (behind, 0)) + ((0, 0),) * (x.ndim - 2))
-            return lax.dynamic_slice_in_dim(padded, place * chunk, behind + chunk, axis=1)
+        def up_to(x: jax.Array, position: jax.Array = position, earlier: int = earlier, last: int = last) -> jax.Array:
+            """The chunk at ``position`` and ``earlier`` tokens before it; zeros before the start of the sequence."""
+            padded = jnp.pad(x[:, : (last + 1) * chunk], ((0, 0), (earlier, 0)) + ((0, 0),) * (x.ndim - 2))
+            return lax.dynamic_slice_in_dim(padded, position * chunk, earlier + chunk, axis=1)
 
         own = slice(index * chunk, (index + 1) * chunk)
         outputs.append(
-            attend_behind(
+            attend_to_earlier(
                 kernel,
-                replace(scores, offset=behind),
+                replace(scores, offset=earlier),
                 q[:, own],
-                before(keys),
-                before(values),
+                up_to(keys),
+                up_to(values),
                 sinks=sinks,
-                absent=jnp.maximum(behind - place * chunk, 0),
-                segments=None if ids is None or segments is None else (segments[:, own], before(ids)),
+                absent=jnp.maximum(earlier - position * chunk, 0),
+                segments=None if ids is None or segments is None else (segments[:, own], up_to(ids)),
             )
         )
     return jnp.concatenate(outputs, axis=1)
@@ -418,11 +436,11 @@ def gathered_attend(
 ORDERS: tuple[str, ...] = ("contiguous", "zigzag")
 
 
-def sequence_order(seq_len: int, devices: int, order: str) -> np.ndarray:
-    """Positions [T] of the tokens in the order in which a mesh axis of so many devices splits them.
+def sequence_order(seq_len: int, devices: int, order: str) -> Int[np.ndarray, " T"]:
+    """Positions [T] of the tokens, in the order in which a mesh axis of ``devices`` devices splits them.
 
-    ``tokens[:, sequence_order(...)]`` is what the axis shards; its argsort puts outputs back. Raises RooftopError for
-    an unknown order, or a length that does not divide.
+    The axis shards ``tokens[:, sequence_order(...)]``; its argsort restores the order of outputs. Raises RooftopError
+    for an unknown order, or a length that does not divide.
     """
     if order not in ORDERS:
         raise unknown("order of the sequence", order, ORDERS)

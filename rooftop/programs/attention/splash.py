@@ -1,8 +1,8 @@
 """JAX's splash attention, Pallas kernels for TPU, as a kernel of ``rooftop.programs.attention.attend``.
 
-They run inside ``jax.shard_map`` with ``check_vma=False``, on one device's heads, and make their masks in there: the
-blocks to visit are small arrays, and the masks within blocks are computed from indices. On a CPU they run in Pallas'
-interpret mode, for tests.
+The kernels run inside ``jax.shard_map`` with ``check_vma=False``, on one device's heads, and build their masks there:
+the lists of blocks to visit are small arrays, and masks within blocks are computed from indices. On a CPU they run in
+Pallas' interpret mode, for tests.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.capabilities import LANES
 from rooftop.core.errors import RooftopError
 from rooftop.programs.attention.scores import Scores, Segments, block_size, declared
 
-#: Keys of a block that the TPU kernels multiply at a time, where the block is a multiple of them.
+#: Keys that the TPU kernels multiply at a time, if the block is a multiple of it.
 _COMPUTED_KEYS = 512
 
 
 def _splash_kernel(
-    scores: Scores, q: jax.Array, k: jax.Array, *, residuals: bool, packed: bool = False
+    scores: Scores, q: Float[Array, "b T n H"], k: Float[Array, "b S k H"], *, residuals: bool, packed: bool = False
 ) -> splash.SplashAttentionKernel:
-    """The kernels of one grid over all heads of all sequences. With ``residuals`` the forward one returns log-sum-exps.
+    """The kernels, in one grid over all heads of all sequences. With ``residuals`` forward returns log-sum-exps.
 
-    Raises RooftopError for a length that is not a multiple of 128. They know the segments of one sequence only: of a
-    packed batch each sequence is a call, and ``jax.vmap`` makes one grid of the calls.
+    The kernels take the segments of a single sequence: each sequence of a packed batch is a call, and ``jax.vmap``
+    turns the calls into one grid. Raises RooftopError for a length that is not a multiple of 128.
     """
     lengths = (q.shape[1], k.shape[1])
     for length in lengths:
@@ -58,110 +59,115 @@ def _splash_kernel(
     )  # fmt: skip
 
 
-def _by_head(x: jax.Array) -> jax.Array:
-    """[b, T, n, H] as [b*n, T, H]."""
+def _by_head(x: Float[Array, "b T n H"]) -> Float[Array, "heads T H"]:
+    """All heads of all sequences in one dim."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
-def _by_token(x: jax.Array, batch: int) -> jax.Array:
-    """[b*n, T, H] as [b, T, n, H]."""
+def _by_token(x: Float[Array, "heads T H"], batch: int) -> Float[Array, "b T n H"]:
+    """The inverse of ``_by_head``."""
     return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
-def _heads_first(x: jax.Array) -> jax.Array:
-    """[b, T, n, H] as [b, n, T, H], or back."""
+def _heads_first(x: Float[Array, "b T n H"]) -> Float[Array, "b n T H"]:
+    """Swap the dims of tokens and heads."""
     return x.swapaxes(1, 2)
 
 
-def _scaled(scores: Scores, q: jax.Array) -> jax.Array:
-    """The kernels do not scale; so queries are scaled before, rounded to their dtype once more."""
+def _scaled(scores: Scores, q: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """Scale queries, which rounds them to their dtype once more: the kernels do not scale."""
     return q * scores.scale
 
 
 def splash_attend(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    absent: jax.Array | None,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    sinks: Float[Array, " n"] | None,
+    absent: Int[Array, ""] | None,
     segments: Segments | None,
-) -> jax.Array:
-    """``rooftop.programs.attention.attend.attend_behind`` by these kernels; ``absent`` None: all keys exist."""
+) -> Float[Array, "b T n d_v"]:
+    """``rooftop.programs.attention.attend.attend_to_earlier`` by these kernels; ``absent`` None: all keys exist."""
     kernel = _splash_kernel(scores, q, k, residuals=False, packed=segments is not None)
     if segments is not None:
         of_queries, of_keys = segments
         if absent is not None:
             of_keys = jnp.where(jnp.arange(k.shape[1]) < absent, -1, of_keys)
 
-        def one(q: jax.Array, k: jax.Array, v: jax.Array, of_queries: jax.Array, of_keys: jax.Array) -> Any:
+        def one_sequence(q: jax.Array, k: jax.Array, v: jax.Array, of_queries: jax.Array, of_keys: jax.Array) -> Any:
             return kernel(q, k, v, splash.SegmentIds(q=of_queries, kv=of_keys), sinks)
 
         with declared("splash", scores, q, v):
-            o: Any = jax.vmap(one)(
+            o: Any = jax.vmap(one_sequence)(
                 _heads_first(_scaled(scores, q)), _heads_first(k), _heads_first(v), of_queries, of_keys
             )
         return _heads_first(o)
-    every = None if sinks is None else jnp.tile(sinks, q.shape[0])
+    tiled_sinks = None if sinks is None else jnp.tile(sinks, q.shape[0])
     ids = None
     if absent is not None:
         of_keys = (jnp.arange(k.shape[1]) < absent).astype(jnp.int32)
         ids = splash.SegmentIds(q=jnp.zeros(q.shape[1], jnp.int32), kv=of_keys)
     with declared("splash", scores, q, v):
-        o = kernel(_by_head(_scaled(scores, q)), _by_head(k), _by_head(v), ids, every)
+        o = kernel(_by_head(_scaled(scores, q)), _by_head(k), _by_head(v), ids, tiled_sinks)
     return _by_token(o, q.shape[0])
 
 
 def splash_block(
-    scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, sent: Any
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    scores: Scores,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    segments: Segments | None,
+    sent: Any,
+) -> tuple[tuple[Float[Array, "b T n d_v"], Float32[Array, "b n T"]], Any]:
     """``rooftop.programs.attention.attend.attend_block`` by these kernels."""
     kernel = _splash_kernel(scores, q, k, residuals=True, packed=segments is not None)
     with declared("splash", scores, q, v):
         if segments is None:
-            found = kernel(_by_head(_scaled(scores, q)), _by_head(k), _by_head(v))
+            result = kernel(_by_head(_scaled(scores, q)), _by_head(k), _by_head(v))
         else:
             ids = splash.SegmentIds(q=segments[0], kv=segments[1])
-            found = jax.vmap(kernel)(*map(_heads_first, (_scaled(scores, q), k, v)), ids)
-    (o, (lse,)), sent = lax.optimization_barrier((found, sent))
+            result = jax.vmap(kernel)(*map(_heads_first, (_scaled(scores, q), k, v)), ids)
+    (o, (lse,)), sent = lax.optimization_barrier((result, sent))
     o = _by_token(o, q.shape[0]) if segments is None else _heads_first(o)
     return (o, lse.reshape(q.shape[0], -1, q.shape[1])), sent
 
 
 def splash_gradients(
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    o: jax.Array,
-    lse: jax.Array,
-    do: jax.Array,
+    q: Float[Array, "b T n H"],
+    k: Float[Array, "b S k H"],
+    v: Float[Array, "b S k d_v"],
+    o: Float[Array, "b T n d_v"],
+    lse: Float32[Array, "b n T"],
+    do: Float[Array, "b T n d_v"],
     segments: Segments | None,
     sent: Any,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Any]:
+) -> tuple[tuple[Float[Array, "b T n H"], Float[Array, "b S k H"], Float[Array, "b S k d_v"]], Any]:
     """``rooftop.programs.attention.attend.block_gradients`` by these kernels."""
     kernel = _splash_kernel(scores, q, k, residuals=True, packed=segments is not None)
     settings = {name: kernel.kwargs[name] for name in _SETTINGS}
 
     def gradients(q: Any, k: Any, v: Any, ids: Any, o: Any, lse: Any, do: Any) -> Any:
         saved = (q, k, v, ids, None, o, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
-        # Private, because the public function differentiates only with the log-sum-exps of its own keys.
+        # A private function: the public one differentiates only with the log-sum-exps of its own keys.
         return splash._splash_attention_bwd(**settings, res=saved, do=do)[3:6]
 
     order = _by_head if segments is None else _heads_first
     wide = order(_scaled(scores, q)), order(k), order(v)
     with declared("splash", scores, q, v):
         if segments is None:
-            found = gradients(*wide, None, order(o), lse.reshape(-1, q.shape[1]), order(do))
+            result = gradients(*wide, None, order(o), lse.reshape(-1, q.shape[1]), order(do))
         else:
             ids = splash.SegmentIds(q=segments[0], kv=segments[1])
-            found = jax.vmap(gradients)(*wide, ids, order(o), lse, order(do))
-    found, sent = lax.optimization_barrier((found, sent))
-    dq, dk, dv = (_by_token(each, q.shape[0]) if segments is None else _heads_first(each) for each in found)
+            result = jax.vmap(gradients)(*wide, ids, order(o), lse, order(do))
+    result, sent = lax.optimization_barrier((result, sent))
+    dq, dk, dv = (_by_token(x, q.shape[0]) if segments is None else _heads_first(x) for x in result)
     return (_scaled(scores, dq), dk, dv), sent
 
 
-#: What the kernels' backward pass takes besides arrays.
+#: Arguments of the kernels' backward pass that are not arrays.
 _SETTINGS = (
     "save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function",
     "attn_logits_soft_cap", "interpret",

@@ -1,1 +1,1 @@
-"""Programs of the algebra: sharded einsums, and matmuls that overlap with their collectives."""
+"""Programs of the algebra: sharded einsums, and matmuls that overlap their collectives."""

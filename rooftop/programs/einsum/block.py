@@ -1,10 +1,11 @@
 """The two matmuls of a Transformer's MLP, In[B_X, D_Y] Win[D, F_Y] Wout[F_Y, D] -> Out[B_X, D_Y], in three versions.
 
-They do the same FLOPs, and differ in how In is gathered over Y and Out scattered over it (book chapter 10):
+They do the same FLOPs, and differ in the gather of In over Y and the scatter of Out over Y (book chapter 10):
 
-- ``overlapped``: by two collective matmuls, an AllGather's and a ReduceScatter's;
-- ``default``: as XLA finds best, given the shardings of both matmuls' results;
-- ``unreduced``: not at all. In comes gathered, [B_X, D], and Out stays unreduced, [B_X, D]{U_Y}: the time to beat.
+- ``overlapped``: two collective matmuls, an AllGather's and a ReduceScatter's;
+- ``default``: XLA's choice, given the shardings of both matmuls' results;
+- ``unreduced``: no collectives. In is already gathered, [B_X, D], and Out stays unreduced, [B_X, D]{U_Y}. This is the
+  lower bound on time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import P, named_scope
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.einsum.collective_matmul import Axis, all_gather_einsum, einsum_reduce_scatter
@@ -31,9 +33,15 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def overlapped_mlp(
-    x: jax.Array, w_in: jax.Array, w_out: jax.Array, *, axis: Axis, bidirectional: bool = True, activation: str = "none"
-) -> jax.Array:
-    """[B, D_Y] -> [B, D_Y] by w_in [D, F_Y] and w_out [F_Y, D], inside ``jax.shard_map``: ``axis`` is Y."""
+    x: Float[Array, "B D_Y"],
+    w_in: Float[Array, "D F_Y"],
+    w_out: Float[Array, "F_Y D"],
+    *,
+    axis: Axis,
+    bidirectional: bool = True,
+    activation: str = "none",
+) -> Float[Array, "B D_Y"]:
+    """The MLP on local shards, inside ``jax.shard_map``: ``axis`` is Y."""
     with named_scope("layers/mlp/up"):
         h = all_gather_einsum("bd,df->bf", x, w_in, axis=axis, dim="d", bidirectional=bidirectional)
     with named_scope("layers/mlp/act"):
@@ -44,10 +52,10 @@ def overlapped_mlp(
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProgram:
-    """What decides the block, the mesh excepted: sizes B, D and F of whole arrays in bf16, and how it is done.
+    """All options of the block but the mesh: sizes B, D and F of whole arrays in bf16, version and activation.
 
-    With ``backward`` it also takes a derivative of Out, and returns those of In, Win and Wout. Those of the weights
-    stay partial sums over X but for ``default``, where XLA sums them.
+    With ``backward`` it also takes a derivative of Out, and returns those of In, Win and Wout. Derivatives of the
+    weights stay partial sums over X, except in ``default``, where XLA sums them.
     """
 
     B: int
@@ -66,7 +74,7 @@ class BlockProgram:
 
 
 def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
-    """The block lowered for ``mesh``, whose devices need not be here; ``arguments`` are a BlockProgram's fields.
+    """The block lowered for ``mesh``, whose devices may be remote; ``arguments`` are a BlockProgram's fields.
 
     Raises RooftopError for unknown fields, a mesh without axes X and Y, or sizes that do not divide over it.
     """
@@ -103,7 +111,7 @@ def _overlapped(program: BlockProgram, mesh: Mesh) -> _Lowerable:
 
 
 def _unreduced(program: BlockProgram, mesh: Mesh) -> _Lowerable:
-    def block(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    def block(x: Float[Array, "B D"], w_in: Float[Array, "D F_Y"], w_out: Float[Array, "F_Y D"]) -> Float[Array, "B D"]:
         with named_scope("layers/mlp/up"):
             h = jnp.einsum("bd,df->bf", x, w_in)
         with named_scope("layers/mlp/act"):
@@ -115,7 +123,7 @@ def _unreduced(program: BlockProgram, mesh: Mesh) -> _Lowerable:
 
 
 def _default(program: BlockProgram, mesh: Mesh) -> _Lowerable:
-    def block(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    def block(x: Float[Array, "B D"], w_in: Float[Array, "D F"], w_out: Float[Array, "F D"]) -> Float[Array, "B D"]:
         with named_scope("layers/mlp/up"):
             h = jnp.einsum("bd,df->bf", x, w_in, out_sharding=P("X", "Y"))
         with named_scope("layers/mlp/act"):
@@ -123,7 +131,9 @@ def _default(program: BlockProgram, mesh: Mesh) -> _Lowerable:
         with named_scope("layers/mlp/down"):
             return jnp.einsum("bf,fd->bd", h, w_out, out_sharding=P("X", "Y"))
 
-    def both(x: jax.Array, w_in: jax.Array, w_out: jax.Array, derivative: jax.Array) -> Any:
+    def both(
+        x: Float[Array, "B D"], w_in: Float[Array, "D F"], w_out: Float[Array, "F D"], derivative: Float[Array, "B D"]
+    ) -> Any:
         out, pull = jax.vjp(block, x, w_in, w_out)
         return out, pull(derivative)
 
@@ -131,10 +141,10 @@ def _default(program: BlockProgram, mesh: Mesh) -> _Lowerable:
 
 
 def _per_device(program: BlockProgram, mesh: Mesh, block: _Block, x: P, out: P) -> _Lowerable:
-    """A block of local shards as a function of whole arrays. Partial sums lie one after another along the first dim."""
+    """A block of local shards as a function of whole arrays. Partial sums are concatenated along the first dim."""
 
     def both(*arrays: jax.Array) -> Any:
-        # Varying over every axis, a weight's derivative is left as partial sums.
+        # The derivative of a weight that varies over every axis stays partial sums.
         varying = [
             jax.lax.pcast(y, tuple(set(mesh.shape) - jax.typeof(y).manual_axis_type.varying), to="varying")
             for y in arrays
@@ -142,11 +152,11 @@ def _per_device(program: BlockProgram, mesh: Mesh, block: _Block, x: P, out: P) 
         result, pull = jax.vjp(block, *varying[:3])
         return result, pull(varying[3])
 
-    given = (x, *_WEIGHTS)
+    specs = (x, *_WEIGHTS)
     if not program.backward:
-        return jax.shard_map(block, mesh=mesh, in_specs=given, out_specs=out), given
+        return jax.shard_map(block, mesh=mesh, in_specs=specs, out_specs=out), specs
     derivatives = out, P("X", "Y"), P(("X", "Y"), None)
-    return jax.shard_map(both, mesh=mesh, in_specs=(*given, x), out_specs=(out, derivatives)), (*given, x)
+    return jax.shard_map(both, mesh=mesh, in_specs=(*specs, x), out_specs=(out, derivatives)), (*specs, x)
 
 
 _VERSIONS: Mapping[str, Callable[[BlockProgram, Mesh], _Lowerable]] = {

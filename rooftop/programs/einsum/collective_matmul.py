@@ -1,19 +1,19 @@
-"""Matmuls that overlap with their own collective: shards travel round a ring while the matrix unit works on others.
+"""Matmuls that overlap their own collective: shards travel around a ring while the matrix unit multiplies others.
 
-They are the collective matmuls of Wang et al. 2023 and of the book's chapter 10. Every function here is called inside
+These are the collective matmuls of Wang et al. 2023 and of the book's chapter 10. Every function here is called inside
 ``jax.shard_map``, on local shards. ``spec`` is an einsum of two operands, such as 'bd,df->bf', and ``dim`` is the
 letter of it that is split over the mesh axis ``axis`` (or several axes, major first):
 
-- ``all_gather_einsum``: one operand arrives in shards of ``dim``, which go round while others are multiplied;
-- ``einsum_reduce_scatter``: the output leaves in shards of ``dim``, whose partial sums go round;
-- ``einsum_all_reduce``: the same for a part of the output at a time, while the part before is gathered.
+- ``all_gather_einsum``: one operand arrives in shards of ``dim``, which travel while others are multiplied;
+- ``einsum_reduce_scatter``: the output leaves in shards of ``dim``, whose partial sums travel;
+- ``einsum_all_reduce``: the same for one part of the output at a time, while the previous part is gathered.
 
 The gradients overlap as well, since AllGather and ReduceScatter are each other's transposes. On a device products are
-summed in float32 (int32 for integers). What travels is the operand or, where sums do, the output's dtype: a bf16 sum
-over n devices is rounded n - 1 times on its way, as in XLA's own ReduceScatter.
+summed in float32 (int32 for integers). Travelling data has the dtype of the operand, or for partial sums of the output:
+a bf16 sum over n devices is rounded n - 1 times, as in XLA's own ReduceScatter.
 
-With ``bidirectional``, half of the data goes each way round: twice the bandwidth where the ring closes, and the same
-on an open line, where a ring comes back through the links of the other direction.
+With ``bidirectional``, half of the data travels in each direction: twice the bandwidth on a closed ring, and the same
+on an open line, where a ring returns through the links of the other direction.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ def all_gather_einsum(
     bidirectional: bool = True,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The einsum of two operands of which one, number ``gathered``, comes in shards of ``dim`` over ``axis``.
+    """The einsum of two operands, one of which (number ``gathered``) arrives in shards of ``dim`` over ``axis``.
 
-    In[B, D_Y] W[D, F] -> Out[B, F] sums over the shards ('bd,df->bf', dim 'd'); In[B_Y, D] W[D, F] -> Out[B, F] makes
-    a block of rows of each ('bd,df->bf', dim 'b'). The other operand and the output have all of ``dim``. The output
-    has ``dtype``, by default that of the operands. For the gradient the shard is kept, never the gathered operand.
+    In[B, D_Y] W[D, F] -> Out[B, F] sums over the shards ('bd,df->bf', dim 'd'). In[B_Y, D] W[D, F] -> Out[B, F]
+    computes a block of rows from each shard ('bd,df->bf', dim 'b'). The other operand and the output have all of
+    ``dim``. The output has ``dtype``, by default that of the operands. The gradient needs only the shard, not the
+    gathered operand.
 
-    Raises RooftopError for a spec or a dim that this does not do, or sizes that do not fit.
+    Raises RooftopError for an unsupported spec or dim, or sizes that do not fit.
     """
     op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     shard, other = a, b
@@ -76,12 +77,12 @@ def einsum_reduce_scatter(
     bidirectional: bool = True,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The einsum of two operands summed over ``axis``, of which each device gets its shard of the output's ``dim``.
+    """The einsum of two operands summed over ``axis``; each device gets its shard of the output's ``dim``.
 
-    Tmp[B, F_Y] W[F_Y, D] -> Out[B, D_Y] is 'bf,fd->bd' with dim 'd'. The operands have all of ``dim``. The output has
-    ``dtype``, by default that of the operands, and so have the sums on their way.
+    Tmp[B, F_Y] W[F_Y, D] -> Out[B, D_Y] is 'bf,fd->bd' with dim 'd'. The operands have all of ``dim``. The output and
+    the travelling sums have ``dtype``, by default that of the operands.
 
-    Raises RooftopError for a spec or a dim that this does not do, or sizes that do not fit.
+    Raises RooftopError for an unsupported spec or dim, or sizes that do not fit.
     """
     op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     op.scattered(a.shape, b.shape)
@@ -101,10 +102,11 @@ def einsum_all_reduce(
     """The einsum of two operands summed over ``axis``, the same on every device.
 
     In[B, D_Y] W[D_Y, F] -> Out[B, F] is 'bd,df->bf' with dim 'f', a letter of the output. Parts of ``dim`` are
-    scattered in turn, as by ``einsum_reduce_scatter``, and the shards of a part gathered while the next is multiplied.
-    JAX takes the output as varying over ``axis``, so its derivative is summed over ``axis``, as a psum's is.
+    scattered one after the other, as by ``einsum_reduce_scatter``, and the shards of a part are gathered while the next
+    part is multiplied. JAX treats the output as varying over ``axis``, so its derivative is summed over ``axis``, as a
+    psum's is.
 
-    Raises RooftopError for a spec or a dim that this does not do, or sizes that do not fit.
+    Raises RooftopError for an unsupported spec or dim, or sizes that do not fit.
     """
     op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     op.scattered(a.shape, b.shape)
@@ -113,7 +115,7 @@ def einsum_all_reduce(
 
 @dataclass(frozen=True, kw_only=True)
 class _ShardRing:
-    """The devices along ``axis``, each linked with the next and the last with the first."""
+    """The devices along ``axis`` as a ring: the last one is linked with the first."""
 
     axis: Axis
     bidirectional: bool
@@ -123,12 +125,12 @@ class _ShardRing:
         return lax.axis_size(self.axis)
 
     def place(self, ahead: int) -> jax.Array:
-        """The index of the device so many places ahead of this one."""
+        """Index of the device ``ahead`` steps further along the ring."""
         here = lax.axis_index(self.axis)
         return lax.rem(here + ahead % self.size, jnp.asarray(self.size, here.dtype))
 
     def send(self, x: jax.Array, places: int) -> jax.Array:
-        """``x`` of the device so many places behind."""
+        """``x`` of the device ``places`` steps back along the ring."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         # A permute numbers devices in the order of the mesh, whatever the order of its axes here.
         ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
@@ -138,7 +140,7 @@ class _ShardRing:
         return lax.ppermute(x, tuple(ordered), pairs)
 
     def tracks(self, size: int, *, ways: int) -> list[_Track]:
-        """The halves of a dim and the way round of each; all of it and one way if there is nothing to halve."""
+        """The halves of a dim and the direction of each; the whole dim and one direction if it cannot be halved."""
         if ways == 1 or size < 2:
             return [_Track(0, size, 1)]
         half = size // 2
@@ -146,7 +148,7 @@ class _ShardRing:
 
 
 class _Track(NamedTuple):
-    """What goes round together: ``size`` of a dim from ``start`` on, in hops of ``way`` (1 or -1) places."""
+    """A part of a dim that travels together: ``size`` from ``start`` on, in hops of ``way`` (1 or -1)."""
 
     start: int
     size: int
@@ -155,7 +157,7 @@ class _Track(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Einsum:
-    """An einsum with the letter that a collective works on. Of two operands, the first is the one gathered."""
+    """An einsum and the letter that a collective works on. The first of two operands is the gathered one."""
 
     operands: tuple[str, str]
     out: str
@@ -168,41 +170,41 @@ class _Einsum:
         return replace(self, operands=operands, out=out, dtype=jnp.dtype(dtype))
 
     def local(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The product of what is here, as wide as it is summed."""
-        whole = jnp.issubdtype(a.dtype, jnp.integer) and jnp.issubdtype(b.dtype, jnp.integer)
-        wide = jnp.int32 if whole else jnp.float32
+        """The product of the local operands, in the dtype in which it is summed."""
+        integers = jnp.issubdtype(a.dtype, jnp.integer) and jnp.issubdtype(b.dtype, jnp.integer)
+        wide = jnp.int32 if integers else jnp.float32
         return jnp.einsum(f"{','.join(self.operands)}->{self.out}", a, b, preferred_element_type=wide)
 
     def sizes(self, a: tuple[int, ...], b: tuple[int, ...], *, sharded: bool = False) -> Mapping[str, int]:
         """The size of each letter; with ``sharded``, ``a`` has only a shard of ``dim``."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for letters, shape, shards in zip(self.operands, (a, b), (self.ring.size if sharded else 1, 1), strict=True):
             if len(shape) != len(letters):
                 raise RooftopError(f"operand {letters}", f"an array with {len(shape)} dims", f"one with {len(letters)}")
             for letter, size in zip(letters, shape, strict=True):
                 whole = size * shards if letter == self.dim else size
-                if found.setdefault(letter, whole) != whole:
-                    raise RooftopError(f"size of {letter}", whole, f"{found[letter]}, as in the other operand")
-        return found
+                if sizes.setdefault(letter, whole) != whole:
+                    raise RooftopError(f"size of {letter}", whole, f"{sizes[letter]}, as in the other operand")
+        return sizes
 
     def scattered(self, a: tuple[int, ...], b: tuple[int, ...]) -> Mapping[str, int]:
-        """The size of each letter, of which ``dim`` must divide over the output's ring."""
+        """The size of each letter. Raises RooftopError if ``dim`` does not divide over the ring of the output."""
         if self.dim not in self.out:
             raise RooftopError("dim", self.dim, f"a letter of the output, {self.out}")
-        found = self.sizes(a, b)
-        if found[self.dim] % self.ring.size:
-            raise RooftopError(f"size of {self.dim}", found[self.dim], f"a multiple of the {self.ring.size} devices")
-        return found
+        sizes = self.sizes(a, b)
+        if sizes[self.dim] % self.ring.size:
+            raise RooftopError(f"size of {self.dim}", sizes[self.dim], f"a multiple of the {self.ring.size} devices")
+        return sizes
 
 
 def _parse(
     spec: str, operands: tuple[jax.Array, jax.Array], ring: _ShardRing, dim: str, dtype: DTypeLike | None
 ) -> _Einsum:
-    found = re.fullmatch(r"(\w+),(\w+)->(\w+)", spec.replace(" ", ""))
-    terms = found.groups() if found else ()
-    # A letter in one place only would have to be summed away or broadcast, and has no transpose in these terms.
+    match = re.fullmatch(r"(\w+),(\w+)->(\w+)", spec.replace(" ", ""))
+    terms = match.groups() if match else ()
+    # A letter that occurs once would be summed or broadcast, and has no transpose of the same form.
     once = [letter for letter in "".join(terms) if "".join(terms).count(letter) == 1]
-    if not found or once or any(len(set(term)) < len(term) for term in terms):
+    if not match or once or any(len(set(term)) < len(term) for term in terms):
         raise RooftopError("spec", spec, "two operands and an output, each letter in two of the three: 'bd,df->bf'")
     left, right, out = terms
     if len(dim) != 1 or dim not in left + right:
@@ -212,14 +214,14 @@ def _parse(
 
 
 def _varying(ring: _ShardRing, *operands: jax.Array) -> list[jax.Array]:
-    """The operands as JAX's types see them once multiplied: what is the same along an axis sums its gradient there."""
+    """The operands, varying over ``axis`` and each other's axes: JAX then sums gradients of replicated operands."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     union = frozenset(ring.axis if isinstance(ring.axis, tuple) else (ring.axis,)).union(*varying)
-    return [lax.pcast(x, tuple(union - had), to="varying") for x, had in zip(operands, varying, strict=True)]
+    return [lax.pcast(x, tuple(union - axes), to="varying") for x, axes in zip(operands, varying, strict=True)]
 
 
 def _slice(x: jax.Array, letters: str, letter: str, start: jax.Array | int, size: int) -> jax.Array:
-    """A slice of one letter's dim, or all of an array that does not have it."""
+    """A slice along one letter's dim; the whole array if it has no such dim."""
     if not letter or letter not in letters:
         return x
     return lax.dynamic_slice_in_dim(x, start, size, letters.index(letter), allow_negative_indices=False)
@@ -230,13 +232,13 @@ def _update(x: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) ->
 
 
 def _empty(op: _Einsum, sizes: Mapping[str, int], like: jax.Array) -> jax.Array:
-    """A buffer for the output: parts that a matmul writes straight into it need not be copied together."""
+    """A buffer for the output. Matmuls write their parts directly into it, which saves a copy."""
     out = lax.empty(tuple(sizes[letter] for letter in op.out), op.dtype)
     return lax.pcast(out, tuple(jax.typeof(like).manual_axis_type.varying), to="varying")
 
 
 def _longest(op: _Einsum, letters: str, sizes: Mapping[str, int]) -> str:
-    """The longest dim of the output that is in ``letters`` and is not ``dim``, to be halved; '' if there is none."""
+    """The longest dim of the output, other than ``dim``, that is in ``letters``; '' if there is none."""
     return max(
         (letter for letter in op.out if letter in letters and letter != op.dim), key=sizes.__getitem__, default=""
     )
@@ -248,7 +250,7 @@ def _gather(op: _Einsum, shard: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _gather_blocks(op: _Einsum, shard: jax.Array, other: jax.Array) -> jax.Array:
-    """Each shard makes a block of the output."""
+    """Each shard gives a block of the output."""
     (left, right), ring = op.operands, op.ring
     sizes, axis = op.sizes(shard.shape, other.shape, sharded=True), op.out.index(op.dim)
     width, out = sizes[op.dim] // ring.size, _empty(op, sizes, shard)
@@ -263,7 +265,7 @@ def _gather_blocks(op: _Einsum, shard: jax.Array, other: jax.Array) -> jax.Array
 
 
 def _gather_sums(op: _Einsum, shard: jax.Array, other: jax.Array) -> jax.Array:
-    """Each shard makes a term of the output. What is halved is another dim, for few long sums, not many short ones."""
+    """Each shard gives a term of the output. Another dim is halved, to get few long sums and not many short ones."""
     (left, right), ring = op.operands, op.ring
     sizes = op.sizes(shard.shape, other.shape, sharded=True)
     width, letter = sizes[op.dim] // ring.size, _longest(op, left, sizes)
@@ -309,7 +311,7 @@ def _scatter_part(op: _Einsum, a: jax.Array, b: jax.Array, first: int, size: int
     width, letter = size // ring.size, _longest(op, op.out, sizes)
 
     def term(owner: int, a: jax.Array, b: jax.Array) -> jax.Array:
-        """What this device adds to the shard of the device so many places ahead."""
+        """Term that this device adds to the shard of the device ``owner`` steps ahead."""
         start = first + ring.place(owner) * width
         return op.local(_slice(a, left, op.dim, start, width), _slice(b, right, op.dim, start, width))
 
@@ -317,19 +319,19 @@ def _scatter_part(op: _Einsum, a: jax.Array, b: jax.Array, first: int, size: int
         return term(0, a, b).astype(op.dtype)
 
     def sum_of_others(track: _Track) -> jax.Array:
-        """The half of this device's shard that ``track`` brings: the sum of what all the others add to it."""
+        """The half of this device's shard that arrives on ``track``: the sum of the terms of all other devices."""
         x, y = (_slice(z, at, letter, track.start, track.size) for z, at in ((a, left), (b, right)))
         total = term((ring.size - 1) * track.way, x, y).astype(op.dtype)
         for ahead in range(ring.size - 2, 0, -1):
-            # Tied to what arrives, a matmul adds to it. Else XLA multiplies first and adds by itself, which takes two
-            # more passes over a float32 term.
-            total, whole = lax.optimization_barrier((ring.send(total, track.way), b))
-            y = _slice(whole, right, letter, track.start, track.size)
+            # The barrier ties the matmul to the arriving sum, so that XLA fuses the addition into the matmul. Without
+            # it, the addition is an operation of its own, with two more passes over a float32 term.
+            total, other = lax.optimization_barrier((ring.send(total, track.way), b))
+            y = _slice(other, right, letter, track.start, track.size)
             total = (term(ahead * track.way, x, y) + total).astype(op.dtype)
         return ring.send(total, track.way)
 
-    # Two sums take turns: while one travels, the other gets its term. The last hop hides behind this device's own
-    # term, which must not wait to be added to what that brings.
+    # Two sums alternate: while one travels, the other gets its term. This device's own term overlaps the last hop, so
+    # it must not be fused with the addition of the arriving sum.
     arrived = [sum_of_others(track) for track in ring.tracks(sizes.get(letter, 1), ways=2)]
     own = lax.optimization_barrier(term(0, a, b))
     others = lax.concatenate(arrived, op.out.index(letter)) if len(arrived) > 1 else arrived[0]

@@ -1,7 +1,7 @@
-"""Programs of the algebra: every strategy of an einsum, and every path of a resharding, run as they are written.
+"""Programs of the algebra: every strategy of an einsum, and every path of a resharding, executed step by step.
 
-An array that is unreduced over mesh axes is passed as its partial sums: stacked along leading dims, one for each of
-the axes in mesh order, and split over them.
+An array that is unreduced over mesh axes is passed as its partial sums. They are stacked along leading dims, one for
+each of these axes in mesh order, and split over the axes.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ DTYPES: dict[str, str] = {
 
 
 def partition(array: ShardedArray, mesh: DeviceMesh) -> NamedSharding:
-    """The sharding of a JAX array that holds ``array``, partial sums stacked in front."""
+    """The sharding of a JAX array that represents ``array``, partial sums stacked in front."""
     stacked = [axis for axis in mesh.axis_names if axis in array.unreduced]
     return NamedSharding(mesh, P(*stacked, *(axes or None for axes in array.axes)))
 
 
 def abstract(array: ShardedArray, sizes: Mapping[str, int], mesh: DeviceMesh) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a JAX array that holds ``array``; ``sizes`` are those of its dims."""
+    """Shape, dtype and sharding of a JAX array that represents ``array``; ``sizes`` are the sizes of its dims."""
     stacked = tuple(mesh.shape[axis] for axis in mesh.axis_names if axis in array.unreduced)
     return jax.ShapeDtypeStruct(stacked + array.shape(sizes), DTYPES[array.dtype], sharding=partition(array, mesh))
 
 
 def path_program(steps: Sequence[Step], source: ShardedArray, mesh: DeviceMesh) -> Callable[[jax.Array], jax.Array]:
-    """A function that takes an array through the steps of a resharding."""
+    """A function that applies the steps of a resharding to an array."""
     target = steps[-1].output if steps else source
 
     def local(x: jax.Array) -> jax.Array:
@@ -66,12 +66,12 @@ def path_program(steps: Sequence[Step], source: ShardedArray, mesh: DeviceMesh) 
 
 
 def step_program(step: Step, mesh: DeviceMesh) -> Callable[..., jax.Array]:
-    """A function that does one step."""
+    """A function that applies one step."""
     return _mapped(lambda *operands: _apply(step, operands, mesh), step.inputs, (step.output,), mesh)
 
 
 def einsum_program(strategy: Strategy, einsum: Einsum, mesh: DeviceMesh) -> Callable[..., jax.Array]:
-    """A function of both operands that does the steps of a strategy."""
+    """A function of both operands that applies the steps of a strategy."""
     arrays = einsum.left, einsum.right
     return _mapped(lambda *operands: _run(strategy.steps, arrays, operands, mesh), arrays, (einsum.output,), mesh)
 
@@ -79,7 +79,7 @@ def einsum_program(strategy: Strategy, einsum: Einsum, mesh: DeviceMesh) -> Call
 def differentiable_program(
     strategy: Strategy, backward: Backward, einsum: Einsum, mesh: DeviceMesh
 ) -> Callable[..., jax.Array]:
-    """The same with the derivatives that ``backward`` describes, for jax.grad and its kin."""
+    """``einsum_program`` with the derivatives of ``backward``, for jax.grad and related transforms."""
     multiply = next(step for step in strategy.steps if step.multiplies)
     before = strategy.steps[: strategy.steps.index(multiply)]
     after = strategy.steps[strategy.steps.index(multiply) + 1 :]
@@ -96,13 +96,13 @@ def differentiable_program(
         return x
 
     rest = _mapped(finish, multiply.inputs, (einsum.output,), mesh)
-    given = einsum.output.with_axes(einsum.output.axes, ())
-    wanted = tuple(array.with_axes(array.axes, ()) for array in arrays)
+    output_derivative = einsum.output.with_axes(einsum.output.axes, ())
+    derivatives = tuple(array.with_axes(array.axes, ()) for array in arrays)
 
     def local_backward(left: jax.Array, right: jax.Array, derivative: jax.Array) -> tuple[jax.Array, ...]:
         for step in backward.output.steps:
             derivative = _apply(step, (derivative,), mesh)
-        found = []
+        results = []
         for program, operands in (
             (backward.left, (derivative, right)),
             (backward.right, (left, derivative)),
@@ -110,13 +110,13 @@ def differentiable_program(
             x = _apply(program.steps[0], operands, mesh)
             for step in program.steps[1:]:
                 x = _apply(step, (x,), mesh)
-            found.append(x)
-        return tuple(found)
+            results.append(x)
+        return tuple(results)
 
-    pull = _mapped(local_backward, (*multiply.inputs, given), wanted, mesh)
+    pull = _mapped(local_backward, (*multiply.inputs, output_derivative), derivatives, mesh)
 
     def stacked(array: ShardedArray, x: jax.Array) -> jax.Array:
-        """The derivative of every partial sum is that of the sum."""
+        """The derivative of each partial sum, which equals that of the sum."""
         count = len(array.unreduced)
         shape = tuple(mesh.shape[axis] for axis in mesh.axis_names if axis in array.unreduced)
         return jnp.broadcast_to(x[(None,) * count], shape + x.shape) if count else x
@@ -131,7 +131,7 @@ def differentiable_program(
 
     def reverse(prepared: Any, derivative: jax.Array) -> tuple[jax.Array, ...]:
         if einsum.output.unreduced:
-            # Every partial sum has the same derivative: that of the sum.
+            # All partial sums have the same derivative: take the first.
             derivative = derivative[(0,) * len(einsum.output.unreduced)]
         return tuple(stacked(array, x) for array, x in zip(arrays, pull(*prepared, derivative), strict=True))
 
@@ -140,15 +140,15 @@ def differentiable_program(
 
 
 def lower(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
-    """The plain program of an expression, for ``compiler.compiling.Request``: shardings given, all else is XLA's.
+    """The plain program of an expression, for ``compiler.compiling.Request``: given shardings, XLA chooses the rest.
 
-    ``arguments``: ``arrays`` (operands, then the output, in the notation) and ``dims``. One operand is an array that
-    changes its sharding. Raises RooftopError for an unreduced output, which plain programs cannot have.
+    ``arguments``: ``arrays`` (operands, then the output, in the notation) and ``dims``. With one operand, the array
+    changes its sharding. Raises RooftopError for an unreduced output, which a plain program cannot have.
     """
     *operands, output = (ShardedArray.parse(text) for text in arguments["arrays"])
     if output.unreduced:
         raise RooftopError("output", str(output), "an output without partial sums: a plain program sums them")
-    # Automatic axes: here the partitioner shall choose, as it does in programs that only place their arrays.
+    # Automatic axes: the partitioner chooses, as in programs that only place their arrays.
     auto = DeviceMesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
     def plain(*arrays: jax.Array) -> jax.Array:
@@ -173,8 +173,8 @@ def lower_steps(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lo
 def lower_strategy(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
     """One strategy of an einsum, written out with shard_map, or the cheapest path of a resharding.
 
-    ``arguments``: ``expression``, ``dims``, ``slice`` and ``layout`` (whose prices rank the strategies), ``rank`` (0
-    is the best) and ``overlapped`` (whether collective matmuls are among them).
+    ``arguments``: ``expression``, ``dims``, ``slice`` and ``layout`` (whose prices rank the strategies), ``rank`` (0 is
+    the best) and ``overlapped`` (true to include collective matmuls).
     """
     laid = Mesh.from_layout(Slice.parse(arguments["slice"]), arguments["layout"])
     prices = Prices(mesh=laid, dims=arguments["dims"])
@@ -200,10 +200,12 @@ def _mapped(
         return x.reshape(x.shape[len(array.unreduced) :])
 
     def local(*shards: jax.Array) -> Any:
-        found = function(*(bare(array, x) for array, x in zip(inputs, shards, strict=True)))
-        listed = found if isinstance(found, tuple) else (found,)
-        made = tuple(x.reshape((1,) * len(array.unreduced) + x.shape) for array, x in zip(outputs, listed, strict=True))
-        return made if isinstance(found, tuple) else made[0]
+        result = function(*(bare(array, x) for array, x in zip(inputs, shards, strict=True)))
+        results = result if isinstance(result, tuple) else (result,)
+        full = tuple(
+            x.reshape((1,) * len(array.unreduced) + x.shape) for array, x in zip(outputs, results, strict=True)
+        )
+        return full if isinstance(result, tuple) else full[0]
 
     specs = tuple(partition(array, mesh).spec for array in outputs)
     return jax.shard_map(
@@ -211,7 +213,7 @@ def _mapped(
         mesh=mesh,
         in_specs=tuple(partition(array, mesh).spec for array in inputs),
         out_specs=specs if len(specs) > 1 else specs[0],
-        # What a gather returns is the same everywhere along its axis, which JAX cannot know of a permute.
+        # A gather by permutes returns the same array on every device, which JAX cannot infer.
         check_vma=False,
     )
 
@@ -219,9 +221,9 @@ def _mapped(
 def _run(
     steps: Sequence[Step], arrays: tuple[ShardedArray, ...], operands: Sequence[jax.Array], mesh: DeviceMesh
 ) -> jax.Array:
-    place = next(index for index, step in enumerate(steps) if step.multiplies)
-    x = _apply(steps[place], _prepared(steps[:place], arrays, steps[place], operands, mesh), mesh)
-    for step in steps[place + 1 :]:
+    position = next(index for index, step in enumerate(steps) if step.multiplies)
+    x = _apply(steps[position], _prepared(steps[:position], arrays, steps[position], operands, mesh), mesh)
+    for step in steps[position + 1 :]:
         x = _apply(step, (x,), mesh)
     return x
 
@@ -233,7 +235,7 @@ def _prepared(
     operands: Sequence[jax.Array],
     mesh: DeviceMesh,
 ) -> tuple[jax.Array, ...]:
-    """The operands as they are multiplied: the steps of the left one come first."""
+    """The operands after the steps before the multiplication; the steps of the left operand come first."""
     array, left, right = arrays[0], operands[0], operands[1]
     for step in steps:
         if array != multiply.inputs[0]:
@@ -248,7 +250,7 @@ def _apply(step: Step, operands: tuple[jax.Array, ...], mesh: DeviceMesh) -> jax
     if step.multiplies:
         return _multiply(step, (operands[0], operands[1]))
     (x,), dims = operands, step.inputs[0].dims
-    # Axes of one dim belong together, in the order of its subscript.
+    # Group the axes of each dim, in the order of its subscript.
     pairs = zip(step.axes, step.dims, strict=False)
     by_dim = [
         (dims.index(dim), tuple(axis for axis, _ in group)) for dim, group in groupby(pairs, lambda pair: pair[1])
@@ -284,7 +286,7 @@ def _apply(step: Step, operands: tuple[jax.Array, ...], mesh: DeviceMesh) -> jax
 def _multiply(step: Step, operands: tuple[jax.Array, jax.Array]) -> jax.Array:
     spec, dtype = _spec(step.inputs, step.output), DTYPES[step.output.dtype]
     if step.op == "einsum":
-        # bf16 is multiplied exactly and summed in float32, as the matrix unit does.
+        # bf16 products are exact and summed in float32, as in the matrix unit.
         wide = jnp.int32 if jnp.issubdtype(operands[0].dtype, jnp.integer) else jnp.float32
         return jnp.einsum(spec, *operands, preferred_element_type=wide).astype(dtype)
     letters = dict(
@@ -294,18 +296,16 @@ def _multiply(step: Step, operands: tuple[jax.Array, jax.Array]) -> jax.Array:
     )
     axis, letter, both = step.axes[0], letters[step.dims[0]], step.bidirectional
     if step.op == "all_gather_einsum":
-        made = all_gather_einsum(
+        return all_gather_einsum(
             spec, *operands, axis=axis, gathered=step.operand, dim=letter, bidirectional=both, dtype=dtype
         )
-    elif step.op == "einsum_reduce_scatter":
-        made = einsum_reduce_scatter(spec, *operands, axis=axis, dim=letter, bidirectional=both, dtype=dtype)
-    else:
-        made = einsum_all_reduce(spec, *operands, axis=axis, dim=letter, bidirectional=both, dtype=dtype)
-    return made
+    if step.op == "einsum_reduce_scatter":
+        return einsum_reduce_scatter(spec, *operands, axis=axis, dim=letter, bidirectional=both, dtype=dtype)
+    return einsum_all_reduce(spec, *operands, axis=axis, dim=letter, bidirectional=both, dtype=dtype)
 
 
 def _spec(operands: Sequence[ShardedArray], output: ShardedArray) -> str:
-    """The einsum as numpy writes it, one letter for each dim."""
+    """The einsum in NumPy's notation, one letter for each dim."""
     dims = dict.fromkeys(dim for array in operands for dim in array.dims)
     letters = dict(zip(dims, "abcdefghijklmnopqrstuvwxyz", strict=False))
     terms = ["".join(letters[dim] for dim in array.dims) for array in (*operands, output)]

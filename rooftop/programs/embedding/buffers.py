@@ -1,6 +1,6 @@
-"""What one device's preprocessed buffers say: of each place, where its id comes from and which row it asks for.
+"""One device's preprocessed buffers, decoded: the source and the requested row of each entry.
 
-Dims: n places of a device's buffer, P SparseCores of a device, C of all devices, K row pointers of a buffer row.
+Dims: n entries of a device's buffer, P SparseCores of a device, C of all devices, K row pointers of a buffer row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from rooftop.models.embedding_tables.stacking import ALIGNMENT
 
@@ -16,52 +17,51 @@ from rooftop.models.embedding_tables.stacking import ALIGNMENT
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StackInputs:
-    """What the devices look up in one stack, as host preprocessing lays it out.
+    """Ids that the devices look up in one stack, in the layout of host preprocessing.
 
-    row_pointers int32 [devices, pointers], embedding_ids and sample_ids int32 and gains float32 [devices, n]: split
-    over the devices. ``rooftop.embed.emit`` describes the layout.
+    All arrays are split over the devices by their first dim. ``rooftop.embed.emit`` describes the layout.
     """
 
-    row_pointers: jax.Array
-    embedding_ids: jax.Array
-    sample_ids: jax.Array
-    gains: jax.Array
+    row_pointers: Int32[Array, "devices pointers"]
+    embedding_ids: Int32[Array, "devices n"]
+    sample_ids: Int32[Array, "devices n"]
+    gains: Float32[Array, "devices n"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LookupInputs:
-    """What the devices look up in all stacks, by name, and in how many ``passes`` (int32 scalar: minibatches)."""
+    """Ids that the devices look up in all stacks, by name, in ``passes`` minibatches."""
 
     stacks: dict[str, StackInputs]
-    passes: jax.Array
+    passes: Int32[Array, ""]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferEntries:
-    """Every place of a device's buffer, [n] each; where ``valid`` is false it is padding and the rest means nothing.
+    """Every entry of a device's buffer. Where ``valid`` is false it is padding and the other fields mean nothing.
 
-    ``source`` 0 to P - 1 and ``destination`` 0 to C - 1 are SparseCores, ``passes`` the minibatch; ``row`` is local to
-    the destination, ``sample`` to the source. ``rank`` counts the ids of the same partition before this one, ``unique``
-    the different rows before that of this one; ``first`` says that the row has not been before.
+    ``source`` 0 to P - 1 and ``destination`` 0 to C - 1 are SparseCores, ``passes`` is the minibatch. ``row`` is local
+    to the destination, ``sample`` to the source. ``rank`` counts the earlier ids of the same partition, ``unique`` the
+    different rows among them. ``first`` is true for the first entry of a row in its partition.
     """
 
-    valid: jax.Array
-    source: jax.Array
-    destination: jax.Array
-    passes: jax.Array
-    row: jax.Array
-    sample: jax.Array
-    gain: jax.Array
-    rank: jax.Array
-    unique: jax.Array
-    first: jax.Array
+    valid: Bool[Array, " n"]
+    source: Int[Array, " n"]
+    destination: Int[Array, " n"]
+    passes: Int[Array, " n"]
+    row: Int[Array, " n"]
+    sample: Int[Array, " n"]
+    gain: Float32[Array, " n"]
+    rank: Int[Array, " n"]
+    unique: Int[Array, " n"]
+    first: Bool[Array, " n"]
 
 
 def read_places(
-    inputs: StackInputs, passes: jax.Array, *, cores: int, cores_per_device: int, minibatching: bool
+    inputs: StackInputs, passes: Int[Array, ""], *, cores: int, cores_per_device: int, minibatching: bool
 ) -> BufferEntries:
-    """The places of one device's buffers, the leading dim of whose arrays is 1 (inside ``jax.shard_map``)."""
+    """The entries of one device's buffers, whose arrays have a leading dim of 1 (inside ``jax.shard_map``)."""
     # With minibatching the SparseCores of a device share one row of the buffer.
     rows = 1 if minibatching else cores_per_device
     stride = max(cores, ALIGNMENT)
@@ -70,7 +70,7 @@ def read_places(
     pointers, capacity = ends.shape[1], ids.shape[1]
     padded_ends = -(-ends // ALIGNMENT) * ALIGNMENT
 
-    # The partition of a place is the number of partitions that end, padding included, at it or before it.
+    # The partition of an entry is the number of partitions that end, padding included, at it or before it.
     of_row = jnp.arange(rows)[:, None]
     ending = jnp.zeros((rows, capacity + 1), jnp.int32).at[of_row, jnp.minimum(padded_ends, capacity)].add(1)
     partition = jnp.cumsum(ending, axis=1)[:, :capacity]
@@ -94,7 +94,7 @@ def read_places(
         passes=of_pass.reshape(-1),
         row=ids.reshape(-1),
         sample=inputs.sample_ids.reshape(-1),
-        # What pads holds NaN, which would spread through products with zero.
+        # Padding holds NaN, which would spread through products with zero.
         gain=jnp.where(valid.reshape(-1), inputs.gains.reshape(-1), 0.0),
         rank=(at - start).reshape(-1),
         unique=unique.reshape(-1),

@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al. 2019): dense features through an MLP, embeddings beside them, all pairs' dot products, an MLP.
+"""DLRM (Naumov et al. 2019): an MLP of dense features, embeddings, dot products of all pairs, and a second MLP.
 
 Dims: B samples, F categorical features of one embedding width W, N dense features.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax import P, named_scope
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
 
 from rooftop.core.errors import RooftopError
 from rooftop.programs.parameters import Leaf
@@ -26,7 +27,7 @@ from rooftop.programs.parameters import Leaf
 class DlrmConfig:
     """Sizes of the dense part. ``features`` are looked up, in this order, each of ``width`` floats.
 
-    ``bottom`` and ``top`` are hidden layers; the bottom MLP ends in ``width``, the top one in a logit.
+    ``bottom`` and ``top`` are hidden layers. The bottom MLP ends in ``width`` floats, the top one in a logit.
     """
 
     dense_features: int
@@ -77,9 +78,9 @@ class DlrmState(Generic[Leaf]):
 
 @dataclass(frozen=True, kw_only=True)
 class Dlrm:
-    """The dense part of a step: what ``rooftop.programs.embedding.pipeline`` calls a DenseStep.
+    """The dense part of a step: a ``rooftop.programs.embedding.pipeline.DenseStep``.
 
-    ``share_of`` the learning rate is used at a step, counted from 0; None: all of it.
+    ``share_of`` returns the share of the learning rate for a step, counted from 0; None: always 1.
     """
 
     config: DlrmConfig
@@ -90,7 +91,7 @@ class Dlrm:
         return optax.adam(self.config.learning_rate)
 
     def begin(self, seed: int) -> DlrmState[Any]:
-        """Weights as Glorot and Bengio 2010 and Adam's state, made on the host."""
+        """Weights as in Glorot and Bengio 2010, and Adam's state, created on the host."""
         random = np.random.default_rng([seed, 1])
         weights = {
             name: [
@@ -105,17 +106,17 @@ class Dlrm:
         return DlrmState(weights=weights, optimizer=self._optimizer.init(weights))
 
     def initialise(self, mesh: jax.sharding.Mesh, seed: int) -> DlrmState[jax.Array]:
-        """What ``begin`` makes, on every device of ``mesh``."""
+        """The state of ``begin``, on every device of ``mesh``."""
         placed: DlrmState[jax.Array] = jax.device_put(self.begin(seed), NamedSharding(mesh, P()))
         return placed
 
     def logits(
         self,
         weights: Mapping[str, Sequence[tuple[jax.Array, jax.Array]]],
-        activations: Mapping[str, jax.Array],
-        dense: jax.Array,
-    ) -> jax.Array:
-        """[B], from activations by feature [B, W] and dense features [B, N]."""
+        activations: Mapping[str, Float[Array, "B W"]],
+        dense: Float[Array, "B N"],
+    ) -> Float[Array, " B"]:
+        """Logits, from activations by feature and dense features."""
         bottom = _mlp(weights["bottom"], dense)
         vectors = jnp.stack([bottom, *(activations[name] for name in self.config.features)], axis=1)
         products = jnp.einsum("bfw,bgw->bfg", vectors, vectors)
@@ -129,7 +130,8 @@ class Dlrm:
     ) -> tuple[DlrmState[jax.Array], dict[str, jax.Array], jax.Array]:
         """The state after Adam's step, the activations' gradients, and the mean cross-entropy in nats.
 
-        Devices have a part of the samples each and sum the gradients of the weights, which all of them hold.
+        Each device has a part of the samples. Gradients of the weights, which all devices have, are summed over
+        devices.
         """
         mesh = jax.sharding.get_abstract_mesh()
         axes, devices = mesh.axis_names, mesh.size
@@ -140,8 +142,8 @@ class Dlrm:
             def loss(weights: Any, activations: dict[str, jax.Array]) -> jax.Array:
                 with named_scope("loss"):
                     logits = self.logits(weights, activations, batch.dense)
-                    each = optax.sigmoid_binary_cross_entropy(logits, batch.label)
-                    return jnp.sum(each) / (len(each) * devices)
+                    losses = optax.sigmoid_binary_cross_entropy(logits, batch.label)
+                    return jnp.sum(losses) / (len(losses) * devices)
 
             value, (of_weights, of_activations) = jax.value_and_grad(loss, argnums=(0, 1))(weights, activations)
             with named_scope("gradients"):
@@ -160,7 +162,7 @@ class Dlrm:
         return dataclasses.replace(dense, weights=weights, optimizer=optimizer), of_activations, value
 
 
-def _mlp(layers: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+def _mlp(layers: Sequence[tuple[jax.Array, jax.Array]], x: Float[Array, "B inputs"]) -> Float[Array, "B outputs"]:
     for index, (weight, bias) in enumerate(layers):
         x = x @ weight + bias
         if index + 1 < len(layers):

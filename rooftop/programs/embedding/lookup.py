@@ -1,10 +1,11 @@
-"""Lookups in stacked, mod-sharded tables and their updates, over any mesh: what SparseCores compute, on any device.
+"""Lookups and updates of stacked, mod-sharded tables over any mesh: the work of SparseCores, on any device.
 
 A SparseCore here is a part of a device that holds every C-th row; its ids come from host preprocessing
-(``rooftop.embed``). Dims: B samples of a step, D devices, P SparseCores of each, C = D P, W width of a stack (padded).
-Tables and inputs are split over all axes of the mesh, in their order.
+(``rooftop.embed``). Dims: B samples of a step, D devices, P SparseCores of each, C = D P, W width of a stack (padded),
+S rows of activations of a SparseCore, n entries of a device's buffer. Tables and inputs are split over all axes of the
+mesh, in their order.
 
-Source: the SparseCore deep dive, sections 2, 7 and 8; the optimizers in ``embedding_optimizers`` name theirs.
+Source: the SparseCore deep dive, sections 2, 7 and 8; the optimizers in ``embedding.optimizers`` name theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import P, lax, named_scope
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.embedding_tables.limits import Limits, StackLimits, check_limits
@@ -28,20 +30,20 @@ from rooftop.programs.embedding.optimizers import Slots, merge_rows, true_widths
 from rooftop.programs.embedding.sparsecore import lookup_on_sparsecores, update_on_sparsecores
 from rooftop.programs.embedding.state import EmbeddingState
 
-#: Who looks up and updates: this module's own arithmetic, on any device, or XLA's SparseCore operations.
+#: Implementations: this module's own arithmetic, on any device, or XLA's SparseCore operations.
 KERNELS: tuple[str, ...] = ("reference", "sparsecore")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingProgram:
-    """All that decides lookup and update, the mesh excepted.
+    """All options of lookup and update but the mesh.
 
-    ``batch`` is B, of all devices. ``limits`` are the stacks', of one pass. ``exchange``
-    is one of ``plan.embedding.exchange.EXCHANGES`` for every stack, or None for the cheaper one of each. ``kernel``
-    is one of KERNELS: 'sparsecore' hands lookup, exchange and update to XLA, on TPUs that have SparseCores.
-    ``minibatching`` says that the buffers are laid out for passes; ``sample_passes`` above 1 that these are over
-    samples, so many in every batch: gradients of a row are then summed over all passes before it is updated. A program
-    is hashed as the object that it is: a static argument of ``jax.jit``. Raises RooftopError.
+    ``batch`` is B, of all devices. ``limits`` are those of the stacks, for one pass. ``exchange`` is one of
+    ``plan.embedding.exchange.EXCHANGES`` for every stack, or None for the cheaper one of each. ``kernel`` is one of
+    KERNELS: 'sparsecore' leaves lookup, exchange and update to XLA, on TPUs with SparseCores. ``minibatching``: the
+    buffers are laid out for passes. ``sample_passes`` above 1: every batch has this number of passes over samples, and
+    the gradients of a row are summed over all passes before it is updated. A program is hashed by identity, as a static
+    argument of ``jax.jit``. Raises RooftopError.
     """
 
     stacking: Stacking
@@ -78,7 +80,7 @@ class EmbeddingProgram:
         return self.batch // self.stacking.cores
 
     def exchange_of(self, stack: Stack) -> ExchangeKind:
-        """How devices exchange what they look up in ``stack``."""
+        """The exchange of ``stack``: of rows, or of activations."""
         limits = self.limits[stack.name]
         return self.exchange or cheapest_exchange(
             width=stack.width,
@@ -110,14 +112,14 @@ def lookup(program: EmbeddingProgram, tables: Mapping[str, jax.Array], inputs: L
     axes = mesh_axes(program)
 
     def local(tables: dict[str, jax.Array], inputs: LookupInputs) -> dict[str, jax.Array]:
-        found: dict[str, jax.Array] = {}
+        features: dict[str, jax.Array] = {}
         for stack in program.stacking.stacks:
             with named_scope(f"tables/{stack.name}/lookup"):
                 table = tables[stack.name].reshape(-1, stack.width)
                 look = _lookup_on_sparsecores if program.kernel == "sparsecore" else _lookup
                 activations = look(_StackWork.of(program, stack, axes, inputs), table)
-                found |= split_features(program, stack, activations)
-        return found
+                features |= split_features(program, stack, activations)
+        return features
 
     return _on_devices(local, axes, P(axes))(dict(tables), inputs)
 
@@ -129,11 +131,10 @@ def update(
     gradients: Mapping[str, jax.Array],
     share: jax.Array | float = 1.0,
 ) -> EmbeddingState[jax.Array]:
-    """The state after the optimizers' update by the activations' ``gradients`` (by feature, as ``lookup`` gives them).
+    """The state after the optimizers' update by the activations' ``gradients``, by feature as in ``lookup``.
 
-    ``inputs`` are those whose lookup the gradients are of. ``share`` of each table's learning rate is used: what a
-    schedule says for this step. A row that several samples looked up gets the sum of their gradients, once. Runs under
-    ``jax.set_mesh``.
+    ``inputs`` are those of the lookup. ``share`` is the schedule's share of each table's learning rate at this step. A
+    row that several samples looked up is updated once, by the sum of their gradients. Runs under ``jax.set_mesh``.
     """
     axes = mesh_axes(program)
 
@@ -145,17 +146,17 @@ def update(
         for stack in program.stacking.stacks:
             with named_scope(f"tables/{stack.name}/update"):
                 own = join_features(program, stack, gradients)
-                held = (
+                arrays = (
                     tables[stack.name].reshape(-1, stack.width),
                     tuple(slot.reshape(-1, slot.shape[-1]) for slot in all_slots[stack.name]),
                 )
                 work = _StackWork.of(program, stack, axes, inputs)
                 if program.kernel == "sparsecore":
                     sums = all_sums[stack.name] if stack.name in program.summed else None
-                    table, slots, sums = _update_on_sparsecores(work, held, own, share, step, sums)
+                    table, slots, sums = _update_on_sparsecores(work, arrays, own, share, step, sums)
                     all_sums |= {} if sums is None else {stack.name: sums}
                 else:
-                    table, slots = _update(work, held, own, share, step)
+                    table, slots = _update(work, arrays, own, share, step)
                 tables[stack.name] = table.reshape(tables[stack.name].shape)
                 all_slots[stack.name] = tuple(
                     new.reshape(old.shape) for new, old in zip(slots, all_slots[stack.name], strict=True)
@@ -167,22 +168,26 @@ def update(
     return _on_devices(local, axes, out)(state, inputs, dict(gradients), jnp.asarray(share, jnp.float32))
 
 
-def split_features(program: EmbeddingProgram, stack: Stack, activations: jax.Array) -> dict[str, jax.Array]:
+def split_features(
+    program: EmbeddingProgram, stack: Stack, activations: Float[Array, "rows W"]
+) -> dict[str, jax.Array]:
     """A device's activations [P S, W] of a stack, feature by feature: [samples of the device, (length,) width]."""
     per_device = program.stacking.cores_per_device
     by_core = activations.reshape(per_device, -1, stack.width)
-    found, at = {}, 0
+    features, start = {}, 0
     for place in stack.places:
         for feature in place.features:
             rows = program.samples * feature.rows_per_sample
-            own = by_core[:, at : at + rows, : place.table.width]
+            own = by_core[:, start : start + rows, : place.table.width]
             length = () if feature.length is None else (feature.length,)
-            found[feature.name] = own.reshape(per_device * program.samples, *length, place.table.width)
-            at += rows
-    return found
+            features[feature.name] = own.reshape(per_device * program.samples, *length, place.table.width)
+            start += rows
+    return features
 
 
-def join_features(program: EmbeddingProgram, stack: Stack, features: Mapping[str, jax.Array]) -> jax.Array:
+def join_features(
+    program: EmbeddingProgram, stack: Stack, features: Mapping[str, jax.Array]
+) -> Float32[Array, "rows W"]:
     """The inverse of ``split_features``, padded with zeros to the width of the stack."""
     per_device = program.stacking.cores_per_device
     parts = []
@@ -203,9 +208,9 @@ def mesh_axes(program: EmbeddingProgram) -> Axes:
 
 
 def _on_devices(local: Callable[..., Any], axes: Axes, out: Any) -> Callable[..., Any]:
-    """``local`` on every device: arrays are split over all axes by their first dim, scalars are whole.
+    """``local`` on every device: arrays are split over all axes by their first dim, scalars are replicated.
 
-    ``out`` is what ``local`` returns, in its place P(axes) or P().
+    ``out`` has the structure of ``local``'s result, with P(axes) or P() as leaves.
     """
 
     def run(*arguments: Any) -> Any:
@@ -217,13 +222,13 @@ def _on_devices(local: Callable[..., Any], axes: Axes, out: Any) -> Callable[...
 
 @dataclass(frozen=True, kw_only=True)
 class _StackWork:
-    """What a device looks up in one stack, inside ``jax.shard_map``."""
+    """The lookups of a device in one stack, inside ``jax.shard_map``."""
 
     program: EmbeddingProgram
     stack: Stack
     axes: Axes
     inputs: StackInputs
-    passes: jax.Array
+    passes: Int[Array, ""]
 
     @classmethod
     def of(cls, program: EmbeddingProgram, stack: Stack, axes: Axes, inputs: LookupInputs) -> _StackWork:
@@ -252,29 +257,29 @@ class _StackWork:
         )
 
     def for_each_pass(self, places: BufferEntries, one: Callable[[jax.Array, Any], Any], begin: Any) -> Any:
-        """``one`` with the places of each pass in turn, and what the passes before it have made of ``begin``."""
+        """Apply ``one`` to the mask of each pass's entries and the previous result, which is ``begin`` at first."""
         if not self.program.minibatching:
             return one(places.valid, begin)
         return lax.fori_loop(
-            0, self.passes, lambda index, held: one(places.valid & (places.passes == index), held), begin
+            0, self.passes, lambda index, state: one(places.valid & (places.passes == index), state), begin
         )
 
 
-def _lookup(work: _StackWork, table: jax.Array) -> jax.Array:
-    """A device's activations [P S, W] of a stack, from its rows of it [rows, W]."""
+def _lookup(work: _StackWork, table: Float[Array, "rows W"]) -> Float[Array, "samples W"]:
+    """A device's activations [P S, W] of a stack, from its rows."""
     exchange, places = work.exchange, work.places()
     look = lookup_rows if work.by_rows else lookup_activations
     quantization = work.stack.places[0].table.quantization
-    found: jax.Array = work.for_each_pass(
+    result: jax.Array = work.for_each_pass(
         places,
-        lambda wanted, so_far: so_far + look(exchange, table, places, wanted, quantization),
+        lambda mask, so_far: so_far + look(exchange, table, places, mask, quantization),
         jnp.zeros((exchange.per_device * exchange.samples, work.stack.width), table.dtype),
     )
-    return found
+    return result
 
 
-def _lookup_on_sparsecores(work: _StackWork, table: jax.Array) -> jax.Array:
-    """As ``_lookup``: XLA exchanges what SparseCores need."""
+def _lookup_on_sparsecores(work: _StackWork, table: Float[Array, "rows W"]) -> Float[Array, "samples W"]:
+    """``_lookup`` on SparseCores; XLA exchanges the data."""
     program, stack = work.program, work.stack
     return lookup_on_sparsecores(
         work.inputs,
@@ -288,19 +293,23 @@ def _lookup_on_sparsecores(work: _StackWork, table: jax.Array) -> jax.Array:
 
 
 def _update(
-    work: _StackWork, held: tuple[jax.Array, Slots], gradients: jax.Array, share: jax.Array, step: jax.Array
-) -> tuple[jax.Array, Slots]:
-    """A device's rows of a stack and their slots, ``held``, after the update by ``gradients`` [P S, W]."""
+    work: _StackWork,
+    arrays: tuple[Float[Array, "rows W"], Slots],
+    gradients: Float[Array, "samples W"],
+    share: Float[Array, ""],
+    step: Int[Array, ""],
+) -> tuple[Float[Array, "rows W"], Slots]:
+    """A device's rows of a stack and their slots, ``arrays``, after the update by ``gradients`` [P S, W]."""
     exchange, stack, places = work.exchange, work.stack, work.places()
     rows_of = row_gradients_of_rows if work.by_rows else row_gradients_of_activations
 
-    def one(wanted: jax.Array, held: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
-        return changed(held, *rows_of(exchange, gradients, places, wanted))
+    def one(mask: jax.Array, arrays: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
+        return changed(arrays, *rows_of(exchange, gradients, places, mask))
 
-    def changed(held: tuple[jax.Array, Slots], rows: jax.Array, sums: jax.Array) -> tuple[jax.Array, Slots]:
+    def changed(arrays: tuple[jax.Array, Slots], rows: jax.Array, sums: jax.Array) -> tuple[jax.Array, Slots]:
         rows, sums = merge_rows(rows, sums, exchange.none)
         widths = true_widths(stack, rows % stack.rows).astype(jnp.float32)
-        return update_rows(stack.optimizer, *held, rows, sums, share=share, step=step, widths=widths)
+        return update_rows(stack.optimizer, *arrays, rows, sums, share=share, step=step, widths=widths)
 
     def sums_of(index: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rows_of(exchange, gradients, places, places.valid & (places.passes == index))
@@ -308,25 +317,25 @@ def _update(
     if work.program.sample_passes > 1:
         # A row may be in every pass: their sums of gradients lie side by side, are merged, and update it once.
         rows, sums = lax.map(sums_of, jnp.arange(work.program.sample_passes))
-        return changed(held, rows.reshape(-1), sums.reshape(-1, stack.width))
-    found: tuple[jax.Array, Slots] = work.for_each_pass(places, one, held)
-    return found
+        return changed(arrays, rows.reshape(-1), sums.reshape(-1, stack.width))
+    result: tuple[jax.Array, Slots] = work.for_each_pass(places, one, arrays)
+    return result
 
 
 def _update_on_sparsecores(
     work: _StackWork,
-    held: tuple[jax.Array, Slots],
-    gradients: jax.Array,
-    share: jax.Array,
-    step: jax.Array,
-    sums: jax.Array | None,
-) -> tuple[jax.Array, Slots, jax.Array | None]:
-    """As ``_update``, with the ``sums`` of the stack if it needs them: XLA exchanges what SparseCores need."""
+    arrays: tuple[Float[Array, "rows W"], Slots],
+    gradients: Float[Array, "samples W"],
+    share: Float[Array, ""],
+    step: Int[Array, ""],
+    sums: Float[Array, "rows W"] | None,
+) -> tuple[Float[Array, "rows W"], Slots, Float[Array, "rows W"] | None]:
+    """``_update`` on SparseCores, with the ``sums`` of the stack if it has them; XLA exchanges the data."""
     optimizer = work.stack.optimizer
     return update_on_sparsecores(
         work.inputs,
         work.passes,
-        *held,
+        *arrays,
         gradients,
         optimizer=optimizer,
         rate=jnp.float32(optimizer.learning_rate) * share,
@@ -342,7 +351,11 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The sizes of one stack's exchange. ``rows`` are those of one SparseCore, ``samples`` S, ``entries`` U or I."""
+    """The sizes of one stack's exchange.
+
+    ``rows`` are those of one SparseCore, ``samples`` its rows of activations, ``entries`` those of a partition: its
+    limit of unique ids, or of ids.
+    """
 
     axes: Axes
     devices: int
@@ -353,30 +366,30 @@ class Exchange:
 
     @property
     def none(self) -> int:
-        """A row that no device has."""
+        """A row that does not exist on any device."""
         return self.per_device * self.rows
 
-    def slots(self, places: BufferEntries, within: jax.Array, wanted: jax.Array) -> jax.Array:
-        """Where each place's id lies in what is sent, [D, P of destination, P of source, entries] in one dim."""
+    def slots(self, places: BufferEntries, within: Int[Array, " n"], mask: Bool[Array, " n"]) -> Int[Array, " n"]:
+        """Index of each entry's id in the send buffer, [D, P of destination, P of source, entries] flattened."""
         partition = places.destination * self.per_device + places.source
-        # A place beyond what the program was compiled for is left out; preprocessing has seen to it that there is none.
-        used = wanted & (within < self.entries)
+        # Entries over the compiled limits are dropped; preprocessing makes sure that there are none.
+        used = mask & (within < self.entries)
         return jnp.where(used, partition * self.entries + within, self.size)
 
     @property
     def size(self) -> int:
-        """Entries of all that a device sends."""
+        """Entries of a device's send buffer."""
         return self.devices * self.per_device**2 * self.entries
 
-    def to_holders(self, values: jax.Array) -> jax.Array:
-        """From [size, ...] as the samples' device has it to [size, ...] as the rows' has it, or back: an AllToAll."""
+    def to_holders(self, values: Shaped[Array, " size *rest"]) -> Shaped[Array, " size *rest"]:
+        """An AllToAll between the order of the samples' devices and that of the rows' devices, in either direction."""
         if self.devices == 1:
             return values
         parts = values.reshape(self.devices, -1, *values.shape[1:])
         return lax.all_to_all(parts, self.axes, 0, 0).reshape(values.shape)
 
-    def flat_rows(self, asked: jax.Array) -> jax.Array:
-        """Rows of a device's SparseCores one after the other, of ``asked`` [size] that are local to each."""
+    def flat_rows(self, asked: Int[Array, " size"]) -> Int[Array, " size"]:
+        """Indices into the concatenated rows of a device's SparseCores; ``asked`` are local to a SparseCore."""
         shape = (self.devices, self.per_device, self.per_device * self.entries)
         core = jnp.arange(self.per_device)[None, :, None]
         asked = asked.reshape(shape)
@@ -384,60 +397,72 @@ class Exchange:
 
 
 def lookup_rows(
-    exchange: Exchange, table: jax.Array, places: BufferEntries, wanted: jax.Array, quantization: Quantization | None
-) -> jax.Array:
-    """Activations [P S, W] of the ``wanted`` places: rows come to the samples, which combine them."""
-    slots, asked = _asked(exchange, places, wanted)
+    exchange: Exchange,
+    table: Float[Array, "rows W"],
+    places: BufferEntries,
+    mask: Bool[Array, " n"],
+    quantization: Quantization | None,
+) -> Float[Array, "samples W"]:
+    """Activations [P S, W] of the entries in ``mask``: rows are sent to the samples, which combine them."""
+    slots, asked = _asked(exchange, places, mask)
     rows = _gather(table, exchange.flat_rows(exchange.to_holders(asked)), quantization)
-    found = exchange.to_holders(rows).at[slots].get(mode="fill", fill_value=0)
-    gains = jnp.where(wanted, places.gain, 0)[:, None]
-    return _by_sample(exchange, places, wanted, found * gains)
+    received = exchange.to_holders(rows).at[slots].get(mode="fill", fill_value=0)
+    gains = jnp.where(mask, places.gain, 0)[:, None]
+    return _by_sample(exchange, places, mask, received * gains)
 
 
 def row_gradients_of_rows(
-    exchange: Exchange, gradients: jax.Array, places: BufferEntries, wanted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Rows [size] of this device's SparseCores and the gradient [size, W] that each sample's SparseCore has for each.
+    exchange: Exchange, gradients: Float[Array, "samples W"], places: BufferEntries, mask: Bool[Array, " n"]
+) -> tuple[Int[Array, " size"], Float[Array, "size W"]]:
+    """Rows of this device's SparseCores, and for each the gradient summed over the samples of one SparseCore.
 
     ``gradients`` [P S, W] are those of the activations.
     """
-    slots, asked = _asked(exchange, places, wanted)
-    own = _of_places(exchange, gradients, places, wanted)
+    slots, asked = _asked(exchange, places, mask)
+    own = _of_places(exchange, gradients, places, mask)
     sums = jnp.zeros((exchange.size, gradients.shape[1]), gradients.dtype).at[slots].add(own, mode="drop")
     return exchange.flat_rows(exchange.to_holders(asked)), exchange.to_holders(sums)
 
 
 def lookup_activations(
-    exchange: Exchange, table: jax.Array, places: BufferEntries, wanted: jax.Array, quantization: Quantization | None
-) -> jax.Array:
-    """Activations [P S, W] of the ``wanted`` places: the holders of rows combine them, sums come to the samples."""
-    rows, samples, gains = _entries(exchange, places, wanted)
+    exchange: Exchange,
+    table: Float[Array, "rows W"],
+    places: BufferEntries,
+    mask: Bool[Array, " n"],
+    quantization: Quantization | None,
+) -> Float[Array, "samples W"]:
+    """Activations [P S, W] of the entries in ``mask``: holders of rows combine them and send the sums."""
+    rows, samples, gains = _entries(exchange, places, mask)
     parts = _gather(table, rows, quantization) * gains[:, None]
-    every = exchange.devices * exchange.per_device * exchange.samples
-    sums = jnp.zeros((every, table.shape[1]), table.dtype).at[samples].add(parts, mode="drop")
+    all_samples = exchange.devices * exchange.per_device * exchange.samples
+    sums = jnp.zeros((all_samples, table.shape[1]), table.dtype).at[samples].add(parts, mode="drop")
     return sums if exchange.devices == 1 else lax.psum_scatter(sums, exchange.axes, tiled=True)
 
 
 def row_gradients_of_activations(
-    exchange: Exchange, gradients: jax.Array, places: BufferEntries, wanted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """As ``row_gradients_of_rows``, from the activations' gradients of all devices, gathered."""
-    rows, samples, gains = _entries(exchange, places, wanted)
-    every = gradients if exchange.devices == 1 else lax.all_gather(gradients, exchange.axes, tiled=True)
-    return rows, every.at[samples].get(mode="fill", fill_value=0) * gains[:, None]
+    exchange: Exchange, gradients: Float[Array, "samples W"], places: BufferEntries, mask: Bool[Array, " n"]
+) -> tuple[Int[Array, " size"], Float[Array, "size W"]]:
+    """Rows and gradients, from the gathered gradients of all devices' activations; see ``row_gradients_of_rows``."""
+    rows, samples, gains = _entries(exchange, places, mask)
+    all_gradients = gradients if exchange.devices == 1 else lax.all_gather(gradients, exchange.axes, tiled=True)
+    return rows, all_gradients.at[samples].get(mode="fill", fill_value=0) * gains[:, None]
 
 
-def _asked(exchange: Exchange, places: BufferEntries, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each place finds its row among those asked for, and the rows asked for [size], each once a partition."""
-    slots = exchange.slots(places, places.unique, wanted)
+def _asked(
+    exchange: Exchange, places: BufferEntries, mask: Bool[Array, " n"]
+) -> tuple[Int[Array, " n"], Int[Array, " size"]]:
+    """Index of each entry's row among the requested rows, and the requested rows, once per partition."""
+    slots = exchange.slots(places, places.unique, mask)
     asked = jnp.full(exchange.size, exchange.rows, jnp.int32)
     firsts = jnp.where(places.first, slots, exchange.size)
     return slots, asked.at[firsts].set(places.row, mode="drop")
 
 
-def _entries(exchange: Exchange, places: BufferEntries, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As the holders have them: rows, samples of all devices (0 to C S), gains, [size] each."""
-    slots = exchange.slots(places, places.rank, wanted)
+def _entries(
+    exchange: Exchange, places: BufferEntries, mask: Bool[Array, " n"]
+) -> tuple[Int[Array, " size"], Int[Array, " size"], Float[Array, " size"]]:
+    """Entries on the devices of their rows: rows, samples of all devices (0 to C S), and gains."""
+    slots = exchange.slots(places, places.rank, mask)
 
     def sent(values: jax.Array, filler: float) -> jax.Array:
         return exchange.to_holders(jnp.full(exchange.size, filler, values.dtype).at[slots].set(values, mode="drop"))
@@ -449,27 +474,33 @@ def _entries(exchange: Exchange, places: BufferEntries, wanted: jax.Array) -> tu
     return rows, sent(samples, beyond), sent(places.gain, 0.0)
 
 
-def _gather(table: jax.Array, rows: jax.Array, quantization: Quantization | None) -> jax.Array:
-    """Rows [N, W] of a device's table, zeros for those that it does not have."""
-    found = table.at[rows].get(mode="fill", fill_value=0)
-    return found if quantization is None else quantized(found, quantization)
+def _gather(
+    table: Float[Array, "rows W"], rows: Int[Array, " n"], quantization: Quantization | None
+) -> Float[Array, "n W"]:
+    """Rows of a device's table; zeros for rows that it does not have."""
+    values = table.at[rows].get(mode="fill", fill_value=0)
+    return values if quantization is None else quantized(values, quantization)
 
 
-def quantized(rows: jax.Array, quantization: Quantization) -> jax.Array:
-    """Values moved to the nearest of the levels, the range's ends included (the SparseCore deep dive, section 13)."""
+def quantized(rows: Float[Array, "n W"], quantization: Quantization) -> Float[Array, "n W"]:
+    """Values rounded to the nearest of the levels, the range's ends included (the SparseCore deep dive, section 13)."""
     step = (quantization.high - quantization.low) / (quantization.buckets - 1)
     clipped = jnp.clip(rows, quantization.low, quantization.high)
     return quantization.low + jnp.round((clipped - quantization.low) / step) * step
 
 
-def _of_places(exchange: Exchange, activations: jax.Array, places: BufferEntries, wanted: jax.Array) -> jax.Array:
-    """What each place's sample has, times the place's gain: [n, W]."""
-    at = jnp.where(wanted, places.source * exchange.samples + places.sample, len(activations))
-    return activations.at[at].get(mode="fill", fill_value=0) * jnp.where(wanted, places.gain, 0)[:, None]
+def _of_places(
+    exchange: Exchange, activations: Float[Array, "samples W"], places: BufferEntries, mask: Bool[Array, " n"]
+) -> Float[Array, "n W"]:
+    """The activation of each entry's sample, times the entry's gain."""
+    sample = jnp.where(mask, places.source * exchange.samples + places.sample, len(activations))
+    return activations.at[sample].get(mode="fill", fill_value=0) * jnp.where(mask, places.gain, 0)[:, None]
 
 
-def _by_sample(exchange: Exchange, places: BufferEntries, wanted: jax.Array, values: jax.Array) -> jax.Array:
-    """The sum of the places' ``values`` [n, W] for each row of activations."""
+def _by_sample(
+    exchange: Exchange, places: BufferEntries, mask: Bool[Array, " n"], values: Float[Array, "n W"]
+) -> Float[Array, "samples W"]:
+    """The sum of the entries' ``values`` for each row of activations."""
     count = exchange.per_device * exchange.samples
-    at = jnp.where(wanted, places.source * exchange.samples + places.sample, count)
-    return jnp.zeros((count, values.shape[1]), values.dtype).at[at].add(values, mode="drop")
+    sample = jnp.where(mask, places.source * exchange.samples + places.sample, count)
+    return jnp.zeros((count, values.shape[1]), values.dtype).at[sample].add(values, mode="drop")

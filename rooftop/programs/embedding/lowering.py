@@ -1,4 +1,4 @@
-"""Programs with embedding tables lowered for described TPUs: what ``rooftop.compiler.compiling`` compiles."""
+"""Programs with embedding tables, lowered for described TPUs, for ``rooftop.compiler.compiling``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import P, named_scope
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Float32
 
 from rooftop.core.errors import unknown
 from rooftop.models.embedding_tables.files import tables_from_json
@@ -31,16 +32,17 @@ from rooftop.programs.embedding.pipeline import (
 )
 from rooftop.programs.embedding.state import EmbeddingState, abstract_state, abstract_sums
 
-#: What may be lowered: one part of a step, or a step of a DLRM.
+#: Programs to lower: one part of a step, or a step of a DLRM.
 PARTS: tuple[str, ...] = ("lookup", "update", "sequential", "pipelined")
 
 
 def lower_part(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
-    """``arguments``: tables (as ``Tables.to_json``), cores_per_device, batch, limits by stack, part, kernel; dense.
+    """Lower a part of a step, or a step.
 
-    ``only`` names the stack that a lookup or update is of (all of them without). For a whole step ``dense`` is the
-    number of dense features of a DLRM, or, without, ``dense_flops`` what a Tower computes. ``sample_passes`` are 1 if
-    not there. Raises RooftopError for an unknown part or stack.
+    ``arguments``: tables (as ``Tables.to_json``), cores_per_device, batch, limits by stack, part, kernel. ``only``
+    names the stack of a lookup or update (all of them without). For a whole step ``dense`` is the number of dense
+    features of a DLRM; without it, ``dense_flops`` is the work of a Tower. ``sample_passes`` is 1 by default. Raises
+    RooftopError for an unknown part or stack.
     """
     part = arguments["part"]
     if part not in PARTS:
@@ -58,7 +60,7 @@ def lower_part(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
     program = EmbeddingProgram(
         stacking=stacking,
         batch=arguments["batch"],
-        limits={name: StackLimits(**one) for name, one in arguments["limits"].items() if name in names},
+        limits={name: StackLimits(**limits) for name, limits in arguments["limits"].items() if name in names},
         minibatching=True,
         sample_passes=arguments.get("sample_passes", 1),
         kernel=arguments["kernel"],
@@ -80,13 +82,13 @@ def lower_part(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
 
 
 def abstract_embedding(program: EmbeddingProgram, mesh: jax.sharding.Mesh) -> EmbeddingState[jax.ShapeDtypeStruct]:
-    """Shapes, shardings and layouts of the tables' whole state."""
+    """Shapes, shardings and layouts of the whole state of the tables."""
     state = abstract_state(program.stacking, mesh, program.kernel)
     return dataclasses.replace(state, sums=abstract_sums(program.stacking, mesh, program.summed))
 
 
 def abstract_inputs(program: EmbeddingProgram, mesh: jax.sharding.Mesh) -> LookupInputs:
-    """Shapes of buffers that are laid out for minibatches."""
+    """Shapes of buffers laid out for minibatches."""
     stacking = program.stacking
     split = NamedSharding(mesh, P(mesh.axis_names))
     pointers = pointers_of_device(stacking.cores, stacking.cores_per_device, minibatching=True)
@@ -96,12 +98,12 @@ def abstract_inputs(program: EmbeddingProgram, mesh: jax.sharding.Mesh) -> Looku
 
     stacks = {}
     for stack in stacking.stacks:
-        places = program.limits[stack.name].buffer * stacking.cores_per_device
+        entries = program.limits[stack.name].buffer * stacking.cores_per_device
         stacks[stack.name] = StackInputs(
             row_pointers=array(pointers, jnp.int32),
-            embedding_ids=array(places, jnp.int32),
-            sample_ids=array(places, jnp.int32),
-            gains=array(places, jnp.float32),
+            embedding_ids=array(entries, jnp.int32),
+            sample_ids=array(entries, jnp.int32),
+            gains=array(entries, jnp.float32),
         )
     passes: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     return LookupInputs(stacks=stacks, passes=passes)
@@ -162,16 +164,16 @@ def _lower_step(
     dense: Dense,
     part: str,
 ) -> Any:
-    held: ModelState[Any] = ModelState(embedding=state, dense=dense.state)
+    model_state: ModelState[Any] = ModelState(embedding=state, dense=dense.state)
     if part == "pipelined":
-        held = dataclasses.replace(
-            held,
+        model_state = dataclasses.replace(
+            model_state,
             looked_up=LookedUp(inputs=inputs, activations=activations, batch=dense.batch),
             differentiated=Differentiated(inputs=inputs, gradients=activations),
         )
     both = StepProgram(embedding=program, dense=dense.model)
-    step = compiled_step(both, held, inputs, dense.batch, pipelined=part == "pipelined")
-    return step.lower(both, held, inputs, dense.batch)
+    step = compiled_step(both, model_state, inputs, dense.batch, pipelined=part == "pipelined")
+    return step.lower(both, model_state, inputs, dense.batch)
 
 
 def dlrm_config(stacking: Stacking, dense_features: int) -> DlrmConfig:
@@ -191,10 +193,10 @@ _EIGHT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """A DenseStep of ``rooftop.programs.embedding.pipeline``, of about ``flops`` matmul FLOPs a sample, forward.
+    """A DenseStep of ``rooftop.programs.embedding.pipeline``, of about ``flops`` matmul FLOPs per sample, forward.
 
-    ``features`` are (name, width) of what is looked up. Positions of a sequence are averaged. It learns the mean
-    squared error to ``batch``, [B] float32, by gradient descent.
+    ``features`` are (name, width) of the looked-up activations. Positions of a sequence are averaged. The loss is the
+    mean squared error to ``batch``, minimised by gradient descent.
     """
 
     features: tuple[tuple[str, int], ...]
@@ -207,14 +209,14 @@ class Tower:
 
     @property
     def width(self) -> int:
-        """H with 2 (inputs H + 2 H^2) FLOPs, in whole eights, at least 8."""
+        """H with 2 (inputs H + 2 H^2) FLOPs, a multiple of 8, at least 8."""
         inputs, products = self.inputs, self.flops / 2
         exact = (math.sqrt(inputs**2 + 4 * _SQUARE * products) - inputs) / (2 * _SQUARE)
         return max(_EIGHT, round(exact / _EIGHT) * _EIGHT)
 
     @property
     def flops_per_sample(self) -> int:
-        """Matmul FLOPs of a sample, forward, of the width that was chosen."""
+        """Matmul FLOPs of a sample, forward, with the chosen width."""
         return 2 * (self.inputs * self.width + _SQUARE * self.width**2 + self.width)
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -222,9 +224,9 @@ class Tower:
         return [(self.inputs, self.width), *[(self.width, self.width)] * _SQUARE, (self.width, 1)]
 
     def __call__(
-        self, dense: list[jax.Array], activations: dict[str, jax.Array], batch: jax.Array
+        self, dense: list[jax.Array], activations: dict[str, jax.Array], batch: Float32[Array, " B"]
     ) -> tuple[list[jax.Array], dict[str, jax.Array], jax.Array]:
-        """New weights, the activations' gradients, and the loss; weights are whole on every device, samples split."""
+        """New weights, the activations' gradients, and the loss; weights are on every device, samples split."""
         mesh = jax.sharding.get_abstract_mesh()
         axes, devices = mesh.axis_names, mesh.size
 
@@ -232,7 +234,7 @@ class Tower:
             def loss(weights: list[jax.Array], activations: dict[str, jax.Array]) -> jax.Array:
                 with named_scope("loss"):
                     pooled = [activations[name] for name, _ in self.features]
-                    x = jnp.concatenate([each.mean(1) if each.ndim == 3 else each for each in pooled], axis=1)
+                    x = jnp.concatenate([y.mean(1) if y.ndim == 3 else y for y in pooled], axis=1)
                     for weight in weights[:-1]:
                         x = jax.nn.relu(x @ weight)
                     return jnp.mean(((x @ weights[-1])[:, 0] - batch) ** 2) / devices

@@ -1,6 +1,6 @@
-"""Updates of the rows of embedding tables: duplicates merged, then one of six optimizers on each row that was used.
+"""Updates of the rows of embedding tables: duplicates are merged, then one of six optimizers updates each used row.
 
-Rows that no sample looked up stay as they are, and so do their slots ("lazy"). Dims: N rows, W width.
+Rows that no sample looked up, and their slots, stay unchanged ("lazy"). Dims: N rows, W width.
 """
 
 from __future__ import annotations
@@ -10,43 +10,46 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
 
 from rooftop.models.embedding_tables.stacking import Stack
 from rooftop.models.embedding_tables.tables import TableOptimizer
 
 Slots = tuple[jax.Array, ...]
-#: From rows [N, W], their slots, gradients [N, W], the learning rate, the step counted from 1 and the rows' true
+#: Maps rows [N, W], their slots, gradients [N, W], the learning rate, the step counted from 1 and the rows' true
 #: widths [N, 1] to new rows and slots.
 Rule = Callable[[jax.Array, Slots, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Slots]]
 
 
-def merge_rows(rows: jax.Array, gradients: jax.Array, none: int) -> tuple[jax.Array, jax.Array]:
-    """Rows [N], each once, and the sum [N, W] of the gradients of each. From ``none`` on they are no rows."""
+def merge_rows(
+    rows: Int[Array, " N"], gradients: Float[Array, "N W"], none: int
+) -> tuple[Int[Array, " N"], Float[Array, "N W"]]:
+    """Distinct rows, and the sum of the gradients of each. Values from ``none`` on are not rows."""
     order = jnp.argsort(rows, stable=True)
     rows = rows[order]
     fresh = jnp.concatenate([jnp.ones(1, bool), rows[1:] != rows[:-1]])
     group = jnp.cumsum(fresh) - 1
     sums = jnp.zeros_like(gradients).at[group].add(gradients[order], indices_are_sorted=True)
-    # Fillers differ too, so that whoever writes to the rows may rely on each coming once.
+    # Fillers are distinct too, so that writers may rely on unique rows.
     fillers = none + 1 + jnp.arange(len(rows), dtype=rows.dtype)
     return fillers.at[group].set(rows, indices_are_sorted=True), sums
 
 
 def update_rows(
     optimizer: TableOptimizer,
-    table: jax.Array,
+    table: Float[Array, "rows W"],
     slots: Slots,
-    rows: jax.Array,
-    gradients: jax.Array,
+    rows: Int[Array, " N"],
+    gradients: Float[Array, "N W"],
     *,
-    share: jax.Array,
-    step: jax.Array,
-    widths: jax.Array,
-) -> tuple[jax.Array, Slots]:
-    """``table`` [rows, W] and its slots with ``rows`` [N], each of which comes once, updated by ``gradients`` [N, W].
+    share: Float[Array, ""],
+    step: Int[Array, ""],
+    widths: Float[Array, " N"],
+) -> tuple[Float[Array, "rows W"], Slots]:
+    """``table`` and its slots after an update of ``rows``, which are distinct, by ``gradients``.
 
-    Rows beyond the table are left out. ``share`` multiplies the optimizer's learning rate, ``step`` counts updates from
-    1, ``widths`` [N] are the floats of a row that are no padding.
+    Rows outside the table are ignored. ``share`` multiplies the optimizer's learning rate, ``step`` counts updates from
+    1, ``widths`` are the floats of a row without padding.
     """
     if optimizer.clip is not None:
         gradients = jnp.clip(gradients, -optimizer.clip, optimizer.clip)
@@ -62,18 +65,18 @@ def update_rows(
 
 
 def row_rule(optimizer: TableOptimizer) -> Rule:
-    """The optimizer's rule for rows, clipping excepted."""
+    """The optimizer's rule for rows, without clipping."""
     return _RULES[optimizer.kind](optimizer)
 
 
 def initial_slots(optimizer: TableOptimizer) -> tuple[float, ...]:
-    """What each of the optimizer's slots holds at first, everywhere."""
+    """Initial value of each of the optimizer's slots."""
     begin = dict(optimizer.parameters).get("initial_accumulator", 0.0)
     return (begin, 0.0)[: len(optimizer.slots(1))] if optimizer.kind != "adam" else (0.0, 0.0)
 
 
-def true_widths(stack: Stack, rows: jax.Array) -> jax.Array:
-    """Floats that are no padding of each of ``rows`` (local to a SparseCore): tables of a stack may differ there."""
+def true_widths(stack: Stack, rows: Int[Array, " N"]) -> Int[Array, " N"]:
+    """Floats without padding of each of ``rows`` (local to a SparseCore): tables of a stack may differ in width."""
     offsets = jnp.array([place.offset for place in stack.places])
     widths = jnp.array([place.table.width for place in stack.places])
     return widths[jnp.searchsorted(offsets, rows, side="right") - 1]
@@ -81,8 +84,13 @@ def true_widths(stack: Stack, rows: jax.Array) -> jax.Array:
 
 def _sgd(optimizer: TableOptimizer) -> Rule:
     def rule(
-        row: jax.Array, slots: Slots, g: jax.Array, rate: jax.Array, step: jax.Array, widths: jax.Array
-    ) -> tuple[jax.Array, Slots]:
+        row: Float[Array, "N W"],
+        slots: Slots,
+        g: Float[Array, "N W"],
+        rate: Float[Array, ""],
+        step: Num[Array, ""],
+        widths: Float[Array, "*widths"],
+    ) -> tuple[Float[Array, "N W"], Slots]:
         return row - rate * g, ()
 
     return rule
@@ -92,8 +100,13 @@ def _adagrad(optimizer: TableOptimizer) -> Rule:
     """Duchi, Hazan and Singer 2011."""
 
     def rule(
-        row: jax.Array, slots: Slots, g: jax.Array, rate: jax.Array, step: jax.Array, widths: jax.Array
-    ) -> tuple[jax.Array, Slots]:
+        row: Float[Array, "N W"],
+        slots: Slots,
+        g: Float[Array, "N W"],
+        rate: Float[Array, ""],
+        step: Num[Array, ""],
+        widths: Float[Array, "*widths"],
+    ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + g * g
         return row - rate * _over_root(g, total), (total,)
 
@@ -104,8 +117,13 @@ def _rowwise_adagrad(optimizer: TableOptimizer) -> Rule:
     """One accumulator a row: the mean of the squares of its gradient (Mudigere et al. 2021, section 4.1.4)."""
 
     def rule(
-        row: jax.Array, slots: Slots, g: jax.Array, rate: jax.Array, step: jax.Array, widths: jax.Array
-    ) -> tuple[jax.Array, Slots]:
+        row: Float[Array, "N W"],
+        slots: Slots,
+        g: Float[Array, "N W"],
+        rate: Float[Array, ""],
+        step: Num[Array, ""],
+        widths: Float[Array, "*widths"],
+    ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + jnp.sum(g * g, axis=1, keepdims=True) / widths
         return row - rate * _over_root(g, total), (total,)
 
@@ -113,17 +131,22 @@ def _rowwise_adagrad(optimizer: TableOptimizer) -> Rule:
 
 
 def _adam(optimizer: TableOptimizer) -> Rule:
-    """Kingma and Ba 2015, on the rows in use alone; the bias is corrected by the steps of the whole table."""
+    """Kingma and Ba 2015, on used rows only; the bias correction counts the steps of the whole table."""
     beta1, beta2, epsilon = optimizer["beta1"], optimizer["beta2"], optimizer["epsilon"]
-    # Of the numbers themselves: 0.999 rounded to float32 has lost 1e-5 of its logarithm.
+    # Logarithms of the exact numbers: rounding 0.999 to float32 changes its logarithm by 1e-5.
     logs = [jnp.float32(math.log(beta) if beta else -math.inf) for beta in (beta1, beta2)]
 
     def rule(
-        row: jax.Array, slots: Slots, g: jax.Array, rate: jax.Array, step: jax.Array, widths: jax.Array
-    ) -> tuple[jax.Array, Slots]:
+        row: Float[Array, "N W"],
+        slots: Slots,
+        g: Float[Array, "N W"],
+        rate: Float[Array, ""],
+        step: Num[Array, ""],
+        widths: Float[Array, "*widths"],
+    ) -> tuple[Float[Array, "N W"], Slots]:
         first = beta1 * slots[0] + (1 - beta1) * g
         second = beta2 * slots[1] + (1 - beta2) * g * g
-        # 1 - beta^t through expm1: near 1 the difference of float32 powers has few digits left.
+        # 1 - beta^t through expm1: the difference of float32 powers near 1 has few digits.
         left1, left2 = (-jnp.expm1(step * log) for log in logs)
         return row - rate * (first / left1) / (jnp.sqrt(second / left2) + epsilon), (first, second)
 
@@ -131,18 +154,23 @@ def _adam(optimizer: TableOptimizer) -> Rule:
 
 
 def _ftrl(optimizer: TableOptimizer) -> Rule:
-    """FTRL-Proximal (McMahan et al. 2013, algorithm 1), with the power of the accumulator free and beta added to it."""
+    """FTRL-Proximal (McMahan et al. 2013, algorithm 1), with any power of the accumulator, to which beta is added."""
     power, l1, l2, beta = (optimizer[name] for name in ("learning_rate_power", "l1", "l2", "beta"))
 
     def rule(
-        row: jax.Array, slots: Slots, g: jax.Array, rate: jax.Array, step: jax.Array, widths: jax.Array
-    ) -> tuple[jax.Array, Slots]:
+        row: Float[Array, "N W"],
+        slots: Slots,
+        g: Float[Array, "N W"],
+        rate: Float[Array, ""],
+        step: Num[Array, ""],
+        widths: Float[Array, "*widths"],
+    ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + g * g
         grown = total**-power
         linear = slots[1] + g - (grown - slots[0] ** -power) / rate * row
         below = (grown + beta) / rate + 2 * l2
         new = jnp.where(below <= 0, 0.0, (jnp.clip(linear, -l1, l1) - linear) / below)
-        # A learning rate of 0, at the beginning of a schedule, moves nothing.
+        # A learning rate of 0, at the start of a schedule, changes nothing.
         moving = rate > 0
         return jnp.where(moving, new, row), (
             jnp.where(moving, total, slots[0]),
@@ -153,12 +181,17 @@ def _ftrl(optimizer: TableOptimizer) -> Rule:
 
 
 def _adagrad_momentum(optimizer: TableOptimizer) -> Rule:
-    """Adagrad, or with beta2 below 1 a decaying mean of squares, whose scaled gradients gather momentum."""
+    """Adagrad with momentum; with beta2 below 1 its accumulator is a decaying mean of squares."""
     momentum, beta2, epsilon, power = (optimizer[name] for name in ("momentum", "beta2", "epsilon", "power"))
 
     def rule(
-        row: jax.Array, slots: Slots, g: jax.Array, rate: jax.Array, step: jax.Array, widths: jax.Array
-    ) -> tuple[jax.Array, Slots]:
+        row: Float[Array, "N W"],
+        slots: Slots,
+        g: Float[Array, "N W"],
+        rate: Float[Array, ""],
+        step: Num[Array, ""],
+        widths: Float[Array, "*widths"],
+    ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + g * g if beta2 == 1 else beta2 * slots[0] + (1 - beta2) * g * g
         moving = momentum * slots[1] + jnp.where(g == 0, 0.0, g * (total + epsilon) ** (-1 / power))
         return row - rate * moving, (total, moving)
@@ -166,8 +199,8 @@ def _adagrad_momentum(optimizer: TableOptimizer) -> Rule:
     return rule
 
 
-def _over_root(g: jax.Array, total: jax.Array) -> jax.Array:
-    """g / sqrt(total), and 0 where an accumulator that began at 0 has seen nothing. NaNs stay, to be found."""
+def _over_root(g: Float[Array, "*dims"], total: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """g / sqrt(total), and 0 where the accumulator is 0. NaNs are kept, so that they are noticed."""
     return jnp.where(total == 0, 0.0, g / jnp.sqrt(total))
 
 

@@ -1,11 +1,11 @@
-"""Steps of a model with embeddings: one after the other, or SparseCores and TensorCores at work on different steps.
+"""Steps of a model with embeddings: sequential, or pipelined over SparseCores and TensorCores.
 
 Sequential, step i: lookup i, dense forward and backward i, update i.
 
-Pipelined, in step i the SparseCores update the tables with the gradients of step i-2 and then look step i up, while the
-TensorCores compute step i-1. None of the two needs what the other makes, so that they may overlap. A lookup thus sees
-the updates of all steps up to i-2, not of i-1: its activations, and so its gradients, are stale by one step. The first
-and the last steps fill and drain the pipeline. Source: the SparseCore deep dive, section 5.
+Pipelined, in step i the SparseCores update the tables with the gradients of step i-2 and then look up step i, while the
+TensorCores compute step i-1. Neither needs the other's result, so they may overlap. A lookup thus sees the updates of
+steps up to i-2: its activations and gradients are stale by one step. The first and the last steps fill and drain the
+pipeline. Source: the SparseCore deep dive, section 5.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rooftop.programs.parameters import Leaf
 
 
 class DenseStep(Protocol):
-    """The TensorCores' part of a step: everything but the tables."""
+    """The TensorCores' part of a step: everything except the tables."""
 
     def __call__(
         self, dense: Any, activations: dict[str, jax.Array], batch: Any
     ) -> tuple[Any, dict[str, jax.Array], Any]:
-        """The dense state after its own update, the activations' gradients (by feature), and what the step tells."""
+        """The dense state after its update, the activations' gradients (by feature), and the step's metrics."""
 
 
 #: Share of the learning rates at a step, an int32 scalar counted from 0.
@@ -39,7 +39,7 @@ ShareOf = Callable[[jax.Array], jax.Array]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepProgram:
-    """What decides a step: the tables', the dense part, and the schedule of the tables' learning rates (None: 1)."""
+    """Options of a step: the tables' program, the dense part, and the tables' learning-rate schedule (None: 1)."""
 
     embedding: EmbeddingProgram
     dense: DenseStep
@@ -49,7 +49,7 @@ class StepProgram:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LookedUp(Generic[Leaf]):
-    """A step that has been looked up and waits for the TensorCores."""
+    """A step after its lookup, which waits for the TensorCores."""
 
     inputs: LookupInputs
     activations: dict[str, Leaf]
@@ -68,7 +68,7 @@ class Differentiated(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ModelState(Generic[Leaf]):
-    """Tables, dense part, and what is under way in a pipeline (None: nothing)."""
+    """Tables, dense part, and the steps in flight in a pipeline (None: no step)."""
 
     embedding: EmbeddingState[Leaf]
     dense: Any
@@ -79,20 +79,20 @@ class ModelState(Generic[Leaf]):
 def sequential_step(
     program: StepProgram, state: ModelState[jax.Array], inputs: LookupInputs, batch: Any
 ) -> tuple[ModelState[jax.Array], Any]:
-    """The state after a whole step, and what it tells."""
+    """The state after a whole step, and its metrics."""
     activations = lookup(program.embedding, state.embedding.tables, inputs)
-    dense, gradients, told = program.dense(state.dense, activations, batch)
+    dense, gradients, metrics = program.dense(state.dense, activations, batch)
     embedding = _updated(program, state.embedding, Differentiated(inputs=inputs, gradients=gradients))
-    return ModelState(embedding=embedding, dense=dense), told
+    return ModelState(embedding=embedding, dense=dense), metrics
 
 
 def pipelined_step(
     program: StepProgram, state: ModelState[jax.Array], inputs: LookupInputs | None, batch: Any
 ) -> tuple[ModelState[jax.Array], Any]:
-    """The state after step i of the pipeline, and what step i-1 tells (None if there was none).
+    """The state after step i of the pipeline, and the metrics of step i-1 (None if there was none).
 
-    ``inputs`` and ``batch`` are those of step i; without ``inputs`` the pipeline drains: after two such calls nothing
-    is under way. What is under way decides which program this is: filling, full or draining.
+    ``inputs`` and ``batch`` are those of step i; without ``inputs`` the pipeline drains, and is empty after two such
+    calls. The steps in flight decide which program this is: filling, full or draining.
     """
     embedding, dense = state.embedding, state.dense
     if state.differentiated is not None:
@@ -101,12 +101,12 @@ def pipelined_step(
     if inputs is not None:
         activations = lookup(program.embedding, embedding.tables, inputs)
         looked_up = LookedUp(inputs=inputs, activations=activations, batch=batch)
-    differentiated, told = None, None
+    differentiated, metrics = None, None
     if state.looked_up is not None:
-        before = state.looked_up
-        dense, gradients, told = program.dense(dense, before.activations, before.batch)
-        differentiated = Differentiated(inputs=before.inputs, gradients=gradients)
-    return ModelState(embedding=embedding, dense=dense, looked_up=looked_up, differentiated=differentiated), told
+        previous = state.looked_up
+        dense, gradients, metrics = program.dense(dense, previous.activations, previous.batch)
+        differentiated = Differentiated(inputs=previous.inputs, gradients=gradients)
+    return ModelState(embedding=embedding, dense=dense, looked_up=looked_up, differentiated=differentiated), metrics
 
 
 def _updated(
@@ -125,17 +125,16 @@ def compiled_step(
     pipelined: bool,
     options: Mapping[str, bool | int | str] | None = None,
 ) -> jax.stages.Wrapped:
-    """A step of ``embedding_pipeline`` for arguments like these, arrays or shapes with formats; call it with them.
+    """A jitted step of this module for arguments like these, arrays or shapes with formats; call it with them.
 
-    ``state`` is donated, and tables and slots come back in the formats in which they went in. What is under way in a
-    pipeline decides what is compiled: one that fills, is full or drains needs a program each. ``options`` are the
-    compiler's. Runs under ``jax.set_mesh``.
+    ``state`` is donated; tables and slots keep their formats. A pipeline that fills, is full or drains needs a program
+    for each case. ``options`` are the compiler's. Runs under ``jax.set_mesh``.
     """
     step = pipelined_step if pipelined else sequential_step
-    after, told = jax.tree.map(lambda _: None, jax.eval_shape(partial(step, program), state, inputs, batch))
-    out = dataclasses.replace(after, embedding=jax.tree.map(place_of, state.embedding)), told
+    after, metrics = jax.tree.map(lambda _: None, jax.eval_shape(partial(step, program), state, inputs, batch))
+    out = dataclasses.replace(after, embedding=jax.tree.map(place_of, state.embedding)), metrics
 
-    # JAX keeps what it compiled of a function for as long as there is that function.
+    # JAX caches a function's executables as long as the function lives: a new function can be freed.
     @wraps(step)
     def own(*arguments: Any) -> Any:
         return step(*arguments)
@@ -146,5 +145,5 @@ def compiled_step(
 
 
 def place_of(leaf: Any) -> Any:
-    """The format of an array or of a shape, or where it has no layout its sharding."""
+    """The format of an array or of a shape; its sharding if it has no layout."""
     return leaf.sharding if leaf.format.layout is None else leaf.format

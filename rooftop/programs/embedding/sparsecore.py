@@ -1,13 +1,13 @@
-"""Lookups and updates as XLA's own SparseCore operations, for TPUs that have SparseCores.
+"""Lookups and updates as XLA's own SparseCore operations, for TPUs with SparseCores.
 
-They read buffers that are laid out for minibatches, and hold a stack as the reference does (``embedding_exchange``):
-each SparseCore's rows one after the other. The optimizer's rule is the reference's, traced for one row and handed to
-the compiler as a computation of its own, which the SparseCores run on every row that they update.
+They read buffers laid out for minibatches, and store a stack as the reference does (``lookup``): the rows of one
+SparseCore after those of another. The optimizer's rule is the reference's, traced for one row and passed to the
+compiler as a separate computation, which the SparseCores run on every row that they update.
 
-The update is a loop over the passes of a batch: gradients are merged by row over all SparseCores, the rows read, the
-rule run, the rows written. A row that is in several passes, as passes over samples have them, would be updated in each.
-There the loop runs twice: first it adds up each row's gradients in an array beside the table, ``sums``; then it
-updates each row by its sum in the first pass that has it, and marks it as done.
+The update is a loop over the passes of a batch: gradients are merged by row over all SparseCores, then rows are read,
+updated by the rule and written. A row that is in several passes, as with passes over samples, would be updated in each.
+In that case the loop runs twice. The first loop adds up each row's gradients in an array as large as the table,
+``sums``. The second updates each row by its sum in the first pass that has the row, and marks it as done.
 """
 
 from __future__ import annotations
@@ -23,69 +23,72 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func, stablehlo
 from jax.interpreters import mlir
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.core.errors import RooftopError
 from rooftop.models.embedding_tables.tables import OPTIMIZERS, Quantization, TableOptimizer
 from rooftop.programs.embedding.buffers import StackInputs
 from rooftop.programs.embedding.optimizers import Slots, row_rule
 
-#: What marks padding in the buffers of ids.
+#: Marks padding in the buffers of ids.
 _PAD = 2**31 - 1
-#: Where the table stands among an update's operands: after four buffers and the passes.
+#: Index of the table among an update's operands: after four buffers and the passes.
 _STATE_AT = 5
-#: What ``sums`` hold for a row that waits for no update: a number that no sum of gradients comes to.
+#: Value of ``sums`` for a row without a pending update: a number that no sum of gradients reaches.
 NO_SUM = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRule:
-    """What SparseCores do with each row that a pass has, element by element.
+    """The operation of SparseCores on each row of a pass, element by element.
 
-    'update' the table and its slots by the row's gradient; 'add' the gradient to the sums; 'apply' the sums to table
-    and slots, both before the sums, which hold NO_SUM then. Called with the gradient [N, W], the state's arrays
-    [N, W], the learning rate and the step counted from 1; returns the new state.
+    'update': update the table and its slots by the row's gradient. 'add': add the gradient to the sums. 'apply': update
+    table and slots by the sums, which come last and then hold NO_SUM. Called with the gradient [N, W], the state's
+    arrays [N, W], the learning rate and the step counted from 1; returns the new state.
     """
 
     optimizer: TableOptimizer
     what: str = "update"
 
     def __call__(
-        self, gradient: jax.Array, held: tuple[jax.Array, ...], rate: jax.Array, step: jax.Array
+        self, gradient: jax.Array, arrays: tuple[jax.Array, ...], rate: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """The state after a row's turn in a pass."""
+        """The state of a row after its pass."""
         if self.what == "add":
-            return (jnp.where(held[0] == NO_SUM, 0.0, held[0]) + gradient,)
+            return (jnp.where(arrays[0] == NO_SUM, 0.0, arrays[0]) + gradient,)
         if self.what == "update":
-            return self._updated(gradient, held, rate, step)
-        *before, sums = held
-        waits = sums != NO_SUM
-        # What is not kept is computed too: of nothing, so that it is a number.
-        after = self._updated(jnp.where(waits, sums, 0.0), tuple(before), rate, step)
-        kept = tuple(jnp.where(waits, new, old) for new, old in zip(after, before, strict=True))
-        # Not just NO_SUM: SparseCores write no array that is made of nothing they have read.
-        return (*kept, jnp.where(waits, NO_SUM, sums))
+            return self._updated(gradient, arrays, rate, step)
+        *old_arrays, sums = arrays
+        pending = sums != NO_SUM
+        # Rows without a pending update are computed too: a sum of zero keeps them finite.
+        after = self._updated(jnp.where(pending, sums, 0.0), tuple(old_arrays), rate, step)
+        updated = tuple(jnp.where(pending, new, old) for new, old in zip(after, old_arrays, strict=True))
+        # Not a constant NO_SUM: SparseCores only write arrays that depend on data that they have read.
+        return (*updated, jnp.where(pending, NO_SUM, sums))
 
     def _updated(
-        self, gradient: jax.Array, held: tuple[jax.Array, ...], rate: jax.Array, step: jax.Array
+        self, gradient: jax.Array, arrays: tuple[jax.Array, ...], rate: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, ...]:
         if self.optimizer.clip is not None:
             gradient = jnp.clip(gradient, -self.optimizer.clip, self.optimizer.clip)
-        # No rule that SparseCores can run asks for a row's width.
-        new, slots = row_rule(self.optimizer)(held[0], held[1:], gradient, rate, step, jnp.ones((1, 1), jnp.float32))
+        # No rule that SparseCores can run needs a row's width.
+        new, slots = row_rule(self.optimizer)(
+            arrays[0], arrays[1:], gradient, rate, step, jnp.ones((1, 1), jnp.float32)
+        )
         return (new, *slots)
 
 
 def lookup_on_sparsecores(
     inputs: StackInputs,
-    passes: jax.Array,
-    table: jax.Array,
+    passes: Int[Array, ""],
+    table: Float[Array, "rows W"],
     *,
     activations: int,
     max_ids: int,
     max_unique_ids: int,
     quantization: Quantization | None,
-) -> jax.Array:
-    """Activations [``activations``, W] of one device from its ``table`` [rows, W], inside ``jax.shard_map``."""
+) -> Float32[Array, "samples W"]:
+    """Activations of one device from its ``table``, inside ``jax.shard_map``: ``activations`` rows."""
     config: dict[str, Any] = {
         "max_ids_per_partition": max_ids,
         "max_unique_ids_per_partition": max_unique_ids,
@@ -105,64 +108,64 @@ def lookup_on_sparsecores(
         custom_call_api_version=1,
         legacy_backend_config=_backend_config(config),
     )
-    found: jax.Array = call(*_buffers(inputs), passes, table, jnp.zeros(shape, jnp.float32))
-    return found
+    result: jax.Array = call(*_buffers(inputs), passes, table, jnp.zeros(shape, jnp.float32))
+    return result
 
 
 def update_on_sparsecores(
     inputs: StackInputs,
-    passes: jax.Array,
-    table: jax.Array,
+    passes: Int[Array, ""],
+    table: Float[Array, "rows W"],
     slots: Slots,
-    gradients: jax.Array,
+    gradients: Float[Array, "samples W"],
     *,
     optimizer: TableOptimizer,
-    rate: jax.Array,
-    step: jax.Array,
+    rate: Float[Array, ""],
+    step: Int[Array, ""],
     max_ids: int,
     max_unique_ids: int,
-    sums: jax.Array | None = None,
-) -> tuple[jax.Array, Slots, jax.Array | None]:
-    """``table`` [rows, W], its slots and ``sums`` after the update by ``gradients`` [activations, W] of a device.
+    sums: Float[Array, "rows W"] | None = None,
+) -> tuple[Float[Array, "rows W"], Slots, Float[Array, "rows W"] | None]:
+    """``table``, its slots and ``sums`` after the update by a device's ``gradients``.
 
-    ``rate`` is the learning rate and ``step`` counts updates from 1. ``sums`` [rows, W], NO_SUM everywhere, are needed
-    where a row may be in several passes, unless the optimizer is ``additive``; they come back as they were. Raises
-    RooftopError for an optimizer that needs whole rows: the compiler runs its rule on columns, [rows, 1] each, and ends
-    its process where it sums over them.
+    ``rate`` is the learning rate and ``step`` counts updates from 1. ``sums``, NO_SUM everywhere, are needed if a row
+    may be in several passes and the optimizer is not ``additive``; they are returned with their initial value. Raises
+    RooftopError for an optimizer that needs whole rows: the compiler runs its rule on columns, [rows, 1] each, and
+    crashes on a sum over them.
     """
     if not optimizer.elementwise:
         kinds = [kind for kind in OPTIMIZERS if TableOptimizer(kind=kind).elementwise]
         raise RooftopError("optimizer.kind", optimizer.kind, f"on SparseCores one of {', '.join(kinds)}")
 
-    def run(what: str, held: tuple[jax.Array, ...], operands: tuple[Any, ...]) -> list[jax.Array]:
+    def run(what: str, arrays: tuple[jax.Array, ...], operands: tuple[Any, ...]) -> list[jax.Array]:
         *buffers, own_passes, own_gradients = operands
         config = {
             "max_ids_per_partition": max_ids,
             "max_unique_ids_per_partition": max_unique_ids,
             "sharding_strategy": 1,
             "pad_value": _PAD,
-            "num_slot_variables": len(held) - 1,
+            "num_slot_variables": len(arrays) - 1,
             "num_hyperparameters": 2,
         }
-        found: list[jax.Array] = _update.bind(
+        results: list[jax.Array] = _update.bind(
             *buffers,
             own_passes,
-            *held,
+            *arrays,
             own_gradients,
             rate,
             step.astype(jnp.float32),
             rule=RowRule(optimizer=optimizer, what=what),
-            count=len(held),
+            count=len(arrays),
             config=_backend_config(config),
         )
-        return found
+        return results
 
     operands = (*_buffers(inputs), passes, gradients)
     if sums is None:
         new, *new_slots = run("update", (table, *slots), operands)
         return new, tuple(new_slots), None
     (sums,) = run("add", (sums,), operands)
-    # Two operations that read the same buffers are made one, which here would need its own result.
+    # XLA would merge two operations that read the same buffers, but the second one needs the first one's result.
     sums, operands = jax.lax.optimization_barrier((sums, operands))
     new, *new_slots, sums = run("apply", (table, *slots, sums), operands)
     return new, tuple(new_slots), sums
@@ -196,22 +199,22 @@ def _lower_update(ctx: mlir.LoweringRuleContext, *operands: Any, rule: RowRule, 
     def ruled(gradient: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         return rule(gradient, rest[:count], *rest[count:])
 
-    # Gradient, row, slots, and the two scalars, which come broadcast.
-    given = [row] * (1 + count + 2)
+    # Gradient, row, slots, and the two scalars, which are broadcast.
+    inputs = [row] * (1 + count + 2)
     row_type = mlir.aval_to_ir_type(ctx.module_context, row)
     computation: Any = func.FuncOp(
         f"{rule.optimizer.kind}_{rule.what}_of_a_row",
-        ([row_type] * len(given), [ir.TupleType.get_tuple([row_type] * count)]),
+        ([row_type] * len(inputs), [ir.TupleType.get_tuple([row_type] * count)]),
         ip=ctx.module_context.ip,
         visibility="private",
     )  # type: ignore[call-arg]
-    # Several tables may be updated by one rule: the symbol table makes their names differ.
+    # One rule may update several tables: the symbol table makes the names unique.
     ctx.module_context.symbol_table.insert(computation)
     block = computation.add_entry_block()
     with ir.InsertionPoint(block):
-        inner = ctx.replace(primitive=None, avals_in=given, avals_out=[row] * count)
+        inner = ctx.replace(primitive=None, avals_in=inputs, avals_out=[row] * count)
         results: Any = mlir.lower_fun(ruled, multiple_results=True)(inner, *block.arguments)
-        func.ReturnOp([stablehlo.tuple([value for each in results for value in _flat(each)])])
+        func.ReturnOp([stablehlo.tuple([value for result in results for value in _flat(result)])])
     states = [operands[_STATE_AT + index].type for index in range(count)]
     call: Any = jax.ffi.ffi_lowering(
         "SparseDenseMatmulGradOptimizerUpdateWithMinibatchingOp",
@@ -221,14 +224,14 @@ def _lower_update(ctx: mlir.LoweringRuleContext, *operands: Any, rule: RowRule, 
         skip_ffi_layout_processing=True,
         api_version=1,
     )(ctx, *operands)
-    found = []
+    results_ = []
     for index in range(count):
         element = stablehlo.GetTupleElementOp(call[0] if isinstance(call, list | tuple) else call, index)
-        # Without it the copy to a buffer of its own is a TensorCore's.
+        # Without this attribute a TensorCore would copy the element to its own buffer.
         sparse = ir.DictAttr.get({"_xla_compute_type": ir.StringAttr.get("sparse")})
         element.attributes["mhlo.frontend_attributes"] = sparse
-        found.append(element.result)
-    return found
+        results_.append(element.result)
+    return results_
 
 
 def _flat(value: Any) -> list[Any]:

@@ -1,9 +1,9 @@
-"""The state of embedding tables on a mesh: stacks and optimizer slots, begun, placed, described; and a step's inputs.
+"""The state of embedding tables on a mesh: stacks and optimizer slots, initialised, placed and described; step inputs.
 
-Dims as in ``lookup``. Every array is split over all axes of the mesh by its first dim. Tables lie
-as the ``kernel`` that reads them (``embedding.KERNELS``) wants them: [C, rows, W] for the reference, and for
-SparseCores [C rows, W], on TPUs row after row without a float of padding. In the TensorCores' layout a row of 64 floats
-fills 128, and every step would copy all tables to SparseCores and back.
+Dims as in ``lookup``. Every array is split over all axes of the mesh by its first dim. The layout of tables depends on
+the ``kernel`` that reads them (``lookup.KERNELS``): [C, rows, W] for the reference, and [C rows, W] for SparseCores, on
+TPUs row after row without padding. In the TensorCores' layout a row of 64 floats fills 128, and every step would copy
+all tables to SparseCores and back.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import P
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Float32, Int
 
 from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stack, Stacking, StackPlace, pack
 from rooftop.models.embedding_tables.tables import Initializer
@@ -31,10 +33,10 @@ from rooftop.programs.parameters import Leaf
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingState(Generic[Leaf]):
-    """Tables by stack, [C, rows, W] or [C rows, W], optimizer slots likewise, and the updates so far (int32 scalar).
+    """Tables by stack, [C, rows, W] or [C rows, W], optimizer slots likewise, and the number of updates (int32 scalar).
 
-    ``sums`` [C rows, W] are of the stacks that ``EmbeddingProgram.summed`` names: NO_SUM between two steps, so that no
-    checkpoint has them.
+    ``sums`` [C rows, W] belong to the stacks of ``EmbeddingProgram.summed``. They are NO_SUM between two steps, so that
+    checkpoints do not contain them.
     """
 
     step: Leaf
@@ -46,15 +48,15 @@ class EmbeddingState(Generic[Leaf]):
 def initialise(
     stacking: Stacking, mesh: jax.sharding.Mesh, seed: int, kernel: str = "reference"
 ) -> EmbeddingState[jax.Array]:
-    """Tables as their initialisers say, and slots, split over all axes of ``mesh``, for ``kernel``.
+    """Tables and slots with their initial values, split over all axes of ``mesh``, for ``kernel``.
 
-    Made on the host and sent, or on the devices, as the config says: of the same distributions, with other values. A
-    table's values depend on ``seed`` and its name: not on stacking, nor on how many SparseCores there are.
+    They are created on the host and sent, or on the devices, as the config says: the same distributions, other values.
+    A table's values depend on ``seed`` and its name, and not on stacking or the number of SparseCores.
     """
     if not stacking.tables.config.initialized_on_host:
         with jax.set_mesh(mesh):
-            made, slots = begin_on_devices(stacking, mesh, seed, kernel)()
-        return EmbeddingState(step=_count(mesh, 0), tables=made, slots=slots)
+            device_tables, slots = begin_on_devices(stacking, mesh, seed, kernel)()
+        return EmbeddingState(step=_count(mesh, 0), tables=device_tables, slots=slots)
     tables = {
         table.name: _begin(
             table.initializer,
@@ -69,15 +71,15 @@ def initialise(
 def place_state(
     stacking: Stacking,
     mesh: jax.sharding.Mesh,
-    tables: Mapping[str, np.ndarray[Any, Any]],
-    slots: Mapping[str, tuple[np.ndarray[Any, Any], ...]],
+    tables: Mapping[str, npt.NDArray[Any]],
+    slots: Mapping[str, tuple[npt.NDArray[Any], ...]],
     step: int,
     kernel: str = "reference",
 ) -> EmbeddingState[jax.Array]:
     """Stacks and slots of the host, [C, rows, W] each, on the devices of ``mesh`` for ``kernel``."""
     where = table_format(mesh, kernel)
 
-    def place(array: np.ndarray[Any, Any]) -> jax.Array:
+    def place(array: npt.NDArray[Any]) -> jax.Array:
         return jax.device_put(array.reshape(stored_shape(array.shape, kernel)), where)
 
     return EmbeddingState(
@@ -89,10 +91,10 @@ def place_state(
 
 def host_state(
     stacking: Stacking, state: EmbeddingState[jax.Array]
-) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, tuple[np.ndarray[Any, Any], ...]]]:
-    """Stacks and slots on the host, [C, rows, W] each, for whichever kernel they lie on the devices."""
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, tuple[npt.NDArray[Any], ...]]]:
+    """Stacks and slots on the host, [C, rows, W] each, from the layout of any kernel."""
 
-    def fetch(array: jax.Array) -> np.ndarray[Any, Any]:
+    def fetch(array: jax.Array) -> npt.NDArray[Any]:
         return np.asarray(array).reshape(stacking.cores, -1, array.shape[-1])
 
     return (
@@ -122,27 +124,27 @@ def abstract_state(
 
 
 def begin_sums(stacking: Stacking, mesh: jax.sharding.Mesh, stacks: Iterable[str]) -> dict[str, jax.Array]:
-    """``sums`` of these ``stacks`` for a state on the devices of ``mesh``, begun where they lie."""
+    """``sums`` of these ``stacks`` for a state on the devices of ``mesh``, initialised in place."""
     where = table_format(mesh, "sparsecore")
 
     def begin() -> dict[str, jax.Array]:
         shapes = abstract_sums(stacking, mesh, stacks)
-        return {name: jnp.full(one.shape, NO_SUM, one.dtype) for name, one in shapes.items()}
+        return {name: jnp.full(shape.shape, NO_SUM, shape.dtype) for name, shape in shapes.items()}
 
-    made: dict[str, jax.Array] = jax.jit(begin, out_shardings=where)()
-    return made
+    sums: dict[str, jax.Array] = jax.jit(begin, out_shardings=where)()
+    return sums
 
 
 def abstract_sums(
     stacking: Stacking, mesh: jax.sharding.Mesh, stacks: Iterable[str]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, shardings and layouts of ``sums``: those of the tables, as SparseCores read them."""
+    """Shapes, shardings and layouts of ``sums``, which are those of the tables in the layout for SparseCores."""
     tables = abstract_state(stacking, mesh, "sparsecore").tables
     return {name: tables[name] for name in stacks}
 
 
 def table_format(mesh: jax.sharding.Mesh, kernel: str) -> NamedSharding | Format:
-    """How tables and slots lie on the devices of ``mesh`` for ``kernel``; other devices than TPUs choose themselves."""
+    """Format of tables and slots on ``mesh`` for ``kernel``; devices other than TPUs choose the layout."""
     split = NamedSharding(mesh, P(mesh.axis_names))
     if kernel != "sparsecore" or mesh.devices.flat[0].platform != "tpu":
         return split
@@ -150,14 +152,14 @@ def table_format(mesh: jax.sharding.Mesh, kernel: str) -> NamedSharding | Format
 
 
 def stored_shape(shape: tuple[int, ...], kernel: str) -> tuple[int, ...]:
-    """The shape in which an array [C, rows, W] lies on the devices for ``kernel``."""
+    """The shape of an array [C, rows, W] on the devices for ``kernel``."""
     return (shape[0] * shape[1], shape[2]) if kernel == "sparsecore" else shape
 
 
 def device_inputs(buffers: Mapping[str, Any], passes: int, mesh: jax.sharding.Mesh) -> LookupInputs:
     """Preprocessed ``buffers`` (``rooftop.embed.emit.Buffers`` by stack) on the devices of ``mesh``.
 
-    The arrays are copied: the caller may write the buffers again.
+    The arrays are copied: the caller may overwrite the buffers.
     """
     split = NamedSharding(mesh, P(mesh.axis_names))
     names = ("row_pointers", "embedding_ids", "sample_ids", "gains")
@@ -171,9 +173,9 @@ def device_inputs(buffers: Mapping[str, Any], passes: int, mesh: jax.sharding.Me
 
 
 def begin_on_devices(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int, kernel: str) -> jax.stages.Wrapped:
-    """What makes tables and slots: each device its own rows, from keys of seed, table and row. Nothing is sent.
+    """A jitted function that creates tables and slots: each device its own rows, from keys of seed, table and row.
 
-    It runs under ``jax.set_mesh``.
+    No data is sent. It runs under ``jax.set_mesh``.
     """
     axes, own = mesh.axis_names, stacking.cores_per_device
 
@@ -182,8 +184,8 @@ def begin_on_devices(stacking: Stacking, mesh: jax.sharding.Mesh, seed: int, ker
         tables, slots = {}, {}
         for stack in stacking.stacks:
             parts = [_rows_of(stacking, place, cores, stack.width, seed) for place in stack.places]
-            made = jnp.concatenate(parts, axis=1)
-            tables[stack.name] = made.reshape(stored_shape(made.shape, kernel))
+            table = jnp.concatenate(parts, axis=1)
+            tables[stack.name] = table.reshape(stored_shape(table.shape, kernel))
             slots[stack.name] = tuple(
                 jnp.full(stored_shape((own, stack.rows, width), kernel), value, jnp.float32)
                 for width, value in zip(stack.optimizer.slots(stack.width), initial_slots(stack.optimizer), strict=True)
@@ -198,8 +200,10 @@ def _count(mesh: jax.sharding.Mesh, step: int) -> jax.Array:
     return jax.device_put(np.int32(step), NamedSharding(mesh, P()))
 
 
-def _rows_of(stacking: Stacking, place: StackPlace, cores: jax.Array, width: int, seed: int) -> jax.Array:
-    """The rows [P, rows, W] of a table on SparseCores ``cores`` [P], padding zero."""
+def _rows_of(
+    stacking: Stacking, place: StackPlace, cores: Int[Array, " P"], width: int, seed: int
+) -> Float32[Array, "P rows W"]:
+    """The rows of a table on SparseCores ``cores``, zero where they are padding."""
     table, initializer = place.table, place.table.initializer
     table_key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(table.name.encode()))
     first = (cores - place.rotation) % stacking.cores
@@ -211,33 +215,31 @@ def _rows_of(stacking: Stacking, place: StackPlace, cores: jax.Array, width: int
             return jnp.full(shape, initializer["value"], jnp.float32)
         if initializer.kind == "uniform":
             return jax.random.uniform(key, shape, jnp.float32, initializer["low"], initializer["high"])
-        drawn = (
+        sample = (
             jax.random.truncated_normal(key, -2.0, 2.0, shape)
             if initializer.kind == "truncated_normal"
             else jax.random.normal(key, shape)
         )
-        return initializer["mean"] + initializer["stddev"] * drawn
+        return initializer["mean"] + initializer["stddev"] * sample
 
-    made = jnp.where((ids < table.vocabulary)[..., None], jax.vmap(jax.vmap(row))(ids), 0.0)
-    return jnp.pad(made, ((0, 0), (0, 0), (0, width - table.width)))
+    values = jnp.where((ids < table.vocabulary)[..., None], jax.vmap(jax.vmap(row))(ids), 0.0)
+    return jnp.pad(values, ((0, 0), (0, 0), (0, width - table.width)))
 
 
-def _begin(
-    initializer: Initializer, shape: tuple[int, ...], random: np.random.Generator
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _begin(initializer: Initializer, shape: tuple[int, ...], random: np.random.Generator) -> npt.NDArray[np.float32]:
     if initializer.kind == "constant":
         return np.full(shape, initializer["value"], np.float32)
     if initializer.kind == "uniform":
         low, high = initializer["low"], initializer["high"]
         return (low + (high - low) * random.random(shape, np.float32)).astype(np.float32)
-    found = random.standard_normal(shape, np.float32)
+    values = random.standard_normal(shape, np.float32)
     if initializer.kind == "truncated_normal":
-        while (far := np.abs(found) > 2).any():
-            found[far] = random.standard_normal(int(far.sum()), np.float32)
-    return (initializer["mean"] + initializer["stddev"] * found).astype(np.float32)
+        while (far := np.abs(values) > 2).any():
+            values[far] = random.standard_normal(int(far.sum()), np.float32)
+    return (initializer["mean"] + initializer["stddev"] * values).astype(np.float32)
 
 
-def _first_slots(stacking: Stacking) -> dict[str, tuple[np.ndarray[Any, Any], ...]]:
+def _first_slots(stacking: Stacking) -> dict[str, tuple[npt.NDArray[Any], ...]]:
     return {
         stack.name: tuple(
             np.full((stacking.cores, stack.rows, width), value, np.float32)

@@ -1,1 +1,1 @@
-"""The decoder: parameters described, layers, mixture of experts, and loss."""
+"""The decoder: description of its parameters, layers, mixture of experts, and loss."""

@@ -1,4 +1,4 @@
-"""From a ModelConfig to the description of its weights: each parameter's shape and dims.
+"""Description of a ModelConfig's weights: the shape and the dims of each parameter.
 
 Dims: D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary, E experts, n layers of one
 kind that a scan runs over.
@@ -19,11 +19,11 @@ from rooftop.programs.sharding import Dim
 
 
 def describe(model: ModelConfig) -> Transformer[Parameter]:
-    """The one description of the weights, from which shapes, shardings and initial values are made.
+    """The one description of the weights, which gives shapes, shardings and initial values.
 
-    Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay
-    thick enough for the hardware's tiles. What tables hold is split over D only: a lookup needs no exchange of rows.
-    Layers are split over pipeline stages where these share them (``shared_segment``); the few others are on all stages.
+    Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay thick
+    enough for the hardware's tiles. Tables are split over D only: a lookup exchanges no rows. Layers that pipeline
+    stages share (``shared_segment``) are split over the stages; all stages have the few other layers.
     """
     d, v = model.d_model, model.vocab
     table = (None, ("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
@@ -61,7 +61,7 @@ def _post_norm(model: ModelConfig, n: int) -> Norm[Parameter] | None:
 
 
 def _vector(shape: tuple[int, ...], *dims: Dim, sequence: str = "seq", value: float = 0.0) -> Parameter:
-    """What is added or multiplied and begins as a constant: scales, biases, sinks. The last dims are ``dims``."""
+    """A scale, bias or sink: starts as a constant. The last dims are ``dims``."""
     dims = (*(None,) * (len(shape) - len(dims)), *dims)
     return Parameter(shape=shape, dims=dims, value=value, sequence=sequence)
 
@@ -94,7 +94,11 @@ def _attention(model: ModelConfig, n: int) -> Attention[Parameter]:
 
 
 def _latent(model: ModelConfig, mla: MLA, n: int) -> LatentAttention[Parameter]:
-    """The projections down to latents meet the residual stream as it is split, so every one of its axes sums them."""
+    """Weights of latent attention.
+
+    The projections down to latents read the residual stream in its own sharding, so all of its axes sum their
+    gradients.
+    """
     d, heads, rank = model.d_model, model.heads, mla.q_rank
     down = partial(Parameter, dims=(None, "embed", None), fan_in=d, sequence="residual_seq")
     up = partial(Parameter, dims=(None, "embed", "heads", None))

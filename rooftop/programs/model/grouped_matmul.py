@@ -1,10 +1,10 @@
-"""Rows sorted by group, each group times a matrix of its own: ``jax.lax.ragged_dot``, and its derivatives.
+"""Matmuls of rows that are sorted by group, with one matrix per group: ``jax.lax.ragged_dot`` and its derivatives.
 
-XLA:TPU has a kernel for ``ragged_dot``, and so for the derivative of the rows; but of the derivative of the matrices it
-makes a dense product of all rows for every group, G times the FLOPs (jax 0.10.2, libtpu 0.0.42.1). That one is a loop
-over tiles of rows here. The number of its trips, and of the tiles that the kernel visits, is the number of rows that
-belong to a group, which only the device knows: no compiler counts their FLOPs. XLA:CPU makes dense products of
-``ragged_dot``.
+XLA:TPU has a kernel for ``ragged_dot``, and hence for the derivative of the rows. For the derivative of the matrices it
+computes a dense product of all rows for every group, G times the FLOPs (jax 0.10.2, libtpu 0.0.42.1). Here that
+derivative is a loop over tiles of rows. Its trip count, and the number of tiles that the kernel visits, depend on the
+number of rows that belong to a group, which is known on the device only: no compiler counts these FLOPs. XLA:CPU
+computes ``ragged_dot`` as dense products.
 
 Dims: R rows of one device, G groups (experts), d and f the sizes of a matrix.
 """
@@ -16,22 +16,23 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from rooftop.core.errors import RooftopError
 from rooftop.programs.attention.scores import varying_alike
 
-#: Rows of a tile: for each, a matrix of sums is read and written, in float32. This many multiply as long as that takes
-#: on a TPU v5e (8 bytes of an element at 819 GB/s, 2 FLOPs of it for each row at 197 TFLOP/s).
+#: Rows of a tile. For each tile a float32 matrix of sums is read and written, which takes as long as the FLOPs of this
+#: many rows on a TPU v5e (8 bytes per element at 819 GB/s, 2 FLOPs per element and row at 197 TFLOP/s).
 TILE = 1024
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RowGroups:
-    """Rows in order of their groups, those of no group last.
+    """Rows in the order of their groups; rows of no group come last.
 
-    ``order`` [R]: the row at each place; ``places`` [R]: the place of each row. ``sizes`` [G]: rows of each group,
-    which may be fewer than R in all.
+    ``order`` [R]: the row at each sorted index; ``places`` [R]: the sorted index of each row. ``sizes`` [G]: rows of
+    each group; their sum may be less than R.
     """
 
     order: jax.Array
@@ -39,30 +40,30 @@ class RowGroups:
     sizes: jax.Array
 
     @classmethod
-    def of(cls, groups: jax.Array, count: int) -> RowGroups:
-        """The order of rows whose groups are ``groups`` [R] int32, those of group G = ``count`` being of none."""
+    def of(cls, groups: Int[Array, " R"], count: int) -> RowGroups:
+        """The order of rows whose groups are ``groups``; group ``count`` means no group."""
         size = len(groups)
         if size * (count + 1) >= 2**31:
             raise RooftopError("rows of experts on a device", size, f"fewer than 2**31 / {count + 1}")
-        # One key and nothing beside it, as in ``rooftop.programs.model.moe.ExpertSlots``.
+        # A single key without a payload, as in ``rooftop.programs.model.moe.ExpertSlots``.
         index = jnp.arange(size, dtype=jnp.int32)
         order = lax.sort(groups * size + index, is_stable=False) % size
         places = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
         sizes = jnp.sum(groups[:, None] == jnp.arange(count, dtype=groups.dtype), axis=0, dtype=jnp.int32)
         return cls(order=order, places=places, sizes=sizes)
 
-    def sorted(self, rows: jax.Array) -> jax.Array:
-        """Rows [R, d] in order."""
+    def sorted(self, rows: Shaped[Array, "R d"]) -> Shaped[Array, "R d"]:
+        """The rows in the order of their groups."""
         return _permuted(rows, self.order, self.places)
 
-    def back(self, rows: jax.Array) -> jax.Array:
+    def back(self, rows: Shaped[Array, "R d"]) -> Shaped[Array, "R d"]:
         """The inverse of ``sorted``."""
         return _permuted(rows, self.places, self.order)
 
 
 @jax.custom_vjp
-def _permuted(rows: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """rows[order]; backward by ``inverse``, where JAX would scatter."""
+def _permuted(rows: Shaped[Array, "R d"], order: Int[Array, " R"], inverse: Int[Array, " R"]) -> Shaped[Array, "R d"]:
+    """rows[order]. The backward pass gathers by ``inverse``, where JAX would scatter."""
     return rows.at[order].get(mode="promise_in_bounds", unique_indices=True)
 
 
@@ -78,17 +79,19 @@ def _backward(indices: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tupl
 _permuted.defvjp(_forward, _backward)
 
 
-def grouped_matmul(rows: jax.Array, matrices: jax.Array, groups: RowGroups) -> jax.Array:
-    """Sorted rows [R, d], each times its group's of ``matrices`` [G, d, f]: [R, f], zeros for rows of no group."""
+def grouped_matmul(
+    rows: Float[Array, "R d"], matrices: Float[Array, "G d f"], groups: RowGroups
+) -> Float[Array, "R f"]:
+    """Sorted rows, each times the matrix of its group; zeros for rows of no group."""
     rows, matrices = varying_alike(rows, matrices)
     return _matmul(rows, matrices, groups)
 
 
 @jax.custom_vjp
-def _matmul(rows: jax.Array, matrices: jax.Array, groups: RowGroups) -> jax.Array:
+def _matmul(rows: Float[Array, "R d"], matrices: Float[Array, "G d f"], groups: RowGroups) -> Float[Array, "R f"]:
     y = lax.ragged_dot(rows, matrices, groups.sizes)
-    kept = jnp.arange(len(rows)) < jnp.sum(groups.sizes)
-    return jnp.where(kept[:, None], y, 0)
+    in_group = jnp.arange(len(rows)) < jnp.sum(groups.sizes)
+    return jnp.where(in_group[:, None], y, 0)
 
 
 _Saved = tuple[jax.Array, jax.Array, RowGroups]
@@ -110,11 +113,13 @@ def _gradients(saved: _Saved, gradient: jax.Array) -> tuple[jax.Array, jax.Array
 _matmul.defvjp(_multiply, _gradients)
 
 
-def grouped_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Of each group, its rows [R, d] transposed times its rows of ``others`` [R, f]: [G, d, f] float32.
+def grouped_products(
+    rows: Float[Array, "R d"], others: Float[Array, "R f"], sizes: Int[Array, " G"]
+) -> Float32[Array, "G d f"]:
+    """For each group, its rows transposed times its rows of ``others``.
 
-    A loop over tiles of rows; a tile with the ends of groups in it is visited once for each. The loop ends where the
-    groups do, so that rows of no group cost nothing.
+    A loop over tiles of rows. A tile that spans several groups is visited once for each. The loop ends with the last
+    group, so that rows of no group cost nothing.
     """
     size = min(TILE, len(rows))
     ends = jnp.cumsum(sizes)
@@ -122,16 +127,16 @@ def grouped_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> ja
     visits = jnp.where(sizes > 0, last - first + 1, 0)
     visited = jnp.cumsum(visits)
 
-    def visit(index: jax.Array, found: jax.Array) -> jax.Array:
+    def visit(index: jax.Array, total: jax.Array) -> jax.Array:
         group = jnp.sum(index >= visited)
         tile = first[group] + index - (visited[group] - visits[group])
-        # The last tile begins earlier where rows are no whole number of tiles; what it repeats does not count.
+        # If rows are no whole number of tiles, the last tile starts earlier; its repeated rows are masked.
         start = jnp.minimum(tile * size, len(rows) - size)
         row = start + jnp.arange(size)
         own = (row >= jnp.maximum(tile * size, ends[group] - sizes[group])) & (row < ends[group])
         left, right = (lax.dynamic_slice_in_dim(x, start, size) for x in (rows, others))
         more = jnp.einsum("rd,rf->df", jnp.where(own[:, None], left, 0), right, preferred_element_type=jnp.float32)
-        return found.at[group].add(more)
+        return total.at[group].add(more)
 
     zeros = jnp.zeros((len(sizes), rows.shape[1], others.shape[1]), jnp.float32)
     return lax.fori_loop(0, visited[-1], visit, varying_alike(rows, others, zeros)[2])

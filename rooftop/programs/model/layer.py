@@ -1,6 +1,6 @@
 """The two halves of a layer on the residual stream: attention, and the MLP or mixture of experts.
 
-Dims as in ``transformer``, which also says which collectives they bring. ``Computation`` says how.
+Dims as in ``transformer``, which also lists the collectives. ``Computation`` holds the options.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.arrays.rules import Rules
 from rooftop.capabilities import KERNELS
@@ -32,20 +33,20 @@ from rooftop.programs.model.projection import project, project_left
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoEWeights
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
-#: How attention over a context axis comes by the keys and values of other devices.
+#: Ways in which attention over a context axis gets the keys and values of other devices.
 CONTEXT_ATTENTIONS: tuple[str, ...] = ("ring", "all_gather")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """How a model is computed: its arrays by ``specs``, checkpoints by ``remat`` (see ``rooftop.models.activations``).
+    """Options of a model's computation: specs of arrays, and checkpoints by ``remat`` (``rooftop.models.activations``).
 
-    ``attention`` is a kernel of ``attention.attend``, with blocks of at most ``attention_block``. Over a
-    context axis the sequence lies in ``context_order`` (see ``attention.context``), and keys and values
-    come by ``context_attention``: round a ring, or gathered (``attention.context``). Experts do
-    ``expert_matmul``, and ``expert_capacity`` is the ``capacity_factor`` of ``moe``: None drops no
-    token. ``z_loss`` and ``balance_loss`` are coefficients of what is added to the cross-entropy (see ``objective``).
-    ``weights_left`` multiplies by weights of attention and MLPs on one device as ``project_left`` does.
+    ``attention`` is a kernel of ``attention.attend``, with blocks of at most ``attention_block``. Over a context axis
+    the sequence is in ``context_order``, and keys and values arrive by ``context_attention``: around a ring, or
+    gathered (``attention.context``). Experts use ``expert_matmul``; ``expert_capacity`` is the ``capacity_factor`` of
+    ``moe``: None drops no token. ``z_loss`` and ``balance_loss`` are the coefficients of terms added to the
+    cross-entropy (see ``objective``). ``weights_left`` multiplies by weights of attention and MLPs on one device as
+    ``project_left`` does.
     """
 
     model: ModelConfig
@@ -93,7 +94,7 @@ class Computation:
         return cls(**fields | {"model": ModelConfig.from_json(fields["model"])})
 
     def positions(self, batch: Batch[jax.Array]) -> jax.Array:
-        """The positions of the tokens: [T] alike in all sequences, or [B, T] where sequences are packed or it is given.
+        """The positions of the tokens: [T], or [B, T] if the batch has positions or segments.
 
         Over a context axis the tokens are in the order in which the mesh splits them.
         """
@@ -116,9 +117,9 @@ def attention(
     how: Computation,
     heads: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Attention on the residual stream [B, T, D], added to it.
+    """Attention on the residual stream, added to it.
 
-    ``heads`` makes the outputs of all heads [B, T, N, d_v], split over N, of the normalised stream.
+    ``heads`` computes the outputs of all heads [B, T, N, d_v], split over N, from the normalised stream.
     """
     model, specs = how.model, how.specs
     with named_scope("norm"):
@@ -126,7 +127,7 @@ def attention(
     o = heads(normed)
     out_bias = None if isinstance(layer, LatentAttention) else layer.out_bias
     with named_scope("out"):
-        # XLA names a matmul after a reshape that it absorbs, so this one stands in the scope of its matmul.
+        # XLA names a matmul after a reshape that it absorbs, so this reshape is in the scope of its matmul.
         o = o.reshape(*o.shape[:2], -1, out_sharding=specs.activation("batch", "seq", "heads"))
         y = add_bias(_scattered(o, layer.out, "heads", how), out_bias, specs.residual)
         y = checkpoint_name(y, "attn_out")
@@ -138,15 +139,15 @@ def attention(
 
 
 def causal(
-    normed: jax.Array,
+    normed: Float[Array, "B T D"],
     *,
     layer: Attention[jax.Array] | LatentAttention[jax.Array],
-    turns: jax.Array,
+    turns: Float32[Array, "*turns"],
     window: int | None,
-    segments: jax.Array | None,
+    segments: Int[Array, "B T"] | None,
     how: Computation,
-) -> jax.Array:
-    """Causal attention of whole sequences, within ``segments`` [B, T] if there are any: [B, T, N, d_v]."""
+) -> Float[Array, "B T N d_v"]:
+    """Causal attention of whole sequences, within ``segments`` if there are any."""
     model, sinks = how.model, None
     if isinstance(layer, LatentAttention):
         assert model.mla is not None
@@ -159,9 +160,9 @@ def causal(
 
 
 def qkv(
-    x: jax.Array, layer: Attention[jax.Array], turns: jax.Array, how: Computation
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [B, T, N, H], keys and values [B, T, K, H] of the normalised x [B, T, D]; rotated if positions are."""
+    x: Float[Array, "B T D"], layer: Attention[jax.Array], turns: Float32[Array, "*turns"], how: Computation
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Queries, keys and values of the normalised x, rotated if the model has rotary positions."""
     model, specs = how.model, how.specs
     heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
     with named_scope("qkv"):
@@ -180,20 +181,20 @@ def qkv(
     if model.positions != "rope":
         return q, k, v
     with named_scope("rope"):
-        q, k = (checkpoint_name(rotate(each, turns, interleaved=model.rope_interleaved), "rope") for each in (q, k))
+        q, k = (checkpoint_name(rotate(x, turns, interleaved=model.rope_interleaved), "rope") for x in (q, k))
         return q, k, v
 
 
 def _core(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K d_v"],
+    sinks: Float[Array, " N"] | None,
     window: int | None,
-    segments: jax.Array | None,
+    segments: Int[Array, "B T"] | None,
     how: Computation,
-) -> jax.Array:
-    """Attention proper: [B, T, N, d_v] from q [B, T, N, H], k [B, T, K, H], v [B, T, K, d_v] and sinks [N]."""
+) -> Float[Array, "B T N d_v"]:
+    """Attention of queries, keys and values."""
     model, specs = how.model, how.specs
     heads = specs.activation("batch", "seq", "heads", None)
     kv_heads = specs.activation("batch", "seq", "kv_heads", None)
@@ -214,7 +215,7 @@ def _core(
     ) -> jax.Array:
         return attention(how.attention, scores, q, k, v, sinks=sinks, segments=segments)
 
-    # A Pallas kernel's outputs do not say over which axes they vary.
+    # The type of a Pallas kernel's outputs does not say over which axes they vary.
     typed = how.attention != "splash"
     segment_spec = None if segments is None else specs.activation("batch", "seq")
     specs_in = (heads, kv_heads, kv_heads, sink_spec, segment_spec)
@@ -222,9 +223,12 @@ def _core(
 
 
 def feed_forward(
-    x: jax.Array, layer: MLP[jax.Array] | MoEWeights[jax.Array], segments: jax.Array | None, how: Computation
-) -> tuple[jax.Array, jax.Array | None]:
-    """The MLP or the mixture of experts on the residual stream [B, T, D], added to it; and the experts' load."""
+    x: Float[Array, "B T D"],
+    layer: MLP[jax.Array] | MoEWeights[jax.Array],
+    segments: Int[Array, "B T"] | None,
+    how: Computation,
+) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
+    """The MLP or the mixture of experts on the residual stream, added to it; and the experts' load."""
     model, specs = how.model, how.specs
     with named_scope("mlp"), named_scope("norm"):
         normed = norm(x, layer.norm, model, specs)
@@ -251,8 +255,8 @@ def feed_forward(
             return x + y, load
 
 
-def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
-    """The MLP of the normalised x [B, T, D], gated or not."""
+def _mlp(x: Float[Array, "B T D"], layer: MLP[jax.Array], how: Computation) -> Float[Array, "B T D"]:
+    """The MLP of the normalised x, gated or not."""
     specs = how.specs
     hidden = specs.activation("batch", "seq", "mlp")
 
@@ -271,8 +275,10 @@ def _mlp(x: jax.Array, layer: MLP[jax.Array], how: Computation) -> jax.Array:
         return checkpoint_name(y, "mlp_down")
 
 
-def _scattered(x: jax.Array, weight: jax.Array, dim: str, how: Computation) -> jax.Array:
-    """x [B, T, dim] times weight [dim, D], its partial sums scattered into the residual stream's sharding."""
+def _scattered(
+    x: Float[Array, "B T rows"], weight: Float[Array, "rows D"], dim: str, how: Computation
+) -> Float[Array, "B T D"]:
+    """x times a weight whose rows are split over ``dim``; partial sums are scattered into the stream's sharding."""
     specs = how.specs
     if how.weights_left:
         return project_left(x, gather(weight, specs, (dim, "embed"), None))

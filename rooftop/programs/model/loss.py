@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that stays split, its logits computed once and, in chunks, never whole.
+"""Cross-entropy over a split vocabulary. Logits are computed once, in chunks, and never stored whole.
 
 Dims: B batch, T sequence, D model, V vocabulary.
 """
@@ -11,31 +11,36 @@ import jax
 import jax.numpy as jnp
 from jax import P, named_scope
 from jax.sharding import reshard
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.programs.model.projection import project, project_left
 from rooftop.programs.sharding import Specs, in_parts, named_reshard, split_sequence, varying_as, whole
 
 
-def carrying(targets: jax.Array) -> jax.Array:
-    """How many of the targets of a packed batch carry loss (are not negative), at least 1: a float32 scalar."""
+def carrying(targets: Int[Array, "B T"]) -> Float32[Array, ""]:
+    """Number of targets of a packed batch that carry loss (are not negative), at least 1."""
     with named_scope("loss"):
         return jnp.maximum(jnp.sum(targets >= 0, dtype=jnp.int32), 1).astype(jnp.float32)
 
 
-def logits(x: jax.Array, matrix: jax.Array, softcap: float | None, *, left: bool = False) -> jax.Array:
-    """x [B, T, D] @ matrix [D, V] in float32, [B, T, V], bent by ``softcap`` c to c tanh(y/c).
+def logits(
+    x: Float[Array, "B T D"], matrix: Float[Array, "D V"], softcap: float | None, *, left: bool = False
+) -> Float32[Array, "B T V"]:
+    """x @ matrix in float32, bent by ``softcap`` c to c tanh(y/c).
 
-    The matrix is the ``left`` operand as in ``project_left``.
+    With ``left`` the matrix is the left operand, as in ``project_left``.
     """
     with named_scope("unembed"):
         y = (project_left if left else project)(x, matrix, dtype=jnp.float32)
         return y if softcap is None else softcap * jnp.tanh(y / softcap)
 
 
-def head(x: jax.Array, unembed: jax.Array, specs: Specs, *, tied: bool) -> tuple[jax.Array, jax.Array]:
-    """Both operands of the last matmul, gathered: x [B, T, D] over T, and the matrix [D, V] over D.
+def head(
+    x: Float[Array, "B T D"], unembed: Float[Array, "*unembed"], specs: Specs, *, tied: bool
+) -> tuple[Float[Array, "B T D"], Float[Array, "D V"]]:
+    """Both operands of the last matmul, gathered: x over T, and the matrix over D.
 
-    A tied ``unembed`` is the embedding table [V, D] split over D only: an AllToAll splits V in its place.
+    ``unembed`` is [D, V]; a tied one is the embedding table [V, D], split over D only: an AllToAll splits V instead.
     """
     with named_scope("unembed"):
         x = split_sequence(x, specs.activation("batch", "seq", None, reduced="vocab"))
@@ -45,43 +50,43 @@ def head(x: jax.Array, unembed: jax.Array, specs: Specs, *, tied: bool) -> tuple
 
 
 def cross_entropy(
-    x: jax.Array,
-    unembed: jax.Array,
-    targets: jax.Array,
+    x: Float[Array, "B T D"],
+    unembed: Float[Array, "*unembed"],
+    targets: Int[Array, "B T"],
     specs: Specs,
     *,
     tied: bool,
     chunks: int,
     softcap: float | None,
     z_loss: float = 0.0,
-    counted: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Mean of -log softmax(x @ unembed)[target]; x [B, T, D], unembed at rest, targets [B, T].
+    counted: Float32[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Float32[Array, ""] | None]:
+    """Mean of -log softmax(x @ unembed)[target], and optionally of (log Z)**2; unembed is at rest.
 
-    With a coefficient ``z_loss``, plus that times the mean of (log Z)**2, Z the denominator; the latter mean comes
-    beside the sum, and is not to be differentiated. Means are over all tokens, or with ``counted`` sums over those
-    whose target is not negative, divided by it. Float32 scalars.
+    With a coefficient ``z_loss``, the first result also has ``z_loss`` times the mean of (log Z)**2, where Z is the
+    softmax's denominator. The second result is that mean, which is not differentiable. Means are over all tokens; with
+    ``counted`` they are sums over the tokens whose target is not negative, divided by it.
 
-    T is done in ``chunks``; each chunk's gradients are computed while its logits are there, in place of computing them
-    again in the backward pass.
+    T is processed in ``chunks``. The gradients of a chunk are computed with its logits, so that the backward pass does
+    not recompute these.
     """
-    # The barrier makes the gradient of the unembedding complete before the layers' backward pass begins: without it,
-    # XLA keeps that gradient in full until the end.
+    # The barrier completes the gradient of the unembedding before the layers' backward pass begins. Without it, XLA
+    # keeps that gradient unreduced until the end.
     x, unembed = jax.lax.optimization_barrier((x, unembed))
     x, matrix = head(x, unembed, specs, tied=tied)
     return _chunked(x, matrix, targets, counted, chunks, softcap, z_loss)
 
 
-#: What is minimised, and the squares of log Z where they are a part of it: of each token, or their means.
+#: The loss, and (log Z)**2 if it is a part of the loss: of each token, or their means.
 _Losses = tuple[jax.Array, jax.Array | None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _chunked(
-    x: jax.Array,
-    matrix: jax.Array,
-    targets: jax.Array,
-    counted: jax.Array | None,
+    x: Float[Array, "B T D"],
+    matrix: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    counted: Float32[Array, ""] | None,
     chunks: int,
     softcap: float | None,
     z_loss: float,
@@ -96,7 +101,7 @@ def _chunked(
 
 def _means(losses: _Losses, targets: jax.Array, counted: jax.Array | None) -> _Losses:
     by = targets.size if counted is None else counted
-    means: _Losses = jax.tree.map(lambda each: jnp.sum(each) / by, losses)
+    means: _Losses = jax.tree.map(lambda values: jnp.sum(values) / by, losses)
     return means
 
 
@@ -148,9 +153,14 @@ _chunked.defvjp(_forward, _backward)
 
 
 def _token_losses(
-    x: jax.Array, matrix: jax.Array, targets: jax.Array, masked: bool, softcap: float | None, z_loss: float
+    x: Float[Array, "B T D"],
+    matrix: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    masked: bool,
+    softcap: float | None,
+    z_loss: float,
 ) -> _Losses:
-    """-log softmax(x @ matrix)[target] + z_loss (log Z)**2, and with a z_loss (log Z)**2: [B, T] float32.
+    """-log softmax(x @ matrix)[target] + z_loss (log Z)**2, and (log Z)**2 if there is a z_loss: [B, T] float32 each.
 
     ``masked``: zeros where the target is negative.
     """
@@ -158,7 +168,7 @@ def _token_losses(
     with named_scope("loss"):
         top = jax.lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True))
         total = jnp.sum(jnp.exp(y - top), axis=-1)
-        # Picked by comparison: an index into the split V would need a gather.
+        # Selected by comparison: an index into the split V would need a gather.
         ids = jax.lax.broadcasted_iota(jnp.int32, y.shape, 2, out_sharding=jax.typeof(y).sharding)
         label = jnp.sum(jnp.where(ids == targets[..., None], y, 0.0), axis=-1)
         log_z = jnp.log(total) + top[..., 0]
@@ -166,5 +176,5 @@ def _token_losses(
         if squares is not None:
             losses = losses + z_loss * squares
         if masked:
-            losses, squares = jax.tree.map(lambda each: jnp.where(targets >= 0, each, 0.0), (losses, squares))
+            losses, squares = jax.tree.map(lambda values: jnp.where(targets >= 0, values, 0.0), (losses, squares))
         return losses, squares

@@ -1,9 +1,9 @@
 """Queries, keys and values of multi-head latent attention, expanded as in training (DeepSeek-V2 paper, section 2.1).
 
-Latents are computed on the residual stream as it is split over the sequence; they are gathered over tensor, and not the
-wider stream, before each device expands them for its own heads.
+Latents are computed on the residual stream, which is split over the sequence. They, and not the wider stream, are
+gathered over tensor; then each device expands them for its own heads.
 
-Dims: B batch, T sequence, D model, N heads.
+Dims: B batch, T sequence, D model, N heads, d_qk = d_nope + d_rope.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32
 
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.programs.model.elementwise import scale_norm
@@ -22,11 +23,16 @@ from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
 
 def latent_qkv(
-    x: jax.Array, layer: LatentAttention[jax.Array], turns: jax.Array, model: ModelConfig, mla: MLA, specs: Specs
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries and keys [B, T, N, d_nope + d_rope] and values [B, T, N, d_v] of the normalised x [B, T, D].
+    x: Float[Array, "B T D"],
+    layer: LatentAttention[jax.Array],
+    turns: Float32[Array, "*turns"],
+    model: ModelConfig,
+    mla: MLA,
+    specs: Specs,
+) -> tuple[Float[Array, "B T N d_qk"], Float[Array, "B T N d_qk"], Float[Array, "B T N d_v"]]:
+    """Rotated queries and keys, and values, of the normalised x.
 
-    x is split as the residual stream, the others by heads. ``turns``: see ``rooftop.programs.model.positions``.
+    x is split as the residual stream, the results by heads. ``turns``: see ``rooftop.programs.model.positions``.
     """
     gathered = specs.activation("batch", "seq", None, reduced="heads")
     heads = specs.activation("batch", "seq", "heads", None)
@@ -48,11 +54,16 @@ def latent_qkv(
 
 
 def latents(
-    x: jax.Array, layer: LatentAttention[jax.Array], turns: jax.Array, model: ModelConfig, mla: MLA, specs: Specs
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [B, T, N, d_nope + d_rope]; and what is cached of a token, whatever the head.
+    x: Float[Array, "B T D"],
+    layer: LatentAttention[jax.Array],
+    turns: Float32[Array, "*turns"],
+    model: ModelConfig,
+    mla: MLA,
+    specs: Specs,
+) -> tuple[Float[Array, "B T N d_qk"], Float[Array, "B T kv_rank"], Float[Array, "B T d_rope"]]:
+    """Rotated queries, and the entries of the cache for each token, which all heads share.
 
-    That is the normalised latent of keys and values [B, T, kv_rank] and the one rotated key [B, T, d_rope].
+    These are the normalised latent of keys and values, and the one rotated key.
     """
     gathered = specs.activation("batch", "seq", None, reduced="heads")
 
@@ -69,7 +80,7 @@ def latents(
         latent, shared = jnp.split(down(layer.kv_down), [mla.kv_rank], axis=-1)
         latent = scale_norm(latent, layer.kv_norm, model, specs.residual)
     with named_scope("rope"):
-        # The one rotated key that all heads share is turned where its token lives.
+        # The rotated key that all heads share is rotated on the device of its token.
         shared = rotate(shared[:, :, None], turns, interleaved=model.rope_interleaved)[:, :, 0]
     with named_scope("qkv"):
         both = split_sequence(jnp.concatenate([latent, shared], axis=-1), gathered)

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, RoFormer), stretched as the model says; angles in float32.
+"""Rotary positions (Su et al. 2021, RoFormer), stretched as the model requires; angles in float32.
 
 Dims: B batch, T sequence, H the rotated size of a head.
 """
@@ -13,40 +13,42 @@ import numpy as np
 import numpy.typing as npt
 from jax import P
 from jax.sharding import reshard
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.models.config import ModelConfig, RopeScaling
 
 
 def frequencies(model: ModelConfig, *, local: bool = False) -> npt.NDArray[np.float64]:
-    """Radians per position of each rotated pair, [H/2]; ``local``: of a windowed layer.
+    """Radians per position of each rotated pair, [H/2]; ``local``: for a windowed layer.
 
-    Scaled as RopeScaling says: linear (Chen et al. 2023), as LLaMA 3.1, or by YaRN (Peng et al. 2023, section 3).
+    Scaled by RopeScaling: linear (Chen et al. 2023), as LLaMA 3.1, or by YaRN (Peng et al. 2023, section 3).
     """
     size = model.d_head if model.mla is None else model.mla.d_rope
     local = local and model.rope_local_theta is not None
     theta = model.rope_local_theta if local and model.rope_local_theta else model.rope_theta
-    found: npt.NDArray[np.float64] = theta ** (-np.arange(0, size, 2) / size)
+    radians: npt.NDArray[np.float64] = theta ** (-np.arange(0, size, 2) / size)
     scaling = None if local else model.rope_scaling
     if scaling is None:
-        return found
-    return found * (1 - _stretched(found, scaling, theta) * (1 - 1 / scaling.factor))
+        return radians
+    return radians * (1 - _stretched(radians, scaling, theta) * (1 - 1 / scaling.factor))
 
 
-def rotation(model: ModelConfig, positions: jax.Array, *, local: bool = False) -> jax.Array:
-    """Cosines and sines of the rotary angles at ``positions`` [T], [2, T, 1, H/2] float32.
-
-    Of positions [B, T], [2, B, T, 1, H/2]. YaRN's attention factor multiplies both.
-    """
+def rotation(
+    model: ModelConfig, positions: Int[Array, "*tokens"], *, local: bool = False
+) -> Float32[Array, "2 *tokens 1 half_H"]:
+    """Cosines and sines of the rotary angles at ``positions``, [T] or [B, T], times YaRN's attention factor."""
     angle = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(model, local=local), jnp.float32)
     turns = jnp.stack([jnp.cos(angle), jnp.sin(angle)])[..., None, :]
     factor = 1.0 if local or model.rope_scaling is None else model.rope_scaling.attention_factor
     return turns if factor == 1.0 else turns * factor
 
 
-def rotate(x: jax.Array, turns: jax.Array, *, interleaved: bool = False) -> jax.Array:
-    """Turn x [B, T, heads, H]: the two halves of H are the coordinates, or neighbours if ``interleaved``.
+def rotate(
+    x: Float[Array, "B T heads H"], turns: Float32[Array, "*turns"], *, interleaved: bool = False
+) -> Float[Array, "B T heads H"]:
+    """Rotate x. The two halves of H are the coordinates, or neighbours if ``interleaved``.
 
-    Interleaved pairs come out as halves: queries and keys are reordered alike, and their products do not see it.
+    Interleaved pairs come out as halves: queries and keys are reordered alike, which leaves their products unchanged.
     """
     batch, seq, *_ = jax.typeof(x).sharding.spec.partitions
     if turns.ndim == 5:
@@ -58,13 +60,13 @@ def rotate(x: jax.Array, turns: jax.Array, *, interleaved: bool = False) -> jax.
     return turned.astype(x.dtype)
 
 
-def within_segments(segments: jax.Array, positions: jax.Array) -> jax.Array:
-    """Positions [B, T] counted from the start of each segment [B, T]; ``positions`` [T] are those in the sequence.
+def within_segments(segments: Int[Array, "B T"], positions: Int[Array, " T"]) -> Int[Array, "B T"]:
+    """Positions counted from the start of each segment; ``positions`` are those in the sequence.
 
-    The tokens of a segment lie side by side in the sequence, whatever the order in which the positions are given.
+    The tokens of a segment are adjacent in the sequence; the order of ``positions`` is arbitrary.
     """
     spec = jax.typeof(segments).sharding.spec
-    # Each token looks at all of its sequence: a few integers beside its embedding.
+    # Each token needs the segments of its whole sequence: a few integers, small compared with its embedding.
     ids = reshard(segments, P(spec.partitions[0], None))[:, jnp.argsort(positions)]
     starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     index = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1, out_sharding=jax.typeof(ids).sharding)
@@ -75,7 +77,7 @@ def within_segments(segments: jax.Array, positions: jax.Array) -> jax.Array:
 def _stretched(
     frequency: npt.NDArray[np.float64], scaling: RopeScaling, theta: float
 ) -> npt.NDArray[np.float64] | float:
-    """How far each frequency is divided by the factor: 0 as it was, 1 in full."""
+    """Share of the scaling factor that divides each frequency: 0 leaves it unchanged, 1 divides it fully."""
     original = scaling.original_max_seq_len
     if scaling.kind == "llama3":
         assert original and scaling.low_freq_factor and scaling.high_freq_factor

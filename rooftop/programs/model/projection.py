@@ -1,4 +1,4 @@
-"""A matmul with a weight, whose gradient is written in the weight's own layout.
+"""A matmul with a weight, whose gradient is computed in the weight's own layout.
 
 Dims: B batch, T sequence, D and F those of the weight.
 """
@@ -11,28 +11,35 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 
-def project(x: jax.Array, weight: jax.Array, out: P | None = None, dtype: DTypeLike | None = None) -> jax.Array:
-    """x [B, T, D] times weight [D, F]: [B, T, F], split as ``out`` says (None: as the operands are), in ``dtype``.
+def project(
+    x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None = None, dtype: DTypeLike | None = None
+) -> Float[Array, "B T F"]:
+    """x times weight, split as ``out`` (None: as the operands), in ``dtype``.
 
-    JAX's own derivative makes the weight's gradient as dy^T x and transposes it, which costs a CPU about as much time
-    as the matmul; XLA:TPU picks the layout of either. ``weight`` is as ``Specs.in_use`` has it: its gradient is
-    unreduced over the axes over which it is ``reduced``.
+    JAX's own derivative computes the weight's gradient as dy^T x and transposes it, which takes a CPU about as long as
+    the matmul; XLA:TPU chooses the layout of either. ``weight`` is as returned by ``Specs.in_use``: its gradient is
+    unreduced over its ``reduced`` axes.
     """
     return _project(x, weight, out, dtype)
 
 
-def project_left(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """x [B, T, D] times weight [D, ...]: [B, T, ...], computed as weight^T x^T; not for gradients.
+def project_left(
+    x: Float[Array, "B T D"], weight: Float[Array, " D *F"], dtype: DTypeLike | None = None
+) -> Float[Array, "B T *F"]:
+    """x times weight, computed as weight^T x^T; not for gradients.
 
-    With a weight that lies as [..., D] a CPU multiplies it as it is, where it would copy the right operand first.
+    A CPU multiplies a weight stored as [..., D] in place; as the right operand it would be copied first.
     """
     y = lax.dot_general(weight, x, (((0,), (2,)), ((), ())), preferred_element_type=dtype)
     return jnp.moveaxis(y, (-2, -1), (0, 1))
 
 
-def _product(x: jax.Array, weight: jax.Array, out: P | None, dtype: DTypeLike | None) -> jax.Array:
+def _product(
+    x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None, dtype: DTypeLike | None
+) -> Float[Array, "B T F"]:
     return lax.dot_general(x, weight, (((2,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out)
 
 

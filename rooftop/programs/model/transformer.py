@@ -2,11 +2,11 @@
 
 Dims: B batch, T sequence, D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary. JAX's
 explicit mode carries shardings in the types: each reshard below is one collective and its transpose another, and
-nothing is left for the partitioner to guess. With the default rules:
+nothing is left to the partitioner. With the default rules:
 
-- the residual stream is split over batch and sequence; before a matmul it is gathered over tensor, and after one its
+- the residual stream is split over batch and sequence. It is gathered over tensor before a matmul, and the matmul's
   partial sums are scattered over tensor, in the scope of that matmul;
-- a weight is gathered over fsdp in its matmul's scope, and again in the backward pass, since no remat policy keeps it.
+- a weight is gathered over fsdp in its matmul's scope, and again in the backward pass, since no remat policy saves it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import P, named_scope
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
+from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import parse_policy
@@ -31,14 +32,16 @@ from rooftop.programs.model.positions import rotation
 from rooftop.programs.parameters import Batch, Layer, Transformer
 from rooftop.programs.sharding import on_shards
 
-#: What layers read beside the stream: rotary angles of windowed layers (True) and of others, and the segments.
+#: Inputs of layers other than the stream: rotary angles of windowed layers (True) and of others, and the segments.
 Places = tuple[dict[bool, jax.Array], jax.Array | None]
-#: The layers of a period, by their weights and places, on the residual stream; and the loads of their experts.
+#: Apply the layers of a period to the residual stream, given their weights and places; also return experts' loads.
 Period = Callable[[jax.Array, tuple[Layer[jax.Array], ...], Places], tuple[jax.Array, list[jax.Array]]]
 
 
-def loss(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation, *, chunks: int) -> jax.Array:
-    """The first of ``objective``: without its optional terms, mean cross-entropy in nats, a float32 scalar."""
+def loss(
+    weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation, *, chunks: int
+) -> Float32[Array, ""]:
+    """The first result of ``objective``: without optional terms, mean cross-entropy in nats."""
     return objective(weights, batch, how, chunks=chunks)[0]
 
 
@@ -50,11 +53,11 @@ def objective(
     chunks: int,
     counted: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What training minimises, and the means that were added to the cross-entropy for it; float32 scalars.
+    """The training objective, and the means that it adds to the cross-entropy; float32 scalars.
 
-    Mean cross-entropy is in nats, over the tokens that carry loss: all B*T, or of a packed batch those whose target is
-    not negative, whose number is ``counted`` (float32; None: counted here). The means, without their coefficients, by
-    whose names they come: ``z_loss``, over the same tokens of (log Z)**2 with Z the denominator of the softmax (PaLM
+    Mean cross-entropy is in nats, over the tokens that carry loss: all B*T, or in a packed batch those whose target is
+    not negative; ``counted`` is their number (None: counted here). The means come by name and without their
+    coefficients: ``z_loss``, the mean over the same tokens of (log Z)**2 with Z the denominator of the softmax (PaLM
     paper, section 5); and ``balance_loss``, ``rooftop.programs.model.moe.balance`` of all layers.
 
     ``weights`` are at rest (``Specs.at_rest``), in the dtype of matmuls; norms, softmax and loss are in float32. T is
@@ -68,7 +71,7 @@ def objective(
 
 
 def head_loss(
-    x: jax.Array,
+    x: Float[Array, "B T D"],
     weights: Transformer[jax.Array],
     batch: Batch[jax.Array],
     how: Computation,
@@ -76,7 +79,7 @@ def head_loss(
     chunks: int,
     counted: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """``objective`` of the stream x [B, T, D] after all layers, without what the layers add to it."""
+    """``objective`` of the stream x after all layers, without the terms that layers add."""
     x = final_norm(x, weights, how)
     matrix = weights.embed if weights.unembed is None else weights.unembed
     if batch.segments is not None and counted is None:
@@ -96,16 +99,16 @@ def head_loss(
 
 
 def balanced(
-    value: jax.Array, terms: dict[str, jax.Array], load: jax.Array, how: Computation
+    value: Float32[Array, ""], terms: dict[str, jax.Array], load: Float32[Array, "3 E"], how: Computation
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """An objective and its terms with what the ``load`` [3, E] of all experts adds to them."""
+    """An objective and its terms, plus the balance loss of the ``load`` of all experts."""
     with named_scope("loss"):
         mean = balance(load)
         return value + how.balance_loss * mean, terms | {"balance_loss": mean}
 
 
-def logits(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation) -> jax.Array:
-    """Logits [B, T, V] in float32, V split over tensor; see ``objective``."""
+def logits(weights: Transformer[jax.Array], tokens: Int[Array, "B T"], how: Computation) -> Float32[Array, "B T V"]:
+    """Logits, V split over tensor; see ``objective``."""
     tied = weights.unembed is None
     matrix = weights.embed if weights.unembed is None else weights.unembed
     stream, _ = _stream(weights, Batch(tokens=tokens, targets=tokens), how)
@@ -115,8 +118,8 @@ def logits(weights: Transformer[jax.Array], tokens: jax.Array, how: Computation)
 
 def _stream(
     weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation
-) -> tuple[jax.Array, jax.Array | None]:
-    """The residual stream [B, T, D] after all layers, and the load of all experts, if asked for.
+) -> tuple[Float[Array, "B T D"], Float32[Array, "3 E"] | None]:
+    """The residual stream after all layers, and the load of all experts if it is measured.
 
     The load is ``rooftop.programs.model.moe.load`` summed over layers and devices.
     """
@@ -135,8 +138,8 @@ def _stream(
             ) -> tuple[jax.Array, list[jax.Array]]:
                 return layers(x, weights, at)
 
-            x, found = jax.lax.scan(body, x, stacks)
-            loads += found
+            x, period_loads = jax.lax.scan(body, x, stacks)
+            loads += period_loads
     if not loads:
         return x, None
     with named_scope("loss"):
@@ -144,7 +147,7 @@ def _stream(
 
 
 def places(batch: Batch[jax.Array], how: Computation) -> Places:
-    """Where the batch's tokens stand, as all layers read it."""
+    """Rotary angles and segments of the batch's tokens, as all layers read them."""
     with named_scope("attn"), named_scope("rope"):
         positions = how.positions(batch)
         return {local: rotation(how.model, positions, local=local) for local in (False, True)}, batch.segments
@@ -156,7 +159,7 @@ def period(segment: Segment, how: Computation) -> Period:
     Raises RooftopError for an unknown remat policy.
     """
     actions = parse_policy(how.remat)
-    # Positive lists only: "all but the weights" would keep a gathered weight under the reshard's own output.
+    # Positive lists only: "all but the weights" would save a gathered weight as the output of its reshard.
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[name for name, action in actions.items() if action == "save"],
         names_which_can_be_offloaded=[name for name, action in actions.items() if action == "offload"],
@@ -178,26 +181,27 @@ def period(segment: Segment, how: Computation) -> Period:
     blocks = [jax.checkpoint(partial(layer, kind), policy=policy) for kind in segment.kinds]
 
     def through(x: jax.Array, layers: tuple[Layer[jax.Array], ...], at: Places) -> tuple[jax.Array, list[jax.Array]]:
-        found = []
+        loads = []
         for block, weights in zip(blocks, layers, strict=True):
             x, load = block(x, weights, at)
-            found += [] if load is None else [load]
-        return x, found
+            loads += [] if load is None else [load]
+        return x, loads
 
     return through
 
 
-def final_norm(x: jax.Array, weights: Transformer[jax.Array], how: Computation) -> jax.Array:
-    """The norm behind the last layer, of the residual stream [B, T, D]."""
+def final_norm(x: Float[Array, "B T D"], weights: Transformer[jax.Array], how: Computation) -> Float[Array, "B T D"]:
+    """The norm after the last layer, of the residual stream."""
     with named_scope("final_norm"):
         return norm(x, weights.final_norm, how.model, how.specs)
 
 
-def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation) -> jax.Array:
-    """Rows of the table [V, D] for the batch's tokens, and of learned positions: the residual stream [B, T, D].
+def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation) -> Float[Array, "B T D"]:
+    """The residual stream: rows of the table [V, D] for the batch's tokens, plus learned positions.
 
-    Each device reads its columns of the rows that its fsdp group needs. One AllToAll over fsdp then trades columns
-    for batch, another over tensor trades columns for sequence; in one step the partitioner would replicate the array.
+    Each device reads its columns of the rows that its fsdp group needs. Then an AllToAll over fsdp trades columns for
+    batch, and another over tensor trades columns for sequence. In a single step the partitioner would replicate the
+    array.
     """
     model, specs = how.model, how.specs
     fsdp, tensor = specs.rules.parameters["embed"], specs.rules.parameters["vocab"]
@@ -205,7 +209,7 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     (seq,), (residual_seq,) = specs.activation("seq"), specs.activation("residual_seq")
     (columns,) = specs.parameter(("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
     x = weights.embed.at[reshard(batch.tokens, P(copies, seq))].get(out_sharding=P(copies, seq, columns))
-    # The axis that is minor in the columns leaves first: what it trades is contiguous.
+    # The minor axis of the columns is exchanged first: its data is contiguous.
     sequences, *_ = specs.residual
     x = reshard(x, P(copies, residual_seq, fsdp) if model.tied_embeddings else P(sequences, seq, tensor))
     x = reshard(x, specs.residual)
@@ -214,12 +218,12 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     if weights.positions is None:
         return x
     everywhere = P(None, None, reduced=specs.token_axes("residual_seq"))
-    where = how.positions(batch)
-    place = P(*(sequences, residual_seq)[-where.ndim :])
-    where = reshard(where, place)
+    positions = how.positions(batch)
+    position_spec = P(*(sequences, residual_seq)[-positions.ndim :])
+    positions = reshard(positions, position_spec)
 
-    def local(x: jax.Array, table: jax.Array, where: jax.Array) -> jax.Array:
-        return x + jax.lax.pcast(table, tuple(everywhere.reduced), to="varying")[where]
+    def local(x: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+        return x + jax.lax.pcast(table, tuple(everywhere.reduced), to="varying")[positions]
 
-    add = on_shards(local, in_specs=(specs.residual, everywhere, place), out_specs=specs.residual)
-    return add(x, reshard(weights.positions, everywhere), where)
+    add = on_shards(local, in_specs=(specs.residual, everywhere, position_spec), out_specs=specs.residual)
+    return add(x, reshard(weights.positions, everywhere), positions)

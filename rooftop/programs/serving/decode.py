@@ -1,12 +1,11 @@
-"""One step of a serving engine: new tokens of some sequences through the model, over a paged KV cache, to the next.
+"""One step of a serving engine: new tokens of some sequences through the model, over a paged KV cache.
 
-The layers are those of ``programs.model.transformer``; only what is between the projections of queries and the one of
-outputs is other than in training. Layers are not scanned: a scan would copy each layer's weights out of their stack on
-CPUs and GPUs, and its cache with them.
+The layers are those of ``programs.model.transformer``, except between the projections of queries and of outputs. Layers
+are not scanned: on CPUs and GPUs a scan would copy each layer's weights, and its cache, out of their stack.
 
-Dims: R rows (sequences), C new tokens of each, P pages of its block table, D model, V vocabulary. All T = R C tokens
-are one sequence [1, T] to the layers; only attention tells rows apart. Rows of C = 1 generate, others prefill chunks of
-prompts; a step may have both, and then reads its weights once for them.
+Dims: R rows (sequences), C new tokens of each, P pages of its block table, D model, V vocabulary. To the layers, all
+T = R C tokens are one sequence [1, T]; only attention separates rows. Rows of C = 1 generate; others prefill chunks of
+prompts. A step may have both kinds, and then reads its weights once for both.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import P, lax, named_scope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from rooftop.arrays.rules import Rules
 from rooftop.models import ModelConfig
@@ -41,7 +41,7 @@ from rooftop.programs.serving.quantised import in_full
 from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, largest, log_probabilities
 from rooftop.programs.sharding import Specs, on_shards
 
-#: The columns of a step's integers before its tokens: [R, HEAD + C + P] int32, floats by their bits.
+#: The columns of a step's integers before its tokens: [R, HEAD + C + P] int32, floats as their bits.
 START, COUNT, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, DRAWN, ADJUSTED, LOGPROBS = (
     0,
     1,
@@ -60,14 +60,14 @@ HEAD = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """How a model serves on a mesh whose axes of more than one device are ``sizes``.
+    """A model, and its parallelism on a mesh whose axes of more than one device are ``sizes``.
 
-    Weights are split over tensor and context (and experts over expert); the KV cache over tensor by heads, over expert
-    by sequences, and over context by ``kv_split``: 'batch', by sequences too, or 'seq', by the tokens of each page.
-    Where there are fewer key/value heads than devices along tensor, each device keeps the one that its query heads use;
-    latents are alike along tensor.
-    ``reader`` is of ``rooftop.programs.serving.paged``, ``alternatives`` the most of ``log_probabilities``. With
-    ``weights_left``, on one device, weights of attention and MLPs are left operands of their matmuls: all ``Turned``.
+    Weights are split over tensor and context (and experts over expert). The KV cache is split over tensor by heads,
+    over expert by sequences, and over context by ``kv_split``: 'batch', also by sequences, or 'seq', by the tokens of
+    each page. With fewer key/value heads than devices along tensor, each device stores the head that its query heads
+    use. Latents are replicated along tensor. ``reader`` is one of ``rooftop.programs.serving.paged.READERS``,
+    ``alternatives`` the limit of ``log_probabilities``. With ``weights_left``, on one device, weights of attention and
+    MLPs are left operands of their matmuls, all of them ``Turned``.
     """
 
     model: ModelConfig
@@ -88,22 +88,22 @@ class Decoder:
 
     @cached_property
     def specs(self) -> Specs:
-        """Where arrays live. Only with experts is the residual stream split, since their exchange needs it."""
+        """Specs of arrays. The residual stream is split only with experts, because their exchange needs it."""
         rules = Rules().only(dict(self.sizes))
         parameters, activations = dict(rules.parameters), dict(rules.activations)
-        # Heads of neighbours along context share a key/value head.
+        # Neighbours along context have query heads of the same key/value head.
         columns = tuple(axis for axis in ("tensor", "context") if axis in dict(self.sizes))
         for table in (parameters, activations):
             table |= dict.fromkeys(("heads", "mlp"), columns) | {"vocab": self._dividing(columns, self.model.vocab)}
         if self.model.kv_heads % self.tensor:
             parameters["kv_heads"] = activations["kv_heads"] = ()
-        # Outside the experts, too, devices along expert have sequences of their own.
+        # Devices along expert have their own sequences, in attention too.
         activations["batch"], activations["seq"] = (), activations["expert"] if self.model.moe is not None else ()
         activations["residual_seq"] = activations["seq"] + activations["heads"] if self.model.moe is not None else ()
         return Specs(Rules(parameters=parameters, activations=activations))
 
     def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-        """As many of ``axes``, from the first, as a dim of that size can be split over."""
+        """The longest prefix of ``axes`` that divides a dim of ``size``."""
         sizes = dict(self.sizes)
         while size % math.prod(sizes[axis] for axis in axes):
             axes = axes[:-1]
@@ -111,22 +111,22 @@ class Decoder:
 
     @cached_property
     def groups(self) -> DeviceGroups:
-        """How sequences are spread over devices."""
+        """Groups of devices over which sequences are spread."""
         return DeviceGroups(
             tokens=self._along("expert"), heads=self._along("context") if self.kv_split == "batch" else ()
         )
 
     @cached_property
     def parts(self) -> PageParts:
-        """How the tokens of a page are split."""
+        """Parts into which the tokens of a page are split."""
         return PageParts(heads=self._along("context") if self.kv_split == "seq" else ())
 
     def _along(self, axis: str) -> tuple[tuple[str, int], ...]:
-        return tuple(each for each in self.sizes if each[0] == axis)
+        return tuple((name, size) for name, size in self.sizes if name == axis)
 
     @cached_property
     def computation(self) -> Computation:
-        """What the layers are computed by."""
+        """Options of the layers."""
         return Computation(
             model=self.model, specs=self.specs, expert_matmul=self.expert_matmul, weights_left=self.weights_left
         )
@@ -140,7 +140,7 @@ class Decoder:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """A page of a layer's pool, over all devices; see ``rooftop.programs.serving.paged``."""
+        """Shape of a page of a layer's pool, over all devices; see ``rooftop.programs.serving.paged``."""
         mla = self.model.mla
         if mla is not None:
             return (1, 1, self.page_tokens, mla.kv_rank + mla.d_rope)
@@ -160,14 +160,14 @@ class Decoder:
 
     @property
     def cache_spec(self) -> P:
-        """How a layer's pool [pages + 1, *page_shape] is split."""
+        """Spec of a layer's pool [pages + 1, *page_shape]."""
         heads = "tensor" if self.tensor > 1 and self.model.mla is None else None
         return P(self.groups.axes or None, None, heads, self.parts.axes or None, *(None for _ in self.page_shape[3:]))
 
     def abstract_pools(self, pages: int, mesh: Mesh | AbstractMesh) -> tuple[Pages, ...]:
-        """Shapes and shardings of the pools of all layers, ``pages`` pages and the last one for padding.
+        """Shapes and shardings of the pools of all layers: ``pages`` pages, and a last one for padding.
 
-        Each of several ``groups`` has an equal part of them, and its own last one for padding.
+        With several ``groups`` each has an equal part of the pages, and its own last one for padding.
         """
         spec, shape = self.cache_spec, (pages + 1, *self.page_shape)
         dtype = jnp.int8 if self.quantised_cache else jnp.dtype(self.dtype)
@@ -178,7 +178,7 @@ class Decoder:
         return (pool,) * self.model.layers
 
     def abstract_weights(self, mesh: Mesh | AbstractMesh) -> Transformer[jax.ShapeDtypeStruct]:
-        """Shapes and shardings of the weights in stacks, as checkpoints are read.
+        """Shapes and shardings of the weights in stacks, the form in which checkpoints are read.
 
         Raises RooftopError where a dim does not divide over its axes.
         """
@@ -192,119 +192,118 @@ class Decoder:
 
 
 def by_layer(model: ModelConfig, stacks: Transformer[Any]) -> Transformer[Any]:
-    """Weights whose leaves in layers are sequences over their stacks' first dim, as this module takes them.
+    """Weights layer by layer, the form that this module uses.
 
-    ``layers[l][0]`` are those of layer l, without a leading dim.
+    Leaves in layers of ``stacks`` are sequences over their stacks' first dim. In the result, ``layers[l][0]`` are the
+    weights of layer l, without a leading dim.
     """
-    found = dict[int, Layer[Any]]()
+    by_index = dict[int, Layer[Any]]()
     for segment, periods in zip(segments(model), stacks.layers, strict=True):
         for position, stack in enumerate(periods):
             for repeat in range(segment.repeats):
                 leaves, tree = jax.tree.flatten(stack, is_leaf=lambda leaf: isinstance(leaf, tuple))
                 layer = jax.tree.unflatten(tree, [leaf[repeat] for leaf in leaves])
-                found[segment.layer(position, repeat)] = layer
-    return replace(stacks, layers=tuple((found[layer],) for layer in range(model.layers)))
+                by_index[segment.layer(position, repeat)] = layer
+    return replace(stacks, layers=tuple((by_index[layer],) for layer in range(model.layers)))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Of each row: the token [R] int32, its log-probability [R], the likeliest ones' [R, A] and their ids.
+    """The token of each row, its log-probability, and the likeliest tokens' log-probabilities and ids.
 
-    Where no row asks for more than the likeliest token, there are no log-probabilities.
+    There are no log-probabilities if no row needs more than the likeliest token.
     """
 
-    tokens: jax.Array
-    logprobs: jax.Array | None = None
-    top: jax.Array | None = None
-    top_ids: jax.Array | None = None
+    tokens: Int32[Array, " R"]
+    logprobs: Float32[Array, " R"] | None = None
+    top: Float32[Array, "R A"] | None = None
+    top_ids: Int32[Array, "R A"] | None = None
 
 
 def step(
     weights: Transformer[Any],
     pools: tuple[Pages, ...],
-    packed: Sequence[jax.Array],
+    packed: Sequence[Int32[Array, "_R _columns"]],
     how: Decoder,
     *,
     widths: Sequence[int],
     every: bool = False,
-) -> tuple[jax.Array, jax.Array, tuple[Pages, ...]]:
-    """The likeliest next token of each row [R] and its logits [R, V], and the pools with its new tokens' KV.
+) -> tuple[Int32[Array, " chosen"], Float32[Array, "chosen V"], tuple[Pages, ...]]:
+    """The likeliest next token of each row and its logits, and the pools with the new tokens' keys and values.
 
-    Each of ``packed`` [R, HEAD + C + P] int32 has the columns named above, C = ``widths`` tokens, of which ``COUNT``
-    are there, and block tables; the rows of one come behind those of another. Only tokens of rows whose prompt is
-    complete mean something. ``choose_tokens`` is for rows that want another token than the likeliest one.
+    Each of ``packed`` [R, HEAD + C + P] has the columns named above, C = ``widths`` tokens, of which ``COUNT`` are
+    valid, and block tables. Rows of different ``packed`` are concatenated. Tokens are meaningful only for rows whose
+    prompt is complete. ``choose_tokens`` is for rows that do not take the likeliest token.
 
-    With ``every``, the next one behind each of the tokens, [T]: of guesses at what comes next, those are right that are
-    what was chosen before them. A guess is then accepted with the probability that the model gives it, and what comes
-    in place of one that is not has the model's distribution without it: the rejection rule (Leviathan et al. 2023) for
-    guesses that are made with certainty. Runs under ``jax.set_mesh``.
+    With ``every``, the next token after each of the T tokens. This verifies guesses: a guess is accepted if it equals
+    the token chosen after its predecessor. The probability of acceptance is then the one that the model gives the
+    guess, and the replacement of a rejected guess has the model's distribution without it: the rejection rule
+    (Leviathan et al. 2023) for deterministic guesses. Runs under ``jax.set_mesh``.
     """
     rows = tuple(
-        Rows(tables=each[:, HEAD + width :], start=each[:, START], count=each[:, COUNT], width=width)
-        for each, width in zip(packed, widths, strict=True)
+        Rows(tables=block[:, HEAD + width :], start=block[:, START], count=block[:, COUNT], width=width)
+        for block, width in zip(packed, widths, strict=True)
     )
-    tokens = [each[:, HEAD : HEAD + width].reshape(-1) for each, width in zip(packed, widths, strict=True)]
+    tokens = [block[:, HEAD : HEAD + width].reshape(-1) for block, width in zip(packed, widths, strict=True)]
     x, pools = _stream(weights, pools, jnp.concatenate(tokens)[None], rows, how)
     last, first = list[jax.Array](), 0
-    for some in rows:
-        last.append(first + jnp.arange(len(some.count)) * some.width + jnp.maximum(some.count, 1) - 1)
-        first += some.tokens
+    for block in rows:
+        last.append(first + jnp.arange(len(block.count)) * block.width + jnp.maximum(block.count, 1) - 1)
+        first += block.tokens
     logits = _logits(x, weights, jnp.arange(first) if every else jnp.concatenate(last), how)
     with named_scope("sample"):
         return largest(logits), logits, pools
 
 
 def propose(
-    weights: Transformer[Any], pools: tuple[Pages, ...], packed: jax.Array, how: Decoder, *, most: int
-) -> tuple[jax.Array, tuple[Pages, ...]]:
-    """A draft model's guesses [R, ``most``] at what follows the one token of each row, the likeliest each time.
+    weights: Transformer[Any], pools: tuple[Pages, ...], packed: Int32[Array, "R columns"], how: Decoder, *, most: int
+) -> tuple[Int32[Array, "R most"], tuple[Pages, ...]]:
+    """``most`` guesses of a draft model at the tokens after the one token of each row, the likeliest each time.
 
-    ``packed`` as for ``step`` with C = 1; of a row with ``COUNT`` 1 + g, g guesses mean something. The KV of the token
-    and of these guesses is in the pools then, so that whichever of them are right, the next round can begin there.
+    ``packed`` as for ``step`` with C = 1. For a row with ``COUNT`` 1 + g, the first g guesses are valid. Afterwards the
+    pools have the keys and values of the token and of these guesses, so that the next round can begin after any of
+    them.
     """
     tables, start = packed[:, HEAD + 1 :], packed[:, START]
 
-    def one(
-        carry: tuple[jax.Array, tuple[Pages, ...]], place: jax.Array
+    def guess(
+        carry: tuple[jax.Array, tuple[Pages, ...]], index: jax.Array
     ) -> tuple[tuple[jax.Array, tuple[Pages, ...]], jax.Array]:
         tokens, pools = carry
-        count = (place < packed[:, COUNT]).astype(jnp.int32)
-        rows = Rows(tables=tables, start=start + place, count=count, width=1)
+        count = (index < packed[:, COUNT]).astype(jnp.int32)
+        rows = Rows(tables=tables, start=start + index, count=count, width=1)
         x, pools = _stream(weights, pools, tokens[None], (rows,), how)
         tokens = largest(_logits(x, weights, jnp.arange(len(packed)), how))
         return (tokens, pools), tokens
 
-    (_, pools), guesses = lax.scan(one, (packed[:, HEAD], pools), jnp.arange(most + 1, dtype=jnp.int32))
+    (_, pools), guesses = lax.scan(guess, (packed[:, HEAD], pools), jnp.arange(most + 1, dtype=jnp.int32))
     return guesses[:most].T, pools
 
 
 def heads_of_each(packed: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.int32]:
-    """The heads of a step that chooses behind ``every`` token, [R C, HEAD]: each draws as the token that it chooses.
+    """The heads [R C, HEAD] of a step with ``every``: the token after each position is drawn as its own number.
 
-    Only the first of a row can be adjusted.
+    Only the first token of a row can have adjustments.
     """
-    place = np.tile(np.arange(width, dtype=np.int32), len(packed))
+    index = np.tile(np.arange(width, dtype=np.int32), len(packed))
     rows = np.repeat(packed[:, :HEAD], width, axis=0)
-    rows[:, DRAWN] += place
-    rows[:, ADJUSTED] *= place == 0
+    rows[:, DRAWN] += index
+    rows[:, ADJUSTED] *= index == 0
     return rows
 
 
 def only_likeliest(heads: npt.NDArray[np.int32]) -> bool:
-    """Whether all of these rows [R, HEAD] take the likeliest token, and nothing else is to be known of it."""
+    """True if all of these rows [R, HEAD] take the likeliest token and ask for nothing else."""
     return not heads[:, (TEMPERATURE, ADJUSTED, LOGPROBS)].any()
 
 
 def _stream(
-    weights: Transformer[Any], pools: tuple[Pages, ...], tokens: jax.Array, rows: tuple[Rows, ...], how: Decoder
-) -> tuple[jax.Array, tuple[Pages, ...]]:
-    """The residual stream [1, T, D] of ``tokens`` [1, T] behind the last layer, normalised.
-
-    And the pools with its keys and values.
-    """
+    weights: Transformer[Any], pools: tuple[Pages, ...], tokens: Int[Array, "1 T"], rows: tuple[Rows, ...], how: Decoder
+) -> tuple[Float[Array, "1 T D"], tuple[Pages, ...]]:
+    """The normalised residual stream of ``tokens`` after the last layer, and the pools with their keys and values."""
     model, computation = how.model, how.computation
-    positions = jnp.concatenate([each.positions().reshape(-1) for each in rows])[None]
+    positions = jnp.concatenate([block.positions().reshape(-1) for block in rows])[None]
     positions = jnp.minimum(positions, model.max_seq_len - 1)
     with named_scope("embed"):
         x = embed(weights, Batch(tokens=tokens, targets=tokens, positions=positions), computation)
@@ -326,42 +325,44 @@ def _stream(
     return final_norm(x, weights, computation), tuple(written)
 
 
-def _logits(x: jax.Array, weights: Transformer[Any], which: jax.Array, how: Decoder) -> jax.Array:
-    """Logits [n, V] float32 of the tokens ``which`` [n] of x [1, T, D], alike on all devices."""
+def _logits(
+    x: Float[Array, "1 T D"], weights: Transformer[Any], which: Int[Array, " n"], how: Decoder
+) -> Float32[Array, "n V"]:
+    """Logits of the tokens ``which`` of x, replicated on all devices."""
     picked = reshard(x, P(None, None, None))[:, which]
     tied = weights.unembed is None
     matrix = weights.embed if weights.unembed is None else in_full(weights.unembed, x.dtype)
-    # Few tokens, which need not divide as those of the layers do.
+    # These tokens are few, and may not divide over the axes of the layers' tokens.
     rules = how.specs.rules
     specs = Specs(replace(rules, activations={**rules.activations, "seq": ()}))
     picked, matrix = losses.head(picked, matrix, specs, tied=tied)
-    found = losses.logits(picked, matrix, how.model.final_softcap, left=how.weights_left)
-    return reshard(found, P(None, None, None))[0]
+    logits = losses.logits(picked, matrix, how.model.final_softcap, left=how.weights_left)
+    return reshard(logits, P(None, None, None))[0]
 
 
 def choose_tokens(
-    logits: jax.Array, adjustments: Adjustments, heads: jax.Array, how: Decoder
+    logits: Float32[Array, "R V"], adjustments: Adjustments, heads: Int32[Array, "R HEAD"], how: Decoder
 ) -> tuple[Chosen, Adjustments]:
-    """Tokens by logits [R, V] as each row's head [R, HEAD] says, and what their requests have seen since.
+    """Tokens chosen by logits and the options in each row's head, and the updated adjustments.
 
-    Requests with ``ADJUSTED`` have their chosen token counted as seen.
+    The chosen tokens of requests with ``ADJUSTED`` are counted as seen.
     """
 
-    def real(column: int) -> jax.Array:
+    def float_column(column: int) -> jax.Array:
         return lax.bitcast_convert_type(heads[:, column], jnp.float32)
 
     slots, adjusted = heads[:, SLOT], heads[:, ADJUSTED]
     choice = SampledChoice(
-        temperature=real(TEMPERATURE),
+        temperature=float_column(TEMPERATURE),
         top_k=heads[:, TOP_K],
-        top_p=real(TOP_P),
-        min_p=real(MIN_P),
+        top_p=float_column(TOP_P),
+        min_p=float_column(MIN_P),
         seed=lax.bitcast_convert_type(heads[:, SEED : SEED + 2], jnp.uint32),
         drawn=heads[:, DRAWN],
     )
-    wanted = jnp.any(adjusted > 0)
+    any_adjusted = jnp.any(adjusted > 0)
     changed = lax.cond(
-        wanted,
+        any_adjusted,
         lambda: jnp.where(adjusted[:, None] > 0, adjustments.apply(logits, slots), logits),
         lambda: logits,
     )
@@ -369,26 +370,26 @@ def choose_tokens(
     adjustments = replace(adjustments, seen=adjustments.seen.at[slots, tokens].add(adjusted))
     count = min(how.alternatives, logits.shape[1])
 
-    def asked() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def with_log_probabilities() -> tuple[jax.Array, jax.Array, jax.Array]:
         return log_probabilities(logits, tokens, count)
 
-    def unasked() -> tuple[jax.Array, jax.Array, jax.Array]:
-        some = jnp.zeros((len(heads), count), jnp.float32)
-        return some[:, 0], some, some.astype(jnp.int32)
+    def without() -> tuple[jax.Array, jax.Array, jax.Array]:
+        zeros = jnp.zeros((len(heads), count), jnp.float32)
+        return zeros[:, 0], zeros, zeros.astype(jnp.int32)
 
-    logprobs, top, top_ids = lax.cond(jnp.any(heads[:, LOGPROBS] > 0), asked, unasked)
+    logprobs, top, top_ids = lax.cond(jnp.any(heads[:, LOGPROBS] > 0), with_log_probabilities, without)
     return Chosen(tokens=tokens, logprobs=logprobs, top=top, top_ids=top_ids), adjustments
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedHeads:
-    """The heads of one layer over its pool, read by ``reader``, split as ``cache_spec``, ``groups`` and ``parts`` say.
+    """The attention heads of one layer over its pool, split by ``cache_spec``, ``groups`` and ``parts``.
 
     ``turns`` are its rotary angles, ``tensor`` the devices along that axis; a step has the new tokens of its ``rows``.
     """
 
     layer: Attention[jax.Array] | LatentAttention[jax.Array]
-    turns: jax.Array
+    turns: Float32[Array, "*turns"]
     window: int | None
     rows: tuple[Rows, ...]
     reader: str
@@ -398,8 +399,8 @@ class PagedHeads:
     parts: PageParts
     tensor: int
 
-    def __call__(self, normed: jax.Array, pool: Pages, written: list[Pages]) -> jax.Array:
-        """[1, T, N, d_v] of the normalised stream; the pool as it is then is appended to ``written``."""
+    def __call__(self, normed: Float[Array, "1 T D"], pool: Pages, written: list[Pages]) -> Float[Array, "1 T N d_v"]:
+        """Outputs of all heads for the normalised stream; the updated pool is appended to ``written``."""
         heads = self._latent(normed, pool) if isinstance(self.layer, LatentAttention) else self._plain(normed, pool)
         written.append(heads[1])
         return heads[0]
@@ -411,17 +412,17 @@ class PagedHeads:
         return Scores(scale=float(scale), window=self.window, softcap=model.attn_softcap)
 
     def _specs(self, pool: Pages) -> tuple[P, P, Pages, tuple[Rows, ...]]:
-        """Of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""
+        """Specs of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""
         specs, spec = self.computation.specs, self.cache_spec
         scales = None if pool.scales is None else P(*spec.partitions[:-1])
         return (
             specs.activation("batch", "seq", "heads", None),
             specs.activation("batch", "seq", "kv_heads", None),
             Pages(values=spec, scales=scales),  # type: ignore[arg-type]
-            tuple(replace(each, tables=P(None, None), start=P(None), count=P(None)) for each in self.rows),  # type: ignore[arg-type]
+            tuple(replace(block, tables=P(None, None), start=P(None), count=P(None)) for block in self.rows),  # type: ignore[arg-type]
         )
 
-    def _plain(self, normed: jax.Array, pool: Pages) -> tuple[jax.Array, Pages]:
+    def _plain(self, normed: Float[Array, "1 T D"], pool: Pages) -> tuple[Float[Array, "1 T N d_v"], Pages]:
         assert isinstance(self.layer, Attention)
         q, k, v = qkv(normed, self.layer, self.turns, self.computation)
         sinks = self.layer.sinks
@@ -433,7 +434,7 @@ class PagedHeads:
         ) -> tuple[jax.Array, Pages]:
             if one_each:
                 mine = lax.axis_index("tensor") * k.shape[2] // self.tensor
-                k, v = (lax.dynamic_slice_in_dim(each, mine, 1, axis=2) for each in (k, v))
+                k, v = (lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
             if sinks is not None:
                 sinks = self.groups.of_heads(sinks)
 
@@ -447,14 +448,14 @@ class PagedHeads:
 
         sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
         specs_in = (by_heads, by_kv_heads, by_kv_heads, sink_spec, of_pool, of_rows)
-        # A Pallas kernel's outputs do not say over which axes they vary.
+        # The type of a Pallas kernel's outputs does not say over which axes they vary.
         typed = self.reader != "ragged"
         over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=typed)
         with named_scope("core"):
-            found: tuple[jax.Array, Pages] = over(q, k, v, sinks, pool, self.rows)
-        return found
+            result: tuple[jax.Array, Pages] = over(q, k, v, sinks, pool, self.rows)
+        return result
 
-    def _latent(self, normed: jax.Array, pool: Pages) -> tuple[jax.Array, Pages]:
+    def _latent(self, normed: Float[Array, "1 T D"], pool: Pages) -> tuple[Float[Array, "1 T N d_v"], Pages]:
         assert isinstance(self.layer, LatentAttention)
         model, specs, mla = self.computation.model, self.computation.specs, self.computation.model.mla
         assert mla is not None
@@ -481,7 +482,7 @@ class PagedHeads:
         specs_in = (by_heads, whole, whole, up_spec, of_pool, of_rows)
         over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool))
         with named_scope("core"):
-            latent, shared = (reshard(each, whole) for each in (latent, shared))
+            latent, shared = (reshard(x, whole) for x in (latent, shared))
             up = reshard(self.layer.kv_up, up_spec)
-            found: tuple[jax.Array, Pages] = over(q, latent, shared, up, pool, self.rows)
-        return found
+            result: tuple[jax.Array, Pages] = over(q, latent, shared, up, pool, self.rows)
+        return result

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a quantised weight is held: ``largest`` is what the largest magnitude under a scale becomes.
+    """Format of a quantised weight: ``largest`` is the quantised value of the largest magnitude under a scale.
 
-    A scale covers ``group`` elements of the summed dim (None: all). ``bits`` are those of an element; of 4, two
-    elements of a group share a byte, those that are half a group apart.
+    A scale covers ``group`` elements of the summed dim (None: all). ``bits`` are the bits of an element; with 4, two
+    elements of a group, half a group apart, share a byte.
     """
 
     dtype: str

@@ -1,13 +1,13 @@
-"""Sequences of a KV cache spread over groups of devices: each sequence has all its pages on one group, which attends.
+"""Sequences of a KV cache spread over groups of devices: a group has all pages of its sequences.
 
-The split that chapter 7 of the book has for what key/value heads leave over, and that plans call ``kv_split`` batch.
-A layer's pool has the pages of one group after those of another, each group's with one for padding behind them; block
-tables count through all of them. Queries change between two ways of being split, by heads as projections leave them
-and by sequences as the cache needs them:
+The group also computes their attention. Chapter 7 of the book uses this split for devices beyond the number of
+key/value heads; plans call it ``kv_split`` batch. A layer's pool has the pages of one group after those of another,
+each group's followed by a page for padding; block tables index all of them. Queries change between two shardings: by
+heads, as projections return them, and by sequences, as the cache needs them:
 
-- where the rows of a step are in equal blocks, one for each group in turn, by one AllToAll of queries, one of outputs;
-- else (few rows, as in the prefill of one prompt) every group gets all queries and attends for those of its own rows.
-  Others read nothing for them, and add zeros.
+- if the rows of a step form equal blocks, one for each group in turn: one AllToAll of queries and one of outputs;
+- otherwise (few rows, as in the prefill of one prompt) every group gets all queries and computes attention for its own
+  rows. For other rows it reads nothing and adds zeros.
 
 Dims as in ``rooftop.programs.serving.paged``.
 """
@@ -21,11 +21,12 @@ from math import prod
 import jax
 import jax.numpy as jnp
 from jax import P, lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from rooftop.programs.serving.paged import Pages, Rows
 from rooftop.programs.sharding import on_shards
 
-#: Of queries [T, n, H], what is cached of the new tokens [T, ...] each, pool, rows: outputs [T, n, ...], pool.
+#: Maps queries [T, n, H], the new tokens' arrays [T, ...] to be cached, pool and rows to outputs [T, n, ...] and pool.
 Attend = Callable[[jax.Array, tuple[jax.Array, ...], Pages, tuple[Rows, ...]], tuple[jax.Array, Pages]]
 
 
@@ -33,8 +34,8 @@ Attend = Callable[[jax.Array, tuple[jax.Array, ...], Pages, tuple[Rows, ...]], t
 class DeviceGroups:
     """The mesh axes over which sequences are spread, with their sizes [(name, devices)].
 
-    Over ``tokens`` axes the layers have the tokens of a step split as well, so that rows in blocks are where they
-    belong; over ``heads`` axes they have the query heads split.
+    Over ``tokens`` axes the layers split the tokens of a step too, so that rows in blocks are on the right device; over
+    ``heads`` axes they split the query heads.
     """
 
     tokens: tuple[tuple[str, int], ...] = ()
@@ -42,46 +43,51 @@ class DeviceGroups:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All of them, in the order in which they count groups."""
+        """All axes, in the order in which they count groups."""
         return tuple(axis for axis, _ in (*self.tokens, *self.heads))
 
     @property
     def ways(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return prod(size for _, size in (*self.tokens, *self.heads))
 
     def attend(
-        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: tuple[Rows, ...]
-    ) -> tuple[jax.Array, Pages]:
-        """Outputs [T, n, ...] of queries [T, n, H] of this device, the tokens of the ``rows``: one of them if split.
+        self,
+        attend: Attend,
+        q: Float[Array, "T n H"],
+        new: tuple[Shaped[Array, "T ..."], ...],
+        pool: Pages,
+        rows: tuple[Rows, ...],
+    ) -> tuple[Float[Array, "T n *size"], Pages]:
+        """Outputs of this device's queries for the tokens of the ``rows``: one ``Rows`` if sequences are spread.
 
-        ``new`` [T, ...] has all heads of the group: it is alike over the ``heads`` axes. On one device of many, in a
+        ``new`` has all heads of the group: it is the same along the ``heads`` axes. Runs on one device, in a
         ``shard_map``.
         """
         if not self.axes:
             return attend(q, new, pool, rows)
-        (one,) = rows
-        blocks = one.start.shape[0] % self.ways == 0
-        return (self._in_blocks if blocks else self._everywhere)(attend, q, new, pool, one)
+        (single,) = rows
+        blocks = single.start.shape[0] % self.ways == 0
+        return (self._in_blocks if blocks else self._everywhere)(attend, q, new, pool, single)
 
     def _in_blocks(
-        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows
-    ) -> tuple[jax.Array, Pages]:
+        self, attend: Attend, q: Float[Array, "T n H"], new: tuple[jax.Array, ...], pool: Pages, rows: Rows
+    ) -> tuple[Float[Array, "T n *size"], Pages]:
         size = rows.start.shape[0] // self.ways
-        own = jax.tree.map(lambda each: _block(each, self.axes, size), rows)
+        own = jax.tree.map(lambda x: _block(x, self.axes, size), rows)
         own = replace(own, tables=own.tables % pool.values.shape[0])
         heads = tuple(axis for axis, _ in self.heads)
         if heads:
             q = lax.all_to_all(q, heads, split_axis=0, concat_axis=1, tiled=True)
-            new = tuple(_block(each, heads, size * rows.width) for each in new)
+            new = tuple(_block(x, heads, size * rows.width) for x in new)
         o, pool = attend(q, new, pool, (own,))
         if heads:
             o = lax.all_to_all(o, heads, split_axis=1, concat_axis=0, tiled=True)
         return o, pool
 
     def _everywhere(
-        self, attend: Attend, q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: Rows
-    ) -> tuple[jax.Array, Pages]:
+        self, attend: Attend, q: Float[Array, "T n H"], new: tuple[jax.Array, ...], pool: Pages, rows: Rows
+    ) -> tuple[Float[Array, "T n *size"], Pages]:
         pages = pool.values.shape[0]
         here = rows.tables[:, 0] // pages == lax.axis_index(self.axes)
         own = replace(
@@ -90,9 +96,9 @@ class DeviceGroups:
             start=jnp.where(here, rows.start, 0),
             count=jnp.where(here, rows.count, 0),
         )
-        tokens, heads = (tuple(axis for axis, _ in each) for each in (self.tokens, self.heads))
+        tokens, heads = (tuple(axis for axis, _ in x) for x in (self.tokens, self.heads))
         if tokens:
-            q, *others = (lax.all_gather(each, tokens, axis=0, tiled=True) for each in (q, *new))
+            q, *others = (lax.all_gather(x, tokens, axis=0, tiled=True) for x in (q, *new))
             new = tuple(others)
         if heads:
             q = lax.all_gather(q, heads, axis=1, tiled=True)
@@ -105,27 +111,29 @@ class DeviceGroups:
             o = lax.psum_scatter(o, tokens, scatter_dimension=0, tiled=True)
         return o, pool
 
-    def of_heads(self, array: jax.Array) -> jax.Array:
-        """[n] of the query heads here as those of all heads with which this device attends."""
+    def of_heads(self, array: Float[Array, " n"]) -> Float[Array, " all_heads"]:
+        """Values of the local query heads, gathered over all heads with which this device computes attention."""
         heads = tuple(axis for axis, _ in self.heads)
         return lax.all_gather(array, heads, axis=0, tiled=True) if heads else array
 
-    def take(self, pool: jax.Array, pages: jax.Array, spec: P) -> jax.Array:
-        """The contents of ``pages`` [m] of a pool [all pages, ...] that is split as ``spec``, alike in all groups."""
+    def take(self, pool: Shaped[Array, " pages *page"], pages: Int[Array, " m"], spec: P) -> Shaped[Array, " m *page"]:
+        """The contents of ``pages`` of a pool that is split by ``spec``, replicated over all groups."""
         if not self.axes:
             return pool[pages]
 
         def local(pool: jax.Array, pages: jax.Array) -> jax.Array:
             here, page = self._own(pool, pages)
-            found = jnp.where(here.reshape(-1, *(1 for _ in pool.shape[1:])), pool[page], jnp.zeros((), pool.dtype))
-            return lax.psum(found, self.axes)
+            contents = jnp.where(here.reshape(-1, *(1 for _ in pool.shape[1:])), pool[page], jnp.zeros((), pool.dtype))
+            return lax.psum(contents, self.axes)
 
         apart = P(None, *spec.partitions[1:])
-        found: jax.Array = on_shards(local, in_specs=(spec, P(None)), out_specs=apart)(pool, pages)
-        return found
+        contents: jax.Array = on_shards(local, in_specs=(spec, P(None)), out_specs=apart)(pool, pages)
+        return contents
 
-    def put(self, pool: jax.Array, pages: jax.Array, contents: jax.Array, spec: P) -> jax.Array:
-        """The pool with ``contents`` [m, ...], as ``take`` gives them, in ``pages`` [m]."""
+    def put(
+        self, pool: Shaped[Array, " pages *page"], pages: Int[Array, " m"], contents: Shaped[Array, " m *page"], spec: P
+    ) -> Shaped[Array, " pages *page"]:
+        """The pool with ``contents``, as returned by ``take``, in ``pages``."""
         if not self.axes:
             return pool.at[pages].set(contents)
 
@@ -134,15 +142,15 @@ class DeviceGroups:
             return pool.at[page].set(contents)
 
         apart = P(None, *spec.partitions[1:])
-        found: jax.Array = on_shards(local, in_specs=(spec, P(None), apart), out_specs=spec)(pool, pages, contents)
-        return found
+        updated: jax.Array = on_shards(local, in_specs=(spec, P(None), apart), out_specs=spec)(pool, pages, contents)
+        return updated
 
-    def _own(self, pool: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which pages are of this group; and where they are in its pool: others where padding goes."""
+    def _own(self, pool: jax.Array, pages: Int[Array, " m"]) -> tuple[Bool[Array, " m"], Int[Array, " m"]]:
+        """Mask of the pages of this group, and their index in its pool; other pages get that of the padding page."""
         here = pages // pool.shape[0] == lax.axis_index(self.axes)
         return here, jnp.where(here, pages % pool.shape[0], pool.shape[0] - 1)
 
 
-def _block(array: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
-    """The ``size`` elements of the first dim that are this device's along ``axes``."""
+def _block(array: Shaped[Array, " all *rest"], axes: tuple[str, ...], size: int) -> Shaped[Array, " size *rest"]:
+    """This device's ``size`` elements of the first dim along ``axes``."""
     return lax.dynamic_slice_in_dim(array, lax.axis_index(axes) * size, size, axis=0)

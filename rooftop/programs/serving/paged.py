@@ -1,20 +1,20 @@
-"""Attention over a KV cache of pages: writing the new tokens' keys and values, and reading those of a sequence.
+"""Attention over a KV cache of pages: write the keys and values of new tokens, and read those of their sequences.
 
-Dims: R rows (sequences of a step), C new tokens of a row, T = R C of all rows (of several ``Rows``, one behind the
-other), P pages of a row's block table, p tokens of a page; n and k the query and key/value heads of one device,
-g = n/k, H head size.
+Dims: R rows (sequences of a step), C new tokens of a row, T = R C of all rows (of several ``Rows``, concatenated), P
+pages of a row's block table, p tokens of a page; n and k the query and key/value heads of one device, g = n/k, H head
+size.
 
-A layer's pool is [pages + 1, 2, k, p, H]: of each page the keys of all heads, then the values. Latent attention caches
-one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, ...]. The last page takes what is written for
-padding. Three ways of reading:
+A layer's pool is [pages + 1, 2, k, p, H]: in each page the keys of all heads, then the values. Latent attention caches
+one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, ...]. The last page receives writes of padding.
+There are three readers:
 
-- ``gather``: pages are gathered by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running
-  softmax over as many blocks as the longest sequence of the step needs. On any backend, for every model;
-- ``blocked``: the same for a few rows and tokens at a time, so that what is gathered is still in a CPU's cache when it
-  is multiplied, and rows read as far as the longest of their group goes;
-- ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only the
-  pages that there are. No sinks, no latents, heads of a multiple of 128, no quantised cache, no page
-  in ``PageParts``. Its pools are [pages + 1, p, 2 k, H], key and value of a head side by side.
+- ``gather``: gathers pages by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running softmax
+  over as many blocks as the longest sequence of the step needs. It runs on any backend, for every model;
+- ``blocked``: the same for a few rows and tokens at a time, so that gathered data is still in a CPU's cache when it is
+  multiplied, and rows are read up to the longest one of their group;
+- ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only
+  existing pages. It supports no sinks, no latents, no quantised cache and no ``PageParts``, and needs heads of a
+  multiple of 128. Its pools are [pages + 1, p, 2 k, H], with the key and the value of a head adjacent.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from math import prod
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
 
 from rooftop.capabilities import LANES
 from rooftop.core.errors import RooftopError, unknown
@@ -33,51 +35,49 @@ from rooftop.models import ModelConfig
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.sharding import varying_as
 
-#: The largest score so far, a finite number, and by it the sums of weights and of weighted values [..., d_v].
+#: The largest score so far, which is finite, and relative to it the sums of weights and of weighted values [..., d_v].
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageParts:
-    """The mesh axes over which the tokens of every page are split, so that each device has and reads a part of them.
+    """The mesh axes over which the tokens of every page are split; each device stores and reads a part of them.
 
-    Query heads are split over them too: every device attends with all of theirs, and gets back the outputs of its own.
-    With their sizes, [(name, devices)].
+    ``heads`` are (name, devices). Query heads are split over them too: every device computes attention with the heads
+    of all of them, and gets the outputs of its own heads.
     """
 
     heads: tuple[tuple[str, int], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """In the order in which they split a page."""
+        """The axes, in the order in which they split a page."""
         return tuple(axis for axis, _ in self.heads)
 
     @property
     def ways(self) -> int:
-        """In how many parts a page is."""
+        """Number of parts of a page."""
         return prod(size for _, size in self.heads)
 
-    def gathered(self, q: jax.Array) -> jax.Array:
-        """q [R, C, n, H] with the heads of all devices along the axes."""
+    def gathered(self, q: Float[Array, "R C n H"]) -> Float[Array, "R C all_heads H"]:
+        """q with the heads of all devices along the axes."""
         return lax.all_gather(q, self.axes, axis=2, tiled=True) if self.axes else q
 
     def summed(self, sums: Sums) -> Sums:
-        """Sums over parts of the tokens as those over all: [R, n, C, ...] of all heads here to those of own heads."""
+        """Sums over all tokens of the own heads, from sums over a part of the tokens of all heads: [R, n, C, ...]."""
         top, total, weighted = sums
         raised = lax.pmax(top, self.axes)
-        kept = jnp.exp(top - raised)
+        factor = jnp.exp(top - raised)
         own = top.shape[1] // self.ways
         raised = lax.dynamic_slice_in_dim(raised, lax.axis_index(self.axes) * own, own, axis=1)
-        total, weighted = kept * total, kept[..., None] * weighted
-        total, weighted = (
-            lax.psum_scatter(each, self.axes, scatter_dimension=1, tiled=True) for each in (total, weighted)
-        )
+        total, weighted = factor * total, factor[..., None] * weighted
+        total, weighted = (lax.psum_scatter(x, self.axes, scatter_dimension=1, tiled=True) for x in (total, weighted))
         return raised, total, weighted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What of a page of ``page_tokens`` one device has: ``own_tokens``, from ``first`` on."""
+    """The part of a page of ``page_tokens`` that a device stores: ``own_tokens``, from ``first`` on."""
 
     parts: PageParts
     page_tokens: int
@@ -90,8 +90,8 @@ class Part:
         first = lax.axis_index(parts.axes) * own_tokens if parts.axes else 0
         return cls(parts=parts, page_tokens=parts.ways * own_tokens, own_tokens=own_tokens, first=first)
 
-    def tokens(self, first: jax.Array | int, pages: int) -> jax.Array:
-        """The positions [pages, own_tokens] of the tokens here of so many pages, which begin at ``first``."""
+    def tokens(self, first: jax.Array | int, pages: int) -> Int[Array, "pages own_tokens"]:
+        """The positions of the local tokens of ``pages`` pages, the first of which begins at ``first``."""
         begin = first + self.first + self.page_tokens * jnp.arange(pages, dtype=jnp.int32)
         return begin[:, None] + jnp.arange(self.own_tokens, dtype=jnp.int32)
 
@@ -99,27 +99,29 @@ class Part:
 READERS: tuple[str, ...] = ("gather", "blocked", "ragged")
 #: Tokens of a sequence whose keys and values are gathered at a time.
 BLOCK = 1024
-#: The same of ``blocked`` for a row that generates; rows at a time, if they have not more queries together than this.
+#: The same of ``blocked`` for a row that generates; rows per group, and the limit on the queries of a group.
 SMALL_BLOCK, GROUP, QUERIES = 32, 8, 32
 #: Below all scores; unlike -inf, it can be subtracted from itself.
 _LEAST = -1e30
-#: Tokens of the cache and queries that the kernel takes at a time: what fits VMEM for 8 key/value heads of 128.
+#: Tokens of the cache and queries that the kernel processes at a time: they fit VMEM for 8 key/value heads of 128.
 _KERNEL_TOKENS, _KERNEL_QUERIES = 512, 32
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The pool of one layer: values [pages + 1, 2, k, p, H], and of an int8 cache ``scales`` [pages + 1, 2, k, p].
+    """The pool of one layer: values [pages + 1, 2, k, p, H], and for an int8 cache ``scales`` [pages + 1, 2, k, p].
 
-    A value is its int8 times its scale; there is one for each token and head.
+    A cached number is its int8 value times its scale; each token and head has a scale.
     """
 
     values: jax.Array
     scales: jax.Array | None = None
 
-    def write(self, page: jax.Array, offset: jax.Array, tokens: jax.Array) -> Pages:
-        """Put tokens [..., 2, k, H] at ``offset`` [...] of ``page`` [...]."""
+    def write(
+        self, page: Int[Array, "*tokens"], offset: Int[Array, "*tokens"], tokens: Float[Array, "*tokens kv k H"]
+    ) -> Pages:
+        """Write tokens at ``offset`` of ``page``."""
         page, offset, tokens = _many(page, offset, tokens)
         if self.scales is None:
             return Pages(values=self.values.at[page, :, :, offset].set(tokens.astype(self.values.dtype)))
@@ -130,10 +132,12 @@ class Pages:
             scales=self.scales.at[page, :, :, offset].set(scale),
         )
 
-    def read(self, part: int, table: jax.Array, dtype: jnp.dtype, *, by_rows: bool = False) -> jax.Array:
-        """The keys (``part`` 0) or values (1) of the pages ``table`` [R, P], head by head: [R, k, P p, H].
+    def read(
+        self, part: int, table: Int[Array, "R P"], dtype: DTypeLike, *, by_rows: bool = False
+    ) -> Float[Array, "R k S H"]:
+        """The keys (``part`` 0) or values (1) of the pages ``table``, head by head, S = P p tokens.
 
-        ``by_rows`` is how a CPU copies them fastest.
+        ``by_rows`` is the fastest way to copy them on a CPU.
         """
         values = _taken(self.values, part, table, by_rows=by_rows)
         if self.scales is not None:
@@ -142,11 +146,13 @@ class Pages:
         return values
 
 
-def _taken(pool: jax.Array, part: int, table: jax.Array, *, by_rows: bool) -> jax.Array:
-    """``part`` of the pages ``table`` [R, P], [R, k, P p, ...]: what a page has of a head is a row of a matrix.
+def _taken(
+    pool: Shaped[Array, "pages parts k p *rest"], part: int, table: Int[Array, "R P"], *, by_rows: bool
+) -> Shaped[Array, "R k S *rest"]:
+    """``part`` of the pages ``table``. The tokens of a head in a page are a row of a matrix.
 
-    XLA:CPU copies rows at the memory's speed, but fused with the reshape behind it, it computes for each element where
-    that is, and takes twice as long. With ``by_rows`` the copy is in a branch, which is always taken and never fused.
+    XLA:CPU copies rows at the memory's speed. But fused with the reshape that follows, it computes the index of each
+    element, and takes twice as long. With ``by_rows`` the copy is in a branch, which is always taken and never fused.
     """
     pages, parts, heads, page_tokens, *rest = pool.shape
     index = (table * parts + part)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
@@ -155,17 +161,17 @@ def _taken(pool: jax.Array, part: int, table: jax.Array, *, by_rows: bool) -> ja
     def copied() -> jax.Array:
         return matrix.at[index.reshape(-1)].get(mode="promise_in_bounds")
 
-    def none() -> jax.Array:
+    def zeros() -> jax.Array:
         return varying_as(varying_as(jnp.zeros((index.size, matrix.shape[1]), pool.dtype), pool), table)
 
-    rows = lax.cond(table[0, 0] >= 0, copied, none) if by_rows else copied()
+    rows = lax.cond(table[0, 0] >= 0, copied, zeros) if by_rows else copied()
     return rows.reshape(table.shape[0], heads, table.shape[1] * page_tokens, *rest)
 
 
 def _many(page: jax.Array, offset: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same places and tokens, two of them at least.
+    """Pages, offsets and tokens, repeated if there is only one.
 
-    XLA makes a slice of a single place, updates it once more where it is read, and copies the pool for that.
+    XLA turns a single update into a slice, which it updates again where it is read, and copies the pool for that.
     """
     if page.size > 1:
         return page, offset, tokens
@@ -175,9 +181,9 @@ def _many(page: jax.Array, offset: jax.Array, tokens: jax.Array) -> tuple[jax.Ar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Where a step's new tokens stand: block tables [R, P], ``start`` [R] tokens before them, ``count`` [R] of them.
+    """The new tokens of a step: block tables [R, P], ``start`` [R] earlier tokens, ``count`` [R] new ones.
 
-    A row has room for C = ``width`` tokens, of which the first ``count`` are there. The table reaches to the last of
+    A row has space for C = ``width`` tokens, of which the first ``count`` are valid. The table covers the last of
     these.
     """
 
@@ -191,12 +197,12 @@ class Rows:
         """R C."""
         return self.start.shape[0] * self.width
 
-    def positions(self) -> jax.Array:
-        """Positions of the new tokens in their sequences, padding included: [R, C]."""
+    def positions(self) -> Int[Array, "R C"]:
+        """Positions of the new tokens in their sequences, padding included."""
         return self.start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
 
-    def places(self, part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
-        """Page and offset in it of each new token, [R, C]; ``scratch`` for padding and for other devices' tokens."""
+    def places(self, part: Part, scratch: int) -> tuple[Int[Array, "R C"], Int[Array, "R C"]]:
+        """Page and offset of each new token; page ``scratch`` for padding and for other devices' tokens."""
         positions = self.positions()
         index = jnp.minimum(positions // part.page_tokens, self.tables.shape[1] - 1)
         page = jnp.take_along_axis(self.tables, index, axis=1)
@@ -208,27 +214,27 @@ class Rows:
         return jnp.where(there, page, scratch), offset
 
 
-#: Pages that are whole on every device.
+#: Pages that are not split.
 _WHOLE = PageParts()
 
 
 def require_reader(reader: str, model: ModelConfig, *, quantised: bool) -> None:
-    """Raises RooftopError for an unknown reader, and for what the kernel does not do."""
+    """Raise RooftopError for an unknown reader, and for a model that the kernel does not support."""
     if reader not in READERS:
         raise unknown("paged attention", reader, READERS)
     if reader == "ragged":
-        for what, has in (
+        for feature, has in (
             ("latent attention", model.mla is not None),
             ("attention sinks", model.attention_sinks),
             (f"heads of {model.d_head}, no multiple of {LANES}", model.d_head % LANES != 0),
             ("an int8 cache", quantised),
         ):
             if has:
-                raise RooftopError("paged attention", reader, f"gather: {model.name} has {what}")
+                raise RooftopError("paged attention", reader, f"gather: {model.name} has {feature}")
 
 
 def best_reader(model: ModelConfig, platform: str, *, quantised: bool) -> str:
-    """The kernel on TPU where the model allows, blocks on CPU, else gather."""
+    """The kernel on TPU if it supports the model, ``blocked`` on CPU, else ``gather``."""
     if platform != "tpu":
         return "blocked" if platform == "cpu" else "gather"
     try:
@@ -241,18 +247,18 @@ def best_reader(model: ModelConfig, platform: str, *, quantised: bool) -> str:
 def attend_heads(
     reader: str,
     scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
+    q: Float[Array, "T n H"],
+    k: Float[Array, "T k H"],
+    v: Float[Array, "T k H"],
+    sinks: Float[Array, " n"] | None,
     pool: Pages,
     rows: Sequence[Rows],
     parts: PageParts = _WHOLE,
-) -> tuple[jax.Array, Pages]:
-    """Attention of new tokens, on one device: q [T, n, H], k and v [T, k, H] of them -> o [T, n, H], the pool.
+) -> tuple[Float[Array, "T n H"], Pages]:
+    """Attention of new tokens on one device: outputs, and the pool with their keys and values.
 
-    All keys and values are written first, and then read with all before them. Of pages in ``parts`` each device reads
-    its own (not with ``ragged``).
+    All keys and values are written first, and then read together with the earlier ones. Each device reads its own
+    ``parts`` of pages (not with ``ragged``).
     """
     pages = pool.values.shape[0]
     if reader == "ragged":
@@ -265,7 +271,7 @@ def attend_heads(
     pool = pool.write(*_places(rows, part, pages - 1), jnp.stack([k, v], axis=1))
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, v = (pool.read(each, table, q.dtype, by_rows=reader == "blocked") for each in (0, 1))
+        k, v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in (0, 1))
         return k, v
 
     return _by_rows(lambda q, rows: _attended(reader, scores, q, sinks, rows, read, part), q, rows), pool
@@ -274,17 +280,16 @@ def attend_heads(
 def attend_latents(
     reader: str,
     scores: Scores,
-    q: jax.Array,
-    latent: jax.Array,
-    shared: jax.Array,
+    q: Float[Array, "T n d_qk"],
+    latent: Float[Array, "T kv_rank"],
+    shared: Float[Array, "T d_rope"],
     pool: Pages,
     rows: Sequence[Rows],
     parts: PageParts = _WHOLE,
-) -> tuple[jax.Array, Pages]:
-    """Attention in the space of latents, on one device (DeepSeek-V2 paper, section 2.1.2): no key is ever expanded.
+) -> tuple[Float[Array, "T n kv_rank"], Pages]:
+    """Attention in the space of latents, on one device (DeepSeek-V2 paper, section 2.1.2): keys are never expanded.
 
-    q [T, n, kv_rank + d_rope], its first part multiplied by the keys' up-projection; latent [T, kv_rank] and shared
-    [T, d_rope] of the new tokens. Outputs o [T, n, kv_rank] are sums of latents.
+    The first part of q is multiplied by the keys' up-projection already. Outputs are sums of latents.
     """
     pages, part = pool.values.shape[0], Part.of(parts, pool.values.shape[3])
     rank = latent.shape[-1]
@@ -298,31 +303,39 @@ def attend_latents(
     return _by_rows(lambda q, rows: _attended(reader, scores, q, None, rows, read, part), q, rows), pool
 
 
-def _places(rows: Sequence[Rows], part: Part, scratch: int) -> tuple[jax.Array, jax.Array]:
-    """``Rows.places`` of all of them, [T] each."""
-    found = [[each.reshape(-1) for each in some.places(part, scratch)] for some in rows]
-    page, offset = (jnp.concatenate(each) for each in zip(*found, strict=True))
+def _places(rows: Sequence[Rows], part: Part, scratch: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """``Rows.places`` of all rows."""
+    flat = [[x.reshape(-1) for x in block.places(part, scratch)] for block in rows]
+    page, offset = (jnp.concatenate(x) for x in zip(*flat, strict=True))
     return page, offset
 
 
-def _by_rows(attend: Callable[[jax.Array, Rows], jax.Array], q: jax.Array, rows: Sequence[Rows]) -> jax.Array:
-    """Outputs [T, n, ...] of queries [T, n, H], those of each of the ``rows`` as [R, C, n, H]."""
-    found, first = list[jax.Array](), 0
-    for some in rows:
-        o = attend(q[first : first + some.tokens].reshape(-1, some.width, *q.shape[1:]), some)
-        found.append(o.reshape(-1, *o.shape[2:]))
-        first += some.tokens
-    return jnp.concatenate(found)
+def _by_rows(
+    attend: Callable[[jax.Array, Rows], jax.Array], q: Float[Array, "T n H"], rows: Sequence[Rows]
+) -> Float[Array, "T n d_v"]:
+    """Outputs of queries; ``attend`` processes those of each of the ``rows`` as [R, C, n, H]."""
+    outputs, first = list[jax.Array](), 0
+    for block in rows:
+        o = attend(q[first : first + block.tokens].reshape(-1, block.width, *q.shape[1:]), block)
+        outputs.append(o.reshape(-1, *o.shape[2:]))
+        first += block.tokens
+    return jnp.concatenate(outputs)
 
 
-#: Keys [R, k, P p, H] and values [R, k, P p, d_v] of the pages of a table.
+#: Returns keys [R, k, P p, H] and values [R, k, P p, d_v] of the pages of a table.
 _Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def _attended(
-    reader: str, scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, part: Part
-) -> jax.Array:
-    """[R, C, n, d_v]: softmax over the tokens that the tables hold, as far as each query may see."""
+    reader: str,
+    scores: Scores,
+    q: Float[Array, "R C n H"],
+    sinks: Float[Array, " n"] | None,
+    rows: Rows,
+    read: _Read,
+    part: Part,
+) -> Float[Array, "R C n d_v"]:
+    """Softmax attention over the tokens of the tables, as far as each query may see."""
     count, width = q.shape[:2]
     q = part.parts.gathered(q)
     if reader == "gather":
@@ -332,15 +345,21 @@ def _attended(
     size = max(size for size in range(1, most + 1) if count % size == 0)
     if size == count:
         return _gathered(scores, q, sinks, rows, read, part, block)
-    groups = jax.tree.map(lambda each: each.reshape(-1, size, *each.shape[1:]), (q, rows))
-    found = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, part, block), groups)
-    return found.reshape(count, width, *found.shape[3:])
+    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (q, rows))
+    outputs = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, part, block), groups)
+    return outputs.reshape(count, width, *outputs.shape[3:])
 
 
 def _gathered(
-    scores: Scores, q: jax.Array, sinks: jax.Array | None, rows: Rows, read: _Read, part: Part, block: int
-) -> jax.Array:
-    """The same for one group of rows, ``block`` tokens at a time. M = g C are the queries of a key/value head."""
+    scores: Scores,
+    q: Float[Array, "R C all_heads H"],
+    sinks: Float[Array, " n"] | None,
+    rows: Rows,
+    read: _Read,
+    part: Part,
+    block: int,
+) -> Float[Array, "R C n d_v"]:
+    """``_attended`` for one group of rows, ``block`` tokens at a time. M = g C are the queries of a key/value head."""
     (count, width, heads, size), pages = q.shape, rows.tables.shape[1]
     k, v = jax.eval_shape(read, rows.tables)
     kv_heads, page_tokens = k.shape[1], k.shape[2] // pages
@@ -351,19 +370,19 @@ def _gathered(
     blocks = -(-pages // step)
 
     def joined(carry: Sums, table: jax.Array, first: jax.Array | int) -> Sums:
-        """With the tokens from ``first`` on, which are in the pages of ``table``."""
+        """Add the tokens from ``first`` on, which are in the pages of ``table``, to the sums."""
         top, total, summed = carry
         k, v = read(table)
-        found = jnp.einsum("rkmh,rkth->rkmt", q, k, preferred_element_type=jnp.float32)
-        behind = positions[:, :, None] - part.tokens(first, step).reshape(-1)
-        seen = behind >= 0
+        logits = jnp.einsum("rkmh,rkth->rkmt", q, k, preferred_element_type=jnp.float32)
+        distance = positions[:, :, None] - part.tokens(first, step).reshape(-1)
+        seen = distance >= 0
         if scores.window is not None:
-            seen &= behind < scores.window
-        found = jnp.where(seen[:, None], scores.scaled(found), -jnp.inf)
-        raised = jnp.maximum(top, found.max(3))
-        weights, kept = jnp.exp(found - raised[..., None]), jnp.exp(top - raised)
+            seen &= distance < scores.window
+        logits = jnp.where(seen[:, None], scores.scaled(logits), -jnp.inf)
+        raised = jnp.maximum(top, logits.max(3))
+        weights, factor = jnp.exp(logits - raised[..., None]), jnp.exp(top - raised)
         more = jnp.einsum("rkmt,rkth->rkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return raised, kept * total + weights.sum(3), kept[..., None] * summed + more
+        return raised, factor * total + weights.sum(3), factor[..., None] * summed + more
 
     sums = q.shape[:3]
     none: Sums = (
@@ -383,21 +402,21 @@ def _gathered(
         longest = jnp.max(rows.start + rows.count)
         trips = jnp.minimum(-(-longest // (step * part.page_tokens)), blocks)
         top, total, summed = lax.fori_loop(0, trips, body, none)
-    top, total, summed = (each.reshape(count, heads, width, *each.shape[3:]) for each in (top, total, summed))
+    top, total, summed = (x.reshape(count, heads, width, *x.shape[3:]) for x in (top, total, summed))
     if part.parts.ways > 1:
         top, total, summed = part.parts.summed((top, total, summed))
     if sinks is not None:
         sink = sinks.astype(jnp.float32)[None, :, None]
         raised = jnp.maximum(top, sink)
-        kept = jnp.exp(top - raised)
-        total, summed = kept * total + jnp.exp(sink - raised), kept[..., None] * summed
-    # Padding may see nothing; what it yields is never used, but must be a number.
+        factor = jnp.exp(top - raised)
+        total, summed = factor * total + jnp.exp(sink - raised), factor[..., None] * summed
+    # Padding may see no token; its output is never used, but must be finite.
     o = summed / jnp.where(total == 0, 1.0, total)[..., None]
     return jnp.moveaxis(o, 1, 2).astype(q.dtype)
 
 
-def _ragged(scores: Scores, q: jax.Array, pool: Pages, rows: Rows) -> jax.Array:
-    """The same by the TPU kernel: every row has C queries, those of padding behind the others, where none sees them."""
+def _ragged(scores: Scores, q: Float[Array, "R C n H"], pool: Pages, rows: Rows) -> Float[Array, "R C n H"]:
+    """Attention by the TPU kernel. Every row has C queries; padding follows the valid ones, where none sees it."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     count, width = q.shape[:2]
@@ -412,7 +431,7 @@ def _ragged(scores: Scores, q: jax.Array, pool: Pages, rows: Rows) -> jax.Array:
         sm_scale=scores.scale,
         sliding_window=scores.window,
         soft_cap=scores.softcap,
-        # By itself it asks the first device for its kind, which is another one where a program is compiled ahead.
+        # The kernel's defaults depend on the first local device, which is wrong in ahead-of-time compilation.
         num_kv_pages_per_block=min(rows.tables.shape[1], max(1, _KERNEL_TOKENS // pool.values.shape[1])),
         num_queries_per_block=min(count * width, _KERNEL_QUERIES),
     )

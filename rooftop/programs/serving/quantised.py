@@ -1,8 +1,8 @@
-"""Weights in fewer bits, with scales for their output channels: fewer bytes for a step to read.
+"""Quantised weights, with scales for their output channels: a step reads fewer bytes.
 
-The channels of a weight are its dims but the one that a matmul sums over, so that scales could as well multiply the
-output; in int4 each group of so many summed elements of a channel has a scale of its own. Scales are multiplied into
-the weight where it is used; XLA fuses that into the matmul's operand on TPU.
+The channels of a weight are all dims except the one that a matmul sums over, so that scales could multiply the output
+instead. In int4 each group of summed elements of a channel has its own scale. Weights are multiplied by their scales
+where they are used; on TPU XLA fuses that into the matmul's operand.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import P
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.parameters import Parameter
@@ -24,9 +26,10 @@ from rooftop.programs.serving.formats import FORMATS
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
-    """``values`` and float32 ``scales``, which have a size of 1 or of groups in the dim that matmuls sum over.
+    """``values`` and float32 ``scales``, whose size in the summed dim is 1, or the number of groups.
 
-    Values of 4 bits are pairs, uint8, half as many in that dim. JAX's own int4 takes a byte of a CPU's memory.
+    Values of 4 bits are stored as pairs, uint8, half as many in that dim: JAX's own int4 uses a byte per element on a
+    CPU.
     """
 
     values: jax.Array
@@ -36,20 +39,20 @@ class Quantised:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Turned:
-    """A weight [D, ...] as it is, that lies as ``values`` [..., D]: see ``rooftop.programs.model.projection``."""
+    """A weight [D, ...] stored as ``values`` [..., D]: see ``rooftop.programs.model.projection``."""
 
     values: jax.Array
 
     @classmethod
-    def of(cls, weight: jax.Array) -> Turned:
-        """The ``weight`` [D, ...], copied."""
+    def of(cls, weight: Float[Array, " D *rest"]) -> Turned:
+        """A copy of ``weight``."""
         return cls(values=jnp.moveaxis(weight, 0, -1))
 
 
 def summed_dim(parameter: Parameter) -> int | None:
-    """The dim of a stacked weight [n, ...] that its matmul sums over; None for what stays as it is.
+    """The dim of a stacked weight [n, ...] that its matmul sums over; None for weights that are not quantised.
 
-    That are norms, biases and sinks, tables, which are looked up, and routers, which are small and decide much.
+    These are norms, biases and sinks; tables, which are looked up; and routers, which are small and sensitive.
     """
     dims = parameter.dims
     if parameter.fan_in is None or len(dims) < 3 or (len(dims) == 3 and dims[-1] is None and dims[1] == "embed"):
@@ -58,7 +61,7 @@ def summed_dim(parameter: Parameter) -> int | None:
 
 
 def require_format(name: str, parameter: Parameter, shard: tuple[int, ...]) -> None:
-    """Raises RooftopError for an unknown format, and where its groups do not divide a device's part of the weight.
+    """Raise RooftopError for an unknown format, or if its groups do not divide a device's part of the weight.
 
     ``shard`` is the shape of that part.
     """
@@ -69,8 +72,8 @@ def require_format(name: str, parameter: Parameter, shard: tuple[int, ...]) -> N
         raise RooftopError("weights", name, f"groups that divide the {shard[dim]} elements that a device sums over")
 
 
-def quantise(weight: jax.Array, dim: int, name: str) -> Quantised:
-    """By the largest magnitude along ``dim``, or along each group of it, rounded to the nearest."""
+def quantise(weight: Float[Array, "*dims"], dim: int, name: str) -> Quantised:
+    """Scale by the largest magnitude along ``dim``, or along each group of it, and round to the nearest value."""
     format_ = FORMATS[name]
     wide = weight.astype(jnp.float32)
     if format_.group is not None:
@@ -88,8 +91,8 @@ def quantise(weight: jax.Array, dim: int, name: str) -> Quantised:
     return Quantised(values=_together(pairs, dim), scales=_together(scales, dim))
 
 
-def in_full(weights: Any, dtype: jnp.dtype) -> Any:
-    """A tree of weights with each ``Quantised`` one as an array of ``dtype``, and each ``Turned`` one as it was."""
+def in_full(weights: Any, dtype: DTypeLike) -> Any:
+    """A tree of weights with each ``Quantised`` one in ``dtype``, and each ``Turned`` one in its original order."""
 
     def array(leaf: Any) -> Any:
         if isinstance(leaf, Turned):
@@ -100,7 +103,7 @@ def in_full(weights: Any, dtype: jnp.dtype) -> Any:
         if values.dtype != jnp.uint8:
             return (values.astype(jnp.float32) * scales).astype(dtype)
         (dim,) = (dim for dim in range(values.ndim) if values.shape[dim] != scales.shape[dim])
-        pairs, scales = (_apart(each, dim, leaf.scales.shape[dim]) for each in (values, scales))
+        pairs, scales = (_apart(x, dim, leaf.scales.shape[dim]) for x in (values, scales))
         signed = jnp.concatenate([(pairs << 4).astype(jnp.int8) >> 4, pairs.astype(jnp.int8) >> 4], axis=dim + 1)
         return _together(signed.astype(jnp.float32) * scales, dim).astype(dtype)
 
@@ -108,14 +111,14 @@ def in_full(weights: Any, dtype: jnp.dtype) -> Any:
 
 
 def _apart(x: jax.Array, dim: int, groups: int) -> jax.Array:
-    """[..., n, ...] -> [..., groups, n/groups, ...]: the groups are split as n was."""
+    """[..., n, ...] -> [..., groups, n/groups, ...]; the dim of groups is split as n was."""
     mesh, spec = _placement(x)
     shape = (*x.shape[:dim], groups, x.shape[dim] // groups, *x.shape[dim + 1 :])
     return x.reshape(shape, out_sharding=NamedSharding(mesh, P(*spec[: dim + 1], None, *spec[dim + 1 :])))
 
 
 def _together(x: jax.Array, dim: int) -> jax.Array:
-    """The reverse."""
+    """The inverse of ``_apart``."""
     mesh, spec = _placement(x)
     shape = (*x.shape[:dim], math.prod(x.shape[dim : dim + 2]), *x.shape[dim + 2 :])
     return x.reshape(shape, out_sharding=NamedSharding(mesh, P(*spec[: dim + 1], *spec[dim + 2 :])))

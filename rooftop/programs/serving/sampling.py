@@ -1,6 +1,6 @@
-"""How the next tokens are chosen from logits, on the device; what a row draws does not depend on the other rows.
+"""Choice of the next tokens from logits, on the device. Draws of a row do not depend on the other rows.
 
-Dims: R rows, V vocabulary, S slots (places of running requests).
+Dims: R rows, V vocabulary, S slots (of running requests).
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32, UInt
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class SampledChoice:
-    """How each row chooses, [R] each: see ``rooftop.serve.engine.requests.Sampling``; ``top_k`` 0 is all.
+    """Options of each row's choice: see ``rooftop.serve.engine.requests.Sampling``; ``top_k`` 0 means all.
 
-    ``seed`` [R, 2] uint32 and ``drawn``, the number of the token in its request, decide what is drawn.
+    ``seed`` and ``drawn``, the number of the token in its request, determine the draw.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
-    drawn: jax.Array
+    temperature: Float32[Array, " R"]
+    top_k: Int32[Array, " R"]
+    top_p: Float32[Array, " R"]
+    min_p: Float32[Array, " R"]
+    seed: UInt[Array, "R 2"]
+    drawn: Int32[Array, " R"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Adjustments:
-    """What changes the logits of requests, by their slots; kept on the device from step to step.
+    """Adjustments to the logits of requests, by slot; kept on the device from step to step.
 
-    ``bias`` [S, V] float32 is added; ``seen`` [S, V] int32 counts the tokens generated, plus ``IN_PROMPT`` for those of
-    the prompt; bit t of ``mask`` [S, ceil(V/32)] uint32 allows token t. ``penalties`` [S, 3] float32: presence,
-    frequency, repetition.
+    ``bias`` is added; ``seen`` counts the generated tokens, plus ``IN_PROMPT`` for tokens of the prompt; bit t of
+    ``mask`` allows token t. ``penalties``: presence, frequency, repetition.
     """
 
-    bias: jax.Array
-    seen: jax.Array
-    mask: jax.Array
-    penalties: jax.Array
+    bias: Float32[Array, "S V"]
+    seen: Int32[Array, "S V"]
+    mask: UInt[Array, "S words"]
+    penalties: Float32[Array, "S 3"]
 
     @classmethod
     def none(cls, slots: int, vocab: int) -> Adjustments:
-        """Those that change nothing."""
+        """Adjustments that change nothing."""
         return cls(
             bias=jnp.zeros((slots, vocab), jnp.float32),
             seen=jnp.zeros((slots, vocab), jnp.int32),
@@ -53,8 +53,8 @@ class Adjustments:
             penalties=jnp.tile(jnp.array([0.0, 0.0, 1.0], jnp.float32), (slots, 1)),
         )
 
-    def apply(self, logits: jax.Array, slots: jax.Array) -> jax.Array:
-        """Logits [R, V] of the requests in ``slots`` [R], changed."""
+    def apply(self, logits: Float32[Array, "R V"], slots: Int[Array, " R"]) -> Float32[Array, "R V"]:
+        """Adjusted logits of the requests in ``slots``."""
         seen, penalties = self.seen[slots], self.penalties[slots]
         presence, frequency, repetition = (penalties[:, i, None] for i in range(3))
         generated = seen % IN_PROMPT
@@ -66,12 +66,12 @@ class Adjustments:
         return jnp.where(bits & 1 == 1, logits, -jnp.inf)
 
 
-#: Added to the count of a token that the prompt has; more tokens than that no request generates.
+#: Added to the count of a token in the prompt; larger than the number of tokens that any request generates.
 IN_PROMPT = 2**24
 
 
-def choose(logits: jax.Array, how: SampledChoice) -> jax.Array:
-    """Tokens [R] int32 by logits [R, V] float32; draws by the Gumbel trick (Gumbel 1954), each row with its own key."""
+def choose(logits: Float32[Array, "R V"], how: SampledChoice) -> Int32[Array, " R"]:
+    """Tokens chosen by logits; draws use the Gumbel trick (Gumbel 1954), with a key for each row."""
     likeliest = largest(logits)
 
     def drawn() -> jax.Array:
@@ -80,42 +80,44 @@ def choose(logits: jax.Array, how: SampledChoice) -> jax.Array:
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         return jnp.where(how.temperature > 0, largest(scaled + noise), likeliest)
 
-    # Sorting and drawing take longer than all else of a small model: only where a row asks for it.
+    # Sorting and drawing take longer than the rest of a small model: only if a row needs it.
     return lax.cond(jnp.any(how.temperature > 0), drawn, lambda: likeliest)
 
 
-def largest(x: jax.Array) -> jax.Array:
-    """The first index of the largest of x [R, V], [R] int32: as argmax, which XLA:CPU does element by element."""
+def largest(x: Float[Array, "R V"]) -> Int32[Array, " R"]:
+    """The first index of the largest element of each row. XLA:CPU computes argmax element by element, more slowly."""
     index = jnp.arange(x.shape[1], dtype=jnp.int32)
     return jnp.min(jnp.where(x == jnp.max(x, axis=1, keepdims=True), index, x.shape[1] - 1), axis=1)
 
 
-def filtered(logits: jax.Array, how: SampledChoice) -> jax.Array:
-    """Logits [R, V] by temperature, -inf where ``top_k``, ``top_p`` or ``min_p`` leaves a token out.
+def filtered(logits: Float32[Array, "R V"], how: SampledChoice) -> Float32[Array, "R V"]:
+    """Logits divided by temperature, -inf for tokens that ``top_k``, ``top_p`` or ``min_p`` excludes.
 
-    What is as likely as the last that is kept is kept too.
+    Tokens as likely as the last included one are included too.
     """
     scaled = logits / jnp.where(how.temperature > 0, how.temperature, 1.0)[:, None]
-    wanted = (how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0)
+    has_filter = (how.top_k > 0) | (how.top_p < 1) | (how.min_p > 0)
 
     def cut() -> jax.Array:
         size = logits.shape[1]
         order = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
         last = jnp.where(how.top_k > 0, jnp.minimum(how.top_k, size), size) - 1
         least = jnp.take_along_axis(order, last[:, None], axis=-1)
-        kept = jax.nn.softmax(jnp.where(order >= least, order, -jnp.inf), axis=-1)
-        before = jnp.cumsum(kept, axis=-1) - kept
-        inside = (before < how.top_p[:, None]) & (kept > 0)
+        probabilities = jax.nn.softmax(jnp.where(order >= least, order, -jnp.inf), axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        inside = (before < how.top_p[:, None]) & (probabilities > 0)
         least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
-        # log(0) is -inf: nothing is left out.
+        # log(0) is -inf: no token is excluded.
         least = jnp.maximum(least, order[:, :1] + jnp.log(how.min_p)[:, None])
         return jnp.where(scaled >= least, scaled, -jnp.inf)
 
-    return lax.cond(jnp.any(wanted & (how.temperature > 0)), cut, lambda: scaled)
+    return lax.cond(jnp.any(has_filter & (how.temperature > 0)), cut, lambda: scaled)
 
 
-def log_probabilities(logits: jax.Array, tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of ``tokens`` [R], and of the ``count`` likeliest tokens with their ids, [R, count]."""
-    found = jax.nn.log_softmax(logits, axis=-1)
-    top, ids = lax.top_k(found, count)
-    return jnp.take_along_axis(found, tokens[:, None], axis=-1)[:, 0], top, ids.astype(jnp.int32)
+def log_probabilities(
+    logits: Float32[Array, "R V"], tokens: Int[Array, " R"], count: int
+) -> tuple[Float32[Array, " R"], Float32[Array, "R count"], Int32[Array, "R count"]]:
+    """Log-probabilities of ``tokens``, and of the ``count`` likeliest tokens with their ids."""
+    scores = jax.nn.log_softmax(logits, axis=-1)
+    top, ids = lax.top_k(scores, count)
+    return jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0], top, ids.astype(jnp.int32)

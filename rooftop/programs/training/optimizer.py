@@ -1,4 +1,4 @@
-"""The optimizers that a plan may name, from optax, with their state in any dtype and their arithmetic in float32."""
+"""Optimizers of plans, from optax, with their state in any dtype and their arithmetic in float32."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DTYPES = dict(zip(STATE_DTYPES, (jnp.bfloat16, jnp.float32), strict=True))
 class Optimizer:
     """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or plain SGD, by ``name``.
 
-    ``weight_decay`` is decoupled, of adamw and lion only; scales, biases and sinks do not decay. ``clip_norm``:
-    gradients are scaled down to this norm of them all together. ``moments`` is the dtype of the state.
+    ``weight_decay`` is decoupled, for adamw and lion only; scales, biases and sinks do not decay. ``clip_norm`` limits
+    the norm of all gradients together. ``moments`` is the dtype of the state.
     """
 
     name: str = "adamw"
@@ -43,14 +43,14 @@ class Optimizer:
             raise RooftopError("clip_norm", self.clip_norm, "a positive number, or none")
 
     def clip(self, gradients: Transformer[jax.Array]) -> Transformer[jax.Array]:
-        """Gradients no longer than ``clip_norm``."""
+        """Gradients scaled down to ``clip_norm`` if their norm is larger."""
         if self.clip_norm is None:
             return gradients
         clipped, _ = optax.clip_by_global_norm(self.clip_norm).update(gradients, optax.EmptyState())
         return clipped
 
     def transformation(self, described: Transformer[Parameter]) -> optax.GradientTransformation:
-        """From float32 gradients to what is added to the weights."""
+        """The optax transformation from float32 gradients to updates of the weights."""
         decays = jax.tree.map(lambda parameter: parameter.fan_in is not None, described)
         decay = optax.add_decayed_weights(self.weight_decay, decays)
         adam = optax.scale_by_adam(self.b1, self.b2, self.eps)
@@ -64,7 +64,7 @@ class Optimizer:
 
 
 def _stored(inner: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
-    """``inner`` in float32, its state kept in ``dtype``."""
+    """``inner`` in float32, its state stored in ``dtype``."""
 
     def init(weights: Any) -> Any:
         return _cast(inner.init(_cast(weights, jnp.float32)), dtype)

@@ -3,14 +3,14 @@
 One program runs on all devices. It is manual (``jax.shard_map``) over the stage axis, and over the axes that hold
 copies of the weights, whose gradients are summed once at the end. It scans over the table's slots: each stage does its
 own task by ``jax.lax.switch``, and neighbours exchange results (``ppermute``). The collectives of a task are among the
-devices of one stage, which do the same task; those between stages stand outside of the switch.
+devices of one stage, which do the same task; collectives between stages are outside of the switch.
 
-The other mesh axes stay explicit. JAX 0.10.2 has no ``reduced`` and ``unreduced`` types beside manual axes, so that in
-here gradients are summed over fsdp, and partial sums over tensor, where the matmul that makes them ends.
+The other mesh axes stay explicit. JAX 0.10.2 has no ``reduced`` and ``unreduced`` types together with manual axes, so
+that here gradients are summed over fsdp, and partial sums over tensor, at the end of the matmul that computes them.
 
-Stages share the layers of the longest run of periods (``rooftop.models.segments.shared_segment``). What stands before
-it, such as dense layers before those of experts, goes with the embedding, and what stands behind it with the loss: all
-stages have the weights of both, as they have the tables, and the first and the last use them.
+Stages share the layers of the longest run of periods (``rooftop.models.segments.shared_segment``). Layers before it,
+such as dense layers before those of experts, belong to the embedding, and layers after it to the loss: all stages have
+the weights of both, as they have the tables, and the first and the last stage use them.
 
 Dims: M microbatches, S stages, v chunks of the model on a stage, B, T, D as elsewhere.
 """
@@ -38,14 +38,14 @@ from rooftop.scheduling.pipeline import BufferPlaces, PipelineTable, StageBuffer
 
 
 class _StageSpecs(Specs):
-    """Specs inside a stage: nothing is left ``reduced`` or ``unreduced``."""
+    """Specs inside a stage: no array is ``reduced`` or ``unreduced``."""
 
     def activation(self, *dims: Dim, reduced: str | None = None, unreduced: str | None = None) -> P:
         """An activation, its partial sums summed."""
         return super().activation(*dims)
 
     def token_axes(self, sequence: str = "seq") -> frozenset[str]:
-        """No axis: the gradient of a weight is summed over tokens where it is made."""
+        """No axis: the gradient of a weight is summed over tokens where it is computed."""
         return frozenset()
 
 
@@ -59,12 +59,12 @@ def pipelined(
     summed: jnp.dtype,
     counted: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, Terms], Transformer[jax.Array]]:
-    """``transformer.objective`` of a batch and its gradients: both are means over microbatches.
+    """``transformer.objective`` of a batch and its gradients, both as means over microbatches.
 
-    ``weights`` are as they are stored (``Specs.parameter``), shared layers over ``stage``, in the dtype of matmuls; so
-    are the gradients, summed over microbatches in float32 and over devices in ``summed``. ``counted`` tokens of the
-    whole batch carry loss, if it is packed. Interleaved chunks of layers are exchanged between stages before and after:
-    stored weights lie in the order of the model. Runs under ``jax.set_mesh``.
+    ``weights`` are in their stored sharding (``Specs.parameter``), shared layers over ``stage``, in the dtype of
+    matmuls. So are the gradients, summed over microbatches in float32 and over devices in ``summed``. ``counted`` is
+    the number of tokens of a packed batch that carry loss. Stored weights are in the order of the model, so interleaved
+    chunks of layers are exchanged between stages before and after. Runs under ``jax.set_mesh``.
 
     Raises RooftopError for layers that stages cannot share evenly, remat with offload, and a context axis with ring
     attention.
@@ -72,7 +72,7 @@ def pipelined(
     if "=offload" in how.remat:
         raise RooftopError("remat", how.remat, "no offload with pipeline stages")
     if how.specs.rules.activations["seq"] and how.context_attention == "ring":
-        # On CPU devices a permutation waits for all devices, and stages are not at the same one.
+        # On CPU devices a permutation waits for all devices, but stages reach different ones.
         raise RooftopError("context_attention", how.context_attention, "all_gather with pipeline stages")
     runs, shared = segments(how.model), shared_segment(how.model)
     _require_even(runs[shared], table)
@@ -84,11 +84,11 @@ def pipelined(
     shares = table.microbatches * math.prod(mesh.shape[axis] for axis in copies)
     inside = replace(how, specs=_StageSpecs(how.specs.rules.only(dict.fromkeys(set(mesh.shape) - set(manual), 1))))
     parts = jax.tree.map(lambda ids: in_parts(ids, table.microbatches, dim=0), batch)
-    # A Pallas kernel's outputs do not say over which axes they vary; then nothing in here says so.
+    # The type of a Pallas kernel's outputs does not say over which axes they vary: then no type here does.
     typed = () if how.attention == "splash" else manual
 
     def of_shared(layers: tuple[Layers, ...], here: Layers) -> tuple[Layers, ...]:
-        """The layers of all segments, those of the shared one in place of what is there."""
+        """The layers of all segments, with ``here`` as the shared one."""
         return (*layers[:shared], here, *layers[shared + 1 :])
 
     def body(stacks: Layers, tables: Transformer[jax.Array], parts: Batch[jax.Array], counted: Any) -> Any:
@@ -104,45 +104,54 @@ def pipelined(
             stream: ResidualStream, tables: Transformer[jax.Array], part: Batch[jax.Array]
         ) -> tuple[jax.Array, Terms]:
             stream = _through(runs[shared + 1 :], tables.layers[shared + 1 :], stream, part, inside)
-            found = transformer.head_loss(stream.x, tables, part, inside, chunks=loss_chunks, counted=counted)
+            result = transformer.head_loss(stream.x, tables, part, inside, chunks=loss_chunks, counted=counted)
             if stream.load is not None:
                 with named_scope("loss"):
                     load = lax.psum(jnp.sum(stream.load, axis=0), copies)
-                found = transformer.balanced(*found, load, inside)
-            each: tuple[jax.Array, Terms] = jax.tree.map(lambda mean: mean / shares, found)
-            return each
+                result = transformer.balanced(*result, load, inside)
+            share: tuple[jax.Array, Terms] = jax.tree.map(lambda mean: mean / shares, result)
+            return share
 
         stage = Stage(
             stacks=stacks, tables=tables, parts=parts, how=inside, segment=runs[shared], begin=begin, finish=finish,
             table=table, manual=typed,
         )  # fmt: skip
-        found, of_layers, of_tables = stage.run(places(table))
+        losses, layer_gradients, table_gradients = stage.run(places(table))
         with named_scope("gradients"):
-            of_layers, of_tables = jax.tree.map(lambda sum_: sum_.astype(summed), (of_layers, of_tables))
-            of_layers = jax.tree.map(lambda sum_: lax.psum(sum_, copies), of_layers) if copies else of_layers
-            return lax.psum(found, manual), of_layers, lax.psum(of_tables, manual)
+            layer_gradients, table_gradients = jax.tree.map(
+                lambda sum_: sum_.astype(summed), (layer_gradients, table_gradients)
+            )
+            layer_gradients = (
+                jax.tree.map(lambda sum_: lax.psum(sum_, copies), layer_gradients) if copies else layer_gradients
+            )
+            return lax.psum(losses, manual), layer_gradients, lax.psum(table_gradients, manual)
 
     by_stage = P(None, "stage")
-    of_each = None if counted is None else counted / shares
-    found, of_layers, of_tables = jax.shard_map(
+    counted_share = None if counted is None else counted / shares
+    losses, layer_gradients, table_gradients = jax.shard_map(
         body,
         in_specs=(by_stage, P(), P(None, copies or None), P()),
         out_specs=(P(), by_stage, P()),
         axis_names=set(manual),
         check_vma=bool(typed),
-    )(_by_chunk(weights.layers[shared], table), replace(weights, layers=of_shared(weights.layers, ())), parts, of_each)
-    return found, replace(of_tables, layers=of_shared(of_tables.layers, _by_layer(of_layers)))
+    )(
+        _by_chunk(weights.layers[shared], table),
+        replace(weights, layers=of_shared(weights.layers, ())),
+        parts,
+        counted_share,
+    )
+    return losses, replace(table_gradients, layers=of_shared(table_gradients.layers, _by_layer(layer_gradients)))
 
 
 def _through(
     runs: Sequence[Segment], layers: Sequence[Layers], stream: ResidualStream, part: Batch[jax.Array], how: Computation
 ) -> ResidualStream:
-    """The stream behind the layers of whole segments, which the first stage or the last does alone."""
+    """The stream after the layers of whole segments, which belong to the first or the last stage alone."""
     with named_scope("layers"):
         at = transformer.places(part, how)
         for run, stacks in zip(runs, layers, strict=True):
             period = transformer.period(run, how)
-            # One by one: inside a stage JAX 0.10.2 cannot differentiate a scan over them.
+            # Unrolled: inside a stage JAX 0.10.2 cannot differentiate a scan over the layers.
             for repeat in range(run.repeats):
                 weights = jax.tree.map(lambda weight, repeat=repeat: weight[repeat], stacks)
                 stream = stream.after(*period(stream.x, weights, at))
@@ -153,8 +162,8 @@ def _require_even(run: Segment, table: PipelineTable) -> None:
     """Raise RooftopError if the stages' chunks cannot share the periods of ``run`` evenly."""
     if run.repeats % (table.stages * table.chunks):
         periods = f"{run.repeats} periods of {len(run.kinds)} layers"
-        given = f"{table.stages} x {table.chunks} chunks"
-        raise RooftopError("mesh axis stage", given, f"parts that divide the {periods} evenly")
+        parts = f"{table.stages} x {table.chunks} chunks"
+        raise RooftopError("mesh axis stage", parts, f"parts that divide the {periods} evenly")
 
 
 def _by_chunk(stacks: Layers, table: PipelineTable) -> Layers:
@@ -180,30 +189,30 @@ def _by_layer(stacks: Layers) -> Layers:
         return jax.tree.map(move, stacks)
 
 
-#: The means that an objective has beside its value, by their names.
+#: The means that an objective has next to its value, by name.
 Terms = dict[str, jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """What a stage carries from slot to slot; ``buffers`` have their places first."""
+class _StageCarry:
+    """The carry of a stage from slot to slot. Buffers have a leading dim of places."""
 
     input: ResidualStream
     gradient: ResidualStream
     saved: list[jax.Array]
     split: list[jax.Array]
-    of_layers: Layers
-    of_tables: Transformer[jax.Array]
-    found: tuple[jax.Array, Terms]
+    layer_gradients: Layers
+    table_gradients: Transformer[jax.Array]
+    losses: tuple[jax.Array, Terms]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One device's part of a pipeline: its layers [v, n, ...], all other weights, and all microbatches [M, B, T].
 
-    ``begin`` is what comes before all shared layers, and ``finish`` the objective of what leaves them: both of the
-    other weights and a microbatch.
+    ``begin`` computes the stream before all shared layers, and ``finish`` the objective from the stream after them.
+    Both get the other weights and a microbatch.
     """
 
     stacks: Layers
@@ -217,7 +226,7 @@ class Stage:
     manual: tuple[str, ...]
 
     def run(self, where: BufferPlaces) -> tuple[tuple[jax.Array, Terms], Layers, Transformer[jax.Array]]:
-        """The sums over this stage's tasks: of losses, of its layers' gradients and of the other weights'."""
+        """The sums over this stage's tasks: of losses, of its layers' gradients and of the other weights' gradients."""
         part, weights_ = _first(self.parts), _first(_first(self.stacks))
         x, period = self.begin(self.tables, part), transformer.period(self.segment, self.how)
 
@@ -234,166 +243,176 @@ class Stage:
         def nothing() -> ResidualStream:
             return varying(jax.tree.map(jnp.zeros_like, x), self.manual)
 
-        def idle(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
-            return kept, nothing(), nothing()
+        def idle(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
+            return carry, nothing(), nothing()
 
-        def forward(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
+        def forward(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
             part = self.part(task)
             x = lax.cond(
                 first_ & (task.chunk == 0),
                 lambda: self.begin(self.tables, part),
-                lambda: _at(kept.input, task.used[StageBuffer.INPUT]),
+                lambda: _at(carry.input, task.used[StageBuffer.INPUT]),
             )
             with named_scope("layers"):
                 at = transformer.places(part, self.how)
                 y, saved = lax.scan(lambda x, weights: passes.forward(x, weights, at), x, self.layers(task))
 
             def head() -> tuple[Any, Transformer[jax.Array], ResidualStream]:
-                found, pull, terms = jax.vjp(
+                loss, pull, terms = jax.vjp(
                     lambda y, tables: self.finish(y, tables, part), y, self.tables, has_aux=True
                 )
-                dy, more = pull(varying(jnp.ones_like(found), self.manual))
-                added = jax.tree.map(jnp.add, kept.found, (found, terms))
-                return added, _added(kept.of_tables, more), _put(kept.gradient, dy, task.used[StageBuffer.GRADIENT])
+                dy, more = pull(varying(jnp.ones_like(loss), self.manual))
+                added = jax.tree.map(jnp.add, carry.losses, (loss, terms))
+                return (
+                    added,
+                    _added(carry.table_gradients, more),
+                    _put(carry.gradient, dy, task.used[StageBuffer.GRADIENT]),
+                )
 
-            found, of_tables, gradient = lax.cond(
-                last_ & (task.chunk == chunks - 1), head, lambda: (kept.found, kept.of_tables, kept.gradient)
+            losses, table_gradients, gradient = lax.cond(
+                last_ & (task.chunk == chunks - 1), head, lambda: (carry.losses, carry.table_gradients, carry.gradient)
             )
             buffer = [
-                _put(buffer, each, task.used[StageBuffer.SAVED]) for buffer, each in zip(kept.saved, saved, strict=True)
+                _put(buffer, x, task.used[StageBuffer.SAVED]) for buffer, x in zip(carry.saved, saved, strict=True)
             ]
-            return replace(kept, saved=buffer, gradient=gradient, found=found, of_tables=of_tables), y, nothing()
+            new = replace(carry, saved=buffer, gradient=gradient, losses=losses, table_gradients=table_gradients)
+            return new, y, nothing()
 
-        def backward(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
+        def backward(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
             part = self.part(task)
             with named_scope("layers"):
                 at = transformer.places(part, self.how)
-                saved = [_at(buffer, task.used[StageBuffer.SAVED]) for buffer in kept.saved]
+                saved = [_at(buffer, task.used[StageBuffer.SAVED]) for buffer in carry.saved]
                 dx, more = lax.scan(
                     lambda dy, of_layer: passes.backward(dy, *of_layer, at),
-                    _at(kept.gradient, task.used[StageBuffer.GRADIENT]),
+                    _at(carry.gradient, task.used[StageBuffer.GRADIENT]),
                     (self.layers(task), saved),
                     reverse=True,
                 )
                 if self.table.split:
                     buffer = [
-                        _put(into, each, task.used[StageBuffer.SPLIT])
-                        for into, each in zip(kept.split, more, strict=True)
+                        _put(into, x, task.used[StageBuffer.SPLIT]) for into, x in zip(carry.split, more, strict=True)
                     ]
-                    kept = replace(kept, split=buffer)
+                    carry = replace(carry, split=buffer)
                 else:
-                    kept = replace(kept, of_layers=self.added(kept.of_layers, more, task))
+                    carry = replace(carry, layer_gradients=self.added(carry.layer_gradients, more, task))
 
             def tables() -> Transformer[jax.Array]:
                 _, pull = jax.vjp(lambda tables: self.begin(tables, part), self.tables)
-                return _added(kept.of_tables, pull(dx)[0])
+                return _added(carry.table_gradients, pull(dx)[0])
 
-            of_tables = lax.cond(first_ & (task.chunk == 0), tables, lambda: kept.of_tables)
-            return replace(kept, of_tables=of_tables), nothing(), dx
+            table_gradients = lax.cond(first_ & (task.chunk == 0), tables, lambda: carry.table_gradients)
+            return replace(carry, table_gradients=table_gradients), nothing(), dx
 
-        def weights(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
+        def weights(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
             assert passes.weights is not None
             of_weights = passes.weights
             with named_scope("layers"):
                 at = transformer.places(self.part(task), self.how)
-                stashed = [_at(buffer, task.used[StageBuffer.SPLIT]) for buffer in kept.split]
+                stashed = [_at(buffer, task.used[StageBuffer.SPLIT]) for buffer in carry.split]
                 _, more = lax.scan(
                     lambda _, of_layer: (None, of_weights(*of_layer, at)), None, (self.layers(task), stashed)
                 )
-                return replace(kept, of_layers=self.added(kept.of_layers, more, task)), nothing(), nothing()
+                return (
+                    replace(carry, layer_gradients=self.added(carry.layer_gradients, more, task)),
+                    nothing(),
+                    nothing(),
+                )
 
         ops = [
             self.declared(op, task)
             for op, task in ((StageOp.IDLE, idle), (StageOp.FORWARD, forward), (StageOp.BACKWARD, backward))
         ]
         ops += [self.declared(StageOp.WEIGHTS, weights)] if self.table.split else []
-        round_ = [(each, (each + 1) % stages) for each in range(stages if chunks > 1 else stages - 1)]
+        round_ = [(device, (device + 1) % stages) for device in range(stages if chunks > 1 else stages - 1)]
 
-        def slot(kept: _Kept, row: tuple[jax.Array, ...]) -> tuple[_Kept, None]:
-            op, microbatch, chunk, used, arriving = (_at(each, stage) for each in row)
+        def slot(carry: _StageCarry, row: tuple[jax.Array, ...]) -> tuple[_StageCarry, None]:
+            op, microbatch, chunk, used, arriving = (_at(column, stage) for column in row)
             task = _StageTask(microbatch=microbatch, chunk=chunk, used=used)
-            kept, y, dx = lax.switch(op, ops, kept, task)
+            carry, y, dx = lax.switch(op, ops, carry, task)
             with named_scope("pipeline"):
                 y, dx = lax.ppermute(y, "stage", round_), lax.ppermute(dx, "stage", [(b, a) for a, b in round_])
             return replace(
-                kept,
-                input=_put(kept.input, y, arriving[StageBuffer.INPUT]),
-                gradient=_put(kept.gradient, dx, arriving[StageBuffer.GRADIENT]),
+                carry,
+                input=_put(carry.input, y, arriving[StageBuffer.INPUT]),
+                gradient=_put(carry.gradient, dx, arriving[StageBuffer.GRADIENT]),
             ), None
 
         rows = tuple(map(jnp.asarray, (where.op, where.microbatch, where.chunk, where.used, where.arriving)))
-        kept, _ = lax.scan(slot, self.empty(x, passes, where), rows)
-        return kept.found, kept.of_layers, kept.of_tables
+        carry, _ = lax.scan(slot, self.empty(x, passes, where), rows)
+        return carry.losses, carry.layer_gradients, carry.table_gradients
 
     def declared(self, op: StageOp, branch: _Branch) -> _Branch:
-        """A task in the scope that says how often a stage does it, of how many slots: readers cannot see that."""
+        """A task in the scope that declares in how many of the slots a stage runs it: HLO does not show that."""
         slots = self.table.slots
         times = sum((row[0].op if row[0] else StageOp.IDLE) is op for row in slots)
 
-        def taken(kept: _Kept, task: _StageTask) -> tuple[_Kept, ResidualStream, ResidualStream]:
+        def taken(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
             with named_scope(f"taken[{times}:{len(slots)}]"):
-                return branch(kept, task)
+                return branch(carry, task)
 
         return taken
 
-    def empty(self, x: ResidualStream, passes: Passes, where: BufferPlaces) -> _Kept:
-        """What is carried into the first slot."""
+    def empty(self, x: ResidualStream, passes: Passes, where: BufferPlaces) -> _StageCarry:
+        """The carry into the first slot."""
 
         def buffer(like: Any, kind: StageBuffer, *more: int) -> jax.Array:
-            # One place more than is needed, for what nobody reads.
+            # An extra place receives writes that are never read.
             return self.zeros(like, like.dtype, where.sizes[kind] + 1, *more)
 
         n = jax.tree.leaves(self.stacks)[0].shape[1]
-        found = jax.eval_shape(self.finish, x, self.tables, _first(self.parts))
-        return _Kept(
-            input=jax.tree.map(lambda each: buffer(each, StageBuffer.INPUT), x),
-            gradient=jax.tree.map(lambda each: buffer(each, StageBuffer.GRADIENT), x),
-            saved=[buffer(each, StageBuffer.SAVED, n) for each in passes.saved],
-            split=[buffer(each, StageBuffer.SPLIT, n) for each in passes.kept],
-            of_layers=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.stacks),
-            of_tables=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.tables),
-            found=jax.tree.map(lambda each: self.zeros(each, each.dtype), found),
+        losses = jax.eval_shape(self.finish, x, self.tables, _first(self.parts))
+        return _StageCarry(
+            input=jax.tree.map(lambda leaf: buffer(leaf, StageBuffer.INPUT), x),
+            gradient=jax.tree.map(lambda leaf: buffer(leaf, StageBuffer.GRADIENT), x),
+            saved=[buffer(kind, StageBuffer.SAVED, n) for kind in passes.saved],
+            split=[buffer(kind, StageBuffer.SPLIT, n) for kind in passes.kept_residuals],
+            layer_gradients=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.stacks),
+            table_gradients=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.tables),
+            losses=jax.tree.map(lambda scalar: self.zeros(scalar, scalar.dtype), losses),
         )
 
     def zeros(self, like: Any, dtype: Any, *more: int) -> jax.Array:
         """Zeros [*more, *like], split as ``like``."""
         spec = like.sharding.spec if isinstance(like, jax.core.ShapedArray) else jax.typeof(like).sharding.spec
-        made = jnp.zeros((*more, *like.shape), dtype, out_sharding=P(*(None for _ in more), *spec.partitions))
-        return varying(made, self.manual)
+        zeros = jnp.zeros((*more, *like.shape), dtype, out_sharding=P(*(None for _ in more), *spec.partitions))
+        return varying(zeros, self.manual)
 
     def part(self, task: _StageTask) -> Batch[jax.Array]:
         """The task's microbatch [B, T]."""
-        found: Batch[jax.Array] = _at(self.parts, task.microbatch)
-        return found
+        microbatch: Batch[jax.Array] = _at(self.parts, task.microbatch)
+        return microbatch
 
     def layers(self, task: _StageTask) -> Layers:
         """The layers [n, ...] of the task's chunk."""
-        found: Layers = _at(self.stacks, task.chunk)
-        return found
+        layers: Layers = _at(self.stacks, task.chunk)
+        return layers
 
     def added(self, sums: Layers, more: Layers, task: _StageTask) -> Layers:
         """Gradients of the task's chunk added to all."""
         with named_scope("gradients"):
             return jax.tree.map(
-                lambda sum_, each: _put(sum_, _at(sum_, task.chunk) + each.astype(jnp.float32), task.chunk), sums, more
+                lambda sum_, gradient: _put(sum_, _at(sum_, task.chunk) + gradient.astype(jnp.float32), task.chunk),
+                sums,
+                more,
             )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _StageTask:
-    """What a stage does in a slot: int32 scalars, and the places that it uses in each buffer."""
+    """The task of a stage in a slot: int32 scalars, and the place that it uses in each buffer."""
 
     microbatch: jax.Array
     chunk: jax.Array
     used: jax.Array
 
 
-_Branch = Callable[[_Kept, _StageTask], tuple[_Kept, ResidualStream, ResidualStream]]
+_Branch = Callable[[_StageCarry, _StageTask], tuple[_StageCarry, ResidualStream, ResidualStream]]
 
 
 def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda each: each[0], tree)
+    return jax.tree.map(lambda array: array[0], tree)
 
 
 def _at(tree: Any, index: jax.Array) -> Any:
@@ -406,4 +425,4 @@ def _put(tree: Any, update: Any, index: jax.Array) -> Any:
 
 def _added(sums: Any, more: Any) -> Any:
     with named_scope("gradients"):
-        return jax.tree.map(lambda sum_, each: sum_ + each.astype(jnp.float32), sums, more)
+        return jax.tree.map(lambda sum_, gradient: sum_ + gradient.astype(jnp.float32), sums, more)

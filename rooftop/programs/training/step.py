@@ -1,4 +1,4 @@
-"""One optimizer step: loss, gradients summed over microbatches, update; and how to lower it for any mesh."""
+"""One optimizer step: loss, gradients summed over microbatches, update; and its lowering for any mesh."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import P, named_scope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+from jax.typing import DTypeLike
 
 from rooftop.core.errors import RooftopError
 from rooftop.programs.model.describe import describe
@@ -28,7 +29,7 @@ from rooftop.scheduling.pipeline import pipeline_table
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState(Generic[Leaf]):
-    """What a step reads and writes: step (int32 scalar), weights, and the optimizer's state as optax keeps it."""
+    """The state of training: step (int32 scalar), weights, and the optimizer's state in the form of optax."""
 
     step: Leaf
     weights: Transformer[Leaf]
@@ -38,10 +39,10 @@ class TrainState(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics(Generic[Leaf]):
-    """What a step tells, float32 scalars; None: not asked for, or nothing of the kind.
+    """Metrics of a step, float32 scalars; None: not requested or not applicable.
 
     ``loss`` is the mean cross-entropy in nats over the tokens that carry loss. ``z_loss`` and ``balance_loss`` are the
-    means that a program with these coefficients adds to it, before they are multiplied. ``tokens`` counts those that
+    means that a program with these coefficients adds to it, without the coefficients. ``tokens`` counts those that
     carry loss in a packed batch. ``gradient_norm`` is the norm of all gradients together, before clipping.
     """
 
@@ -53,18 +54,20 @@ class StepMetrics(Generic[Leaf]):
 
 
 def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
-    """The state before the first step, every array made in its shards."""
+    """The state before the first step, every array created in its shards."""
     described = describe(program.model)
     weights = initialise(described, key, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     with jax.set_mesh(mesh):
-        places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
-        optimizer = jax.jit(program.optimizer.transformation(described).init, out_shardings=places)(weights)
+        optimizer_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
+        optimizer = jax.jit(program.optimizer.transformation(described).init, out_shardings=optimizer_shardings)(
+            weights
+        )
         step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, P()))
         return TrainState(step=step, weights=weights, optimizer=optimizer)
 
 
 def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the state, with no memory behind them."""
+    """Shapes and shardings of the state, without memory."""
     described = describe(program.model)
     weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     transformation = program.optimizer.transformation(described)
@@ -72,26 +75,26 @@ def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainSta
     def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    # Moments lie where their weights do. It is said here: not every release of JAX has eval_shape say it.
+    # Moments have the shardings of their weights. They are stated here: eval_shape does not keep them in every JAX.
     structure: Any = jax.tree.structure(weights)
 
-    def moments(node: Any) -> bool:
+    def is_moments(node: Any) -> bool:
         return bool(structure == jax.tree.structure(node))
 
-    def beside(node: Any) -> Any:
-        if moments(node):
+    def with_sharding(node: Any) -> Any:
+        if is_moments(node):
             return jax.tree.map(lambda leaf, weight: placed(leaf, weight.sharding), node, weights)
         return placed(node, NamedSharding(mesh, P()))
 
-    optimizer = jax.tree.map(beside, jax.eval_shape(transformation.init, weights), is_leaf=moments)
+    optimizer = jax.tree.map(with_sharding, jax.eval_shape(transformation.init, weights), is_leaf=is_moments)
     step = placed(jax.ShapeDtypeStruct((), jnp.int32), NamedSharding(mesh, P()))
     return TrainState(step=step, weights=weights, optimizer=optimizer)
 
 
 def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of one global batch; over a context axis its sequences lie in ``context_order``.
+    """Shapes and shardings of one global batch; over a context axis its sequences are in ``context_order``.
 
-    Raises RooftopError when it does not divide over the mesh, microbatches or chunks.
+    Raises RooftopError if it does not divide over the mesh, microbatches or chunks.
     """
     specs = program.specs(mesh)
     axes = specs.rules.activations
@@ -119,7 +122,7 @@ _Step = Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax
 
 
 def train_step(program: TrainProgram, specs: Specs) -> _Step:
-    """The step: (state, batch) -> (state, metrics). To be jitted under ``jax.set_mesh``, the state donated.
+    """The step: (state, batch) -> (state, metrics). Jit it under ``jax.set_mesh``, with the state donated.
 
     Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
     """
@@ -132,14 +135,14 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
         state: TrainState[jax.Array], batch: Batch[jax.Array]
     ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
         counted = None if batch.segments is None else carrying(batch.targets)
-        of_each = None if counted is None else counted / program.microbatches
+        per_microbatch = None if counted is None else counted / program.microbatches
 
         def share(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> tuple[jax.Array, _Terms]:
-            found = objective(weights, batch, how, chunks=program.loss_chunks, counted=of_each)
-            shares: tuple[jax.Array, _Terms] = jax.tree.map(lambda mean: mean / program.microbatches, found)
+            result = objective(weights, batch, how, chunks=program.loss_chunks, counted=per_microbatch)
+            shares: tuple[jax.Array, _Terms] = jax.tree.map(lambda mean: mean / program.microbatches, result)
             return shares
 
-        # Cast outside the scan over layers, where XLA would move it anyway; so gradients stack up in this dtype.
+        # Cast outside the scan over layers, where XLA would move the cast anyway: gradients are stacked in this dtype.
         weights = _as(state.weights, summed)
         if (stages := jax.sharding.get_abstract_mesh().shape.get("stage", 1)) > 1:
             table = pipeline_table(
@@ -174,13 +177,13 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
     return step
 
 
-def _as(weights: Transformer[jax.Array], dtype: jnp.dtype) -> Transformer[jax.Array]:
+def _as(weights: Transformer[jax.Array], dtype: DTypeLike) -> Transformer[jax.Array]:
     with named_scope("optimizer"):
         return jax.tree.map(lambda weight: weight.astype(dtype), weights)
 
 
 def _shared(weights: Transformer[jax.Array], described: Transformer[Parameter], specs: Specs) -> Transformer[jax.Array]:
-    """Weights marked reduced over the axes that hold copies: no communication; backward, one AllReduce of a shard."""
+    """Weights marked reduced over the axes that hold copies: the backward pass has one AllReduce of a shard."""
 
     def mark(parameter: Parameter, weight: jax.Array) -> jax.Array:
         return named_reshard(weight, specs.at_rest(*parameter.dims, sequence=parameter.sequence))
@@ -195,7 +198,7 @@ def _accumulated(
     batch: Batch[jax.Array],
     microbatches: int,
 ) -> tuple[tuple[jax.Array, _Terms], Transformer[jax.Array]]:
-    """The sums over microbatches of their shares of the objective and its terms and, in float32, of the gradients."""
+    """Sums over microbatches of their shares of the objective and its terms and, in float32, of the gradients."""
 
     def zeros(weight: jax.Array) -> jax.Array:
         spec = jax.typeof(weight).sharding.spec
@@ -220,7 +223,7 @@ _Total = tuple[tuple[jax.Array, _Terms], Transformer[jax.Array]]
 
 
 def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
-    """The step lowered for ``mesh``, whose devices need not be here; ``arguments`` is a TrainProgram in JSON.
+    """The step lowered for ``mesh``, whose devices may be remote; ``arguments`` is a TrainProgram in JSON.
 
     Raises RooftopError for a program that does not fit the mesh.
     """
