@@ -83,7 +83,7 @@ class VerbCommand(click.Command):
         write_examples(formatter, self.examples)
 
 
-def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator[_Function]:
+def option(*names: str, group: str | None = None, **attributes: Any) -> Callable[[_Function], _Function]:
     """``click.option`` under a heading of ``GROUPS``."""
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
@@ -253,7 +253,7 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
     """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
 
     def decorator(**changes: Any) -> _Decorator[Any]:
-        return option(*names, group=group, **(attributes | changes))
+        return option(*names, **({"group": group} | attributes | changes))
 
     return decorator
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import parse_quantity
+from rooftop.core.quantities import parse_quantity, parse_seconds
 from rooftop.hardware import Chip, Slice, chip
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ ChipLike: TypeAlias = Chip | OfChip | str
 ModelLike: TypeAlias = "ModelConfig | OfModel | str | Path"
 #: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
 AxesLike: TypeAlias = Mapping[str, int] | str
+#: Seconds, or a time with its unit: '500ms'.
+TimeLike: TypeAlias = float | str
 #: A whole number, or its text: '4Mi'.
 CountLike: TypeAlias = int | str
 
@@ -77,6 +80,15 @@ def model_of(model: ModelLike) -> ModelConfig:
     if isinstance(model, (str, Path)):
         return load_model(str(model))
     return model if isinstance(model, ModelConfig) else model.config
+
+
+def seconds_of(time: TimeLike, field: str) -> float:
+    """The seconds of a time. Raises RooftopError naming ``field``."""
+    if isinstance(time, str):
+        return parse_seconds(time, field)
+    if not 0 < time < math.inf:
+        raise RooftopError(field, time, "a positive number of seconds")
+    return float(time)
 
 
 def axes_of(mesh: AxesLike, known: Iterable[str] | None = None) -> dict[str, int]:
