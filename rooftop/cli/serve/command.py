@@ -128,6 +128,7 @@ _EXAMPLES = (
 @option("--log-texts", group=SERVER, is_flag=True, help="Put prompts and answers into the log.")
 @json_option
 def command(
+    *,
     checkpoint: Path,
     weights_of: Path | None,
     host: str,
