@@ -71,8 +71,10 @@ CALLS: dict[str, tuple[Callable[[], Result], tuple[str, ...]]] = {
             mesh={"X": 4, "Y": 4},
             on="v5e:4x4",
         ),
-        ("matmul", "bf16[B_X, D_Y] @ bf16[D_Y, F] -> bf16[B_X, F]", "--dims", "B=8192,D=8192,F=32Ki")
-        + ("--mesh", "X=4,Y=4", "--on", "v5e:4x4"),
+        (
+            "matmul", "bf16[B_X, D_Y] @ bf16[D_Y, F] -> bf16[B_X, F]", "--dims", "B=8192,D=8192,F=32Ki",
+            "--mesh", "X=4,Y=4", "--on", "v5e:4x4",
+        ),
     ),
     "array": (
         lambda: library.matmul("int8[I_XY, J]", dims="I=128,J=2048", mesh="X=2,Y=8,Z=2"),
@@ -87,8 +89,10 @@ CALLS: dict[str, tuple[Callable[[], Result], tuple[str, ...]]] = {
             library.model("llama3.2-1b"), on=library.chip("v5e:2x2"), batch_tokens="64Ki", seq="2Ki",
             mesh={"fsdp": 4}, weights_dtype="BFloat16", assume="weight_gather=0.5", price="2",
         ),
-        ("plan", "train", "llama3.2-1b", "--on", "v5e:2x2", "--batch-tokens", "64Ki", "--seq", "2048", "--mesh", "fsdp=4")
-        + ("--weights-dtype", "bf16", "--assume", "weight_gather=0.5", "--price", "2"),
+        (
+            "plan", "train", "llama3.2-1b", "--on", "v5e:2x2", "--batch-tokens", "64Ki", "--seq", "2048",
+            "--mesh", "fsdp=4", "--weights-dtype", "bf16", "--assume", "weight_gather=0.5", "--price", "2",
+        ),
     ),
     "explain_operations": (
         lambda: library.explain_operations("%x = f32[3,5]{1,0:T(2,2)} parameter(0)", on="v5p"),
