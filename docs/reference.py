@@ -81,8 +81,9 @@ def options_page() -> str:
 
 An option means the same in every verb that has it. Numbers take suffixes (`4M` is 4,000,000, `4Mi` is 4,194,304), a
 TIME has its unit (`500ms`, `1.5s`, `10m`), BYTES are `400G`, `32Mi` or `512B`, and a DTYPE is one of bf16, f32, f16,
-int8, int4, f8_e4m3 and f8_e5m2 (bfloat16, fp32, half, fp8, e4m3 and the like are understood). A shell completes presets,
-chips, slices, dtypes, axes and names once it has run `eval "$(_ROOFTOP_COMPLETE=bash_source rooftop)"`.
+int8, int4, f8_e4m3 and f8_e5m2 (bfloat16, fp32, half, fp8, e4m3 and the like are understood). A shell completes
+presets, chips, slices, dtypes, axes and names once it has run
+`eval "$(_ROOFTOP_COMPLETE=bash_source rooftop)"`.
 
 This page is written by `docs/reference.py` from the commands.
 """
