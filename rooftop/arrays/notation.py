@@ -19,11 +19,13 @@ from math import prod
 from typing import Literal
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.quantities import DTYPE_BYTES, dtype_bytes, parse_count
+from rooftop.core.quantities import DTYPE_ALIASES, DTYPE_BYTES, dtype_bytes, parse_count, parse_dtype
 
 Style = Literal["ascii", "unicode", "latex"]
 Axes = tuple[str, ...]
 
+#: Words that are misspelt dtypes rather than names of arrays.
+_LIKE_DTYPE = re.compile(r"(?:bf|fp|float|bfloat|int|uint|f(?=8|16|32|64))[0-9]\w*")
 _FORM = "dtype[DIM_AXES, ...]{U_AXES}, such as bf16[B_X, D_YZ]{U_W}; @host or @(0,0) may follow"
 _ARRAY = re.compile(r"\s*(\w+)'*\s*\[([^\[\]]*)\]\s*(?:\{(.*)\}\s*)?(?:@\s*(\w+|\([^()]*\))\s*)?", re.ASCII)
 _DIM = re.compile(r"\s*([A-Za-z0-9]+)\s*(?:_\s*(\w*|\{[^{}]*\})\s*)?", re.ASCII)
@@ -107,14 +109,16 @@ class ShardedArray:
     def parse(cls, text: str, dtype: str | None = None) -> ShardedArray:
         """Read the notation, in plain text, Unicode or LaTeX.
 
-        The word before the bracket is a dtype, or, where ``dtype`` is given, the name of an array of that dtype.
-        Raises RooftopError on bad text, an unknown dtype, and all that the class refuses.
+        The word before the bracket is a dtype, in any of its spellings, or, where ``dtype`` is given, the name of an
+        array of that dtype. Raises RooftopError on bad text, an unknown dtype, and all that the class refuses.
         """
         match = _ARRAY.fullmatch(_plain(text))
         if match is None:
             raise RooftopError("array", text, _FORM)
         word, inside, unreduced, place = match.groups()
-        if word not in DTYPE_BYTES and dtype is None:
+        if word.lower() in DTYPE_BYTES or word.lower() in DTYPE_ALIASES:
+            dtype = parse_dtype(word)
+        elif dtype is None or _LIKE_DTYPE.fullmatch(word):
             raise unknown("dtype", word, DTYPE_BYTES)
         entries = re.split(r",(?![^{]*\})", inside) if inside.strip() else []
         split = [_dim(entry, text) for entry in entries]
@@ -130,7 +134,7 @@ class ShardedArray:
                 raise RooftopError("array", text, "the coordinates of a chip after @, such as @(0,0)")
             at = tuple(map(int, coordinates))
         return cls(
-            dtype=word if word in DTYPE_BYTES or dtype is None else dtype,
+            dtype=dtype,
             dims=tuple(name for name, _ in split),
             axes=tuple(axes for _, axes in split),
             unreduced=partial,

@@ -109,6 +109,21 @@ def test_forms_that_are_written() -> None:
     )
 
 
+@pytest.mark.parametrize("word", ["bf16", "BF16", "bfloat16"])
+def test_a_dtype_has_many_spellings(word: str) -> None:
+    assert ShardedArray.parse(f"{word}[I_X, J]", "f32") == ShardedArray.parse("bf16[I_X, J]")
+
+
+def test_a_name_has_the_dtype_that_is_given() -> None:
+    assert ShardedArray.parse("A[I_X, J]", "f32") == ShardedArray.parse("f32[I_X, J]")
+
+
+@pytest.mark.parametrize("word", ["bf61", "fp9", "int3", "f8_e4m4", "uint8", "float12"])
+def test_a_misspelt_dtype_is_no_name(word: str) -> None:
+    with pytest.raises(RooftopError, match=f"^dtype: got '{word}'; accepted: "):
+        ShardedArray.parse(f"{word}[I, J]", "bf16")
+
+
 def test_with_axes_keeps_dtype_dims_and_place() -> None:
     array = ShardedArray.parse("int8[I_X, J]{U_Y}@host")
     assert str(array.with_axes(((), ("X", "Y")))) == "int8[I, J_XY]@host"

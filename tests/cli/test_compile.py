@@ -195,6 +195,31 @@ def test_a_plan_of_another_kind_is_refused(rooftop: Run, folder: Path) -> None:
     _refused(rooftop("compile", "other.json"), "v5e")
 
 
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"slice": "v5e:2x2"}, "plan slice: got 'v5e:2x2'; accepted: JSON of type object"),
+        ({"microbatches": "1"}, "plan microbatches: got '1'; accepted: JSON of type integer"),
+        ({"ledger": {}}, "plan ledger: got {}; accepted: JSON of type array"),
+        ({"slice": {"name": 4, "chips": 4, "devices": 4}}, "plan: got 'a value of another type'"),
+        ({"assumptions": {"hidden": [], "bounds": "usable"}}, "plan: got 'a value of another type'"),
+    ],
+)
+def test_a_plan_with_a_field_of_another_type_is_one_line(
+    rooftop: Run, folder: Path, changed: dict[str, object], line: str
+) -> None:
+    make_plan("other.json")
+    data = json.loads((folder / "other.json").read_text())
+    (folder / "other.json").write_text(json.dumps(data | changed))
+    _refused(rooftop("compile", "other.json"), line)
+
+
+def test_a_plan_nested_too_deeply_is_one_line(rooftop: Run, folder: Path) -> None:
+    (folder / "deep.json").write_text("[" * 100_000)
+    _refused(rooftop("compile", "deep.json"), "nested too deeply")
+    _refused(rooftop("explain", "--diff", "deep.json", "deep.json"), "nested too deeply")
+
+
 def test_a_time_out_is_one_line(rooftop: Run) -> None:
     _refused(rooftop("compile", *FUNCTION, "--no-cache", "--timeout", "10ms"), "timeout")
 

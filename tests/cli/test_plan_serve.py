@@ -17,7 +17,7 @@ from rooftop.plan.serving.plan import ServingPlan
 Run = Callable[..., Any]
 JOB = (
     *("plan", "serve", "llama3-70b", "--on", "v5e:4x4", "--prompt", "8192", "--generate", "512"),
-    *("--weights", "int8", "--kv", "int8", "--batch-seqs", "32"),
+    *("--weights-dtype", "int8", "--kv-dtype", "int8", "--batch-seqs", "32"),
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_recommendation_over_chips(rooftop: Run) -> None:
 
 
 def test_without_a_rate_servers_are_those_of_one_request_a_second(rooftop: Run) -> None:
-    target = ("plan", "serve", "--on", "v5e", "--weights", "int8", "--kv", "int8", "--tpot", "30ms")
+    target = ("plan", "serve", "--on", "v5e", "--weights-dtype", "int8", "--kv-dtype", "int8", "--tpot", "30ms")
     one = rooftop(*target, "--json").json["recommendation"]["best"]
     many = rooftop(*target, "--requests-per-second", "1000", "--json").json["recommendation"]["best"]
     assert many["generate_servers"] == pytest.approx(1000 * one["generate_servers"], abs=1)
@@ -122,7 +122,7 @@ def test_a_rate_on_one_slice_counts_servers(rooftop: Run) -> None:
 
 
 def test_whole_front_over_chips(rooftop: Run) -> None:
-    data = rooftop("plan", "serve", "--on", "v5e,v6e", "--for", "pareto", "--weights", "int8", "--json").json
+    data = rooftop("plan", "serve", "--on", "v5e,v6e", "--for", "pareto", "--weights-dtype", "int8", "--json").json
     assert {"slice", "weights", "kv", "step_s"} <= set(data["pareto"][0])
 
 
@@ -165,21 +165,33 @@ def test_an_unreachable_target_names_the_nearest(rooftop: Run) -> None:
     assert "nearest is TTFT" in line
 
 
+def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
+    answer = rooftop("plan", "serve", "llama3-8b", "--on", "v5e", "--requests-per-second", "1e9")
+    assert (answer.status, answer.out) == (1, "")
+    (line,) = answer.err.strip().splitlines()
+    assert "chips, more than 10,000,000; those serve" in line
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--on", "v5e:4x4@2"), "one slice (v5e:4x4)"),
         (("--on", "v5e:4x4,v6e:4x4"), "chips without shapes"),
         (("--on", "v5x"), "v5e"),
-        (("--weights", "int3"), "int8"),
-        (("--weights", "int8,bf16"), "one dtype each"),
-        (("--flops", "f8_e4m3"), "bf16"),
+        (("--weights-dtype", "int3"), "int8"),
+        (("--weights-dtype", "int8,bf16"), "one dtype each"),
+        (("--matmul-dtype", "fp8"), "matmul-dtype on v5e: got 'f8_e4m3'; accepted: "),
         (("--prompt", "0"), "positive number"),
         (("--ttft", "soon"), "500ms"),
+        (("--ttft", "500"), "ttft: got '500'; accepted: a time with its unit: 500ms, 1.5s, 10m"),
+        (("--context", "1e15"), "context: got 1000000000000000; accepted: at most 8,704: the prompt and its answer"),
+        (("--context", "1e15", "--bounds", "book"), "context"),
+        (("--contexts", "1e15"), "context"),
+        (("--draft", "llama3.1-405b"), "draft: got 'llama3.1-405b'; accepted: a model with fewer parameters than"),
         (("--mfu", "1.5"), "between 0 and 1"),
         (("--mfu", "0"), "between 0 and 1"),
         (("--hit-rate", "1"), "not including"),
-        (("--mode", "apart"), "disaggregated"),
+        (("--batching", "apart"), "disaggregated"),
         (("--kv-split", "head"), "batch"),
         (("--link", "pcie"), "ici"),
         (("--bounds", "loose"), "book"),

@@ -18,7 +18,7 @@ Run = Callable[..., Any]
 
 def plan(rooftop: Run, path: Path, *options: str) -> Any:
     """A plan of LLaMA-3 70B in int8 on v5e 4x4, written to ``path``."""
-    like = ("llama3-70b", "--on", "v5e:4x4", "--weights", "int8", "--kv", "int8")
+    like = ("llama3-70b", "--on", "v5e:4x4", "--weights-dtype", "int8", "--kv-dtype", "int8")
     answer = rooftop("plan", "serve", *like, "-o", str(path), "--json", *options)
     assert answer.status == 0, answer.err
     return answer.json
@@ -34,8 +34,8 @@ def plan_file(rooftop: Run, tmp_path: Path) -> str:
 @pytest.mark.parametrize("mode", ["interleaved", "disaggregated"])
 def test_at_low_load_latencies_are_those_of_the_plan(rooftop: Run, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "plan.json"
-    planned = plan(rooftop, path, "--prompt", "8192", "--generate", "512", "--batch-seqs", "1", "--mode", mode)
-    found = rooftop("simulate", str(path), "--requests-per-second", "0.001", "--seconds", "20000", "--json").json
+    planned = plan(rooftop, path, "--prompt", "8192", "--generate", "512", "--batch-seqs", "1", "--batching", mode)
+    found = rooftop("simulate", str(path), "--requests-per-second", "0.001", "--duration", "20000s", "--json").json
     assert found["deployment"]["batching"] == mode
     assert found["ttft_s"]["p50"] == pytest.approx(planned["ttft_s"], rel=0.01)
     assert found["tpot_s"]["p50"] == pytest.approx(planned["tpot_s"], rel=0.01)
@@ -43,7 +43,7 @@ def test_at_low_load_latencies_are_those_of_the_plan(rooftop: Run, tmp_path: Pat
 
 
 def test_json_is_one_object_and_the_same_every_time(rooftop: Run, plan_file: str, tmp_path: Path) -> None:
-    command = ("simulate", plan_file, "--requests-per-second", "10", "--seconds", "60", "--ttft", "500ms", "--json")
+    command = ("simulate", plan_file, "--requests-per-second", "10", "--duration", "60s", "--ttft", "500ms", "--json")
     answer = rooftop(*command, "-o", str(tmp_path / "simulation.json"))
     assert (answer.status, answer.err) == (0, "")
     assert answer.json == rooftop(*command).json == json.loads((tmp_path / "simulation.json").read_text())
@@ -60,7 +60,7 @@ def test_json_is_one_object_and_the_same_every_time(rooftop: Run, plan_file: str
 def test_tables_and_files(rooftop: Run, plan_file: str, tmp_path: Path) -> None:
     each, drawn = tmp_path / "requests.csv", tmp_path / "timeline.json"
     answer = rooftop(
-        "simulate", plan_file, "--requests-per-second", "5", "--seconds", "20", "--prompt", "100:900",
+        "simulate", plan_file, "--requests-per-second", "5", "--duration", "20s", "--prompt", "100:900",
         "--batching", "interleaved", "--chunk-tokens", "256", "--replicas", "2", "--tpot", "50ms",
         "--per-request", str(each), "--perfetto", str(drawn),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_a_recommended_fleet_is_simulated_as_it_is(rooftop: Run, tmp_path: Path)
     path = tmp_path / "plan.json"
     rate = ("--prompt", "1000", "--generate", "100", "--requests-per-second", "20", "--ttft", "2s", "--tpot", "50ms")
     fleet = plan(rooftop, path, *rate)["recommendation"]["best"]
-    found = rooftop("simulate", str(path), "--seconds", "30", "--json").json
+    found = rooftop("simulate", str(path), "--duration", "30s", "--json").json
     assert found["requests"]["offered"] == 600
     assert found["deployment"]["replicas"] == fleet["generate_servers"]
     assert found["deployment"]["prefill_servers"] == fleet["prefill_servers"]
@@ -117,11 +117,11 @@ def test_a_recommended_fleet_is_simulated_as_it_is(rooftop: Run, tmp_path: Path)
         (("--requests-per-second", "1", "--batching", "interleave"), 2, "did you mean"),
         (("--requests-per-second", "1", "--routing", "affinity"), 2, "affinity with a prefix cache"),
         (("--requests-per-second", "1", "--prefix-cache"), 2, "a --trace whose hashes say what prompts share"),
-        (("--requests-per-second", "1", "--preemption", "swap"), 2, "swap with --host-kv-tokens"),
+        (("--requests-per-second", "1", "--preemption", "swap"), 2, "swap with --host-dram"),
         (("--requests-per-second", "1", "--ttft", "soon"), 2, "ttft: got 'soon'"),
         (("--requests-per-second", "1", "--prompt", "many"), 2, "prompt: got 'many'"),
-        (("--requests-per-second", "1M", "--seconds", "1M"), 2, "requests: got 1000000000000"),
-        (("--requests-per-second", "1", "--seed", "-1"), 2, "seed: got -1"),
+        (("--requests-per-second", "1M", "--duration", "1000000s"), 2, "requests: got 1000000000000"),
+        (("--requests-per-second", "1", "--seed", "-1"), 2, "seed: got '-1'"),
         (("--requests-per-second", "1", "--prompt", "100M"), 1, "no request can be served: "),
     ],
 )
@@ -146,7 +146,7 @@ def test_plans_that_are_none(rooftop: Run, tmp_path: Path, text: str) -> None:
 
 
 def test_a_batch_of_one_request_of_one_token_has_no_times_between_tokens(rooftop: Run, plan_file: str) -> None:
-    command = ("simulate", plan_file, "--requests-per-second", "0.1", "--seconds", "10", "--generate", "1", "--json")
+    command = ("simulate", plan_file, "--requests-per-second", "0.1", "--duration", "10s", "--generate", "1", "--json")
     found = rooftop(*command).json
     jsonschema.validate(found, schema("simulation"))
     assert found["tpot_s"] is None

@@ -316,13 +316,44 @@ def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monke
 
 def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path) -> None:
     paths = [tmp_path / f"{weights}.json" for weights in ("bf16", "int8")]
-    common = ("plan", "serve", "llama3-70b", "--on", "v5e:4x4", "--kv", "int8", "--batch-seqs", "16")
+    common = ("plan", "serve", "llama3-70b", "--on", "v5e:4x4", "--kv-dtype", "int8", "--batch-seqs", "16")
     for path in paths:
-        assert rooftop(*common, "--weights", path.stem, "-o", str(path)).status == 0
+        assert rooftop(*common, "--weights-dtype", path.stem, "-o", str(path)).status == 0
     data = rooftop("explain", "--diff", *map(str, paths), "--json").json
     jsonschema.validate(data, schema("difference"))
     changes = {(each["scope"], each["phase"]): each["change_s"] for each in data["changes"]}
     assert changes["layers/mlp/up", "generate"] < 0, "half the bytes of weights are read"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ({"kind": "serve", "generate": {}, "prefill": {"ledger": []}}, "data without ledger"),
+        ({"kind": "explained", "rows": [{"scope": "embed"}]}, "data without"),
+        ({"kind": "compiled", "fits": True, "ledger": {}}, "a list of rows"),
+        ({"kind": "pareto"}, "a run, a trace, a plan.json"),
+        ([], "this is no JSON object"),
+    ],
+)
+def test_a_file_that_cannot_be_compared_is_one_line(
+    rooftop: Callable[..., Any], tmp_path: Path, content: object, line: str
+) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(content))
+    answer = rooftop("explain", "--diff", str(file), str(file))
+    assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert line in answer.err
+
+
+def test_a_plan_of_training_is_not_compared_with_one_of_serving(rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    train, serve = str(tmp_path / "train.json"), str(tmp_path / "serve.json")
+    job = ("--on", "v5e:2x2", "--batch-seqs", "8")
+    assert rooftop("plan", "train", "llama3.2-1b", *job, "-o", train).status == 0
+    assert rooftop("plan", "serve", "llama3.2-1b", *job, "-o", serve).status == 0
+    answer = rooftop("explain", "--diff", train, serve)
+    assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert "(train) and" in answer.err
+    assert "accepted: two of training, or two of serving" in answer.err
 
 
 def test_a_run_that_computes_in_another_dtype_than_planned_says_so(tmp_path: Path) -> None:

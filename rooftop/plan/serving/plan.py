@@ -26,7 +26,6 @@ from rooftop.plan.serving.search import most_sequences, round_times, token_s
 from rooftop.plan.serving.times import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
-from rooftop.scheduling.serving.times import StepTimes
 
 SCHEMA = 1
 #: How the measures are defined, as the serving benchmarks do.
@@ -183,7 +182,7 @@ class ServingPlan:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
         return list(obstacles(SERVING, self.spec))
 
-    def step_times(self) -> StepTimes:
+    def step_times(self) -> PlannedTimes:
         """What any step of these servers takes: what a simulation of requests asks.
 
         Raises RooftopError on a plan with a draft model, whose rounds yield a number of tokens that varies.
