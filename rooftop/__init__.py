@@ -33,6 +33,7 @@ _FUNCTIONS = {
     "compile": "compiling",
     "inspect": "compiling",
     "explain": "explaining",
+    "explain_operations": "explaining",
     "diff": "explaining",
     "validate": "explaining",
 }

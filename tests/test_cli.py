@@ -122,7 +122,7 @@ def test_a_full_disk_is_one_line(arguments):
         (["plan", "train"], "model: got nothing; accepted: rooftop plan train [OPTIONS] MODEL"),
         (
             ["plan", "train", "llama3-8b"],
-            "on: got nothing; accepted: --on SLICE: CHIP:SHAPE[@SLICES], such as v5p:16x16x16",
+            "on: got nothing; accepted: --on HARDWARE: CHIP:SHAPE[@SLICES], such as v5p:16x16x16",
         ),
         (
             ["chips", "v5e", "v5p"],
@@ -192,6 +192,23 @@ def test_an_import_that_is_not_interrupted_leaves_ctrl_c_as_it_was():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(tmp_path):
+    """``click`` is the first large import: this one is interrupted."""
+    interrupted = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nsignal.raise_signal(signal.SIGINT)"
+    )
+    (tmp_path / "click.py").write_text(interrupted)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "rooftop", "chips"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "rooftop: interrupted\n")
 
 
 @pytest.mark.parametrize(("here", "platforms"), [([], "cpu"), ([Path("/dev/accel0")], None)])

@@ -196,7 +196,7 @@ def test_a_plan_of_another_kind_is_refused(rooftop: Run, folder: Path) -> None:
 
 
 def test_a_time_out_is_one_line(rooftop: Run) -> None:
-    _refused(rooftop("compile", *FUNCTION, "--no-cache", "--timeout", "0.01"), "timeout")
+    _refused(rooftop("compile", *FUNCTION, "--no-cache", "--timeout", "10ms"), "timeout")
 
 
 @pytest.mark.parametrize("option", ["-o", "--save", "--perfetto", "--report"])

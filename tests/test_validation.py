@@ -448,14 +448,14 @@ def test_validate_json(rooftop: Callable[..., Any]) -> None:
 def test_validate_prints_the_worst_runs_first(rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     worst = "maxtext-v5e-table/maxtext-default-32b/v5e:16x16@32/32768x2048/bf16/full"
     monkeypatch.setattr("rooftop.validation.load_reasons", lambda: {worst: "because of the stub"})
-    answer = rooftop("validate", "--worst", "1")
+    answer = rooftop("validate", "--top", "1")
     assert answer.status == 0
     assert answer.out.index("Predicted worst") < answer.out.index("maxtext-v5e-table/maxtext-default-32b/v5e:16x16@32")
     assert "-25.0 " in answer.out
     assert "because of the stub" in answer.out
     assert "h100: no other dense model on h100: uncalibrated only, and no null." in answer.out
     assert "71 runs compared, 1 not predicted, 23 say too little; 42 rows of serving are" in answer.out
-    assert "Predicted worst" not in rooftop("validate", "--worst", "0").out
+    assert "Predicted worst" not in rooftop("validate", "--top", "0").out
 
 
 @pytest.mark.usefixtures("predictor")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from rooftop.cli.usage import write_examples
-from rooftop.core.errors import unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import (
     DTYPE_BYTES,
     parse_bytes,
@@ -27,7 +27,15 @@ from rooftop.core.quantities import (
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Decorator = Callable[[_Function], _Function]
+
+
+class _Decorator(Protocol):
+    """A decorator of a command's function."""
+
+    def __call__(self, function: _Function, /) -> _Function:
+        """Add a parameter to the command."""
+        ...
+
 
 #: Headings under which ``--help`` shows options, in this order; options without a heading come last.
 HARDWARE = "Model and hardware"
@@ -83,7 +91,7 @@ class VerbCommand(click.Command):
         write_examples(formatter, self.examples)
 
 
-def option(*names: str, group: str | None = None, **attributes: Any) -> Callable[[_Function], _Function]:
+def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator:
     """``click.option`` under a heading of ``GROUPS``."""
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
@@ -220,8 +228,14 @@ def _count_or_zero(text: str, field: str) -> int:
     return 0 if str(text) == "0" else parse_count(text, field)
 
 
+def _top(text: str, field: str) -> int | str:
+    return "all" if str(text) == "all" else parse_count(text, field)
+
+
 COUNT = Parsed("n", parse_count)
 COUNT_OR_ZERO = Parsed("n", _count_or_zero)
+#: A number of rows, or "all".
+TOP = Parsed("n", _top)
 QUANTITY = Parsed("x", parse_quantity)
 BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
@@ -249,10 +263,21 @@ def field_of(param: click.Parameter | None) -> str:
 # ---------------------------------------------------------------- shared options
 
 
-def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator[Any]]:
+def _figures(ctx: click.Context, param: click.Parameter, entries: tuple[str, ...]) -> dict[str, float]:
+    """Figures by name, of NAME=VALUE. Raises RooftopError."""
+    figures: dict[str, float] = {}
+    for entry in entries:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise RooftopError("figure", entry, "NAME=VALUE, such as ici_bytes_per_s=4.5e10")
+        figures[name] = parse_quantity(value, f"figure {name}")
+    return figures
+
+
+def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator]:
     """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
 
-    def decorator(**changes: Any) -> _Decorator[Any]:
+    def decorator(**changes: Any) -> _Decorator:
         return option(*names, **({"group": group} | attributes | changes))
 
     return decorator
@@ -262,7 +287,13 @@ on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE
 shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the devices here.")
 price_option = _shared("--price", group=HARDWARE, type=PRICE, help="Dollars per chip-hour, not the list price.")
 figure_option = _shared(
-    "--figure", "figures", group=HARDWARE, multiple=True, metavar="NAME=VALUE", help="Override a figure of the chip."
+    "--figure",
+    "figures",
+    group=HARDWARE,
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_figures,
+    help="Override a figure of the chip.",
 )
 
 batch_seqs_option = _shared("--batch-seqs", group=WORKLOAD, type=COUNT, help="Sequences of a step.")
@@ -325,7 +356,7 @@ coordinator_option = _shared(
 processes_option = _shared("--processes", group=PROCESSES, type=COUNT, help="Number of processes.")
 process_option = _shared("--process", group=PROCESSES, type=COUNT_OR_ZERO, help="Index of this process, from 0.")
 
-top_option = _shared("--top", group=OUTPUT, type=COUNT_OR_ZERO, help="Rows to list.")
+top_option = _shared("--top", group=OUTPUT, type=TOP, help="Rows to list, or all.")
 perfetto_option = _shared("--perfetto", group=OUTPUT, type=FILE, help="Write the timeline here, for ui.perfetto.dev.")
 xprof_option = _shared(
     "--xprof", group=OUTPUT, type=FOLDER, help="Write it as a profile into this folder, for XProf and TensorBoard."
@@ -336,6 +367,5 @@ output_option = _shared("-o", "--output", group=OUTPUT, type=FILE, help="Write t
 
 def json_option(function: _Function) -> _Function:
     """The ``--json`` flag, passed to the command as ``as_json``."""
-    help_text = "One JSON object on stdout, nothing else."
-    decorate: _Decorator[_Function] = option("--json", "as_json", group=OUTPUT, is_flag=True, help=help_text)
+    decorate = option("--json", "as_json", group=OUTPUT, is_flag=True, help="One JSON object on stdout, nothing else.")
     return decorate(function)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_json_object
 from rooftop.core.quantities import parse_quantity, parse_seconds
 from rooftop.hardware import Chip, Slice, chip
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
     from rooftop.models import ModelConfig
+    from rooftop.plan.embedding.plan import EmbedPlan
+    from rooftop.plan.training.plan import TrainingPlan
 
 
 class OnSlice(Protocol):
@@ -40,18 +43,34 @@ class OfModel(Protocol):
         """The model."""
 
 
+class OfPlan(Protocol):
+    """A result that has a plan."""
+
+    @property
+    def plan(self) -> TrainingPlan | EmbedPlan:
+        """The plan."""
+
+
 #: A slice, or its text: CHIP:SHAPE[@SLICES].
 SliceLike: TypeAlias = Slice | OnSlice | str
 #: A chip, its name, or a slice of it.
 ChipLike: TypeAlias = Chip | OfChip | str
 #: A model, a preset, or the path of a config.json or of its folder.
 ModelLike: TypeAlias = "ModelConfig | OfModel | str | Path"
+#: A plan, a result that has one, the content of a plan.json, or its path.
+PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] | str | Path"
 #: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
 AxesLike: TypeAlias = Mapping[str, int] | str
 #: Seconds, or a time with its unit: '500ms'.
 TimeLike: TypeAlias = float | str
 #: A whole number, or its text: '4Mi'.
 CountLike: TypeAlias = int | str
+
+#: Types of JSON values by their names in schemas.
+_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
 
 
 def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
@@ -80,6 +99,57 @@ def model_of(model: ModelLike) -> ModelConfig:
     if isinstance(model, (str, Path)):
         return load_model(str(model))
     return model if isinstance(model, ModelConfig) else model.config
+
+
+def plan_of(plan: PlanLike) -> TrainingPlan | EmbedPlan:
+    """The plan that is meant. Raises RooftopError for a file or mapping that is no plan of training or embeddings."""
+    from rooftop.plan.embedding.plan import EmbedPlan
+    from rooftop.plan.training.plan import TrainingPlan
+
+    if isinstance(plan, (TrainingPlan, EmbedPlan)):
+        return plan
+    if isinstance(plan, (str, Path)):
+        name = str(plan)
+        data: Mapping[str, object] = read_json_object(
+            Path(plan), field="plan", accepted="a plan.json written by rooftop plan"
+        )
+    elif isinstance(plan, Mapping):
+        name, data = "a mapping", plan
+    else:
+        return plan.plan
+    kind = data.get("kind")
+    if kind not in ("train", "embed"):
+        given = f"of kind {kind!r}" if "kind" in data else "without a kind"
+        raise RooftopError("plan", name, f"a plan.json written by rooftop plan train or embed (this one is {given})")
+    _require_schema(name, data, "plan" if kind == "train" else "embed")
+    return TrainingPlan.from_json(data) if kind == "train" else EmbedPlan.from_json(data)
+
+
+def training_plan_of(plan: PlanLike) -> TrainingPlan:
+    """The training plan that is meant. Raises RooftopError for anything else, a plan of embeddings among it."""
+    from rooftop.plan.training.plan import TrainingPlan
+
+    training = plan_of(plan)
+    if not isinstance(training, TrainingPlan):
+        name = str(plan) if isinstance(plan, (str, Path)) else "a plan of embeddings"
+        raise RooftopError("plan", name, "a plan.json written by rooftop plan train (this one is of kind 'embed')")
+    return training
+
+
+def _require_schema(source: str, data: Mapping[str, object], kind: str) -> None:
+    """Raise RooftopError, naming the field, if one is missing from a plan or is of another JSON type."""
+    from rooftop.core.schemas import schema
+
+    rules = schema(kind)
+    absent = [field for field in rules["required"] if field not in data]
+    if absent:
+        some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
+        raise RooftopError("plan", source, f"a plan.json written by rooftop plan (without {some})")
+    for field, rule in rules["properties"].items():
+        names = rule.get("type", ())
+        accepted = [names] if isinstance(names, str) else list(names)
+        if field in data and accepted and not any(isinstance(data[field], _JSON_TYPES[name]) for name in accepted):
+            raise RooftopError(f"plan {field}", data[field], f"JSON of type {' or '.join(accepted)}")
 
 
 def seconds_of(time: TimeLike, field: str) -> float:
