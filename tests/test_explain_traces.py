@@ -316,9 +316,9 @@ def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monke
 
 def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path) -> None:
     paths = [tmp_path / f"{weights}.json" for weights in ("bf16", "int8")]
-    common = ("plan", "serve", "llama3-70b", "--on", "v5e:4x4", "--kv", "int8", "--batch-seqs", "16")
+    common = ("plan", "serve", "llama3-70b", "--on", "v5e:4x4", "--kv-dtype", "int8", "--batch-seqs", "16")
     for path in paths:
-        assert rooftop(*common, "--weights", path.stem, "-o", str(path)).status == 0
+        assert rooftop(*common, "--weights-dtype", path.stem, "-o", str(path)).status == 0
     data = rooftop("explain", "--diff", *map(str, paths), "--json").json
     jsonschema.validate(data, schema("difference"))
     changes = {(each["scope"], each["phase"]): each["change_s"] for each in data["changes"]}
