@@ -31,9 +31,9 @@ def library_page() -> str:
     modules = sorted({function.__module__ for function in functions.values()})
     text = """# The library
 
-Every verb of the command line is a function of `rooftop`. Functions take objects or the strings of the command line, and
-raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`. Results are
-frozen; all of them have
+Every verb of the command line is a function of `rooftop`. Functions take objects or the strings of the command line.
+They raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`.
+Results are frozen; all of them have
 
 | member | value |
 |---|---|
@@ -79,10 +79,11 @@ def options_page() -> str:
     shared = shared_help()
     text = """# Options
 
-An option means the same in every verb that has it. Numbers take suffixes (`4M` is 4,000,000, `4Mi` is 4,194,304), a TIME
-has its unit (`500ms`, `1.5s`, `10m`), BYTES are `400G`, `32Mi` or `512B`, and a DTYPE is one of bf16, f32, f16, int8,
-int4, f8_e4m3 and f8_e5m2 (bfloat16, fp32, half, fp8, e4m3 and the like are understood). A shell completes presets, chips,
-slices, dtypes, axes and names once it has run `eval "$(_ROOFTOP_COMPLETE=bash_source rooftop)"`.
+An option means the same in every verb that has it. Numbers take suffixes (`4M` is 4,000,000, `4Mi` is 4,194,304), a
+TIME has its unit (`500ms`, `1.5s`, `10m`), BYTES are `400G`, `32Mi` or `512B`, and a DTYPE is one of bf16, f32, f16,
+int8, int4, f8_e4m3 and f8_e5m2 (bfloat16, fp32, half, fp8, e4m3 and the like are understood). A shell completes
+presets, chips, slices, dtypes, axes and names once it has run
+`eval "$(_ROOFTOP_COMPLETE=bash_source rooftop)"`.
 
 This page is written by `docs/reference.py` from the commands.
 """
@@ -137,7 +138,7 @@ def metavar(option: click.Option) -> str:
 def _members(kind: type) -> Iterator[tuple[str, object]]:
     """Public methods and properties of a class itself, with their docstrings; a method is named with ``()``."""
     for name, value in vars(kind).items():
-        if not name.startswith("_") and (callable(value) or hasattr(value, "__doc__") and _is_property(value)):
+        if not name.startswith("_") and (callable(value) or (hasattr(value, "__doc__") and _is_property(value))):
             yield (name if _is_property(value) else f"{name}()"), value
 
 

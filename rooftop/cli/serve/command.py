@@ -97,7 +97,7 @@ _EXAMPLES = (
     "--prefix-cache/--no-prefix-cache", group=CACHE, default=True, show_default=True, help="Share KV of equal prefixes."
 )
 @draft_length_option(default="0", show_default=True, help="Tokens guessed a round: by --draft, or by n-grams.")
-@draft_option(type=PATH, metavar="DIR", help="Smaller model of the same vocabulary that guesses tokens.")
+@draft_option(type=PATH, metavar="MODEL", help="Smaller model of the same vocabulary that guesses tokens.")
 @option("--page-tokens", group=CACHE, default="16", show_default=True, type=COUNT, help="Tokens of a page.")
 @option("--pages", group=CACHE, type=COUNT, help="Pages on the devices. [default: what memory allows]")
 @option(
