@@ -1,4 +1,4 @@
-"""What our programs can run: the one table that planners, programs and documentation read.
+"""Capabilities of our programs: the one table that planners, programs and documentation read.
 
 A *spec* says what a program is asked for: ``TrainingSpec`` for a train step, ``ServingSpec`` for an engine. A
 ``Capability`` names one property of a spec, what is accepted, and the obstacle where a spec has something else. A plan
@@ -61,7 +61,7 @@ Spec = TypeVar("Spec")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
-    """What a train step is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
+    """The train step that is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
 
     A batch has ``sequences`` of ``seq_len`` tokens, in ``microbatches``. ``kernel`` computes attention, in blocks of
     ``attention_block`` positions. Dtypes: ``compute`` of activations, ``matmul`` of the layers' matmuls, ``weights``
@@ -109,7 +109,7 @@ class TrainingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSpec:
-    """What an engine is asked for: the model, sizes of mesh ``axes``, ``batch`` sequences at a time, and formats.
+    """The engine that is asked for: the model, sizes of mesh ``axes``, ``batch`` sequences at a time, and formats.
 
     Dtypes: ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column),
     ``kv`` of the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model
@@ -169,11 +169,11 @@ class EvenSplit:
 
     @property
     def divisor(self) -> str:
-        """What divides the dim, in words."""
+        """The divisor in words."""
         return self.over or " x ".join(self.axes)
 
     def obstacle(self, spec: TrainingSpec) -> str | None:
-        """Why the size does not divide, if it does not."""
+        """The reason why the size does not divide; None if it does."""
         ways = spec.ways(*self.axes) * self.parts(spec)
         sized = self.size(spec)
         if sized is None or sized[0] % ways == 0:
@@ -456,7 +456,7 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
 
 
 def embedding_obstacles(stacks: Iterable[Stack]) -> Iterator[str]:
-    """Why SparseCores cannot train the tables of ``stacks``; nothing if they can."""
+    """Reasons why SparseCores cannot train the tables of ``stacks``; nothing if they can."""
     for stack in stacks:
         if not stack.optimizer.elementwise:
             kind = stack.optimizer.kind
@@ -464,7 +464,7 @@ def embedding_obstacles(stacks: Iterable[Stack]) -> Iterator[str]:
 
 
 def obstacles(capabilities: Iterable[Capability[Spec]], spec: Spec) -> Iterator[str]:
-    """Why programs cannot run ``spec`` as it is; nothing if they can."""
+    """Reasons why programs cannot run ``spec`` as it is; nothing if they can."""
     for capability in capabilities:
         if (obstacle := capability.obstacle(spec)) is not None:
             yield obstacle

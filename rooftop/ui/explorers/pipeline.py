@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, one_of
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.training.plan import TrainingPlan
@@ -45,7 +45,7 @@ def answer(state: State) -> Answer:
         axes=axes,
         remat="block",
         microbatches=microbatches,
-        schedule=schedule,
+        schedule=one_of("schedule", schedule, SCHEDULES),
         chunks=chunks,
     )
     found = sweep(problem)

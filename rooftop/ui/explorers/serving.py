@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from rooftop.arrays import parse_axes
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
+from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
-from rooftop.plan.serving.problem import BOUNDS, ServingProblem
+from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.search import at_context, best_prefill, pareto, sweep_generate
 from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
 from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series
@@ -70,7 +71,7 @@ def _server(
         slice=Slice.parse(on),
         workload=ServingWorkload(prompt=8192, generate=_ANSWER),
         numerics=ServingNumerics(weights=weights, kv=kv),
-        bounds=bounds,
+        bounds=one_of("bounds", bounds, BOUNDS),
         axes=parse_axes(mesh) if mesh and bounds != "book" else None,
     )
     placements = tuple(problem.generate_placements())
