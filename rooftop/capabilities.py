@@ -39,7 +39,7 @@ LANES = 128
 #: Pieces of the sequence on each device of a context axis: one from either end, so that causal work is balanced.
 CONTEXT_CHUNKS = 2
 #: Transfers that only a program written in another way could overlap with computation, and what is missing.
-UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no program's layers have collective matmuls yet"})
+UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no layer has collective matmuls yet"})
 
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
 ENGINE_AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
@@ -282,7 +282,7 @@ def _interleaved(spec: TrainingSpec) -> str | None:
 
 def _matmul_dtype(spec: TrainingSpec) -> str | None:
     if spec.matmul != spec.compute:
-        return f"no program multiplies in {spec.matmul} yet: matmuls are in {spec.compute}, as activations are"
+        return f"no program multiplies in {spec.matmul} yet, only in {spec.compute}"
     return None
 
 
@@ -368,7 +368,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
 
 
 def _even_batch(spec: ServingSpec) -> str | None:
-    spread = spec.ways("data", "fsdp", "expert") * (spec.ways("context") if spec.kv_split == "batch" else 1)
+    spread = spec.ways(*BATCH_AXES) * (spec.ways("context") if spec.kv_split == "batch" else 1)
     if spec.batch % spread:
         return f"JAX shards evenly: {spec.batch} sequences cannot be split {spread} ways"
     return None

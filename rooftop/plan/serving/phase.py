@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from rooftop.arrays.rules import Rules
+from rooftop.arrays.rules import BATCH_AXES, Rules
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models import ModelConfig
@@ -136,7 +136,7 @@ class Phase:
 
     def sequences(self, batch: Number) -> Number:
         """Sequences of ``batch`` whose KV the busiest device has a part of; a sequence split counts as its part."""
-        spread = self.ways("data", "expert", "fsdp")
+        spread = self.ways(*BATCH_AXES)
         if not self.generating:
             return np.ceil(batch / self.ways("data")) / self.ways("expert", "context")
         if self.placement.kv_split == "seq":

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.arrays.rules import BATCH_AXES
 from rooftop.capabilities import PAGE_TOKENS
 from rooftop.models.attention import attention_kind
 from rooftop.plan.serving.assumptions import ServingAssumptions
@@ -201,7 +202,7 @@ class _PrefillTimes:
 
 def _batch_spread(placement: Placement) -> int:
     """Ways in which whole sequences are spread over devices."""
-    spread = placement.mesh.size("data", "expert", "fsdp")
+    spread = placement.mesh.size(*BATCH_AXES)
     return spread if placement.kv_split == "seq" else spread * placement.mesh.size("context")
 
 
