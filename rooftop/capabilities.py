@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar, get_args
 
@@ -155,9 +155,9 @@ class Capability(Generic[Spec]):
 class EvenSplit:
     """A ``dim`` that must divide over mesh ``axes`` together, and over ``parts`` more: JAX shards evenly.
 
-    ``size`` returns the size of the dim and its name in a message, or None where a model has no such dim. Of a mesh
-    that does not divide it, the planner says so (``refuses``), leaves it out of a search but prices it if it is given
-    (``avoids``), or prices it with fractional shards (``prices``).
+    ``size`` returns the size of the dim and its name in a message, or None where a model has no such dim. ``planner``
+    says what a plan does with a mesh whose first axis of ``axes`` does not divide the dim: it refuses the mesh, avoids
+    it in a search, or prices it with fractional shards.
     """
 
     dim: str
@@ -215,7 +215,15 @@ def _kv_heads(spec: TrainingSpec) -> tuple[int, str] | None:
 
 def _latents(spec: TrainingSpec) -> tuple[int, str] | None:
     mla = spec.model.mla
-    return (mla.q_rank, f"a query latent of {mla.q_rank}") if mla is not None and mla.q_rank else None
+    if mla is None:
+        return None
+    common = gcd(mla.kv_rank, mla.q_rank or 0)
+    return common, f"latents of sizes with a common divisor of {common}"
+
+
+def _outputs(spec: TrainingSpec) -> tuple[int, str]:
+    outputs = spec.model.heads * spec.model.d_value
+    return outputs, f"{outputs} outputs of all heads"
 
 
 #: Sizes of a train step that must divide over axes of its mesh.
@@ -249,15 +257,16 @@ TRAINING_SPLITS: tuple[EvenSplit, ...] = (
         planner="refuses",
     ),
     EvenSplit(dim="key/value heads", axes=("tensor",), size=_kv_heads),
-    EvenSplit(dim="F of an MLP", axes=("tensor",), size=_dense_columns, planner="avoids"),
-    EvenSplit(dim="F of experts", axes=("tensor",), size=_expert_columns, planner="avoids"),
-    EvenSplit(dim="F of shared experts", axes=("tensor",), size=_shared_columns),
+    EvenSplit(dim="outputs of all heads", axes=("tensor", "fsdp"), size=_outputs),
+    EvenSplit(dim="F of an MLP", axes=("tensor", "fsdp"), size=_dense_columns, planner="avoids"),
+    EvenSplit(dim="F of experts", axes=("tensor", "fsdp"), size=_expert_columns, planner="avoids"),
+    EvenSplit(dim="F of shared experts", axes=("tensor", "fsdp"), size=_shared_columns),
     EvenSplit(
         dim="vocabulary",
         axes=("tensor",),
         size=lambda spec: (spec.model.vocab, f"a vocabulary of {spec.model.vocab}"),
     ),
-    EvenSplit(dim="query latent of MLA", axes=("fsdp",), size=_latents),
+    EvenSplit(dim="latents of MLA", axes=("fsdp",), size=_latents),
     EvenSplit(dim="experts", axes=("expert",), size=_experts, planner="refuses"),
 )
 

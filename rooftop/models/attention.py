@@ -58,12 +58,13 @@ class AttentionMatmuls:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeight:
-    """A tensor of a layer's attention, in the scope ``layers/attn/{part}``."""
+    """A tensor of a layer's attention, in the scope ``layers/attn/{part}``; ``dims`` are those that split a vector."""
 
     part: str
     name: str
     shape: tuple[int, ...]
     matmul: bool = True
+    dims: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +181,10 @@ class GroupedQueries:
         for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
             yield AttentionWeight(part="qkv", name=name, shape=(d_model, heads, head))
             if config.qkv_bias:
-                yield AttentionWeight(part="qkv", name=f"{name}_bias", shape=(heads, head), matmul=False)
+                dims = ("heads" if name == "q" else "kv_heads",)
+                yield AttentionWeight(part="qkv", name=f"{name}_bias", shape=(heads, head), matmul=False, dims=dims)
         if config.attention_sinks:
-            yield AttentionWeight(part="core", name="sinks", shape=(config.heads,), matmul=False)
+            yield AttentionWeight(part="core", name="sinks", shape=(config.heads,), matmul=False, dims=("heads",))
         yield AttentionWeight(part="out", name="out", shape=(config.heads, head, d_model))
         if config.attn_out_bias:
             yield AttentionWeight(part="out", name="out_bias", shape=(d_model,), matmul=False)

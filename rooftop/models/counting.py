@@ -30,7 +30,8 @@ class Weight:
     """One tensor of the model: its ``shape``, its ``scope`` (of rooftop.core.scopes) and how many layers have one.
 
     A token uses ``active`` of it: k/E of the experts, all of anything else. ``matmul`` weights are multiplied with
-    every token; biases, scales and lookup tables are not.
+    every token; biases, scales and lookup tables are not. ``dims`` are the logical dims of a vector
+    (see ``rooftop.arrays.rules``) that sharding rules split.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Weight:
     layers: int = 1
     active: tuple[int, int] = (1, 1)
     matmul: bool = True
+    dims: tuple[str, ...] = ()
 
     @property
     def params(self) -> int:
@@ -197,6 +199,7 @@ def _weights(config: ModelConfig) -> Iterator[Weight]:
             shape=weight.shape,
             layers=config.layers,
             matmul=weight.matmul,
+            dims=weight.dims,
         )
     if config.dense_layers:
         yield from _mlp(config, "layers/mlp/{}", "mlp", config.d_ff, config.dense_layers, bias=config.mlp_bias)
@@ -235,6 +238,7 @@ def _mlp(
                     layers=layers,
                     active=active,
                     matmul=matmul,
+                    dims=() if matmul else ("expert",) * len(experts) + (() if name == "down" else ("mlp",)),
                 )
 
 

@@ -234,7 +234,7 @@ def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     divides = {"context": problem.workload.seq_len}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
-            (axis,) = split.axes
+            axis = split.axes[0]
             divides[axis] = gcd(divides.get(axis, 0), dim[0])
     return [name for name in AXES if name != "expert" or problem.model.moe is not None], divides
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
-from rooftop.arrays.rules import TOKEN_AXES
+from rooftop.arrays.rules import TOKEN_AXES, Rules
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
@@ -26,12 +26,6 @@ from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import Rates
-
-#: Vectors that a mesh axis splits, by name or by component.
-_SPLIT_VECTORS = {
-    "expert": ("experts",),
-    "tensor": ("q_bias", "k_bias", "v_bias", "sinks", "gate_bias", "up_bias"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +178,11 @@ class TrainingStep:
         None is split over fsdp. Those that belong to heads or hidden columns are split over tensor.
         """
         elements: dict[tuple[str, ...], Number] = {}
+        rules = Rules().parameters
         for weight in weights(self.model):
             if weight.matmul or weight.name in ("tokens", "correction_bias"):
                 continue
-            split = [
-                axis for axis, names in _SPLIT_VECTORS.items() if weight.name in names or weight.component in names
-            ]
+            split = [axis for dim in weight.dims for axis in rules[dim]]
             axes = tuple(axis for axis in (*TOKEN_AXES, "tensor") if axis not in split)
             elements[axes] = elements.get(axes, 0.0) + weight.params / self.strategies.devices(*split)
         return elements
