@@ -1,4 +1,4 @@
-"""What our programs can run: the one table that planners, programs and documentation read.
+"""Capabilities of our programs: the one table that planners, programs and documentation read.
 
 A *spec* says what a program is asked for: ``TrainingSpec`` for a train step, ``ServingSpec`` for an engine. A
 ``Capability`` names one property of a spec, what is accepted, and the obstacle where a spec has something else. A plan
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar, get_args
 
@@ -39,7 +39,7 @@ LANES = 128
 #: Pieces of the sequence on each device of a context axis: one from either end, so that causal work is balanced.
 CONTEXT_CHUNKS = 2
 #: Transfers that only a program written in another way could overlap with computation, and what is missing.
-UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no program's layers have collective matmuls yet"})
+UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no layer has collective matmuls yet"})
 
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
 ENGINE_AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
@@ -61,7 +61,7 @@ Spec = TypeVar("Spec")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
-    """What a train step is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
+    """The train step that is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
 
     A batch has ``sequences`` of ``seq_len`` tokens, in ``microbatches``. ``kernel`` computes attention, in blocks of
     ``attention_block`` positions. Dtypes: ``compute`` of activations, ``matmul`` of the layers' matmuls, ``weights``
@@ -109,7 +109,7 @@ class TrainingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSpec:
-    """What an engine is asked for: the model, sizes of mesh ``axes``, ``batch`` sequences at a time, and formats.
+    """The engine that is asked for: the model, sizes of mesh ``axes``, ``batch`` sequences at a time, and formats.
 
     Dtypes: ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column),
     ``kv`` of the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model
@@ -155,9 +155,9 @@ class Capability(Generic[Spec]):
 class EvenSplit:
     """A ``dim`` that must divide over mesh ``axes`` together, and over ``parts`` more: JAX shards evenly.
 
-    ``size`` returns the size of the dim and its name in a message, or None where a model has no such dim. Of a mesh
-    that does not divide it, the planner says so (``refuses``), leaves it out of a search but prices it if it is given
-    (``avoids``), or prices it with fractional shards (``prices``).
+    ``size`` returns the size of the dim and its name in a message, or None where a model has no such dim. ``planner``
+    says what a plan does with a mesh whose first axis of ``axes`` does not divide the dim: it refuses the mesh, avoids
+    it in a search, or prices it with fractional shards.
     """
 
     dim: str
@@ -169,11 +169,11 @@ class EvenSplit:
 
     @property
     def divisor(self) -> str:
-        """What divides the dim, in words."""
+        """The divisor in words."""
         return self.over or " x ".join(self.axes)
 
     def obstacle(self, spec: TrainingSpec) -> str | None:
-        """Why the size does not divide, if it does not."""
+        """The reason why the size does not divide; None if it does."""
         ways = spec.ways(*self.axes) * self.parts(spec)
         sized = self.size(spec)
         if sized is None or sized[0] % ways == 0:
@@ -215,7 +215,15 @@ def _kv_heads(spec: TrainingSpec) -> tuple[int, str] | None:
 
 def _latents(spec: TrainingSpec) -> tuple[int, str] | None:
     mla = spec.model.mla
-    return (mla.q_rank, f"a query latent of {mla.q_rank}") if mla is not None and mla.q_rank else None
+    if mla is None:
+        return None
+    common = gcd(mla.kv_rank, mla.q_rank or 0)
+    return common, f"latents of sizes with a common divisor of {common}"
+
+
+def _outputs(spec: TrainingSpec) -> tuple[int, str]:
+    outputs = spec.model.heads * spec.model.d_value
+    return outputs, f"{outputs} outputs of all heads"
 
 
 #: Sizes of a train step that must divide over axes of its mesh.
@@ -249,15 +257,16 @@ TRAINING_SPLITS: tuple[EvenSplit, ...] = (
         planner="refuses",
     ),
     EvenSplit(dim="key/value heads", axes=("tensor",), size=_kv_heads),
-    EvenSplit(dim="F of an MLP", axes=("tensor",), size=_dense_columns, planner="avoids"),
-    EvenSplit(dim="F of experts", axes=("tensor",), size=_expert_columns, planner="avoids"),
-    EvenSplit(dim="F of shared experts", axes=("tensor",), size=_shared_columns),
+    EvenSplit(dim="outputs of all heads", axes=("tensor", "fsdp"), size=_outputs),
+    EvenSplit(dim="F of an MLP", axes=("tensor", "fsdp"), size=_dense_columns, planner="avoids"),
+    EvenSplit(dim="F of experts", axes=("tensor", "fsdp"), size=_expert_columns, planner="avoids"),
+    EvenSplit(dim="F of shared experts", axes=("tensor", "fsdp"), size=_shared_columns),
     EvenSplit(
         dim="vocabulary",
         axes=("tensor",),
         size=lambda spec: (spec.model.vocab, f"a vocabulary of {spec.model.vocab}"),
     ),
-    EvenSplit(dim="query latent of MLA", axes=("fsdp",), size=_latents),
+    EvenSplit(dim="latents of MLA", axes=("fsdp",), size=_latents),
     EvenSplit(dim="experts", axes=("expert",), size=_experts, planner="refuses"),
 )
 
@@ -282,7 +291,7 @@ def _interleaved(spec: TrainingSpec) -> str | None:
 
 def _matmul_dtype(spec: TrainingSpec) -> str | None:
     if spec.matmul != spec.compute:
-        return f"no program multiplies in {spec.matmul} yet: matmuls are in {spec.compute}, as activations are"
+        return f"no program multiplies in {spec.matmul} yet, only in {spec.compute}"
     return None
 
 
@@ -368,7 +377,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
 
 
 def _even_batch(spec: ServingSpec) -> str | None:
-    spread = spec.ways("data", "fsdp", "expert") * (spec.ways("context") if spec.kv_split == "batch" else 1)
+    spread = spec.ways(*BATCH_AXES) * (spec.ways("context") if spec.kv_split == "batch" else 1)
     if spec.batch % spread:
         return f"JAX shards evenly: {spec.batch} sequences cannot be split {spread} ways"
     return None
@@ -456,7 +465,7 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
 
 
 def embedding_obstacles(stacks: Iterable[Stack]) -> Iterator[str]:
-    """Why SparseCores cannot train the tables of ``stacks``; nothing if they can."""
+    """Reasons why SparseCores cannot train the tables of ``stacks``; nothing if they can."""
     for stack in stacks:
         if not stack.optimizer.elementwise:
             kind = stack.optimizer.kind
@@ -464,7 +473,7 @@ def embedding_obstacles(stacks: Iterable[Stack]) -> Iterator[str]:
 
 
 def obstacles(capabilities: Iterable[Capability[Spec]], spec: Spec) -> Iterator[str]:
-    """Why programs cannot run ``spec`` as it is; nothing if they can."""
+    """Reasons why programs cannot run ``spec`` as it is; nothing if they can."""
     for capability in capabilities:
         if (obstacle := capability.obstacle(spec)) is not None:
             yield obstacle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,16 @@ from rooftop.serve.engine.loading import configuration_of
 MODELS = ("llama3-8b", "gemma2-9b", "gpt-oss-20b", "mixtral-8x7b", "deepseek-v2-lite", "gpt3-175b")
 
 
+@cache
+def _layouts(slice_: str) -> Layouts:
+    return enumerate_layouts(Slice.parse(slice_), AXES, {})
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> TrainingPlan:
-    """Plans of any model on 16 devices, with any mesh that the slice carries; many of them are not executable."""
-    slice_ = Slice.parse(draw(st.sampled_from(("v5e:4x4", "v5p:2x2x4", "h100:8x2"))))
-    layouts: Layouts = enumerate_layouts(slice_, AXES, {})
+    """Plans of any model, with any mesh that the slice carries; many of them are not executable."""
+    layouts = _layouts(draw(st.sampled_from(("v5e:4x4", "v5p:2x2x4", "h100:8x2", "v5e:16x16"))))
+    slice_ = layouts.slice
     mesh = layouts.mesh(draw(st.integers(0, len(layouts) - 1)))
     model = load_model(draw(st.sampled_from(MODELS)))
     # Such a mesh is refused before anything is priced.
@@ -57,7 +63,7 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
     problem = Problem(
         model=model,
         slice=slice_,
-        workload=Workload(batch_tokens=draw(st.sampled_from((64, 96, 128))) * seq_len, seq_len=seq_len),
+        workload=Workload(batch_tokens=draw(st.sampled_from((96, 256, 1024))) * seq_len, seq_len=seq_len),
         numerics=numerics,
         schedule=schedule,
         chunks=chunks,
@@ -105,6 +111,7 @@ def problem(
         (problem("gpt3-175b", "v4:4x4x4", seq_len=2048, axes={"tensor": 8, "fsdp": 8}), "a vocabulary of 50257"),
         (problem("gpt3-175b", "v4:4x4x4", seq_len=4096), "learned positions for 2048 tokens, not 4096"),
         (problem(axes={"context": 4, "fsdp": 4}, seq_len=1536), "sequences of a multiple of 1024 here"),
+        (problem("gpt-oss-20b", "v5e:16x16", seqs=256, axes={"fsdp": 256}), "an F of 2880 of experts"),
         (problem("gemma2-9b", "h100:8x2"), "the cudnn kernel has no softcap"),
         (problem("gpt-oss-20b", "h100:8x2"), "the cudnn kernel has no attention sinks"),
         (problem("deepseek-v2-lite", "h100:8x2"), "the cudnn kernel has no values of another size than keys"),

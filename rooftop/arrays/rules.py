@@ -118,9 +118,9 @@ def _activations() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Sharding of parameters and activations by dim.
+    """Sharding rules: mesh axes by logical dim.
 
-    A parameter's ``embed`` axes hold it in shards, gathered while a matmul uses it (FSDP).
+    The ``embed`` axes of a parameter hold it in shards, which are gathered while a matmul uses it (FSDP).
     """
 
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=_parameters)

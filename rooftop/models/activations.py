@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.models.attention import attention_kind
 from rooftop.models.config import ModelConfig
 
 #: Intermediates of a layer, in the order in which they are computed.
@@ -76,14 +77,7 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     In a layer of experts each token is held once per active expert (and for the shared ones). MLA makes its latents
     next to queries, keys and values.
     """
-    d_qk, d_v = config.d_head, config.d_head
-    queries, keys = config.heads * d_qk, config.kv_heads * d_qk
-    projected = queries + keys + config.kv_heads * d_v
-    if (mla := config.mla) is not None:
-        d_qk, d_v = mla.d_nope + mla.d_rope, mla.d_v
-        queries = keys = config.heads * d_qk
-        latents = (mla.q_rank or 0) + mla.kv_rank + mla.d_rope
-        projected = queries + config.heads * (mla.d_nope + d_v) + latents
+    widths = attention_kind(config).widths
     hidden: float = config.d_ff
     if moe_layer and config.moe is not None:
         hidden = config.moe.active * config.moe.d_ff + config.moe.shared_d_ff
@@ -91,10 +85,10 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     return {
         "layer_input": config.d_model,
         "attn_normed": config.d_model,
-        "qkv": projected,
-        "rope": queries + keys if config.positions == "rope" else 0.0,
+        "qkv": widths.projected,
+        "rope": widths.rotated if config.positions == "rope" else 0.0,
         # The kernel keeps one float32 log-sum-exp per query and head next to its output.
-        "attn_core": config.heads * d_v + 2 * config.heads,
+        "attn_core": config.heads * config.d_value + 2 * config.heads,
         "attn_out": config.d_model,
         "mlp_input": config.d_model,
         "mlp_normed": gathered,
@@ -117,11 +111,7 @@ def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bo
         if saved["mlp_input"]:
             saved["attn_out"] = 0.0
     if saved["rope"] and not config.qk_norm:
-        mla = config.mla
-        values = config.kv_heads * config.d_head
-        if mla is not None:
-            values = config.heads * mla.d_v + (mla.q_rank or 0) + mla.kv_rank
-        saved["qkv"] = min(saved["qkv"], values)
+        saved["qkv"] = min(saved["qkv"], attention_kind(config).widths.unrotated)
     return saved
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 from rooftop.core.errors import unknown
 from rooftop.core.quantities import dtype_bytes
-from rooftop.models.config import MLA, ModelConfig, MoE
+from rooftop.models.attention import attention_kind
+from rooftop.models.config import ModelConfig, MoE
 
 if TYPE_CHECKING:
     from rooftop.core.ledger import Number
@@ -29,7 +30,8 @@ class Weight:
     """One tensor of the model: its ``shape``, its ``scope`` (of rooftop.core.scopes) and how many layers have one.
 
     A token uses ``active`` of it: k/E of the experts, all of anything else. ``matmul`` weights are multiplied with
-    every token; biases, scales and lookup tables are not.
+    every token; biases, scales and lookup tables are not. ``dims`` are the logical dims of a vector
+    (see ``rooftop.arrays.rules``) that sharding rules split.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Weight:
     layers: int = 1
     active: tuple[int, int] = (1, 1)
     matmul: bool = True
+    dims: tuple[str, ...] = ()
 
     @property
     def params(self) -> int:
@@ -143,9 +146,7 @@ def flops_per_token(
 
 def kv_elements(config: ModelConfig) -> int:
     """Elements cached per token and layer: 2 K H, or with MLA the latent and the shared rotated key."""
-    if config.mla is not None:
-        return config.mla.kv_rank + config.mla.d_rope
-    return 2 * config.kv_heads * config.d_head
+    return attention_kind(config).cached
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str, seq_len: Number | None = None) -> Number:
@@ -190,10 +191,16 @@ def _weights(config: ModelConfig) -> Iterator[Weight]:
     if config.positions == "learned":
         shape = (config.max_seq_len, config.d_model)
         yield Weight(name="positions", scope="embed", component="embed", shape=shape, matmul=False)
-    if config.mla is None:
-        yield from _attention(config)
-    else:
-        yield from _latent_attention(config, config.mla)
+    for weight in attention_kind(config).weights():
+        yield Weight(
+            name=weight.name,
+            scope=f"layers/attn/{weight.part}",
+            component="attn",
+            shape=weight.shape,
+            layers=config.layers,
+            matmul=weight.matmul,
+            dims=weight.dims,
+        )
     if config.dense_layers:
         yield from _mlp(config, "layers/mlp/{}", "mlp", config.d_ff, config.dense_layers, bias=config.mlp_bias)
     if config.moe is not None:
@@ -201,36 +208,6 @@ def _weights(config: ModelConfig) -> Iterator[Weight]:
     yield from _norms(config)
     if not config.tied_embeddings:
         yield Weight(name="unembed", scope="unembed", component="unembed", shape=table[::-1])
-
-
-def _attention(config: ModelConfig) -> Iterator[Weight]:
-    d_model, head = config.d_model, config.d_head
-    for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
-        yield _attn(config, "qkv", name, d_model, heads, head)
-        if config.qkv_bias:
-            yield _attn(config, "qkv", f"{name}_bias", heads, head, matmul=False)
-    if config.attention_sinks:
-        yield _attn(config, "core", "sinks", config.heads, matmul=False)
-    yield _attn(config, "out", "out", config.heads, head, d_model)
-    if config.attn_out_bias:
-        yield _attn(config, "out", "out_bias", d_model, matmul=False)
-
-
-def _latent_attention(config: ModelConfig, mla: MLA) -> Iterator[Weight]:
-    d_model, heads = config.d_model, config.heads
-    if mla.q_rank is None:
-        yield _attn(config, "qkv", "q", d_model, heads, config.d_head)
-    else:
-        yield _attn(config, "qkv", "q_down", d_model, mla.q_rank)
-        yield _attn(config, "qkv", "q_up", mla.q_rank, heads, config.d_head)
-    yield _attn(config, "qkv", "kv_down", d_model, mla.kv_rank + mla.d_rope)
-    yield _attn(config, "qkv", "kv_up", mla.kv_rank, heads, mla.d_nope + mla.d_v)
-    yield _attn(config, "out", "out", heads, mla.d_v, d_model)
-
-
-def _attn(config: ModelConfig, part: str, name: str, *shape: int, matmul: bool = True) -> Weight:
-    scope = f"layers/attn/{part}"
-    return Weight(name=name, scope=scope, component="attn", shape=shape, layers=config.layers, matmul=matmul)
 
 
 def _mlp(
@@ -261,6 +238,7 @@ def _mlp(
                     layers=layers,
                     active=active,
                     matmul=matmul,
+                    dims=() if matmul else ("expert",) * len(experts) + (() if name == "down" else ("mlp",)),
                 )
 
 
@@ -297,12 +275,7 @@ def _norms(config: ModelConfig) -> Iterator[Weight]:
         for when in ("pre", "post")[: config.norms_per_layer // 2]
         for kind, size in of_model
     ]
-    if config.qk_norm:
-        norms += [(f"{name}_norm", "layers/attn/qkv", config.d_head, layers) for name in ("q", "k")]
-    if config.mla is not None:
-        norms.append(("kv_norm", "layers/attn/qkv", config.mla.kv_rank, layers))
-        if config.mla.q_rank is not None:
-            norms.append(("q_norm", "layers/attn/qkv", config.mla.q_rank, layers))
+    norms += [(name, "layers/attn/qkv", size, layers) for name, size in attention_kind(config).norms()]
     norms += [(kind, "final_norm", size, 1) for kind, size in of_model]
     for name, scope, size, count in norms:
         yield Weight(name=name, scope=scope, component="norms", shape=(size,), layers=count, matmul=False)

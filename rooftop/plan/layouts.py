@@ -19,7 +19,7 @@ from rooftop.arrays.rules import AXES, DCN_AXES
 from rooftop.core.errors import unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
-#: At most so many logical axes share one physical axis: a third would be shorter than what a torus axis carries well.
+#: The most logical axes that share one physical axis: pieces of a third would be too short for a torus axis.
 MAX_SHARING = 2
 
 
@@ -53,7 +53,7 @@ class Layouts:
     def distinct(self, name: str) -> tuple[Ints, Ints]:
         """Layouts that hold every way one logical axis is laid, and for each layout which of them is like it.
 
-        There are few such ways in very many layouts: what depends on one axis alone need not be computed more often.
+        Very many layouts have few such ways: a figure of one axis alone is computed once for each.
         """
         position = AXES.index(name)
         code = np.zeros(len(self), np.int64)
@@ -64,7 +64,7 @@ class Layouts:
         return first, like
 
     def __getitem__(self, index: Any) -> Layouts:
-        """Some of the layouts."""
+        """The layouts at an index."""
         return Layouts(self.slice, self.size[index], self.stride[index])
 
     def mesh(self, index: int) -> Mesh:
@@ -103,7 +103,7 @@ def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, 
     physical = slice_.physical_axes
     allowed = {axis.name: [name for name in axes if _may_run(name, axis)] for axis in physical}
     choices = [_divisions(axis, allowed[axis.name]) for axis in physical]
-    # The product is built one physical axis at a time, dropping what does not divide: it never grows large.
+    # The product is built one physical axis at a time, without layouts that do not divide: it never grows large.
     size = np.ones((1, len(AXES), 0), np.int64)
     stride = np.ones((1, len(AXES), 0), np.int64)
     order = np.zeros((1, 0), np.int64)
@@ -132,17 +132,17 @@ def _alike(one: PhysicalAxis, other: PhysicalAxis) -> bool:
 
 def _divisions(axis: PhysicalAxis, names: Sequence[str]) -> tuple[Ints, Ints]:
     """Sizes and strides [n, A] of every division of one physical axis among up to MAX_SHARING of ``names``."""
-    found: list[dict[str, tuple[int, int]]] = []
+    divisions: list[dict[str, tuple[int, int]]] = []
     for sharing in range(1, MAX_SHARING + 1):
         if axis.size == 1:
-            found.append({})
+            divisions.append({})
             break
         for chosen in permutations(names, sharing):
             for sizes in _ordered_factors(axis.size, sharing):
                 strides = np.cumprod([1, *sizes[:-1]])
-                found.append({name: (n, int(s)) for name, n, s in zip(chosen, sizes, strides, strict=True)})
-    size, stride = np.ones((len(found), len(AXES)), np.int64), np.ones((len(found), len(AXES)), np.int64)
-    for row, division in enumerate(found):
+                divisions.append({name: (n, int(s)) for name, n, s in zip(chosen, sizes, strides, strict=True)})
+    size, stride = np.ones((len(divisions), len(AXES)), np.int64), np.ones((len(divisions), len(AXES)), np.int64)
+    for row, division in enumerate(divisions):
         for name, (n, s) in division.items():
             size[row, AXES.index(name)], stride[row, AXES.index(name)] = n, s
     return size, stride

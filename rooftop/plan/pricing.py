@@ -1,4 +1,4 @@
-"""From work to priced rows: what training and serving plans share.
+"""Work and its priced rows, shared by training and serving plans.
 
 A planner describes a step as ``Work``, the FLOPs, bytes and ``Transfer``s of one scope in one phase. How much of a
 transfer hides differs between training and serving (``plan.training.pricing``, ``plan.serving.pricing``); bounds, bytes
@@ -35,7 +35,7 @@ Hiding = Literal[
     "critical",
     "ring",
 ]
-#: Memory and rates of a plan: what runtimes leave usable, or the book's arithmetic.
+#: The memory that a plan counts on: that which runtimes leave usable, or by the book's arithmetic.
 Bounds = Literal["usable", "book"]
 BOUNDS: tuple[Bounds, ...] = get_args(Bounds)
 #: Transfers between two computations that depend on each other.
@@ -63,7 +63,7 @@ class Transfer:
     def collective(self, prices: Iterable[Price], expected_s: Number, exposed_s: Number) -> Collective:
         """The collective of a row; ``prices`` are those of its parts, one after another."""
         wire: Number = 0.0
-        time_s: dict[Resource, Number] = {}
+        time_s: dict[str, Number] = {}
         for price in prices:
             wire = wire + self.when * self.payload * price.wire_per_byte
             for resource, seconds in price.bound_s(self.payload).items():
@@ -83,7 +83,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A row before it is known what hides. ``matmul_s`` is the expected time of its matmuls or kernel.
+    """A row before overlaps are known. ``matmul_s`` is the expected time of its matmuls or kernel.
 
     ``hbm_bytes`` move while the matmuls run, ``elementwise_bytes`` in passes of their own.
     """
@@ -116,7 +116,7 @@ class Work:
         serial_s: Number,
     ) -> Row:
         """The row of the work, with its bounds on ``resources`` of a device and on the network."""
-        time_s: dict[Resource, Number] = {resource: self._busy_s(resource, rates) for resource in resources}
+        time_s: dict[str, Number] = {resource: self._busy_s(resource, rates) for resource in resources}
         for collective in collectives:
             for resource, bound in collective.time_s.items():
                 time_s[resource] = time_s.get(resource, 0.0) + bound
@@ -201,7 +201,7 @@ def scalar_ledger(ledger: Ledger) -> Ledger:
 
 
 def parse_shares(text: str, known: Collection[str], field: str) -> dict[str, float]:
-    """Shares by name from 'weight_gather=1,tensor=0.5'. Raises RooftopError on another name, or what is no number."""
+    """Shares by name from 'weight_gather=1,tensor=0.5'. Raises RooftopError on an unknown name or a bad number."""
     shares = dict[str, float]()
     for entry in text.split(","):
         name, _, share = (part.strip() for part in entry.partition("="))
@@ -217,7 +217,7 @@ def parse_shares(text: str, known: Collection[str], field: str) -> dict[str, flo
 def require_shares(
     shares: Mapping[str, float], known: Collection[str], field: str, positive: Collection[str] = ()
 ) -> None:
-    """Raises RooftopError on a name that is not ``known``, and on what is no share; ``positive`` ones are above 0."""
+    """Raises RooftopError on an unknown name, and on a share outside 0 to 1; ``positive`` ones exceed 0."""
     for name, share in shares.items():
         if name not in known:
             raise unknown(field, name, known)

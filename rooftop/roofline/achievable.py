@@ -1,6 +1,6 @@
-"""What fraction of each peak can be expected: named fractions of a chip, and the matmuls and kernels that they price.
+"""Achievable fractions of each peak: named fractions of a chip, and the matmuls and kernels that they price.
 
-The figures stand in ``achievable.toml``, each with its evidence; docs/achievable.md says how they were found. They
+The figures are in ``achievable.toml``, each with its evidence; docs/achievable.md says how they were found. They
 come from microbenchmarks and from the compiler, never from the runs that predictions are held against. A chip without
 evidence gets 1: its expectation is then its bound.
 """
@@ -21,7 +21,7 @@ from rooftop.core.ledger import COLLECTIVES, Number
 from rooftop.hardware import Chip
 from rooftop.hardware import chip as find_chip
 
-#: Smallest and largest size of a dim among the matmuls that were compiled; what lies outside is priced as the nearest.
+#: Smallest and largest size of a dim among the matmuls that were compiled; sizes outside are priced as the nearest.
 MEASURED_DIMS: tuple[int, int] = (1024, 32768)
 NO_MEASUREMENT = "no measurement: bound"
 

@@ -1,4 +1,4 @@
-"""Bounds on a step from its ledger: what no overlap can beat, and what no overlap at all would take.
+"""Bounds on a step from its ledger.
 
 Lower: the busiest resource if everything overlapped perfectly. Upper: every row and collective one after another.
 """
@@ -55,8 +55,8 @@ def ici_lower_s(ledger: Ledger, spans: Mapping[str, AxisSpan]) -> Number:
 
 def lower_s(ledger: Ledger, spans: Mapping[str, AxisSpan]) -> dict[str, Number]:
     """Lower bound by resource; the step's is the largest."""
-    found = {name: ledger.total(name) for name in ("mxu", "vpu", "hbm", "dcn", "pcie")}
-    return found | {"ici": ici_lower_s(ledger, spans)}
+    seconds = {name: ledger.total(name) for name in ("mxu", "vpu", "hbm", "dcn", "pcie")}
+    return seconds | {"ici": ici_lower_s(ledger, spans)}
 
 
 def _column(values: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""What collectives cost: bounds from links and hops, for one group or for many layouts at once.
+"""Costs of collectives: bounds from links and hops, for one group or for many layouts at once.
 
 Everything follows from the span of the group (``rooftop.arrays.Span``): through each physical axis a device can take
 in so many bytes/s. Prices are split into seconds per byte and seconds of latency, so that a sweep computes them once

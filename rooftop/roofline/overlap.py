@@ -1,4 +1,4 @@
-"""What compilers overlap: which transfers of a step run beside its computation, from their own schedules."""
+"""The transfers of a step that overlap its computation, from the compilers' own schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rooftop.hardware import chip as find_chip
 
-#: Where no schedule was read: what is off the critical path hides, and the expectation is then the bound.
+#: Without a schedule, transfers off the critical path hide: the expectation is then the bound.
 _UNREAD = {"weight_gather": 1.0, "gradient_scatter": 1.0}
 
 
@@ -30,13 +30,13 @@ class Overlap:
 
 @cache
 def overlap(chip_name: str) -> Overlap:
-    """What is known of a chip's schedules. Raises RooftopError on an unknown chip."""
+    """The schedule of a chip's compiler. Raises RooftopError on an unknown chip."""
     name = find_chip(chip_name).name
     table = tomllib.loads(Path(__file__).with_name("overlap.toml").read_text(encoding="utf-8"))
-    found = table.get(name, {})
+    entry = table.get(name, {})
     return Overlap(
-        hidden={kind: float(found.get(kind, share)) for kind, share in _UNREAD.items()},
-        whole_slice_scatter=found.get("whole_slice_scatter", "reduce_scatter"),
-        whole_slice_gather=found.get("whole_slice_gather", "all_gather"),
-        source=found.get("source", "no schedule was read: what may hide, hides"),
+        hidden={kind: float(entry.get(kind, share)) for kind, share in _UNREAD.items()},
+        whole_slice_scatter=entry.get("whole_slice_scatter", "reduce_scatter"),
+        whole_slice_gather=entry.get("whole_slice_gather", "all_gather"),
+        source=entry.get("source", "no schedule was read: what may hide, hides"),
     )

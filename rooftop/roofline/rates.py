@@ -1,4 +1,4 @@
-"""What one device computes and moves per second: peaks from the catalogue, expectations from named fractions."""
+"""Rates of one device: peaks from the catalogue, expectations from named fractions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Rates:
 
 
 def device_stats(chip: Chip) -> Mapping[str, str | float]:
-    """What a profile tells of one device of ``chip``: its type, TFLOP/s in bf16, GB/s of its HBM."""
+    """The figures of one device of ``chip`` in a profile: its type, TFLOP/s in bf16, GB/s of its HBM."""
     rates = Rates.of(chip)
     names = [name for name in chip.aliases if name.startswith("tpu ")]
     return {

@@ -1,4 +1,4 @@
-"""What any set of messages costs: bytes over the busiest link by shortest paths, for permutes that are no shifts.
+"""Costs of any set of messages: bytes over the busiest link by shortest paths, for permutes that are no shifts.
 
 Paths go along one axis after the other; half of the bytes take the axes from first to last and half from last to
 first, so that a permutation costs what its inverse costs. On a ring of even length a chip right opposite is reached
@@ -22,7 +22,7 @@ from rooftop.hardware import PhysicalAxis
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """What the messages cost, as bounds.
+    """Lower bounds on the cost of the messages.
 
     ``seconds`` is how long the busiest link or port of each network resource ('ici', 'dcn') sends; ``latency_s`` the
     hops of the farthest message, each with its latency, and ``hops`` how many they are.

@@ -1,7 +1,8 @@
-"""The book's rules of thumb, each once: thresholds that say which resource binds, before any plan is searched.
+"""The book's rules of thumb, in the order of its chapters: thresholds that say which resource binds.
 
 Every function takes plain figures, so that a worked problem with other constants is the same call. ``alpha`` is the
-arithmetic intensity of the network, peak FLOPs/s over the *bidirectional* bandwidth of one ICI axis (chapter 5).
+arithmetic intensity of the network: peak FLOPs/s over the *bidirectional* bandwidth of one ICI axis (chapter 5).
+``Number`` arguments may be arrays.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Chip
 
-
-def network_intensity(chip: Chip, dtype: str = "bf16") -> float:
-    """alpha = C / W_ici, FLOPs per byte, with W_ici both directions of one ICI axis: 2,550 for v5p in bf16."""
-    return chip.flops_per_s[dtype] / (2 * chip.ici_bytes_per_s)
+# Chapters 1 and 2: rooflines
 
 
 def critical_batch(
@@ -30,10 +28,10 @@ def critical_batch(
     d: float = math.inf,
     f: float = math.inf,
 ) -> float:
-    """Tokens above which [B, D] x [D, F] is bound by FLOPs and not by bytes (chapter 1, 2).
+    """Tokens above which [B, D] x [D, F] is bound by FLOPs and not by bytes (chapters 1 and 2).
 
-    2 B D F / C = (w D F + a B D + a B F) / W solved for B, with w and a the bytes of a weight and an activation. With
-    D and F left infinite it is C w / (2 W): 240 on v5e in bf16. Returns infinity where no batch is large enough.
+    2 B D F / C = (w D F + a B D + a B F) / W solved for B; w and a are the bytes of a weight and an activation. With
+    infinite D and F it is C w / (2 W): 240 on v5e in bf16. Infinite where no batch is large enough.
     """
     weight, activation = dtype_bytes(weight_dtype), dtype_bytes(activation_dtype)
     per_token = 2 * bytes_per_s / flops_per_s - activation * (1 / d + 1 / f)
@@ -45,9 +43,39 @@ def critical_split_contraction(flops_per_s: float, link_bytes_per_s: float) -> f
     return 2 * flops_per_s / link_bytes_per_s
 
 
+# Chapter 4: transformers
+
+
 def critical_moe_tokens(critical_tokens: float, experts: int, active: int) -> float:
-    """Tokens for a mixture of experts to be compute-bound: each expert sees active/experts of them (chapter 4)."""
+    """Tokens above which a mixture of experts is compute-bound: an expert sees active/experts of them (chapter 4)."""
     return critical_tokens * experts / active
+
+
+def distinct_experts(experts: int, active: int, tokens: Number) -> Number:
+    """Expected number of experts that at least one of ``tokens`` tokens uses: E (1 - (1 - k/E)^B)."""
+    return experts * (1.0 - (1.0 - active / experts) ** tokens)
+
+
+def effective_d_ff(d_ff: float, heads: int, kv_heads: int, d_head: int, mlp_matrices: int) -> float:
+    """F of the two-matrix MLP without attention that stands for a whole layer in the rules.
+
+    The rules count two matmuls with F columns, one gather and one scatter of D. A layer has ``mlp_matrices`` of F
+    and 2 (N + K) H columns of attention, with two gathers and two scatters: (3F + 2(N+K)H)/4 for LLaMA.
+    """
+    return (mlp_matrices * d_ff + 2 * (heads + kv_heads) * d_head) / 4
+
+
+def model_flops_utilisation(model_flops: float, seconds: float, peak_flops_per_s: float) -> float:
+    """MFU: model FLOPs over peak FLOPs in the same time. State the convention; recomputed FLOPs do not count."""
+    return model_flops / (seconds * peak_flops_per_s)
+
+
+# Chapter 5: training
+
+
+def network_intensity(chip: Chip, dtype: str = "bf16") -> float:
+    """alpha = C / W_ici, FLOPs per byte, with W_ici both directions of one ICI axis: 2,550 for v5p in bf16."""
+    return chip.flops_per_s[dtype] / (2 * chip.ici_bytes_per_s)
 
 
 def fsdp_tokens_per_chip(alpha: float, axes: float) -> float:
@@ -56,7 +84,7 @@ def fsdp_tokens_per_chip(alpha: float, axes: float) -> float:
 
 
 def tensor_limit(f: float, alpha: float, axes: float) -> float:
-    """Ways of tensor parallelism above which its collectives outlast its matmuls (chapter 5): Y = M_Y F / alpha."""
+    """Ways of tensor parallelism whose collectives take as long as its matmuls (chapter 5): Y = M_Y F / alpha."""
     return f * axes / alpha
 
 
@@ -70,7 +98,7 @@ def mixed_tokens_per_chip(alpha: float, f: float, fsdp_axes: float, tensor_axes:
 
 
 def best_fsdp(batch_tokens: float, f: float, chips: float, fsdp_axes: float, tensor_axes: float) -> float:
-    """Ways of FSDP that move the fewest bytes beside tensor parallelism (chapter 5): sqrt(B M_X N / (F M_Y))."""
+    """Ways of FSDP that, with tensor parallelism, move the fewest bytes (chapter 5): sqrt(B M_X N / (F M_Y))."""
     return math.sqrt(batch_tokens / f * fsdp_axes / tensor_axes * chips)
 
 
@@ -83,37 +111,26 @@ def dcn_tokens_per_slice(flops_per_s: float, dcn_bytes_per_s: float) -> float:
     return flops_per_s / dcn_bytes_per_s
 
 
-def effective_d_ff(d_ff: float, heads: int, kv_heads: int, d_head: int, mlp_matrices: int) -> float:
-    """F of the two-matrix MLP without attention that the rules assume, for a layer as it is.
-
-    The rules count 2 matmuls with F columns and one gather and one scatter of D. A layer has ``mlp_matrices`` of F
-    and 2 (N + K) H columns of attention, with two gathers and two scatters: (3F + 2(N+K)H)/4 for LLaMA.
-    """
-    return (mlp_matrices * d_ff + 2 * (heads + kv_heads) * d_head) / 4
+# Chapter 7: inference
 
 
-def model_flops_utilisation(model_flops: float, seconds: float, peak_flops_per_s: float) -> float:
-    """MFU: model FLOPs (say by which convention) over peak FLOPs in the time taken, rematerialisation not counted."""
-    return model_flops / (seconds * peak_flops_per_s)
+def chips_for(total_bytes: float, hbm_bytes: float) -> int:
+    """Fewest chips whose HBM holds so many bytes, spread evenly (chapter 7)."""
+    return math.ceil(total_bytes / hbm_bytes)
 
 
 def generate_step_s(
     kv_bytes: Number, weight_bytes: Number, flops: Number, hbm_bytes_per_s: float, flops_per_s: float
 ) -> Number:
-    """Least seconds of a generate step: attention from HBM, and the matmuls the longer of FLOPs and weights (ch. 7).
+    """Lower bound of a generate step: the cache read from HBM, then the longer of FLOPs and weights (chapter 7).
 
-    ``kv_bytes`` and ``weight_bytes`` are read once; rates are those of all chips together.
+    ``kv_bytes`` and ``weight_bytes`` are read once. Rates are those of all chips together.
     """
     return kv_bytes / hbm_bytes_per_s + np.maximum(flops / flops_per_s, weight_bytes / hbm_bytes_per_s)
 
 
-def prefill_s(params: float, tokens: Number, flops_per_s: float, mfu: float) -> Number:
-    """Seconds of a prefill at a given utilisation: 2 FLOPs per (active) parameter and token, attention not counted."""
-    return 2.0 * params * tokens / (flops_per_s * mfu)
-
-
 def generate_tensor_limit(d_ff: float, batch: float, beta: float) -> float:
-    """Ways of tensor parallelism above which ICI outlasts the weights' reading from HBM: F / (B beta) (chapter 7).
+    """Ways of tensor parallelism above which ICI takes longer than reading the weights: F / (B beta) (chapter 7).
 
     ``beta`` is HBM bytes/s over the bidirectional bytes/s of one ICI axis: 9 on v5e.
     """
@@ -130,36 +147,37 @@ def weight_stationary_2d_chips(f_over_d: float, axes: int = 3) -> float:
 
 
 def latency_bound_bytes(link_bytes_per_s: float, hop_s: float) -> float:
-    """Bytes of a shard below which a hop's latency outlasts its transfer: 45 kB on v5e (chapter 7, appendix C)."""
+    """Bytes of a shard below which a hop takes longer than its bytes: 45 kB on v5e (chapter 7, appendix C)."""
     return link_bytes_per_s * hop_s
 
 
-def chips_for(total_bytes: float, hbm_bytes: float) -> int:
-    """Chips whose HBM holds so many bytes, spread evenly."""
-    return math.ceil(total_bytes / hbm_bytes)
+# Chapter 8: serving
+
+
+def prefill_s(params: float, tokens: Number, flops_per_s: float, mfu: float) -> Number:
+    """Seconds of a prefill at a given utilisation: 2 FLOPs per active parameter and token, no attention (chapter 8)."""
+    return 2.0 * params * tokens / (flops_per_s * mfu)
 
 
 def evicted_tokens_per_step(batch: float, prompt: float, generate: float) -> float:
-    """Tokens that leave the KV cache in a mean step: B (P + G) / G (chapter 8)."""
+    """Mean tokens that leave the KV cache per step: B (P + G) / G (chapter 8)."""
     return batch * (prompt + generate) / generate
 
 
 def prefill_per_generate(prefill_seconds: float, step_s: float, batch: float, generate: float) -> float:
-    """Prefill servers that keep one generate server busy: its sequences per second times a prefill's length (ch. 8)."""
+    """Prefill servers that keep one generate server busy: its sequences/s times a prefill's seconds (chapter 8)."""
     return prefill_seconds * batch / (step_s * generate)
 
 
 def interleaved_token_s(token_s: float, prefill_seconds: float, batch: float, generate: float) -> float:
-    """Mean seconds between two tokens of a sequence where the prefills of others come between.
+    """Mean seconds between two tokens of a sequence on a server that also prefills (chapter 8).
 
-    While a sequence generates G tokens each of the B - 1 others is replaced once.
+    While a sequence generates G tokens, each of the B - 1 others is replaced once.
     """
     return token_s + (batch - 1) / generate * prefill_seconds
 
 
-def distinct_experts(experts: int, active: int, tokens: Number) -> Number:
-    """Experts that at least one of ``tokens`` tokens is expected to use: E (1 - (1 - k/E)^B)."""
-    return experts * (1.0 - (1.0 - active / experts) ** tokens)
+# Beyond the book
 
 
 def speculated_tokens(draft_length: int, acceptance: float) -> float:

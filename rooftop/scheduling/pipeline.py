@@ -158,7 +158,10 @@ def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int
 
 
 def require_schedule(schedule: str, chunks: int) -> PipelineSchedule:
-    """The schedule of that name. Raises RooftopError for an unknown name or a number of chunks that it cannot have."""
+    """Return the schedule of that name.
+
+    Raises RooftopError for an unknown one, and for a number of chunks per stage that it does not have.
+    """
     name = one_of("schedule", schedule, SCHEDULES)
     if chunks < 1 or (chunks > 1) != (name == "interleaved"):
         raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule, 1 with any other")

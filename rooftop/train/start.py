@@ -15,6 +15,7 @@ import jax
 
 from rooftop import __version__
 from rooftop.arrays import AXES
+from rooftop.arrays.rules import BATCH_AXES
 from rooftop.capabilities import TrainingSpec
 from rooftop.compiler.devices import Local, local_devices, mesh_of, write_axes
 from rooftop.core.errors import RooftopError
@@ -172,7 +173,7 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
     stages = axes.get("stage", 1)
     microbatches = int(request.fields.get("microbatches", 1 if stages == 1 else 2 * stages))
     compute = str(request.fields.get("compute_dtype", "f32" if here.devices[0].platform == "cpu" else "bf16"))
-    ways = math.prod(axes.get(axis, 1) for axis in ("data", "expert", "fsdp")) * microbatches
+    ways = math.prod(axes.get(axis, 1) for axis in BATCH_AXES) * microbatches
     batch = request.batch or -(-_SEQUENCES // ways) * ways
     seq_len = request.seq_len or min(_SEQ_LEN, model.max_seq_len)
     computation = Computation(

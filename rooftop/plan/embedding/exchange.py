@@ -1,4 +1,4 @@
-"""What devices exchange for a lookup and its gradients, and which of two ways sends less.
+"""The two exchanges of a lookup and its gradients, and the one that sends less.
 
 - ``rows``: ids go to the SparseCores that hold them, each different id of a partition once; rows come back, and the
   samples' devices combine them. Gradients go the same way, summed by row.

@@ -23,10 +23,10 @@ Answer = TypeVar("Answer")
 
 def rung(value: float) -> int:
     """The first rung of the ladder of limits that is not below ``value``: multiples of 8, about a quarter apart."""
-    found = ALIGNMENT
-    while found < value:
-        found = padded(math.ceil(found * _RUNG), ALIGNMENT)
-    return found
+    limit = ALIGNMENT
+    while limit < value:
+        limit = padded(math.ceil(limit * _RUNG), ALIGNMENT)
+    return limit
 
 
 def limits_in_passes(limits: StackLimits, passes: int, cores: int, *, before: int = 1) -> StackLimits:
@@ -52,9 +52,9 @@ def in_fewest_passes(
 ) -> Answer | None:
     """The first of ``in_passes(before + 1)`` and so on that ``fits``: at most a pass for each of ``samples``."""
     for passes in range(before + 1, min(BUCKETS, samples) + 1):
-        found = in_passes(passes)
-        if fits(found):
-            return found
+        answer = in_passes(passes)
+        if fits(answer):
+            return answer
     return None
 
 

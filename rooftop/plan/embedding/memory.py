@@ -1,4 +1,4 @@
-"""Memory of embedding tables on SparseCores: what lies in HBM, the stack beside it, and a tile's own memory.
+"""Memory of embedding tables on SparseCores: arrays in HBM, the compiler's stack, and a tile's own memory.
 
 Sources: the SparseCore deep dive, section 9, for the stack's leading terms, and the compiler's high-water marks for
 the rest (``embed.toml``). Formulas take numbers or NumPy arrays. Bytes of the stack are those of one SparseCore.
@@ -30,12 +30,12 @@ def figures() -> dict[str, Any]:
 
 def figure(*names: str) -> float:
     """One figure of ``embed.toml``. Raises RooftopError where it has none (of a chip without SparseCores)."""
-    found: Any = figures()
+    entry: Any = figures()
     for name in names:
-        if name not in found:
-            raise RooftopError(".".join(names), name, f"one of {', '.join(found)}")
-        found = found[name]
-    value: float = found[0]
+        if name not in entry:
+            raise RooftopError(".".join(names), name, f"one of {', '.join(entry)}")
+        entry = entry[name]
+    value: float = entry[0]
     return value
 
 
@@ -66,13 +66,13 @@ def replica_factor(*, max_ids: Number, max_unique_ids: Number, cores: Number, ro
     """
     factors = replica_factors()
     every = _by_factor(max_ids=max_ids, max_unique_ids=max_unique_ids, cores=cores)
-    found = np.asarray(factors)[np.argmin(every, axis=0)]
+    chosen = np.asarray(factors)[np.argmin(every, axis=0)]
     for factor, needed in zip(reversed(factors), reversed(every), strict=True):
         fits = needed <= room
         if factor == 1:
             fits = fits & (np.asarray(cores) >= figure("tiles", "count"))
-        found = np.where(fits, factor, found)
-    return found if np.ndim(found) else float(found)
+        chosen = np.where(fits, factor, chosen)
+    return chosen if np.ndim(chosen) else float(chosen)
 
 
 def replica_factors() -> list[float]:
@@ -95,7 +95,7 @@ def stack_bytes(
     """Stack in HBM of one SparseCore as the compiler allots it for one stack of tables.
 
     With R = ``cores`` times ``replica_factor``: 'forward' (2w + 1) U R 4 + I C 4, its U at most a replica's share of I;
-    'backward' U R 4 times 3w + 5 for an optimizer without ``slots``, else 2 (slots + 1) w + 4. Both have a base beside.
+    'backward' U R 4 times 3w + 5 for an optimizer without ``slots``, else 2 (slots + 1) w + 4. Both have a base arrays.
     Where gradients are ``summed`` over passes, the sums are one more slot: the update by them is larger than the loop
     that makes them, and takes its place.
     """
@@ -105,12 +105,12 @@ def stack_bytes(
         # A replica's share of the ids, in whole eights, holds at most so many different ones.
         share = np.ceil(np.maximum(max_ids, max_unique_ids) / times / 8) * 8
         unique = np.minimum(max_unique_ids, share) * times
-        found: Any = (2 * width + 1) * unique * cores * _FLOAT + max_ids * cores * _FLOAT + base
+        total: Any = (2 * width + 1) * unique * cores * _FLOAT + max_ids * cores * _FLOAT + base
     else:
-        beside = slots + summed
-        floats = 3 * width + 5 if beside == 0 else 2 * (beside + 1) * width + 4
-        found = floats * max_unique_ids * times * cores * _FLOAT + base
-    return found if np.ndim(found) else float(found)
+        arrays = slots + summed
+        floats = 3 * width + 5 if arrays == 0 else 2 * (arrays + 1) * width + 4
+        total = floats * max_unique_ids * times * cores * _FLOAT + base
+    return total if np.ndim(total) else float(total)
 
 
 def tile_bytes(*, max_ids: Number, max_unique_ids: Number, cores: Number, factor: Number) -> Number:
@@ -126,8 +126,8 @@ def tile_bytes(*, max_ids: Number, max_unique_ids: Number, cores: Number, factor
 
 def least_tile_bytes(*, max_ids: Number, max_unique_ids: Number, cores: Number) -> Number:
     """``tile_bytes`` with the number of replicas that takes the least: what has to fit."""
-    found: Any = np.min(_by_factor(max_ids=max_ids, max_unique_ids=max_unique_ids, cores=cores), axis=0)
-    return found if np.ndim(found) else float(found)
+    least: Any = np.min(_by_factor(max_ids=max_ids, max_unique_ids=max_unique_ids, cores=cores), axis=0)
+    return least if np.ndim(least) else float(least)
 
 
 def _by_factor(*, max_ids: Number, max_unique_ids: Number, cores: Number) -> list[Any]:
@@ -143,7 +143,7 @@ def tile_capacity(chip: Chip) -> float:
 
 
 def tile_room(chip: Chip) -> float:
-    """What partitions have of a tile's memory: the compiler keeps a part. In bytes; raises RooftopError."""
+    """Bytes of a tile's memory for partitions; the compiler keeps the rest. Raises RooftopError."""
     return tile_capacity(chip) - figure("tiles", "reserved_bytes", chip.name)
 
 

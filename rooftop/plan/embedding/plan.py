@@ -1,7 +1,7 @@
-"""The plan of embedding tables on SparseCores: memory, what a step moves, how long it takes, and what binds.
+"""The plan of embedding tables on SparseCores: memory, traffic and time of a step, and the unit that binds.
 
 Sources: the SparseCore deep dive, sections 5, 7, 9 and 10; peaks from the hardware catalogue, achievable shares from
-``rooftop.roofline``; what they lack stands in ``embed.toml``. Figures are of one device unless said otherwise.
+``rooftop.roofline``; the others are in ``embed.toml``. Figures are of one device unless said otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rooftop.plan.embedding.memory import (
 )
 from rooftop.plan.embedding.problem import EmbedProblem, per_device
 
-#: Bytes of a place of a buffer (id, sample, gain), of a float.
+#: Bytes of a buffer's entry (id, sample, gain), of a row pointer, of a float.
 _PLACE, _POINTER, _FLOAT = 12, 4, 4
 
 
@@ -67,12 +67,12 @@ def table_rows(problem: EmbedProblem, stack: Stack) -> tuple[Row, Row]:
         cores=problem.cores,
         per_device=own,
     )
-    held = row + slot_floats(stack.optimizer, width) * _FLOAT
+    row_bytes = row + slot_floats(stack.optimizer, width) * _FLOAT
     # What a loop over the passes changes of each row: where there are several, first the sums of the row's gradients.
-    loops = (row, held + row) if problem.summed(stack) else (held,)
-    # Lookup: holders read rows and write them to be sent; samples' cores write what comes and read a row an id.
+    loops = (row, row_bytes + row) if problem.summed(stack) else (row_bytes,)
+    # Lookup: holders read rows and write them to be sent; samples' cores write the rows that come, and read one an id.
     forward = _PLACE * ids + 3 * row * unique + row * ids + activations
-    # Update: samples' cores read a gradient an id and write sums by row; holders read what comes, and change rows.
+    # Update: samples' cores read a gradient an id and write sums by row; holders read these, and change rows.
     backward = [_PLACE * ids + row * ids + 3 * row * unique + 2 * changed * unique + activations for changed in loops]
     merged = 2 * ids * width
     return (
@@ -95,8 +95,8 @@ def _row(
     """One of the two rows; ``payloads`` are exchanged one after the other."""
     rates = problem.rates
     collectives = tuple(_all_to_all(problem, payload) for payload in payloads)
-    expected = sum(float(each.expected_s) for each in collectives)
-    bound = {name: sum(float(each.time_s[name]) for each in collectives) for name in collectives[0].time_s}
+    expected = sum(float(collective.expected_s) for collective in collectives)
+    bound = {name: sum(float(collective.time_s[name]) for collective in collectives) for name in collectives[0].time_s}
     vector_s = flops / vector_flops_per_s(problem.slice)
     hbm_s = float(rates.hbm_s(hbm))
     return Row(
@@ -109,7 +109,7 @@ def _row(
         time_s={"hbm": hbm / rates.hbm_bytes_per_s, "vpu": vector_s, **bound},
         expected_s=max(hbm_s, vector_s) + expected,
         serial_s=hbm_s + vector_s + expected,
-        formula="rows and activations through HBM, different rows of each partition over the network",
+        formula="rows and activations through HBM, different rows of collective partition over the network",
     )
 
 
@@ -150,7 +150,6 @@ def _dense(problem: EmbedProblem, phase: str, times: int) -> Row:
 
 
 SCHEMA = 1
-#: Bytes of a place of a buffer (id, sample, gain), of a row pointer, of a float.
 #: Steps whose inputs and activations are on the device at once: one, or those that a pipeline has under way.
 _UNDER_WAY = {"sequential": 1, "pipelined": 3}
 #: What a step's time is counted on.
@@ -200,7 +199,7 @@ class EmbedPlan:
 
     @cached_property
     def memory(self) -> dict[str, Any]:
-        """HBM of one device in bytes: what is there, in all, and whether it fits; and that of the worst tile.
+        """HBM bytes of one device by class and in all, whether they fit, and the memory of the worst tile.
 
         The compiler's stack holds all stacks of tables at once, forward or backward, whichever is more. Activations
         count twice, for their gradients; with pipelining inputs and activations of three steps are there.
@@ -208,15 +207,15 @@ class EmbedPlan:
         every = [self.stack_memory(stack) for stack in self.problem.stacking.stacks]
 
         def total(name: str) -> float:
-            return sum(each[name] for each in every)
+            return sum(stack[name] for stack in every)
 
         # Each stack's figure has the base of a program, which there is once.
         again = (len(every) - 1) * figure("compiler", "stack_base_bytes") * self._per_device
         stacks = {name: total(name) - again for name in ("forward_stack", "backward_stack")}
-        held = total("tables") + total("slots") + total("sums") + max(stacks.values())
+        resident = total("tables") + total("slots") + total("sums") + max(stacks.values())
         step = total("inputs") + 2 * total("activations")
         capacity = self.problem.slice.chip.hbm_usable_bytes
-        totals = {mode: held + step * steps for mode, steps in _UNDER_WAY.items()}
+        totals = {mode: resident + step * steps for mode, steps in _UNDER_WAY.items()}
         return {
             "tables": total("tables"),
             "slots": total("slots"),
@@ -227,7 +226,7 @@ class EmbedPlan:
             "total": totals,
             "capacity": capacity,
             "fits": {mode: needed <= capacity for mode, needed in totals.items()},
-            "tile": max(each["tile"] for each in every),
+            "tile": max(stack["tile"] for stack in every),
             "tile_capacity": tile_capacity(self.problem.slice.chip),
         }
 
@@ -239,7 +238,7 @@ class EmbedPlan:
 
     @cached_property
     def host(self) -> dict[str, float]:
-        """What a host prepares and sends for each step: ids, bytes to its devices, seconds of each."""
+        """The host's part of a step: ids that it prepares, bytes to its devices, and seconds of each."""
         problem = self.problem
         devices = problem.slice.devices / problem.slice.hosts
         ids = sum(problem.ids(stack) for stack in problem.stacking.stacks) * self._per_device * devices
@@ -260,14 +259,14 @@ class EmbedPlan:
             "host": max(self.host["preprocess_s"], self.host["transfer_s"]),
             "sparsecore": passes
             * sum(float(row.vector_flops) / vector_flops_per_s(self.problem.slice) for row in tables),
-            "ici": passes * sum(float(each.expected_s) for row in tables for each in row.collectives),
+            "ici": passes * sum(float(collective.expected_s) for row in tables for collective in row.collectives),
             "hbm": passes * sum(float(self.problem.rates.hbm_s(row.hbm_bytes)) for row in tables),
             "tensorcore": sum(float(row.expected_s) for row in self.ledger if row.scope == "loss"),
         }
 
     @cached_property
     def step(self) -> dict[str, dict[str, Any]]:
-        """Expected seconds of a step, sequential and pipelined, and what binds each: one of UNITS.
+        """Expected seconds of a step, sequential and pipelined, and the unit that binds each (one of UNITS).
 
         Sequential: lookups, the dense part and updates follow each other. Pipelined: SparseCores and TensorCores work
         side by side. The host prepares the next batch meanwhile, in both.
@@ -276,14 +275,14 @@ class EmbedPlan:
         tables = sum(float(row.count * row.expected_s) for row in self.ledger if row.scope.startswith("tables/"))
         device = {"sequential": tables + units["tensorcore"], "pipelined": max(tables, units["tensorcore"])}
         of_tables = max(("sparsecore", "ici", "hbm"), key=lambda name: units[name])
-        found = {}
+        answers = {}
         for mode, seconds in device.items():
             binding = "tensorcore" if units["tensorcore"] > tables else of_tables
-            found[mode] = {
+            answers[mode] = {
                 "expected_s": max(seconds, units["host"]),
                 "bound": "host" if units["host"] > seconds else binding,
             }
-        return found
+        return answers
 
     def require_fit(self) -> None:
         """Raises Infeasible where a tile or HBM is too small: with the largest limits, or the passes, that would do."""
@@ -297,15 +296,15 @@ class EmbedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every tile and HBM are large enough."""
+        """True if every tile and HBM are large enough."""
         most_rows = figure("compiler", "tensor_bytes")
         every = [self.stack_memory(stack) for stack in self.problem.stacking.stacks]
-        tiles = all(each["tile"] <= tile_capacity(self.problem.slice.chip) for each in every)
-        return tiles and all(each["tables"] <= most_rows for each in every) and self.memory["fits"]["sequential"]
+        tiles = all(stack["tile"] <= tile_capacity(self.problem.slice.chip) for stack in every)
+        return tiles and all(stack["tables"] <= most_rows for stack in every) and self.memory["fits"]["sequential"]
 
     @cached_property
     def in_passes_that_fit(self) -> EmbedPlan | None:
-        """The same in the fewest passes over samples with which it fits; None if it does as it is, or none help.
+        """The plan in the fewest passes over samples with which it fits; None if it fits as it is, or never.
 
         Its limits are as ``limits_in_passes`` has them.
         """
@@ -324,7 +323,7 @@ class EmbedPlan:
 
     @cached_property
     def _refusal(self) -> Infeasible | None:
-        """Why it does not fit, with the largest limits that would; None if it fits."""
+        """The reason why the plan does not fit, with the largest limits that would; None if it fits."""
         room, most_rows = tile_capacity(self.problem.slice.chip), figure("compiler", "tensor_bytes")
         for stack in self.problem.stacking.stacks:
             memory = self.stack_memory(stack)
@@ -393,20 +392,20 @@ class EmbedPlan:
 
     @property
     def obstacles(self) -> list[str]:
-        """Why no program runs the plan as it stands; empty if one does."""
-        found = list(embedding_obstacles(self.problem.stacking.stacks))
+        """Reasons why no program runs the plan as it stands; empty if one does."""
+        reasons = list(embedding_obstacles(self.problem.stacking.stacks))
         tables = self.problem.tables
         expected = sum(one.ids_per_sample * one.rows_per_sample for one in tables.features)
         if expected > (bound := tables.config.max_ids_per_chip_per_sample) and not tables.config.allow_id_dropping:
-            found.append(
+            reasons.append(
                 f"{expected:g} ids are expected of a sample: host preprocessing refuses batches of more than"
                 f" config.max_ids_per_chip_per_sample, {bound}, each"
             )
         try:
             self.require_fit()
         except Infeasible as no:
-            found.append(str(no))
-        return found
+            reasons.append(str(no))
+        return reasons
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> EmbedPlan:
@@ -478,6 +477,6 @@ class EmbedPlan:
 
 
 def _nearest(problem: EmbedProblem) -> dict[str, Any]:
-    """What the nearest plan that fits differs in."""
+    """The fields in which the nearest plan that fits differs."""
     limits = {name: vars(one) for name, one in problem.limits.items()}
     return {"sample_passes": problem.sample_passes, "limits": limits}

@@ -1,4 +1,4 @@
-"""What a plan of embeddings is asked: tables, slice, batch, limits, and the dense part beside the tables."""
+"""The input of a plan of embedding tables: tables, slice, batch, limits, and the dense part of the model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EmbedProblem:
 
     @cached_property
     def rates(self) -> Rates:
-        """What one device computes and moves per second."""
+        """Rates of one device."""
         return Rates.of(self.slice.chip)
 
     @cached_property
@@ -85,7 +85,7 @@ class EmbedProblem:
         return -rows * _expm1(ids, rows)
 
     def summed(self, stack: Stack) -> bool:
-        """Whether an update first adds up each row's gradients over all passes, in an array as large as the table."""
+        """True if an update first adds up each row's gradients over all passes, in an array as large as the table."""
         return self.sample_passes > 1 and not stack.optimizer.additive
 
 

@@ -48,25 +48,25 @@ def plan_serving(problem: ServingProblem, *, contexts: Sequence[int] | None = No
 
 
 def best_plan(problem: ServingProblem, generate: Sequence[Placement], prefill: Sequence[Placement]) -> ServingPlan:
-    """The best of the given placements. Raises RooftopError if there are none to choose from."""
+    """The best of the placements. Raises RooftopError if there are none to choose from."""
     if not generate or not prefill:
         raise RooftopError(
             "slice", problem.slice.name, f"a slice whose devices split the {problem.model.heads} heads and F evenly"
         )
-    given = problem.workload.batch_seqs
-    if given is not None:
-        batches = np.array([float(given)])
+    batch_seqs = problem.workload.batch_seqs
+    if batch_seqs is not None:
+        batches = np.array([float(batch_seqs)])
     else:
         most = max(most_sequences(problem, placement) for placement in generate)
         batches = batch_grid(max(most, 1))
-    found = sweep_generate(problem, generate, batches)
+    swept = sweep_generate(problem, generate, batches)
     shared = problem.mode == "interleaved"
     if not shared:
         prefill_on, _ = best_prefill(problem, prefill)
     best: ServingPlan | None = None
     for at in range(len(batches)):
-        placement = found.best(at)
-        if given is None and at and not np.isfinite(found.fastest_s[at]):
+        placement = swept.best(at)
+        if batch_seqs is None and at and not np.isfinite(swept.fastest_s[at]):
             continue
         plan = ServingPlan(
             problem=problem,

@@ -1,4 +1,4 @@
-"""Which chips, slices, number formats and mode serve a rate of requests within targets, at the least cost.
+"""The cheapest chips, slices, number formats and mode that serve a rate of requests within targets.
 
 Prefill and generate servers are chosen apart where they are disaggregated: they meet in the KV's transfer only. A
 server is kept below ``LOAD`` of what it can take; requests wait for a prefill as before one server with constant
@@ -26,7 +26,7 @@ from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.roofline.achievable import NO_MEASUREMENT
 from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
 
-#: The most that servers are loaded in the mean: the rest is for bursts.
+#: Largest mean load of a server: the rest is for bursts. A planning choice, not a measurement.
 LOAD = 0.8
 #: Larger slices are not searched: heads and hidden columns split no further.
 MOST_CHIPS = 64
@@ -38,7 +38,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Servers for a rate of requests, and what a request then sees. Counts are fractional without a rate."""
+    """Servers for a rate of requests, and the latencies of a request. Counts are fractional without a rate."""
 
     plan: ServingPlan
     prefill_servers: float
@@ -60,18 +60,18 @@ class Fleet:
 
     @property
     def is_bound(self) -> bool:
-        """Whether nothing was measured on the chip, so that times are bounds and flatter it."""
+        """True if nothing was measured on the chip: its times are bounds, and flatter it."""
         return self.plan.problem.rates.fractions.sources["hbm"] == NO_MEASUREMENT
 
     def score(self, objective: Objective) -> float:
-        """What is to be small."""
+        """The figure to minimise."""
         if objective == "chips":
             return self.chips
         return inf if self.usd_per_hour is None else self.usd_per_hour
 
     @property
     def name(self) -> str:
-        """What it is, in a line."""
+        """One line that describes the fleet."""
         problem = self.plan.problem
         numerics = problem.numerics
         kind = f"{numerics.weights} weights, {numerics.kv} KV"
@@ -114,7 +114,7 @@ class Recommendation:
     searched: int
 
     def why(self, other: Fleet) -> str:
-        """Why ``other`` lost."""
+        """The reason why ``other`` lost."""
         best, lost = self.best.score(self.objective), other.score(self.objective)
         if lost == inf:
             return "no price is known"
@@ -169,7 +169,7 @@ def recommend(
     ``where``: the slices that a server may be, by chip (prefill is on the problem's ``prefill_slice`` if it has one).
     Raises Infeasible with the nearest that can be reached.
     """
-    found: list[Fleet] = []
+    best_of_kinds: list[Fleet] = []
     searched = 0
     for slices, mode in product(where.values(), modes):
         placed = [(slice_, *_placements(problem, slice_, mode)) for slice_ in slices]
@@ -178,12 +178,12 @@ def recommend(
             fleets = list(choose(replace(problem, slice=slices[0], numerics=kinds, mode=mode), placed))
             searched += len(fleets)
             if fleets:
-                found.append(min(fleets, key=lambda fleet: _order(fleet, objective)))
-    if not found:
+                best_of_kinds.append(min(fleets, key=lambda fleet: _order(fleet, objective)))
+    if not best_of_kinds:
         largest = ", ".join(max(slices, key=lambda slice_: slice_.chips).name for slices in where.values())
         raise Infeasible(f"{problem.model.name} does not fit", f"not one sequence on slices up to {largest}")
-    found.sort(key=lambda fleet: _order(fleet, objective))
-    best = found[0]
+    best_of_kinds.sort(key=lambda fleet: _order(fleet, objective))
+    best = best_of_kinds[0]
     if _excess(best) > 1:
         raise Infeasible(_targets(problem), _nearest(best))
     rate = problem.workload.requests_per_second
@@ -193,32 +193,32 @@ def recommend(
             f"{problem.model.name} at {rate:,.4g} requests a second",
             f"takes {best.chips:,.4g} chips, more than {LARGEST_FLEET:,}; those serve {most:,.4g} a second",
         )
-    others = [fleet for fleet in found[1:] if _excess(fleet) <= 1]
+    others = [fleet for fleet in best_of_kinds[1:] if _excess(fleet) <= 1]
     return Recommendation(best=best, others=others, objective=objective, searched=searched)
 
 
 def _placements(problem: ServingProblem, slice_: Slice, mode: Mode) -> tuple[list[Placement], list[Placement]]:
-    """Where a server of this slice may generate and, if it does nothing else, prefill."""
+    """Placements of generation on this slice and, on a server of its own, of prefill."""
     sized = replace(problem, slice=slice_, mode=mode)
     return sized.generate_placements(), sized.prefill_placements() if mode == "disaggregated" else []
 
 
 def _order(fleet: Fleet, objective: Objective) -> tuple[float, float, float]:
-    """Those within the targets first, by the objective; the others by how far they are off."""
+    """Sort key: fleets within the targets by the objective, then the others by their excess."""
     excess = _excess(fleet)
     return (1.0, fleet.score(objective), fleet.chips) if excess <= 1 else (excess, 0.0, 0.0)
 
 
 def _excess(fleet: Fleet) -> float:
-    """The larger ratio of what is reached to its target; at most 1 where both are met."""
+    """The larger ratio of a latency to its target; at most 1 where both are met."""
     work = fleet.plan.problem.workload
     return max(fleet.ttft_s / (work.ttft_s or inf), fleet.tpot_s / (work.tpot_s or inf))
 
 
 def _targets(problem: ServingProblem) -> str:
     work = problem.workload
-    wanted = [("TTFT", work.ttft_s), ("TPOT", work.tpot_s)]
-    text = " and ".join(f"{name} {format_seconds(target)}" for name, target in wanted if target is not None)
+    targets = [("TTFT", work.ttft_s), ("TPOT", work.tpot_s)]
+    text = " and ".join(f"{name} {format_seconds(target)}" for name, target in targets if target is not None)
     return f"no configuration of {problem.model.name} reaches {text}"
 
 
@@ -269,8 +269,8 @@ def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
         sized = replace(problem, slice=slice_)
         if prefill:
             placement, seconds = best_prefill(sized, prefill)
-            held = sized.memory(placement, 1.0, prefilling=True, generating=False)
-            if float(held.total) <= sized.capacity:
+            memory = sized.memory(placement, 1.0, prefilling=True, generating=False)
+            if float(memory.total) <= sized.capacity:
                 count, wait = _prefill_servers(seconds, rate, work.ttft_s)
                 prefills.append(
                     _FleetServer(
@@ -328,16 +328,16 @@ def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator
     room = [(placement, most) for placement in placements if (most := most_sequences(problem, placement))]
     if not room:
         return
-    given = problem.workload.batch_seqs
+    batch_seqs = problem.workload.batch_seqs
     batches = batch_grid(max(most for _, most in room))
     # A third of the grid: steps of a quarter in the batch are fine enough to compare fleets.
     chosen = batches[sorted({*range(0, len(batches), 3), len(batches) - 1})]
-    found = sweep_generate(
-        problem, [placement for placement, _ in room], chosen if given is None else np.array([float(given)])
+    swept = sweep_generate(
+        problem, [placement for placement, _ in room], chosen if batch_seqs is None else np.array([float(batch_seqs)])
     )
-    for at, batch in enumerate(found.batches):
-        if np.isfinite(found.fastest_s[at]):
-            yield found.best(at), int(batch), float(found.fastest_s[at])
+    for at, batch in enumerate(swept.batches):
+        if np.isfinite(swept.fastest_s[at]):
+            yield swept.best(at), int(batch), float(swept.fastest_s[at])
 
 
 def _prefill_servers(seconds: float, rate: float | None, target_s: float | None) -> tuple[float, float]:
@@ -358,7 +358,7 @@ def _whole(count: float, rate: float | None) -> float:
 
 
 def _best(servers: Sequence[_FleetServer], target_s: float | None) -> list[_FleetServer]:
-    """Of those within the target the one of fewest chips, or else the fastest; and the fastest of all."""
+    """The server of fewest chips within the target, if there is one, and the fastest of all."""
     within = [server for server in servers if target_s is None or server.latency_s <= target_s]
     fastest = min(servers, key=lambda server: server.latency_s)
     if not within:

@@ -15,14 +15,15 @@ from typing import Literal
 
 import numpy as np
 
-from rooftop.arrays.rules import Rules
+from rooftop.arrays.rules import BATCH_AXES, Rules
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models import ModelConfig
+from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.plan.serving.placement import Placed
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.plan.shapes import MatmulShape, attention_matmuls, mlp_matmuls
+from rooftop.plan.shapes import mlp_matmuls
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts
 
@@ -51,12 +52,12 @@ class Phase:
         return self.placement.ways(axes)
 
     def splits(self, *axes: str) -> bool:
-        """Whether there are several devices along mesh axes together, in any of the placements."""
+        """True if there are several devices along mesh axes together, in any of the placements."""
         return bool(np.any(self.ways(*axes) > 1))
 
     @property
     def generating(self) -> bool:
-        """Whether this is generation."""
+        """True when generating."""
         return self.phase == "generate"
 
     @property
@@ -71,7 +72,7 @@ class Phase:
 
     @cached_property
     def rates(self) -> Rates:
-        """What one device computes and moves per second."""
+        """Rates of one device."""
         return Rates.of(self.placement.slice.chip)
 
     @cached_property
@@ -86,18 +87,23 @@ class Phase:
         return np.maximum(self.model.kv_heads / self.ways("tensor"), 1.0)
 
     @cached_property
+    def kind(self) -> AttentionKind:
+        """The model's kind of attention."""
+        return attention_kind(self.model)
+
+    @cached_property
+    def _projections(self) -> AttentionMatmuls:
+        return self.kind.matmuls(np.float64(self.split), np.float64(self.kv_heads))  # type: ignore[arg-type]
+
+    @cached_property
     def attention(self) -> list[MatmulShape]:
-        """Projections into attention on one device, MLA's latents first."""
-        found = attention_matmuls(self.model, np.float64(self.split))  # type: ignore[arg-type]
-        if self.model.mla is not None:
-            return [*found.latent, *found.into]
-        heads = self.model.heads / self.split + 2 * self.kv_heads
-        return [MatmulShape(np.float64(self.model.d_model), np.float64(heads * self.model.d_head))]  # type: ignore[arg-type]
+        """Projections into attention on one device, those to latents first."""
+        return [*self._projections.latent, *self._projections.into]
 
     @cached_property
     def attention_out(self) -> list[MatmulShape]:
         """The projection out of attention on one device."""
-        return list(attention_matmuls(self.model, np.float64(self.split)).out)  # type: ignore[arg-type]
+        return list(self._projections.out)
 
     def mlp(self, hidden: float) -> tuple[list[MatmulShape], list[MatmulShape]]:
         """Matmuls into an MLP of ``hidden`` columns, and out of it, on one device."""
@@ -112,7 +118,7 @@ class Phase:
         return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways("expert")
 
     def weight_bytes(self, matmuls: Sequence[MatmulShape], dtype: str | None = None) -> tuple[Number, Number]:
-        """Bytes of matrices and of their scales on one device: D is split over ``fsdp`` besides."""
+        """Bytes of matrices and of their scales on one device: D is also split over ``fsdp``."""
         kind = dtype or self.numerics.weights
         elements = [m.parameters / self.ways("fsdp") for m in matmuls]
         scales = (self.numerics.weight_scale_bytes(m.k, kind) for m in matmuls)
@@ -120,8 +126,9 @@ class Phase:
 
     @cached_property
     def cache_share(self) -> Number:
-        """Share of the heads of a token's KV on a device; a latent (MLA) is copied over ``tensor``."""
-        return 1.0 if self.model.mla is not None else self.kv_heads / self.model.kv_heads
+        """Share of the heads of a token's KV on a device; a cache without heads is copied over ``tensor``."""
+        heads = self.kind.cached_heads
+        return 1.0 if heads is None else self.kv_heads / heads
 
     def cached_bytes(self, context: Number, *, stored: bool) -> Number:
         """Bytes of KV of a sequence of ``context`` tokens: see ``cached_bytes``."""
@@ -129,7 +136,7 @@ class Phase:
 
     def sequences(self, batch: Number) -> Number:
         """Sequences of ``batch`` whose KV the busiest device has a part of; a sequence split counts as its part."""
-        spread = self.ways("data", "expert", "fsdp")
+        spread = self.ways(*BATCH_AXES)
         if not self.generating:
             return np.ceil(batch / self.ways("data")) / self.ways("expert", "context")
         if self.placement.kv_split == "seq":
@@ -202,7 +209,7 @@ def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number,
 
 
 def serving_rules(*, generating: bool) -> Rules:
-    """Where a serving program's arrays live. D of a weight is on fsdp, where it stays (2-D weight-stationary)."""
+    """Sharding rules of a serving program. D of a weight is on fsdp, where it stays (2-D weight-stationary)."""
     columns = ("context", "tensor") if generating else ("tensor",)
     split = {"heads": columns, "kv_heads": ("tensor",), "mlp": columns, "vocab": columns, "expert": ("expert",)}
     return Rules(

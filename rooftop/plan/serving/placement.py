@@ -1,4 +1,4 @@
-"""Where a phase of serving runs: one mesh, or several that are priced at once.
+"""Placements of a phase of serving: one mesh, or several that are priced at once.
 
 Of several, ways and prices are arrays [P, 1], which broadcast with batch sizes [B]; each formula of a phase holds for
 either.
@@ -24,7 +24,7 @@ from rooftop.roofline.collectives import Price, price
 
 
 class Placed(Protocol):
-    """What a phase asks of where it runs."""
+    """The interface of one placement or of several."""
 
     @property
     def slice(self) -> Slice:
@@ -45,13 +45,13 @@ class Placed(Protocol):
         ...
 
     def joined(self) -> Placed:
-        """The same devices with context and tensor as one tensor axis: they lie side by side."""
+        """The same devices with context and tensor merged into one tensor axis: the two are adjacent."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a phase runs: a mesh, and what of the cache ``context`` splits: 'batch' or 'seq'."""
+    """The mesh of a phase, and the part of the cache that ``context`` splits: 'batch' or 'seq'."""
 
     mesh: Mesh
     kv_split: KvSplit = "batch"
@@ -98,9 +98,9 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Placements:
-    """Several meshes [P] of one slice, of which a phase's rows are the same but for their figures.
+    """Several meshes [P] of one slice that are priced together: rows have the same structure, figures are [P, 1].
 
-    That is so where all or none split D over ``fsdp``, and all or none have an ``expert`` axis.
+    All or none of them split D over ``fsdp``, and all or none have an ``expert`` axis.
     """
 
     meshes: Sequence[Mesh]
@@ -113,18 +113,18 @@ class Placements:
 
     @cached_property
     def _pieces(self) -> dict[str, tuple[Ints, Ints]]:
-        """Of each mesh axis its sizes and strides along the physical axes, [P, physical]; 1 where it is not."""
+        """Sizes and strides of each mesh axis along the physical axes, [P, physical]; 1 where it is not used."""
         position = {axis.name: at for at, axis in enumerate(self.slice.physical_axes)}
         shape = len(self.meshes), len(position)
-        found: dict[str, tuple[Ints, Ints]] = {}
+        pieces_of: dict[str, tuple[Ints, Ints]] = {}
         for row, mesh in enumerate(self.meshes):
             for name, pieces in mesh.axes.items():
-                if name not in found:
-                    found[name] = np.ones(shape, np.int64), np.ones(shape, np.int64)
+                if name not in pieces_of:
+                    pieces_of[name] = np.ones(shape, np.int64), np.ones(shape, np.int64)
                 for piece in pieces:
-                    found[name][0][row, position[piece.axis]] = piece.size
-                    found[name][1][row, position[piece.axis]] = piece.stride
-        return found
+                    pieces_of[name][0][row, position[piece.axis]] = piece.size
+                    pieces_of[name][1][row, position[piece.axis]] = piece.stride
+        return pieces_of
 
     def span(self, axes: Iterable[str]) -> AxisSpan:
         """``Mesh.span`` of every mesh, arrays [P, physical]."""
@@ -167,7 +167,7 @@ class Placements:
 
 
 def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
-    """Placements of one slice as few that are priced at once: which of them, and these."""
+    """Group placements of one slice that can be priced together: indices and the group."""
     groups: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
     for at, each in enumerate(placements):
         kind = each.ways(("fsdp",)) > 1, each.ways(("expert",)) > 1

@@ -69,7 +69,7 @@ class ServingPlan:
 
     @cached_property
     def prefill_s(self) -> float:
-        """Expected seconds of one prompt's prefill: what the prefix cache has is read, a draft model prefills too."""
+        """Expected seconds of one prompt's prefill: the cached part is read, a draft model prefills too."""
         return self.problem.prompt_s(self.prefill_on)
 
     @cached_property
@@ -86,8 +86,8 @@ class ServingPlan:
     def tpot_s(self) -> float:
         """Time per output token (see DEFINITIONS).
 
-        Interleaved, the prefills of the other sequences of the batch stand between two tokens: (B - 1)/G of them each.
-        Disaggregated, the KV's transfer stands between the first and the second token.
+        Interleaved, the prefills of the other sequences of the batch come between two tokens: (B - 1)/G of them each.
+        Disaggregated, the KV's transfer comes between the first and the second token.
         """
         out = self.problem.workload.generate
         if self.problem.mode == "interleaved":
@@ -108,7 +108,7 @@ class ServingPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the batch stays within the device's HBM."""
+        """True if the batch stays within the device's HBM."""
         return float(self.memory.total) <= self.problem.capacity
 
     @cached_property
@@ -147,10 +147,10 @@ class ServingPlan:
         prices = self.problem.prefill_server.price_usd_per_hour, self.problem.slice.price_usd_per_hour
         prompts_per_s = 1 / self.prefill_s
         rates = self.problem.workload.prompt * prompts_per_s, self.tokens_per_s
-        found = (
+        costs = (
             None if price is None else price / 3600 / rate * 1e6 for price, rate in zip(prices, rates, strict=True)
         )
-        return dict(zip(("input", "output"), found, strict=True))
+        return dict(zip(("input", "output"), costs, strict=True))
 
     @cached_property
     def reasons(self) -> list[Reason]:
@@ -159,7 +159,7 @@ class ServingPlan:
 
     @cached_property
     def spec(self) -> ServingSpec:
-        """What an engine is asked for."""
+        """The engine that the plan asks for."""
         problem, numerics = self.problem, self.problem.numerics
         return ServingSpec(
             model=problem.model,
@@ -177,13 +177,13 @@ class ServingPlan:
 
     @cached_property
     def obstacles(self) -> list[str]:
-        """Why no engine runs the plan as it stands; empty if one does."""
+        """Reasons why no program runs the plan as it stands; empty if one does."""
         if self.problem.book:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
         return list(obstacles(SERVING, self.spec))
 
     def step_times(self) -> PlannedTimes:
-        """What any step of these servers takes: what a simulation of requests asks.
+        """Seconds of any step of these servers, for a simulation of requests.
 
         Raises RooftopError on a plan with a draft model, whose rounds yield a number of tokens that varies.
         """
@@ -193,7 +193,7 @@ class ServingPlan:
         return PlannedTimes(self.problem, self.generate_on, self.prefill_on, rate)
 
     def require_fit(self) -> None:
-        """Raises Infeasible, saying what HBM is left for the cache, if an engine would not admit the batch."""
+        """Raises Infeasible, with the HBM that is left for the cache, if an engine would not admit the batch."""
         if self.fits:
             return
         problem, memory = self.problem, self.memory
@@ -247,7 +247,7 @@ class ServingPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The plan without what a search adds: see ``ServingAnswer``."""
+        """The plan as plain JSON values; ``ServingAnswer`` adds the results of the search."""
         problem, work = self.problem, self.problem.workload
         prefill_busy = _busy(self.prefill)
         mesh = self.generate_on.mesh
@@ -316,7 +316,7 @@ class ServingPlan:
         }  # fmt: skip
 
     def _draft(self) -> dict[str, Any] | None:
-        """The draft model, what both models take in a round, and what it gains in tokens/s."""
+        """The draft model, the seconds of both models in a round, and the gain in tokens/s."""
         problem, draft = self.problem, self.problem.draft
         if draft is None:
             return None
@@ -333,7 +333,7 @@ class ServingPlan:
         }
 
     def _prefix_cache(self) -> dict[str, Any]:
-        """What the prefix cache saves, and how many prompts' KV the hosts' memory holds."""
+        """Seconds that the prefix cache saves, and the prompts whose KV the hosts' memory holds."""
         problem = self.problem
         cold = replace(problem, workload=replace(problem.workload, hit_rate=0.0)).prompt_s(self.prefill_on)
         memory = None if problem.host_bytes is None else problem.host_bytes * problem.prefill_server.hosts

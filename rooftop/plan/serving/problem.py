@@ -1,4 +1,4 @@
-"""A serving problem: what is given, which placements there are, and what each takes and holds."""
+"""A serving problem: its input, its placements, and the time and memory of each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ServingMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingProblem:
-    """What a serving plan is made for.
+    """The input of a serving plan.
 
     ``slice`` is a generate server, and a prefill server too unless ``prefill_slice`` is (of the same chip). KV goes
     from one to the other over ``link``. ``axes`` and ``kv_split`` fix where generation runs, ``prefill_axes`` where
@@ -106,12 +106,12 @@ class ServingProblem:
 
     @property
     def book(self) -> bool:
-        """Whether the book's arithmetic is asked for."""
+        """True with the book's arithmetic."""
         return self.bounds == "book"
 
     @cached_property
     def rates(self) -> Rates:
-        """What one device computes and moves per second."""
+        """Rates of one device."""
         return Rates.of(self.slice.chip)
 
     @property
@@ -140,8 +140,8 @@ class ServingProblem:
     @cached_property
     def params(self) -> tuple[int, int]:
         """Parameters in all, and those that one token uses."""
-        found = count_params(self.model)
-        return found.total, found.active
+        count = count_params(self.model)
+        return count.total, count.active
 
     def phase(self, phase: ServingPhase, placement: Placed, tokens: Number, model: ModelConfig | None = None) -> Phase:
         """A phase of this problem, of the draft model if one is given."""
@@ -177,7 +177,7 @@ class ServingProblem:
         return price_serving(prefill_work(phase, before), placement, self.rates, self.assumptions)
 
     def prompt_s(self, placement: Placement) -> float:
-        """Expected seconds until a prompt is prefilled: what the cache has is read, then the models run."""
+        """Expected seconds until a prompt is prefilled: the cached part is read, then the models run."""
         new = float(self.workload.new_prompt_tokens)
         before = self.workload.prompt - new
         models = [self.model] if self.draft is None else [self.model, self.draft.model]
@@ -201,40 +201,40 @@ class ServingProblem:
         if self.book:
             devices = placement.slice.devices
             kv = batch * kv_cache_bytes(self.model, self.numerics.kv, self.held_tokens) / devices
-            held_weights = self.params[0] * self.numerics.weight_bytes / devices
-            return ServingMemory(weights=held_weights, scales=0.0, kv=kv, activations=0.0)
+            weights_bytes = self.params[0] * self.numerics.weight_bytes / devices
+            return ServingMemory(weights=weights_bytes, scales=0.0, kv=kv, activations=0.0)
         phase = self.phase("generate" if generating else "prefill", placement, batch if generating else 1.0)
-        held = self.held_tokens if generating else float(self.workload.prompt)
+        tokens = self.held_tokens if generating else float(self.workload.prompt)
         activations: Number = phase.activation_bytes if generating else 0.0
         if prefilling:
             whole = self.phase("prefill", placement.joined() if generating else placement, self.workload.prompt)
             activations = np.maximum(activations, whole.activation_bytes)
         weights, scales = phase.device_weight_bytes
-        kv = phase.device_kv_bytes(batch, held, stored=True)
+        kv = phase.device_kv_bytes(batch, tokens, stored=True)
         if self.draft is not None:
-            # A draft model lies beside the large one, as it is split, and has a cache of its own.
+            # A draft model is split as the large one is, and has a cache of its own.
             small = replace(phase, model=self.draft.model)
             draft_weights, draft_scales = small.device_weight_bytes
             weights, scales = weights + draft_weights, scales + draft_scales
-            kv = kv + small.device_kv_bytes(batch, held, stored=True)
+            kv = kv + small.device_kv_bytes(batch, tokens, stored=True)
         plain = kv / (1 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes)
         return ServingMemory(weights=weights, scales=scales + kv - plain, kv=plain, activations=activations)
 
     def generate_placements(self) -> list[Placement]:
-        """Where a step may run, fewest ways first: every split of the slice that divides heads and hidden columns."""
+        """Placements of a step, fewest ways first: every split of the slice that divides heads and hidden columns."""
         if self.book:
             return [Placement(mesh=_lay(self.slice, {"tensor": self.slice.devices}))]
-        found = []
+        placements = []
         for sizes in self._sizes(
             self.slice, self.axes, ("fsdp", "expert", "context", "tensor"), self._divides_generate
         ):
             splits = [self.kv_split or "batch"] if sizes["context"] == 1 or self.kv_split else list(KV_SPLITS)
             mesh = _lay(self.slice, sizes)
-            found += [Placement(mesh=mesh, kv_split=split) for split in splits]
-        return found
+            placements += [Placement(mesh=mesh, kv_split=split) for split in splits]
+        return placements
 
     def prefill_placements(self) -> list[Placement]:
-        """Where a prefill may run: tensor, expert and sequence sharding."""
+        """Placements of a prefill: tensor, expert and sequence sharding."""
         if self.book or self.assumptions.mfu is not None:
             return [Placement(mesh=_lay(self.prefill_server, {"tensor": self.prefill_server.devices}))]
         return [
@@ -245,7 +245,7 @@ class ServingProblem:
         ]
 
     def shared_prefill(self, placement: Placement) -> Placement:
-        """Where a prefill runs on a generate server: on the same weights, whose columns stay where they are."""
+        """The placement of a prefill on a generate server: on the same weights, whose columns stay in place."""
         return placement if self.book else placement.joined()
 
     def _sizes(

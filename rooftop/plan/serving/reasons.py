@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count
+from rooftop.models.attention import attention_kind
 from rooftop.plan.reasons import Reason
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
@@ -66,15 +67,14 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
     )
     if problem.book:
         return
-    heads, ways = problem.model.kv_heads, placement.mesh.size("tensor")
+    heads, ways = attention_kind(problem.model).cached_heads, placement.mesh.size("tensor")
     split = placement.mesh.size("context")
-    whole = problem.model.mla is None
-    text = f"{heads} KV heads over {ways} ways" if whole else f"a latent that all heads share, over {ways} ways"
-    limit = heads if whole else 1
+    text = f"a latent that all heads share, over {ways} ways" if heads is None else f"{heads} KV heads over {ways} ways"
+    limit = heads or 1
     yield Reason(
         rule="the cache is not copied",
         source="chapter 7",
-        formula="tensor <= KV heads" if whole else "tensor <= 1: a latent has no heads",
+        formula="tensor <= KV heads" if heads else "tensor <= 1: a latent has no heads",
         value=float(limit),
         limit=float(ways),
         text=f"{text}: {'no copies' if ways <= limit else f'{ways / limit:g} copies of each'}"

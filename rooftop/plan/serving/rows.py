@@ -14,9 +14,10 @@ import numpy as np
 
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
+from rooftop.models.attention import MatmulShape
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
-from rooftop.plan.shapes import MatmulShape, attended_pairs, attention_head_sizes
+from rooftop.plan.shapes import attended_pairs
 from rooftop.roofline.achievable import kernel_flops
 
 
@@ -53,23 +54,19 @@ def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> fl
 
 def _embed(phase: Phase) -> list[Work]:
     rows = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES
-    found = Transfer("all_gather", phase.columns, rows, "critical")
-    return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=(found,), formula="rows looked up and gathered")]
+    gather = Transfer("all_gather", phase.columns, rows, "critical")
+    return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=(gather,), formula="rows looked up and gathered")]
 
 
 def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
-    d_qk, d_v = attention_head_sizes(model)
+    d_qk, d_v = phase.kind.head_sizes
     heads = model.heads / phase.ways("tensor")
     # The part of a group's sequences that a device attends for: fsdp and context split the cache's tokens.
     sequences = phase.sequences(phase.tokens)
     kv = phase.device_kv_bytes(phase.tokens, context, stored=False) / layers
     seen = kv / (phase.cached_bytes(1.0, stored=False) / layers * phase.cache_share) * (1 + phase.guesses)
-    if model.mla is None:
-        flops = 2.0 * seen * heads * (d_qk + d_v)
-    else:
-        # The projections of keys and values are folded into the queries and outputs: all heads read the latent.
-        flops = 2.0 * seen * heads * (2 * model.mla.kv_rank + model.mla.d_rope)
+    flops = 2.0 * seen * heads * phase.kind.decode_width
     queries, outputs = (tokens * heads * size * ACTIVATION_BYTES for size in (d_qk, d_v))
     moved: tuple[Transfer, ...] = ()
     if phase.placement.kv_split == "seq":
@@ -102,7 +99,7 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
 
 def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work]:
     model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
-    d_qk, d_v = attention_head_sizes(model)
+    d_qk, d_v = phase.kind.head_sizes
     heads, ring = model.heads / phase.split, phase.ways("expert", "context")
     new = float(phase.tokens) / sequences
     here = float(np.ceil(sequences / phase.ways("data")))

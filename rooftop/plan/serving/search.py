@@ -1,4 +1,4 @@
-"""The search over placements and batches on one slice: what each takes, what fits, and which are worth having."""
+"""The search over placements and batches on one slice: time, memory, and the front of the best."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class GenerateSweep:
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
         """Candidates that stay within the device's memory, [P, B]."""
-        found: npt.NDArray[np.bool_] = self.memory_bytes <= self.problem.capacity
-        return found
+        fits: npt.NDArray[np.bool_] = self.memory_bytes <= self.problem.capacity
+        return fits
 
     @cached_property
     def fastest_s(self) -> Floats:
@@ -83,7 +83,7 @@ class RoundTimes:
 
 
 def round_times(problem: ServingProblem, placement: Placed, batch: Any) -> RoundTimes:
-    """What the draft model and the large one take in a round. The problem has a draft."""
+    """Seconds of the draft model and of the large one in a round. The problem has a draft."""
     draft = problem.draft
     assert draft is not None
     guess = problem.generate(placement, batch, model=draft.model).expected_s
@@ -152,8 +152,8 @@ def slices_of(like: Slice) -> list[Slice]:
         shapes += [(4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8)]
     if chip.kind == "gpu":
         shapes += [(max(shape[0] for shape in shapes), nodes) for nodes in (2, 4)]
-    found = [Slice(chip, shape) for shape in dict.fromkeys(shapes)]
-    return sorted(found, key=lambda slice_: (slice_.chips, slice_.shape))
+    slices = [Slice(chip, shape) for shape in dict.fromkeys(shapes)]
+    return sorted(slices, key=lambda slice_: (slice_.chips, slice_.shape))
 
 
 def pareto(
@@ -170,10 +170,10 @@ def pareto(
         most = max(most_sequences(sized, placement) for placement in placements)
         if most == 0:
             continue
-        found = sweep_generate(sized, placements, batch_grid(most))
+        swept = sweep_generate(sized, placements, batch_grid(most))
         best_rate = 0.0
-        for at in np.argsort(found.fastest_s, kind="stable"):
-            seconds, batch = float(found.fastest_s[at]), float(found.batches[at])
+        for at in np.argsort(swept.fastest_s, kind="stable"):
+            seconds, batch = float(swept.fastest_s[at]), float(swept.batches[at])
             rate = batch / seconds
             if not np.isfinite(seconds) or rate <= best_rate:
                 continue
@@ -186,7 +186,7 @@ def pareto(
                     "tokens_per_s": rate,
                     "tokens_per_s_per_chip": rate / problem.slice.chips,
                     "usd_per_million_tokens": None if price is None else price / 3600 / rate * 1e6,
-                    "mesh": {name: size for name, size in found.best(int(at)).mesh.shape.items() if size > 1},
+                    "mesh": {name: size for name, size in swept.best(int(at)).mesh.shape.items() if size > 1},
                 }
             )
     return points

@@ -1,4 +1,4 @@
-"""What a planned server takes for any step, in closed form: what a simulation asks a million times.
+"""Seconds of any step of a planned server, in closed form: a simulation asks a million times.
 
 The ledger of a step is affine in the tokens of KV that it reads (but for the latency that hides), and what does not
 depend on them depends on the batch, or on the new tokens of a prefill, alone: those are tabulated once.
@@ -14,12 +14,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.arrays.rules import BATCH_AXES
 from rooftop.capabilities import PAGE_TOKENS
+from rooftop.models.attention import attention_kind
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.rows import chunk_pairs
-from rooftop.plan.shapes import attention_head_sizes
 
 #: Batches whose step is tabulated; a larger one is priced when it is asked for.
 TABULATED = 1024
@@ -45,7 +46,7 @@ class PlannedTimes:
         )
         self._spread = 1 if problem.book else _batch_spread(generate)
         self._windows = _windows(problem)
-        # With no latency hidden a step is affine in the context; what hides is the smaller of latency and streams.
+        # With no latency hidden a step is affine in the context; the smaller of latency and streams is hidden.
         shares = dict(problem.assumptions.shares)
         self._plain = replace(problem, assumptions=ServingAssumptions(shares={**shares, "latency": 0.0}))
         self._waiting = replace(
@@ -75,7 +76,7 @@ class PlannedTimes:
 
     @cached_property
     def prefill_kv_tokens(self) -> int:
-        """The same of a prefill server."""
+        """Tokens whose KV fits a prefill server."""
         if self._problem.mode == "interleaved":
             return self.kv_tokens
         return self._room(self._prefill_times.placement, generating=False)
@@ -87,7 +88,7 @@ class PlannedTimes:
 
     @property
     def prefill_kv_groups(self) -> int:
-        """The same of a prefill server, which splits the tokens of a sequence over all axes but data."""
+        """Groups of a prefill server, which splits the tokens of a sequence over all axes but data."""
         if self._problem.mode == "interleaved":
             return self._spread
         return self._prefill_times.placement.mesh.size("data")
@@ -108,7 +109,7 @@ class PlannedTimes:
         return base + read * self._token_s - self._hidden * min(waits, streams + read * self._stream_s)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """A step that prefills chunks and generates beside them: one pass over the weights for all of their tokens."""
+        """A step that prefills chunks and generates: one pass over the weights for all of their tokens."""
         return self._mixed_times.seconds(chunks, batch) + (
             self._read(batch, context_tokens) * self._token_s if batch else 0.0
         )
@@ -128,7 +129,7 @@ class PlannedTimes:
         return int(host_bytes * hosts / self._stored_per_token)
 
     def _without_cache(self, batches: npt.NDArray[np.float64]) -> list[tuple[float, float, float]]:
-        """By batch, of a step without a cache: its seconds, those of collectives' latency, those of HBM streams."""
+        """Seconds of a step without a cache by batch: in all, of the collectives' latency, of HBM streams."""
         plain = self._plain.generate(self._generate, batches, context=0.0)
         waiting = self._waiting.generate(self._generate, batches, context=0.0)
         waits = sum((row.count * one.exposed_s for row in waiting for one in row.collectives), 0.0)
@@ -147,18 +148,18 @@ class PlannedTimes:
     @cached_property
     def _stored_per_token(self) -> float:
         problem = self._problem
-        held = problem.held_tokens
+        tokens = problem.held_tokens
         phase = problem.phase("generate", self._generate, 1.0)
-        return float(phase.cached_bytes(held, stored=True)) / held
+        return float(phase.cached_bytes(tokens, stored=True)) / tokens
 
     def _room(self, placement: Placement, *, generating: bool) -> int:
         problem, many = self._problem, 2.0**20
         both = {"prefilling": problem.mode == "interleaved" or not generating, "generating": generating}
         empty, full = (problem.memory(placement, batch, **both) for batch in (0.0, many))
-        # Activations are those of the batch that fits, which is small beside its cache: one sequence's are taken.
+        # Activations are those of the batch that fits, which is small next to its cache: one sequence's are taken.
         working = float(problem.memory(placement, 1.0, **both).activations)
-        held = problem.held_tokens if generating else problem.workload.prompt
-        per_token = (full.total - full.activations - empty.total + empty.activations) / many / held
+        tokens = problem.held_tokens if generating else problem.workload.prompt
+        per_token = (full.total - full.activations - empty.total + empty.activations) / many / tokens
         left = problem.capacity - float(empty.total - empty.activations) - working
         return max(0, int(left / float(per_token)))
 
@@ -199,14 +200,14 @@ class _PrefillTimes:
 
     def _seconds_per_pair(self, problem: ServingProblem) -> float:
         phase = problem.phase("prefill", self.placement, 1.0)
-        d_qk, d_v = attention_head_sizes(problem.model)
+        d_qk, d_v = attention_kind(problem.model).head_sizes
         scores = problem.model.heads / phase.split / phase.ways("expert", "context") * problem.model.layers
         return float(problem.rates.attention_s(scores, d_qk, d_v, backward=False))
 
 
 def _batch_spread(placement: Placement) -> int:
     """Ways in which whole sequences are spread over devices."""
-    spread = placement.mesh.size("data", "expert", "fsdp")
+    spread = placement.mesh.size(*BATCH_AXES)
     return spread if placement.kv_split == "seq" else spread * placement.mesh.size("context")
 
 

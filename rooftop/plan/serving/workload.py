@@ -1,4 +1,4 @@
-"""What is to be served, in which number formats, with which draft model: the part of a plan that the user decides."""
+"""A serving workload, its number formats and draft model: the part of a plan that the user decides."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models import ModelConfig
+from rooftop.models.attention import attention_kind
 from rooftop.roofline.rules import speculated_tokens
 
 #: Bytes of one scale of a quantised weight or cache entry: bf16.
@@ -122,7 +123,7 @@ class ServingNumerics:
         """Bytes of scales per element of the cache: one scale for each head's key and value, or for a latent."""
         if self.kv_bytes >= SCALE_BYTES:
             return 0.0
-        return SCALE_BYTES / (model.d_head if model.mla is None else model.mla.kv_rank + model.mla.d_rope)
+        return SCALE_BYTES / attention_kind(model).cached_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class DraftModel:
         return speculated_tokens(self.length, self.acceptance)
 
     def to_json(self) -> dict[str, Any]:
-        """What a plan.json says of it."""
+        """The draft model as plain JSON values."""
         return {
             "model": self.model.name,
             "config": self.model.to_json(),

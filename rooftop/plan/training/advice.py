@@ -143,7 +143,7 @@ def _runnable(plan: TrainingPlan) -> Problem:
 
 
 def _smaller_shapes(slice_: Slice) -> list[tuple[int, ...]]:
-    """Shapes within the slice whose sides are powers of two, the largest first: what even splits ask for."""
+    """Shapes within the slice whose sides are powers of two, the largest first: they split evenly."""
     sides = [[2**power for power in range(side.bit_length()) if 2**power <= side] for side in slice_.shape]
     shapes = [shape for shape in product(*sides) if shape != slice_.shape]
     return sorted(shapes, key=lambda shape: -int(np.prod(shape)))[:8]

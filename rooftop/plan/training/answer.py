@@ -43,17 +43,17 @@ class TrainingAnswer:
 
 def plan_training(problem: Problem, *, alternatives: int = 5) -> TrainingAnswer:
     """Search and answer. Raises RooftopError on sizes that cannot be."""
-    found = sweep(problem)
-    best = _plan(found, found.best)
+    searched = sweep(problem)
+    best = _plan(searched, searched.best)
     return TrainingAnswer(
         plan=best,
-        alternatives=[_plan(found, candidate) for candidate in found.alternatives(alternatives)],
-        what_if=what_if(found, best),
+        alternatives=[_plan(searched, candidate) for candidate in searched.alternatives(alternatives)],
+        what_if=what_if(searched, best),
         nearest_executable=nearest_executable(best) if best.obstacles else None,
-        searched=found.searched,
+        searched=searched.searched,
     )
 
 
-def _plan(found: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
-    only = found.only(candidate)
-    return TrainingPlan(problem=found.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+def _plan(searched: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
+    only = searched.only(candidate)
+    return TrainingPlan(problem=searched.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])

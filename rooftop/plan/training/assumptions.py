@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.plan.pricing import Hiding, parse_shares, require_shares
+from rooftop.plan.pricing import parse_shares, require_shares
 from rooftop.roofline.overlap import Overlap
 
 #: Largest share of each transfer's time that can overlap computation, unless a schedule of the compiler says otherwise
 #: (``rooftop.roofline.overlap`` has the first two by chip). A collective between two dependent matmuls is exposed
 #: unless it is written as a collective matmul. ``context`` and ``stage`` are written to overlap;
 #: their 0.9 is assumed, not measured.
-HIDDEN: Mapping[Hiding, float] = MappingProxyType(
+HIDDEN: Mapping[str, float] = MappingProxyType(
     {
         "weight_gather": 1.0,
         "gradient_scatter": 1.0,

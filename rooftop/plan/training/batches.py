@@ -31,7 +31,7 @@ class BatchCurve:
     """One strategy, a mesh and a choice, over batches: arrays [n] of a step's tokens, and of its seconds on one device.
 
     ``compute_s`` is the matrix unit's at its peak, ``network_s`` all collectives one after another at the links' peak,
-    ``expected_s`` the step with what overlaps; ``memory_bytes`` what a device holds.
+    ``expected_s`` the step with its overlaps, ``memory_bytes`` the bytes of a device.
     """
 
     mesh: Mesh
@@ -92,7 +92,7 @@ def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapp
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """What ``BatchCurve`` has, of every layout: arrays [layouts, batches]."""
+    """The curves of every layout, arrays [layouts, batches]."""
 
     compute_s: Floats
     network_s: Floats
@@ -134,23 +134,23 @@ def book_meshes(problem: Problem) -> list[dict[str, int]]:
     outer = {"data": slices} if slices > 1 else {}
     most = gcd(devices, gcd(problem.model.heads, problem.model.d_ff))
     tensors = [2**power for power in range(1, most.bit_length()) if most % 2**power == 0]
-    found: list[dict[str, int]] = [{"data": slices * devices}, outer | {"fsdp": devices}]
-    found += [outer | {"fsdp": devices // ways, "tensor": ways} for ways in tensors]
-    return [{name: size for name, size in shape.items() if size > 1} for shape in found]
+    shapes: list[dict[str, int]] = [{"data": slices * devices}, outer | {"fsdp": devices}]
+    shapes += [outer | {"fsdp": devices // ways, "tensor": ways} for ways in tensors]
+    return [{name: size for name, size in shape.items() if size > 1} for shape in shapes]
 
 
 def _of_shapes(problem: Problem, meshes: Sequence[Mapping[str, int]]) -> tuple[Layouts, Ints]:
     """All layouts of the mesh shapes, those of one shape together, and where each shape's begin."""
     names = [name for name in AXES if any(name in shape for shape in meshes)]
     layouts = enumerate_layouts(problem.slice, names, {})
-    found = [
+    by_shape = [
         np.flatnonzero(np.all(layouts.devices == [shape.get(name, 1) for name in AXES], axis=1)) for shape in meshes
     ]
-    found = [members for members in found if len(members)]
-    if not found:
+    by_shape = [members for members in by_shape if len(members)]
+    if not by_shape:
         raise RooftopError("mesh", problem.slice.name, "a slice on which data, FSDP and tensor axes can be laid")
-    starts = np.cumsum([0, *(len(members) for members in found[:-1])])
-    return layouts[np.concatenate(found)], starts
+    starts = np.cumsum([0, *(len(members) for members in by_shape[:-1])])
+    return layouts[np.concatenate(by_shape)], starts
 
 
 def _fastest(seconds: Floats, starts: Ints) -> Ints:

@@ -1,4 +1,4 @@
-"""Bytes per device of a training step, by class; formulas follow what XLA was seen to hold at the peak."""
+"""Bytes per device of a training step, by class; formulas follow the peaks of programs that XLA compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import LOSS_CHUNK
-from rooftop.plan.shapes import attention_head_sizes
+from rooftop.models.attention import attention_kind
 from rooftop.plan.training.step import TrainingStep
 
 
@@ -31,26 +31,26 @@ class Memory:
 
 
 def training_memory(step: TrainingStep) -> Memory:
-    """What a device holds at the peak of a step.
+    """Bytes of a device at the peak of a step.
 
     State is split over fsdp, tensor, expert and stage, and saved activations of every layer are alive at the start of
     the backward pass. The peak is one of two moments: the loss, when no layer has a gradient yet, or the backward pass
     of the last layer, when the layers' gradients have their place and the table's copies in the compute dtype are gone.
     """
     strategies, numerics = step.strategies, step.numerics
-    held = sum(step.held_parameters.values(), np.float64(0.0))
+    elements = sum(step.held_parameters.values(), np.float64(0.0))
     vocab = step.held_parameters["vocab"]
     tables = 1 if step.model.tied_embeddings else 2
-    weights = held * numerics.weight_bytes
+    weights = elements * numerics.weight_bytes
     # Sums over microbatches are kept in float32.
-    sums = np.where(strategies.microbatches > 1, 4.0, 0.0) * held
-    gradients = sums + numerics.gradient_bytes * (held - vocab + vocab / tables)
+    sums = np.where(strategies.microbatches > 1, 4.0, 0.0) * elements
+    gradients = sums + numerics.gradient_bytes * (elements - vocab + vocab / tables)
     copies = vocab * (numerics.weight_bytes - dtype_bytes(numerics.weights))
     loss, layer = _loss(step), _layer_backward(step)
     at_loss = weights + sums + loss > weights - copies + gradients + layer
     return Memory(
         weights=np.where(at_loss, weights, weights - copies),
-        optimizer=held * numerics.optimizer_bytes,
+        optimizer=elements * numerics.optimizer_bytes,
         gradients=np.where(at_loss, sums, gradients),
         activations=saved_bytes(step, "save"),
         workspace=np.where(at_loss, loss, layer),
@@ -59,10 +59,12 @@ def training_memory(step: TrainingStep) -> Memory:
 
 def book_memory(step: TrainingStep) -> Memory:
     """The book's arithmetic (chapters 5 and 6): bf16 weights, two float32 moments, saved activations, nothing else."""
-    held = sum(step.held_parameters.values(), np.float64(0.0))
-    zero = np.zeros_like(held)
+    elements = sum(step.held_parameters.values(), np.float64(0.0))
+    zero = np.zeros_like(elements)
     activations = saved_per_layer(step, "save") * step.layers * step.strategies.microbatches * step.tokens / step.tensor
-    return Memory(weights=2 * held, optimizer=8 * held, gradients=zero, activations=2 * activations, workspace=zero)
+    return Memory(
+        weights=2 * elements, optimizer=8 * elements, gradients=zero, activations=2 * activations, workspace=zero
+    )
 
 
 def saved_per_layer(step: TrainingStep, action: str) -> Number:
@@ -72,9 +74,9 @@ def saved_per_layer(step: TrainingStep, action: str) -> Number:
 
 
 def saved_bytes(step: TrainingStep, action: str) -> Number:
-    """Bytes of what a device holds under ``action``, of all its layers and the microbatches in flight, [C, K].
+    """Bytes of checkpoints on a device under ``action``, of its layers and the microbatches in flight, [C, K].
 
-    What layers keep that a pipeline's first stage or its last does alone, they keep within one task.
+    Layers that a pipeline's first or last stage does alone keep their checkpoints within one task.
     """
     alone, dense = step.layers_alone, step.dense_layers
     total: Number = 0.0
@@ -92,7 +94,7 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     """Elements per token of a dense layer and of one of experts under ``action``, [1, K]; 0 where there is none."""
     model, strategies = step.model, step.strategies
     # TPU kernels write heads of whole registers.
-    d_v, lanes = attention_head_sizes(model)[1], LANES if step.slice.chip.kind == "tpu" else 1
+    d_v, lanes = attention_kind(model).head_sizes[1], LANES if step.slice.chip.kind == "tpu" else 1
     padding = -(-d_v // lanes) * lanes / d_v - 1
     more = padding * strategies.kept(action, model, moe_layer=False, names=("attn_core",))
     return (
@@ -127,11 +129,11 @@ def _own(step: TrainingStep) -> Number:
 
 
 def _layer_backward(step: TrainingStep) -> Number:
-    """What the backward pass of one layer adds, as counted in the peaks of compiled programs (docs/compile.md).
+    """Bytes that the backward pass of one layer adds, as counted in peaks of compiled programs (docs/compile.md).
 
     Its weights as gathered over fsdp and the largest one's whole gradient; three arrays of hidden activations; five of
     the stream at the width of the matmuls' inputs (those of both blocks, their gradients, partial sums) and four as the
-    residual stream is split; queries, keys, values and output of attention; what experts were sent and send back.
+    residual stream is split; queries, keys, values and output of attention; tokens sent to experts and back.
     """
     model, sizes, moe = step.model, step.layer_parameters, step.model.moe
     weights, hidden, sent = sizes["attn"], 0.0, 0.0
@@ -145,9 +147,9 @@ def _layer_backward(step: TrainingStep) -> Number:
         sent = 2.0 * moe.active * model.d_model
         matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
     gathered = np.where(step.strategies.devices("fsdp") > 1, weights + matrix, 0.0)
-    d_qk, d_v = attention_head_sizes(model)
+    d_qk, d_v = attention_kind(model).head_sizes
     queries_and_keys = d_qk * (model.heads + model.kv_heads) + d_v * (model.heads + model.kv_heads)
-    # A ring has its running sums, and the keys and values on their way, beside them.
+    # A ring also has its running sums, and the keys and values in transit.
     ring = np.where(step.strategies.devices("context") > 1, 5.0 * model.heads * d_v, 0.0)
     inside = 3.0 * hidden + queries_and_keys + ring + sent
     streams = (5.0 * step.tensor + 4.0) * model.d_model

@@ -36,7 +36,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """One strategy for one job, and what it is expected to take.
+    """One strategy for one job, with its expected time and memory.
 
     MFU counts model FLOPs (causal attention, unembedding in, embedding lookup out, nothing recomputed) over peak.
     """
@@ -52,15 +52,15 @@ class TrainingPlan:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The planned ledger: scalar rows, those that do nothing left out."""
+        """The planned ledger: scalar rows, without those that take no time."""
         rows = (_shown_row(row, self.mesh) for row in training_ledger(self.step))
         return Ledger(tuple(row for row in rows if row.count and (row.expected_s or row.time_s)))
 
     @cached_property
     def memory(self) -> dict[str, float]:
         """Bytes per device by class, in the plan's bounds."""
-        found = self.problem.memory(self.step)
-        return {name: scalar(value) for name, value in asdict(found).items()}
+        memory = self.problem.memory(self.step)
+        return {name: scalar(value) for name, value in asdict(memory).items()}
 
     @property
     def memory_bytes(self) -> float:
@@ -69,7 +69,7 @@ class TrainingPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether it stays within the device's HBM."""
+        """True if the plan stays within the device's HBM."""
         return self.memory_bytes <= self.problem.capacity
 
     @property
@@ -122,7 +122,7 @@ class TrainingPlan:
 
     @cached_property
     def obstacles(self) -> list[str]:
-        """Why no program runs the plan as it stands; empty if one does."""
+        """Reasons why no program runs the plan as it stands; empty if one does."""
         return list(obstacles(TRAINING, self.spec))
 
     @cached_property
@@ -141,7 +141,7 @@ class TrainingPlan:
         return exposed | ({"idle": idle} if idle else {})
 
     def summary(self) -> dict[str, Any]:
-        """What tells this plan from another: mesh, remat, microbatches, time and memory."""
+        """The fields in which alternatives differ: mesh, remat, microbatches, time and memory."""
         return {
             "mesh": {name: size for name, size in self.mesh.shape.items() if size > 1},
             "layout": self.mesh.layout,
@@ -155,7 +155,7 @@ class TrainingPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The plan without what other candidates say (alternatives and what-if): see ``plan_training``."""
+        """The plan as plain JSON values; ``TrainingAnswer`` adds alternatives and advice."""
         problem, numerics = self.problem, self.problem.numerics
         parameters = count_params(problem.model)
         price = problem.slice.chip.price_usd_per_hour

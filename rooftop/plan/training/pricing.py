@@ -1,4 +1,4 @@
-"""From work to rows: what each row takes, and how much of its transfers hides behind computation.
+"""The expected time of each row of a training step, with the share of its transfers that computation hides.
 
 Within a phase group (forward; backward with what it recomputes) transfers off the critical path hide behind the
 group's computation, up to the share that the assumptions allow and to the time that there is to hide in.
@@ -17,7 +17,7 @@ from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.roofline.rates import Rates
 
-#: Whose computation a phase's transfers can hide behind; gradients are summed while the backward pass still runs.
+#: The pass whose computation can hide a phase's transfers; gradients are summed while the backward pass still runs.
 _WINDOW = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
 
 
@@ -52,7 +52,7 @@ def _time_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Number:
     kind = transfer.priced_as
     efficiency, start_s = rates.network_efficiency(kind), rates.collective_start_s
     prices = (strategies.price(kind, axis) for axis in transfer.axes)
-    return transfer.when * sum((found.expected_s(transfer.payload, efficiency, start_s) for found in prices), 0.0)
+    return transfer.when * sum((price.expected_s(transfer.payload, efficiency, start_s) for price in prices), 0.0)
 
 
 def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str]]:

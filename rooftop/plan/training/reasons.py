@@ -177,7 +177,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
 
 
 def shortfall(problem: Problem, classes: dict[str, float]) -> str:
-    """By how many bytes nothing fits, and in which class they are."""
+    """A sentence on the bytes that are missing, and the class that takes the most."""
     total = sum(classes.values())
     largest = max(classes, key=lambda name: classes[name])
     return (

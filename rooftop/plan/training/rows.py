@@ -1,6 +1,6 @@
 """The work of a training step, scope by scope: FLOPs, bytes and collectives of one device.
 
-Chapters 4 and 5 of the book. A collective stands in the scope of the matmul that it serves. Weights are gathered again
+Chapters 4 and 5 of the book. A collective is in the scope of the matmul that it serves. Weights are gathered again
 in the backward pass; that gather is part of the recompute phase, as a compiler sees it.
 """
 
@@ -14,15 +14,13 @@ import numpy as np
 from rooftop.arrays.rules import TOKEN_AXES
 from rooftop.core.ledger import Ledger, Number
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.scopes import Phase
 from rooftop.models.activations import POLICIES
+from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
-    MatmulShape,
-    attention_head_sizes,
-    attention_matmuls,
     mean_attended_pairs,
     mlp_matmuls,
-    parameters,
 )
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
@@ -73,7 +71,7 @@ def training_work(step: TrainingStep) -> list[Work]:
 
 
 def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
-    """Layers of both kinds, as often as each is done."""
+    """Work of dense layers and of layers of experts, each times its execution count."""
     work = _attention(step, dense + experts)
     if step.model.dense_layers:
         work += _mlp(step, dense)
@@ -110,10 +108,9 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
 
 def _attention(step: TrainingStep, count: Number) -> list[Work]:
     model, tensor, tokens = step.model, step.tensor, step.tokens
-    shapes = attention_matmuls(model, tensor)
-    d_qk, d_v = attention_head_sizes(model)
+    kind, shapes, kv_heads = attention_kind(model), step.attention, step.kv_heads
+    d_qk, d_v = kind.head_sizes
     heads = model.heads / tensor
-    kv_heads = np.maximum(model.kv_heads / tensor, 1.0)
     reference = step.assumptions.attention == "reference"
     block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
     pairs = mean_attended_pairs(model, step.workload.seq_len, block)
@@ -128,7 +125,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
     per_score = 12.0 if reference else 0.0
 
-    def core(phase: str, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
+    def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
         """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times."""
         executed = per_pair / (d_qk + d_v)
         return Work(
@@ -155,9 +152,9 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     # Keys and values go round, then their gradients; the first hop is the one that the recomputation has made.
     around = 2.0 - core_again / np.maximum(ring - 1, 1)
     out_again = recomputed("attn_out") * (1.0 if _post_norms(step) else recomputed("mlp_input"))
-    # MLA gathers what its latents hold, each of its down-projections being done where the tokens are.
+    # Down-projections to latents are done where the tokens are, and the latents are gathered.
     latents = sum(m.n for m in shapes.latent)
-    widths = model.d_model if model.mla is None or model.mla.q_rank is None else 0.0
+    widths = model.d_model if kind.gathers_stream else 0.0
     gathered = tokens * (widths + latents) * step.element_bytes
     return [
         *norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
@@ -277,7 +274,7 @@ def _head(step: TrainingStep) -> list[Work]:
     stream = step.tokens * model.d_model * step.element_bytes
     logits = step.tokens * model.vocab / step.tensor
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
-    sums = tuple(Transfer("all_reduce", ("tensor",), 4.0 * step.tokens * each, "tensor") for each in (1, 2))
+    sums = tuple(Transfer("all_reduce", ("tensor",), 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
     loss = Work(
         scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
@@ -303,21 +300,21 @@ def _head(step: TrainingStep) -> list[Work]:
 
 
 def _update(step: TrainingStep) -> list[Work]:
-    held = step.held_parameters
-    total = held["dense"] + held["experts"] + held["vocab"]
+    shards = step.held_parameters
+    total = shards["dense"] + shards["experts"] + shards["vocab"]
     gradient = dtype_bytes(step.numerics.gradients)
     partial = step.sequence_parameters
     sums = {
-        ("data", "context"): held["experts"],
-        ("data", "expert", "context"): held["dense"] + held["vocab"] - partial,
+        ("data", "context"): shards["experts"],
+        ("data", "expert", "context"): shards["dense"] + shards["vocab"] - partial,
         ("data", "expert", "context", "tensor"): partial,
     }
-    # Stages sum what expert and context hold copies of where it is made, and all of them hold some weights.
-    of_stages = {("data",): total, ("stage",): held["vocab"] + step.parameters_alone}
+    # Over stages, gradients of copies on expert and context are summed in the backward pass, where they are made.
+    of_stages = {("data",): total, ("stage",): shards["vocab"] + step.parameters_alone}
     reduce = tuple(
         Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce", when)
-        for found, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1.0))
-        for axes, elements in found.items()
+        for table, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1.0))
+        for axes, elements in table.items()
     )
     more = np.maximum(step.strategies.microbatches - 1, 0)
     return [
@@ -345,7 +342,7 @@ def _pipeline(step: TrainingStep) -> list[Work]:
 
 
 def _post_norms(step: TrainingStep) -> bool:
-    """Whether the outputs of attention and MLP are normalised before they are added: their norms read them again."""
+    """True if outputs of attention and MLP are normalised before they are added: their norms read them again."""
     return step.model.norms_per_layer == 4
 
 
@@ -377,7 +374,7 @@ def matmuls(
 
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
-    residual stream. ``copies`` are the axes besides data that have copies of the weights: in pipeline stages their
+    residual stream. ``copies`` are the axes, other than data, that hold copies of the weights: in pipeline stages their
     gradients are summed at once, elsewhere once a step.
     """
     if not each:
@@ -460,11 +457,11 @@ def offloads(step: TrainingStep, count: Number, made: Mapping[str, str], *, moe_
     own = step.tokens / step.tensor * step.element_bytes
     work = []
     for name, scope in made.items():
-        kept = step.strategies.kept("offload", step.model, moe_layer=moe_layer, names=(name,))
-        if kept.any():
+        offloaded = step.strategies.kept("offload", step.model, moe_layer=moe_layer, names=(name,))
+        if offloaded.any():
             formula = f"T elements of {name} to host memory and back"
             work += [
-                Work(scope=scope, phase=phase, count=count, host_bytes=kept * own, formula=formula)
+                Work(scope=scope, phase=phase, count=count, host_bytes=offloaded * own, formula=formula)
                 for phase in ("forward", "backward")
             ]
     return work

@@ -50,7 +50,7 @@ class Sweep:
     allowed: npt.NDArray[np.bool_]
     searched: int
     even: bool
-    """Whether the layouts split batch and model evenly, as a program needs."""
+    """True if the layouts split sequences and D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -72,15 +72,15 @@ class Sweep:
         ranked = np.argsort(score[np.arange(len(score)), chosen], kind="stable")
         devices = self.strategies.layouts.devices
         seen = {tuple(devices[self.best[0]])}
-        found: list[tuple[int, int]] = []
+        fastest: list[tuple[int, int]] = []
         for index in ranked:
             key = tuple(devices[index])
             if key not in seen and np.isfinite(score[index, chosen[index]]):
                 seen.add(key)
-                found.append((int(index), int(chosen[index])))
-                if len(found) == count:
+                fastest.append((int(index), int(chosen[index])))
+                if len(fastest) == count:
                     break
-        return found
+        return fastest
 
     def only(self, candidate: tuple[int, int]) -> Strategies:
         """One candidate as a strategy of its own."""
@@ -110,12 +110,12 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
         allowed = allowed_candidates(problem, whole, even)
-        seconds, held = _evaluate(problem, whole)
+        seconds, memory_bytes = _evaluate(problem, whole)
         return Sweep(
             problem=problem,
             strategies=whole,
             expected_s=seconds,
-            memory_bytes=held,
+            memory_bytes=memory_bytes,
             allowed=allowed,
             searched=int(allowed.sum()),
             even=even,
@@ -129,12 +129,12 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     bound_s, memory = _evaluate(problem, cheapest)
     feasible = allowed & (memory <= problem.capacity)
     if not feasible.any():
-        # Nothing fits: what needs the least is the answer, and it does not depend on the layout.
+        # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
         feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
     optimistic = np.where(feasible, bound_s, np.inf).min(axis=1)
     ranked = np.argsort(optimistic, kind="stable")
     best: list[float] = []
-    found: list[tuple[Floats, Ints, Ints]] = []
+    priced: list[tuple[Floats, Ints, Ints]] = []
     for start in range(0, len(ranked), len(ranked) if exhaustive else TOGETHER):
         near = ranked[start : start + (len(ranked) if exhaustive else TOGETHER)]
         if not exhaustive and len(best) >= RANKED and sorted(best)[RANKED - 1] <= optimistic[near[0]]:
@@ -144,8 +144,8 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
         seconds, _ = _evaluate(problem, whole[members], memory=False)
         fitting = np.where(feasible[of_shape], seconds, np.inf).min(axis=1)
         best += [float(fitting[of_shape == shape].min()) for shape in near]
-        found.append((seconds, members, of_shape))
-    seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        priced.append((seconds, members, of_shape))
+    seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
         problem=problem,
         strategies=Strategies(layouts[members], options),
@@ -165,7 +165,7 @@ def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[s
 
 
 def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """An order of layouts in which equal axis sizes stand together, and where each group of them starts."""
+    """An order of layouts that groups equal axis sizes, and the start of each group."""
     order = np.lexsort(layouts.devices.T)
     ordered = layouts.devices[order]
     new = np.any(ordered[1:] != ordered[:-1], axis=1)
@@ -175,15 +175,15 @@ def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.in
 def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
     """Expected step time and memory of every candidate, [C, K], block by block."""
     shape = strategies.shape
-    expected, held = np.empty(shape), np.empty(shape if memory else (0, 0))
+    expected, memory_bytes = np.empty(shape), np.empty(shape if memory else (0, 0))
     rows = max(1, BLOCK // shape[1])
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
         step = problem.step(strategies[part] if shape[0] > rows else strategies)
         expected[part] = np.broadcast_to(training_ledger(step).expected_s, expected[part].shape)
         if memory:
-            held[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
-    return expected, held
+            memory_bytes[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
+    return expected, memory_bytes
 
 
 def best_of(problem: Problem, within: Strategies) -> float:
@@ -230,11 +230,11 @@ def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
-    """The axes worth searching and what each must divide."""
+    """The axes that are searched, and the size that each must divide."""
     divides = {"context": problem.workload.seq_len}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
-            (axis,) = split.axes
+            axis = split.axes[0]
             divides[axis] = gcd(divides.get(axis, 0), dim[0])
     return [name for name in AXES if name != "expert" or problem.model.moe is not None], divides
 
@@ -255,10 +255,10 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
     """Layouts with exactly the given axis sizes."""
     devices = problem.slice.devices
     product = int(np.prod(list(sizes.values())))
-    given = ",".join(f"{name}={size}" for name, size in sizes.items())
+    text = ",".join(f"{name}={size}" for name, size in sizes.items())
     if product != devices:
         raise RooftopError(
-            "mesh", given, f"sizes whose product is the {devices} devices of {problem.slice.name} "
+            "mesh", text, f"sizes whose product is the {devices} devices of {problem.slice.name} "
             f"(yours is {product}), such as {_nearest(sizes, devices)}",
         )  # fmt: skip
     for split in TRAINING_SPLITS:
@@ -271,13 +271,13 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
     names = [name for name in AXES if sizes.get(name, 1) > 1] or ["data"]
     divides = {name: sizes.get(name, 1) for name in AXES}
     layouts = enumerate_layouts(problem.slice, names, divides)
-    wanted = np.array([divides[name] for name in AXES])
-    layouts = layouts[np.all(layouts.devices == wanted, axis=1)]
+    asked = np.array([divides[name] for name in AXES])
+    layouts = layouts[np.all(layouts.devices == asked, axis=1)]
     if not len(layouts):
         physical = " x ".join(f"{axis.name}={axis.size}" for axis in problem.slice.physical_axes)
         raise RooftopError(
             "mesh",
-            given,
+            text,
             f"axes that whole or split physical axes ({physical}) make up; over DCN only {' and '.join(DCN_AXES)}",
         )
     return layouts
@@ -286,14 +286,14 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
 def _nearest(sizes: Mapping[str, int], devices: int) -> str:
     """The given mesh with its largest axis changed so that the product is right, the others rounded to divisors."""
     largest = max(sizes, key=lambda name: sizes[name])
-    found: dict[str, int] = {}
+    nearest: dict[str, int] = {}
     left = devices
     for name, size in sizes.items():
         if name != largest:
-            found[name] = max(n for n in range(1, size + 1) if left % n == 0)
-            left //= found[name]
-    found[largest] = left
-    return ",".join(f"{name}={found[name]}" for name in sizes)
+            nearest[name] = max(n for n in range(1, size + 1) if left % n == 0)
+            left //= nearest[name]
+    nearest[largest] = left
+    return ",".join(f"{name}={nearest[name]}" for name in sizes)
 
 
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
@@ -321,7 +321,7 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
 
 
 def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """Whether microbatches split each replica's sequences evenly, and interleaved chunks the layers of a stage, [C, K].
+    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
 
     Raises RooftopError if no candidate does.
     """
@@ -337,8 +337,8 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
     parts, what = stage_parts(problem.model)
     even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
     if not even_parts.any():
-        most = [parts // int(each) for each in np.unique(stages) if parts % each == 0]
-        fitting = sorted({n for each in most for n in range(2, each + 1) if each % n == 0})
+        most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
+        fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
     good &= even_parts
@@ -346,6 +346,6 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
         raise RooftopError(
             "microbatches",
             int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of each replica",
+            f"a divisor of the {problem.workload.batch_seqs} sequences of count replica",
         )
     return good

@@ -1,4 +1,4 @@
-"""The planned ledger of a training step: what one device does, for one strategy or for all of a sweep.
+"""A training step on one device: its sizes, for one strategy or for all of a sweep.
 
 Chapters 4 and 5 of the book. The strategy is FSDP (weights and their state split over ``fsdp``, gathered per layer,
 gradients scattered) with tensor parallelism over heads and hidden columns, residuals split over the sequence on the
@@ -14,23 +14,18 @@ from functools import cached_property
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
-from rooftop.arrays.rules import TOKEN_AXES
+from rooftop.arrays.rules import TOKEN_AXES, Rules
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
+from rooftop.models.attention import AttentionMatmuls, attention_kind, parameters
 from rooftop.models.segments import layers_alone
-from rooftop.plan.shapes import attention_matmuls, mlp_matmuls, parameters
+from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import Rates
-
-#: Vectors that a mesh axis splits, by name or by component.
-_SPLIT_VECTORS = {
-    "expert": ("experts",),
-    "tensor": ("q_bias", "k_bias", "v_bias", "sinks", "gate_bias", "up_bias"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +39,7 @@ class Alone:
 
     @property
     def every(self) -> Floats:
-        """Those of both stages."""
+        """Layers of both stages."""
         return self.first + self.last
 
     @property
@@ -55,7 +50,7 @@ class Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A training step under one or many strategies; ``ledger`` is what the plan shows."""
+    """A training step under one or many strategies; the rows follow in ``rows``."""
 
     model: ModelConfig
     slice: Slice
@@ -66,7 +61,7 @@ class TrainingStep:
 
     @cached_property
     def rates(self) -> Rates:
-        """What one device computes and moves per second, peak and expected."""
+        """Rates of one device, peak and expected."""
         return Rates.of(self.slice.chip)
 
     @cached_property
@@ -82,7 +77,7 @@ class TrainingStep:
 
     @cached_property
     def staged(self) -> Floats:
-        """1 where there is a pipeline, and 0 elsewhere, [C, 1]."""
+        """1 with a pipeline, 0 without, [C, 1]."""
         return np.where(self.strategies.devices("stage") > 1, 1.0, 0.0)
 
     @cached_property
@@ -103,8 +98,8 @@ class TrainingStep:
         It is priced as if it did them all.
         """
         alone = self.layers_alone.every
-        found: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices("stage")) + alone
-        return found
+        layers: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices("stage")) + alone
+        return layers
 
     @cached_property
     def element_bytes(self) -> float:
@@ -112,10 +107,20 @@ class TrainingStep:
         return dtype_bytes(self.numerics.compute)
 
     @cached_property
+    def kv_heads(self) -> Floats:
+        """Key and value heads on a device, [C, 1]: copied where there are fewer heads than ways."""
+        return np.maximum(self.model.kv_heads / self.tensor, 1.0)
+
+    @cached_property
+    def attention(self) -> AttentionMatmuls:
+        """The projections of a layer's attention on a device, sizes [C, 1]."""
+        return attention_kind(self.model).matmuls(self.tensor, self.kv_heads)
+
+    @cached_property
     def layer_parameters(self) -> dict[str, Floats]:
         """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard)."""
         sizes = {
-            "attn": parameters(attention_matmuls(self.model, self.tensor).every),
+            "attn": parameters(self.attention.every),
             "mlp": np.zeros_like(self.tensor),
             "experts": np.zeros_like(self.tensor),
         }
@@ -135,10 +140,10 @@ class TrainingStep:
 
     @cached_property
     def dense_layers(self) -> Floats:
-        """Those of ``layers`` whose MLP is dense, [C, 1]."""
+        """Dense layers that a stage holds, [C, 1]."""
         alone = self.layers_alone.every_dense
-        found: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices("stage")) + alone
-        return found
+        layers: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices("stage")) + alone
+        return layers
 
     @cached_property
     def dense_share(self) -> Floats:
@@ -160,11 +165,11 @@ class TrainingStep:
 
     @cached_property
     def parameters_alone(self) -> Floats:
-        """Those of ``held_parameters`` in layers that no stage shares, [C, 1]: stages sum their gradients."""
+        """Parameters of a device in layers that no stage shares, [C, 1]: stages sum their gradients."""
         sizes, alone = self.layer_parameters, self.layers_alone
         experts = (alone.every - alone.every_dense) * (sizes["experts"] + sizes.get("shared", 0.0))
-        found: Floats = alone.every * sizes["attn"] + alone.every_dense * sizes["mlp"] + experts
-        return found / self.strategies.devices("fsdp")
+        elements: Floats = alone.every * sizes["attn"] + alone.every_dense * sizes["mlp"] + experts
+        return elements / self.strategies.devices("fsdp")
 
     @cached_property
     def vectors(self) -> dict[tuple[str, ...], Number]:
@@ -172,16 +177,15 @@ class TrainingStep:
 
         None is split over fsdp. Those that belong to heads or hidden columns are split over tensor.
         """
-        found: dict[tuple[str, ...], Number] = {}
+        elements: dict[tuple[str, ...], Number] = {}
+        rules = Rules().parameters
         for weight in weights(self.model):
             if weight.matmul or weight.name in ("tokens", "correction_bias"):
                 continue
-            split = [
-                axis for axis, names in _SPLIT_VECTORS.items() if weight.name in names or weight.component in names
-            ]
+            split = [axis for dim in weight.dims for axis in rules[dim]]
             axes = tuple(axis for axis in (*TOKEN_AXES, "tensor") if axis not in split)
-            found[axes] = found.get(axes, 0.0) + weight.params / self.strategies.devices(*split)
-        return found
+            elements[axes] = elements.get(axes, 0.0) + weight.params / self.strategies.devices(*split)
+        return elements
 
     @cached_property
     def sequence_parameters(self) -> Floats:
@@ -189,8 +193,8 @@ class TrainingStep:
 
         Routers and the down-projections of MLA: their gradients are summed over tensor too.
         """
-        latent = parameters(attention_matmuls(self.model, self.tensor).latent)
+        latent = parameters(self.attention.latent)
         moe = self.model.moe
         router = 0.0 if moe is None else (1 - self.dense_share) * self.model.d_model * moe.experts
-        found: Floats = self.layers * (latent + router) / self.strategies.devices("fsdp")
-        return found
+        elements: Floats = self.layers * (latent + router) / self.strategies.devices("fsdp")
+        return elements

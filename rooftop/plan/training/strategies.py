@@ -34,7 +34,7 @@ IDLE_SHARES: Mapping[PipelineSchedule, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a strategy decides beside its layout. ``chunks``: model chunks per stage of the interleaved schedule."""
+    """The part of a strategy that is not its layout. ``chunks``: model chunks per stage of the interleaved schedule."""
 
     remat: str
     policy: Mapping[str, str]
@@ -53,7 +53,7 @@ class Strategies:
     """Prices that are known beforehand, by (kind, axis), arrays [C, 1]; others follow from the layouts."""
 
     def __getitem__(self, index: Any) -> Strategies:
-        """Some of the layouts, with the prices that are known."""
+        """The strategies of the layouts at an index, with the prices that are known."""
         prices = {key: price.map(lambda value: value[index]) for key, price in self.prices.items()}
         return Strategies(self.layouts[index], self.choices, prices)
 
@@ -107,7 +107,7 @@ class Strategies:
 
     @cached_property
     def keeps_all_in_flight(self) -> npt.NDArray[np.bool_]:
-        """Whether the schedule holds every microbatch's activations at once (GPipe), [1, K]."""
+        """True if the schedule holds every microbatch's activations at once (GPipe), [1, K]."""
         return np.array([[choice.schedule == "gpipe" for choice in self.choices]])
 
     def recomputed(self, name: str) -> Floats:
