@@ -1,1 +1,1 @@
-"""Weights, state and tokenizers in and out."""
+"""Import and export of weights, state and tokenizers."""
