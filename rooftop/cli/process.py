@@ -21,7 +21,7 @@ from rooftop.core.files import cache_folder
 from rooftop.core.quantities import parse_count
 
 #: What training imports, by the names of modules.
-_PACKAGES = ("jax", "optax", "orbax", "safetensors", "tokenizers")
+_PACKAGES = ("jax", "jaxtyping", "optax", "orbax", "safetensors", "tokenizers")
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 #: What stands in /dev where there are TPUs or GPUs.
 _ACCELERATORS = ("accel*", "vfio/[0-9]*", "nvidia*", "kfd", "dxg")

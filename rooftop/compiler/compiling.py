@@ -122,8 +122,8 @@ class Compiled:
 
 
 def require_compiler() -> None:
-    """Raise RooftopError where JAX, libtpu or optax is not installed."""
-    for package in ("jax", "libtpu", "optax"):
+    """Raise RooftopError if JAX, jaxtyping, libtpu or optax is not installed."""
+    for package in ("jax", "jaxtyping", "libtpu", "optax"):
         if find_spec(package) is None:
             accepted = "a Python that has it, for XLA:TPU without a TPU: pip install 'rooftop[compile]' (Linux)"
             raise RooftopError(package, "not installed", accepted)

@@ -76,7 +76,7 @@ def train(
     """
     from rooftop.cli.process import keep_compilations, parse_profile, prepare_environment
 
-    prepare_environment({"devices": devices}, packages=("jax", "optax"), extra="embed")
+    prepare_environment({"devices": devices}, packages=("jax", "jaxtyping", "optax"), extra="embed")
     if profile is None:
         # A trace of a program out of a cache has nothing of its scopes.
         keep_compilations()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PATH = click.Path(path_type=Path)
 #: What serving imports, by the names of modules.
 _PACKAGES = (
-    "jax", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
+    "jax", "jaxtyping", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
     "llguidance",
 )  # fmt: skip
 
