@@ -225,7 +225,7 @@ def require_checks(
     cache: bool = True,
     on_progress: Progress | None = None,
 ) -> None:
-    """Try each check on a small lookup for ``slice_``. Raises RooftopError where the compiler does not take it."""
+    """Try each check on a small lookup for ``slice_``. Raises RooftopError if the compiler does not support it."""
     for name in names:
         try:
             compile_ahead_of_time(
