@@ -68,7 +68,7 @@ def run(name: str, kinds: tuple[str, ...], part: str, rescheduled: bool) -> dict
         "rescheduled": rescheduled,
         "sparsecore_calls": found.calls,
         "tensorcore_computations": found.computations,
-        "beside": found.beside,
+        "beside": found.overlapped,
         "share": round(found.share, 3),
         "jax": importlib.metadata.version("jax"),
         "libtpu": importlib.metadata.version("libtpu"),

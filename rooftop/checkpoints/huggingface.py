@@ -1,7 +1,7 @@
-"""Weights from published checkpoints and back, tensor by tensor.
+"""Import and export of the weights of published checkpoints, tensor by tensor.
 
-Neither way does a host hold more than about one tensor: reading goes shard by shard of one layer straight to the
-device that owns it, each process reading only what its devices need; writing appends one tensor after another.
+In both directions a host holds at most about one tensor. Reading copies a shard of one layer at a time to the device
+that owns it, and each process reads only the parts of its own devices. Writing appends one tensor after another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Parameter, Transformer
 from rooftop.programs.sharding import axes_of
 
-#: Files of 5 GB, as published checkpoints have them.
+#: Files of 5 GB, as in published checkpoints.
 SHARD_BYTES = 5 * 10**9
 
 
@@ -45,9 +45,9 @@ def load_weights(
 ) -> Transformer[Any]:
     """The weights of ``model`` from the safetensors in ``folder`` (one file, or several with an index).
 
-    ``abstract`` says shapes, dtypes and shardings, as ``rooftop.programs.parameters.abstract`` makes them; values are
-    cast to those dtypes on the device. Tensors that the model does not have are left alone. ``placed`` makes of each
-    array what it is kept as, before the next one is read.
+    ``abstract`` has shapes, dtypes and shardings, as returned by ``rooftop.programs.parameters.abstract``; values are
+    cast to those dtypes on the device. Tensors that the model does not have are ignored. ``placed`` converts each array
+    to its stored form, before the next one is read.
 
     Raises RooftopError for a file or tensor that is missing, damaged, quantised or of another shape than the model's.
     """
@@ -76,12 +76,12 @@ def save_weights(
 ) -> None:
     """Write ``weights``, arrays of JAX or NumPy, as a published checkpoint: safetensors and config.json.
 
-    ``source``: the folder that the weights once came from; its config.json is kept byte for byte, and each tensor gets
-    the dtype that it has there. Files have at most ``shard_bytes`` bytes of tensors, or one tensor. All processes call
-    it; the first one writes. ``folder`` appears when it is complete.
+    ``source``: the folder that the weights once came from. Its config.json is copied byte for byte, and each tensor
+    gets its dtype there. Files have at most ``shard_bytes`` bytes of tensors, or one tensor. All processes call this
+    function; the first one writes. ``folder`` appears once it is complete.
 
-    Raises RooftopError if ``folder`` is already there or cannot be written, if the config of ``source`` is of another
-    model, and if ``model`` has something that no config.json of its family can say.
+    Raises RooftopError if ``folder`` exists already or cannot be written, if the config of ``source`` is of another
+    model, and if no config.json of the family can describe ``model``.
     """
     config = _config(model, source)
     origin = None if source is None else Checkpoint.open(source)
@@ -101,7 +101,7 @@ def save_weights(
         config = config | {"torch_dtype": tensors[0].dtype.name}
 
     def content(tensor: CheckpointTensor) -> Array:
-        """The tensor on this host; a collective where other processes have parts of it."""
+        """The tensor on this host; a collective if other processes have parts of it."""
         whole = np.empty(tensor.shape, tensor.dtype)
         for entry in parts[tensor.name]:
             parameter = parameters[entry.leaf]
@@ -130,13 +130,13 @@ def _config(model: ModelConfig, source: Path | None) -> dict[str, Any] | bytes:
 
 
 def _published(name: str, model: ModelConfig, checkpoint: Checkpoint) -> str:
-    """GPT-2's oldest files name their tensors without what stands in front in later ones."""
+    """The tensor's name in the checkpoint: GPT-2's oldest files omit the prefix of later ones."""
     short = name.removeprefix("transformer.")
     return short if model.family == "gpt2" and name not in checkpoint and short in checkpoint else name
 
 
 def _layers_in_order(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
+    """Sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -149,8 +149,8 @@ def _load(
 ) -> jax.Array:
     """One of our arrays, in its shards.
 
-    The shards of this process's devices stand one after another along the first dim of one array over those devices,
-    which is filled layer by layer: then one compiled program fills them all, whatever splits the leading dims.
+    The shards of this process's devices are concatenated along the first dim of one array over those devices, which is
+    filled layer by layer: one compiled program fills all of them, whatever axes split the leading dims.
     """
     assert leaf.sharding is not None
     owned = leaf.sharding.addressable_devices_indices_map(leaf.shape)
@@ -166,13 +166,13 @@ def _load(
         replicas[spans].append(device)
 
     def piece(layer: int) -> jax.Array:
-        """What all shards hold of their ``layer``-th layer; of an array without layers, all."""
+        """The ``layer``-th layer of all shards; the whole shards of an array without layers."""
         rows = dict[jax.Device, jax.Array]()
         for spans, devices in replicas.items():
             if stacked:
                 spans = ((spans[0][0] + layer, spans[0][0] + layer + 1), *spans[1:])
             host = _read(checkpoint, places, parameter, tuple(slice(*span) for span in spans))
-            # Wait, so that a host holds one shard of one layer at a time.
+            # Wait, so that the host has one shard of one layer at a time.
             rows |= {device: jax.block_until_ready(jax.device_put(host, device)) for device in devices}
         first, *rest = next(iter(rows.values())).shape
         shape = (first * len(rows), *rest)
@@ -191,7 +191,7 @@ def _load(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _blank(shard: tuple[int, ...], dtype: Any, place: NamedSharding) -> jax.Array:
-    """Zeros; each device makes its own, which XLA would not see by itself."""
+    """Zeros, created on each device; without shard_map, XLA would not do so."""
     zeros: jax.Array = jax.shard_map(
         lambda: jnp.zeros(shard, dtype), mesh=place.mesh, in_specs=(), out_specs=place.spec, check_vma=False
     )()
@@ -200,7 +200,7 @@ def _blank(shard: tuple[int, ...], dtype: Any, place: NamedSharding) -> jax.Arra
 
 @partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
 def _fill(filled: jax.Array, piece: jax.Array, layer: jax.Array, transposed: bool, place: NamedSharding) -> jax.Array:
-    """``filled`` with ``piece``, as the checkpoint has it, for one layer; or for everything, if that is its size."""
+    """``filled`` with ``piece``, in the checkpoint's layout, for one layer, or for everything if it has that size."""
 
     def put(filled: jax.Array, piece: jax.Array, layer: jax.Array) -> jax.Array:
         piece = jnp.swapaxes(piece, -1, -2) if transposed else piece
@@ -209,8 +209,8 @@ def _fill(filled: jax.Array, piece: jax.Array, layer: jax.Array, transposed: boo
         return jax.lax.dynamic_update_slice_in_dim(filled, piece, layer, axis=0)
 
     specs = (place.spec, place.spec, P())
-    done: jax.Array = jax.shard_map(put, mesh=place.mesh, in_specs=specs, out_specs=place.spec)(filled, piece, layer)
-    return done
+    updated: jax.Array = jax.shard_map(put, mesh=place.mesh, in_specs=specs, out_specs=place.spec)(filled, piece, layer)
+    return updated
 
 
 def _read(
@@ -219,15 +219,15 @@ def _read(
     """The elements of ``index``: dims of layers and experts first, then those of the checkpoint's tensors."""
     depth = len(next(iter(places)))
     picked = [range(part.start, part.stop) for part in index[:depth]]
-    found: Array | None = None
+    elements: Array | None = None
     for at in np.ndindex(*map(len, picked)):
         entry = places[tuple(numbers[i] for numbers, i in zip(picked, at, strict=True))]
         cut = checkpoint.read(entry.name, region(parameter, entry, index))
-        if found is None:
-            found = np.empty((*map(len, picked), *cut.shape), cut.dtype)
-        found[at] = cut
-    assert found is not None
-    return found
+        if elements is None:
+            elements = np.empty((*map(len, picked), *cut.shape), cut.dtype)
+        elements[at] = cut
+    assert elements is not None
+    return elements
 
 
 def _fetch(array: Any, index: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -241,16 +241,16 @@ def _fetch(array: Any, index: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         array = jax.device_put(array, place)
     assert isinstance(place.mesh, Mesh)
     with jax.set_mesh(place.mesh):
-        found = _take(array, index, dtype, place)
-        if not found.is_fully_addressable:
-            found = jax.device_put(found, NamedSharding(place.mesh, P())).addressable_data(0)
-        host: Array = np.asarray(found)
+        selected = _take(array, index, dtype, place)
+        if not selected.is_fully_addressable:
+            selected = jax.device_put(selected, NamedSharding(place.mesh, P())).addressable_data(0)
+        host: Array = np.asarray(selected)
         return host
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _take(array: jax.Array, index: tuple[jax.Array, ...], dtype: np.dtype[Any], place: NamedSharding) -> jax.Array:
-    """``array[index]``, the other dims split as they are; where a leading dim is split, its owner hands it out."""
+    """``array[index]``, the other dims in their sharding; the owner of a split leading dim sends its part to all."""
     spec = [*place.spec, *(None,) * (array.ndim - len(place.spec))]
     leading = [axes_of(axes) for axes in spec[: len(index)]]
 
@@ -289,9 +289,9 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 
 
 def to_huggingface(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a config.json that describes ``model``; read again, they give it back.
+    """The keys of a config.json that describes ``model``; reading them returns the same model.
 
-    Raises RooftopError for an unknown family, and for a field that no config.json of the family can say.
+    Raises RooftopError for an unknown family, and for a field that no config.json of the family can express.
     """
     if model.family not in _ARCHITECTURES:
         raise unknown("model family", model.family, _ARCHITECTURES)
@@ -300,14 +300,14 @@ def to_huggingface(model: ModelConfig) -> dict[str, Any]:
     keys = head | ({"text_config": keys} if model.family == "gemma3" else keys)
     back = from_huggingface(keys, model.name)
     for field in dataclasses.fields(ModelConfig):
-        meant, said = getattr(model, field.name), getattr(back, field.name)
-        if meant != said:
-            raise RooftopError(f"model {field.name}", meant, f"{said}: a config.json of {model.family} says no other")
+        ours, theirs = getattr(model, field.name), getattr(back, field.name)
+        if ours != theirs:
+            raise RooftopError(f"model {field.name}", ours, f"{theirs}: a config.json of {model.family} says no other")
     return keys
 
 
 def _decoder(model: ModelConfig) -> dict[str, Any]:
-    """What all but GPT-2 spell alike. A family ignores the keys that it does not have."""
+    """Keys that all families except GPT-2 share. A family ignores keys that it does not have."""
     activation = "hidden_activation" if model.family.startswith("gemma") else "hidden_act"
     return {
         "hidden_size": model.d_model,
@@ -348,7 +348,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _windows(model: ModelConfig) -> dict[str, Any]:
-    """The windows layer by layer; where no layer has one, the file says no size either."""
+    """The windows layer by layer; without any window the file has no size either."""
     sizes = {window for window in model.windows if window is not None}
     kinds = ["full_attention" if window is None else "sliding_attention" for window in model.windows]
     return {"sliding_window": next(iter(sizes), None), "layer_types": kinds}
@@ -440,7 +440,7 @@ def _deepseek(model: ModelConfig) -> dict[str, Any]:
         "n_group": moe.groups,
         "topk_group": moe.active_groups,
     }
-    # The size that turns by positions; the whole head's is the sum of two keys above.
+    # The rotated size; the size of the whole head is the sum of two keys above.
     keys["head_dim"] = mla.d_rope
     if model.family == "deepseek_v2":
         keys |= {"scoring_func": "softmax", "topk_method": "greedy" if moe.groups == 1 else "group_limited_greedy"}
@@ -452,7 +452,7 @@ def _deepseek(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mscale_all_dim(model: ModelConfig, scale: float, factor: float) -> float:
-    """The weight w by which YaRN's temperature enters: scale = H**-0.5 (0.1 w ln(factor) + 1)**2, solved for w."""
+    """The weight w of YaRN's temperature: scale = H**-0.5 (0.1 w ln(factor) + 1)**2, solved for w."""
     weight = (math.sqrt(scale * math.sqrt(model.d_head)) - 1) / (0.1 * math.log(factor))
     return float(f"{weight:.10g}")
 

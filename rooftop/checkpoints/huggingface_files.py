@@ -1,7 +1,7 @@
-"""A folder of safetensors files: what is in it, slices of its tensors, and writing one tensor after another.
+"""A folder of safetensors files: its contents, slices of its tensors, and writing of one tensor after another.
 
-The library reads; it writes only what is in memory as a whole, so the writing is done here. The format: eight bytes
-with the header's length, little-endian; the header, JSON from names to dtype, shape and offsets; the tensors' bytes.
+The library writes only tensors that are all in memory, so this module writes itself. The format: eight bytes with the
+header's length, little-endian; the header, JSON from names to dtype, shape and offsets; the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTensor:
-    """A tensor before its values are there."""
+    """A tensor without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Checkpoint:
     def open(cls, folder: Path) -> Checkpoint:
         """Read names, dtypes and shapes.
 
-        Raises RooftopError on a file that is missing, damaged or not as the index says.
+        Raises RooftopError on a file that is missing, damaged or inconsistent with the index.
         """
         index = folder / _INDEX
         try:
@@ -70,8 +70,8 @@ class Checkpoint:
         for path in sorted(files):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
-                    found = file.get_slice(name)
-                    tensors[name] = path, found.get_dtype(), tuple(found.get_shape())
+                    tensor = file.get_slice(name)
+                    tensors[name] = path, tensor.get_dtype(), tuple(tensor.get_shape())
         for name, where in (names or {}).items():
             if name not in tensors or tensors[name][0] != folder / where:
                 raise RooftopError(f"checkpoint tensor {name}", f"not in {folder / where}", f"there, as {index} says")
@@ -81,7 +81,7 @@ class Checkpoint:
         return name in self.tensors
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype of a tensor. Raises RooftopError if there is none of this name, or its dtype is no plain one."""
+        """The dtype of a tensor. Raises RooftopError if there is no such tensor, or its dtype is unsupported."""
         if name not in self.tensors:
             raise RooftopError("checkpoint tensor", name, f"a tensor of this name in {self.folder}")
         path, code, _ = self.tensors[name]
@@ -92,23 +92,23 @@ class Checkpoint:
         return _DTYPES[code]
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises RooftopError unless the tensor is there, in a plain dtype and of this shape."""
+        """Raise RooftopError unless the tensor exists, in a supported dtype and of this shape."""
         self.dtype(name)
-        path, _, found = self.tensors[name]
-        if found != shape:
-            raise RooftopError(f"{path}: shape of {name}", found, f"{shape}, as the model has it")
+        path, _, stored = self.tensors[name]
+        if stored != shape:
+            raise RooftopError(f"{path}: shape of {name}", stored, f"{shape}, as the model has it")
 
     def read(self, name: str, region: tuple[slice, ...]) -> Array:
-        """A part of a tensor; no other part is brought into memory."""
-        # Opened for each part, because pages of a file that stays open count as ours.
+        """A part of a tensor; only this part is read into memory."""
+        # Opened for each part: pages of an open file count as memory of this process.
         with _opened(self.tensors[name][0]) as file:
-            found: Array = file.get_slice(name)[region]
-            return found
+            part: Array = file.get_slice(name)[region]
+            return part
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """An open safetensors file. Raises RooftopError if it is missing or not whole."""
+    """An open safetensors file. Raises RooftopError if it is missing or damaged."""
     try:
         opened = safe_open(path, framework="numpy")
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def require_new(folder: Path) -> None:
-    """Raises RooftopError unless a checkpoint can be written to ``folder``: nothing is there, and it can be made."""
+    """Raise RooftopError unless ``folder`` does not exist yet and can be created."""
     if folder.exists():
         raise RooftopError("export folder", str(folder), "a path where nothing is yet")
     try:
@@ -138,10 +138,10 @@ def write_checkpoint(
     config: Mapping[str, Any] | bytes,
     shard_bytes: int,
 ) -> None:
-    """Write ``config`` and what ``content`` gives for each of ``tensors``, asked for in order, one at a time.
+    """Write ``config`` and the result of ``content`` for each of ``tensors``, in order, one at a time.
 
-    Files hold at most ``shard_bytes`` of tensors, or one tensor. Raises RooftopError if ``folder`` is there already or
-    cannot be written; then nothing is left of it.
+    Files have at most ``shard_bytes`` of tensors, or one tensor. Raises RooftopError if ``folder`` exists already or
+    cannot be written; then it is not created.
     """
     if shard_bytes < 1:
         raise RooftopError("bytes of a file", shard_bytes, "a positive whole number")
@@ -151,17 +151,17 @@ def write_checkpoint(
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
-            for name, held in files.items():
+            for name, members in files.items():
                 with (unfinished / name).open("wb") as file:
-                    _write(file, held, content)
+                    _write(file, members, content)
             if len(files) > 1:
-                where = {tensor.name: name for name, held in files.items() for tensor in held}
+                where = {tensor.name: name for name, members in files.items() for tensor in members}
                 size = sum(tensor.bytes for tensor in tensors)
                 index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
                 (unfinished / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             written = config if isinstance(config, bytes) else (json.dumps(config, indent=2) + "\n").encode()
             (unfinished / "config.json").write_bytes(written)
-            # mkdtemp makes private folders; a checkpoint is as readable as any folder that its owner makes.
+            # mkdtemp creates private folders; give the checkpoint the permissions of the user's other folders.
             umask = os.umask(0)
             os.umask(umask)
             unfinished.chmod(0o777 & ~umask)
@@ -174,17 +174,17 @@ def write_checkpoint(
 
 
 def _files(tensors: Sequence[CheckpointTensor], shard_bytes: int) -> dict[str, list[CheckpointTensor]]:
-    """File name -> its tensors: the next one begins where a tensor has no room."""
-    held, size = [list[CheckpointTensor]()], 0
+    """File name -> its tensors: a tensor that does not fit starts the next file."""
+    groups, size = [list[CheckpointTensor]()], 0
     for tensor in tensors:
-        if held[-1] and size + tensor.bytes > shard_bytes:
-            held.append([])
+        if groups[-1] and size + tensor.bytes > shard_bytes:
+            groups.append([])
             size = 0
-        held[-1].append(tensor)
+        groups[-1].append(tensor)
         size += tensor.bytes
-    if len(held) == 1:
-        return {_SINGLE: held[0]}
-    return {f"model-{i:05d}-of-{len(held):05d}.safetensors": each for i, each in enumerate(held, 1)}
+    if len(groups) == 1:
+        return {_SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def _write(file: BinaryIO, tensors: Sequence[CheckpointTensor], content: Callable[[CheckpointTensor], Array]) -> None:

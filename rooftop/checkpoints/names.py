@@ -1,7 +1,7 @@
-"""Where the tensors of a published checkpoint, by the names that transformers gives them, lie in our weights.
+"""The map between tensors of published checkpoints, by their names in transformers, and our weights.
 
-``entries`` says it for every tensor of a model; ``from_checkpoint`` and ``to_checkpoint`` follow it both ways, so that
-gradients too can be compared by name. NumPy only: a caller reads files and places arrays.
+``entries`` lists every tensor of a model. ``from_checkpoint`` and ``to_checkpoint`` apply the map in both directions,
+so that gradients can be compared by name too. NumPy only: callers read files and place arrays.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Entry:
     """One tensor of a checkpoint, or a part of one, and the place of its elements in our weights.
 
-    ``leaf`` is the key path of one of our arrays and ``index`` what picks the tensor's part from its leading dims
-    (layer, expert). Of the tensor's last dim it is part ``part`` of ``parts`` equal ones, one after another or, if
-    ``interleaved``, by turns; if ``transposed``, [out, in] becomes [in, out]; then it takes the shape of what it fills.
+    ``leaf`` is the key path of one of our arrays, and ``index`` selects the tensor's part by its leading dims (layer,
+    expert). The entry is part ``part`` of ``parts`` equal parts of the tensor's last dim, which are consecutive or
+    ``interleaved``. If ``transposed``, [out, in] becomes [in, out]. Then it is reshaped to the selected part of our
+    array.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Entry:
     interleaved: bool = False
 
     def cut(self, width: int) -> slice:
-        """Which of the ``width`` elements of the tensor's last dim it is."""
+        """The slice of this part in the ``width`` elements of the tensor's last dim."""
         if self.interleaved:
             return slice(self.part, None, self.parts)
         return slice(self.part * width // self.parts, (self.part + 1) * width // self.parts)
@@ -49,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class _Tensor:
-    """A name below a layer, with {expert} where each expert has a tensor of its own; see ``Entry``."""
+    """A name below a layer, with {expert} if each expert has a tensor; see ``Entry``."""
 
     name: str
     as_is: bool = False
@@ -60,17 +61,17 @@ class _Tensor:
 
 def _linear(prefix: str, ours: str, **names: str) -> dict[str, _Tensor]:
     """Weights and biases of linear maps, by our field names."""
-    found = {}
+    tensors = {}
     for field, name in names.items():
-        found[f"{ours}.{field}"] = _Tensor(name=f"{prefix}.{name}.weight")
-        found[f"{ours}.{field}_bias"] = _Tensor(name=f"{prefix}.{name}.bias")
-    return found
+        tensors[f"{ours}.{field}"] = _Tensor(name=f"{prefix}.{name}.weight")
+        tensors[f"{ours}.{field}_bias"] = _Tensor(name=f"{prefix}.{name}.bias")
+    return tensors
 
 
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _SHARED = {f"shared_{field}": name for field, name in _MLP.items()}
 
-#: Names below a layer that most families use, by the fields of a Layer; ``moe`` is its mlp where that is a mixture.
+#: Names below a layer that most families use, by the fields of a Layer; ``moe`` is the mlp of a mixture.
 _DECODER: Mapping[str, _Tensor] = {
     "attn.norm.scale": _Tensor(name="input_layernorm.weight"),
     **_linear("self_attn", "attn", q="q_proj", k="k_proj", v="v_proj", out="o_proj"),
@@ -125,7 +126,7 @@ _GPT2: Mapping[str, _Tensor] = {
     "mlp.down": _Tensor(name="mlp.c_proj.weight", as_is=True),
     "mlp.down_bias": _Tensor(name="mlp.c_proj.bias"),
 }
-#: Families that name some things otherwise.
+#: Names that differ in some families.
 _OTHERS: Mapping[str, Mapping[str, _Tensor]] = {"mixtral": _MIXTRAL, "gpt_oss": _GPT_OSS, "gpt2": _GPT2}
 #: Names outside layers: of the layers themselves, tables, the final norm and the unembedding.
 _MODEL = {
@@ -148,7 +149,7 @@ _MODELS: Mapping[str, Mapping[str, str]] = {
 
 
 def entries(model: ModelConfig) -> tuple[Entry, ...]:
-    """Every tensor of a checkpoint of ``model``, tied ones once."""
+    """Every tensor of a checkpoint of ``model``; tied ones occur once."""
     return tuple(_entries(model))
 
 
@@ -188,9 +189,9 @@ def _layer_entries(tensor: _Tensor, prefix: str, leaf: str, repeat: int, paramet
 
 
 def from_checkpoint(model: ModelConfig, tensors: Mapping[str, Array]) -> Transformer[Array]:
-    """Our weights, in the dtypes of the checkpoint, from tensors by name; what is not asked for is left alone.
+    """Our weights, in the dtypes of the checkpoint, from tensors by name; other tensors are ignored.
 
-    Raises RooftopError for a tensor that is missing or has another number of elements than its place.
+    Raises RooftopError for a tensor that is missing or has another number of elements than the model's.
     """
     described = describe(model)
     leaves = {jax.tree_util.keystr(path): np.empty(0) for path, _ in jax.tree_util.tree_leaves_with_path(described)}
@@ -216,20 +217,20 @@ def to_checkpoint(model: ModelConfig, weights: Transformer[Array]) -> dict[str, 
     """Tensors by name from our weights (or gradients): the inverse of ``from_checkpoint``."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
     sizes = {jax.tree_util.keystr(path): p for path, p in jax.tree_util.tree_leaves_with_path(describe(model))}
-    found = dict[str, Array]()
+    tensors = dict[str, Array]()
     for entry in entries(model):
         array = np.asarray(leaves[entry.leaf])[entry.index]
         array = matrix(array, sizes[entry.leaf], entry)
         if entry.parts == 1:
-            found[entry.name] = array
+            tensors[entry.name] = array
             continue
         whole = (*array.shape[:-1], array.shape[-1] * entry.parts)
-        found.setdefault(entry.name, np.empty(whole, array.dtype))[..., entry.cut(whole[-1])] = array
-    return found
+        tensors.setdefault(entry.name, np.empty(whole, array.dtype))[..., entry.cut(whole[-1])] = array
+    return tensors
 
 
 def matrix(array: Array, parameter: Parameter, entry: Entry) -> Array:
-    """Heads and their elements as one dim, and [in, out] as [out, in], as checkpoints have them."""
+    """An array in a checkpoint's layout: heads and their elements as one dim, and [in, out] as [out, in]."""
     at = _heads(parameter, entry)
     if at is not None and array.ndim > 1:
         array = array.reshape(*array.shape[:at], -1)
@@ -237,16 +238,15 @@ def matrix(array: Array, parameter: Parameter, entry: Entry) -> Array:
 
 
 def tensor_shape(parameter: Parameter, entry: Entry) -> tuple[int, ...]:
-    """The shape in a checkpoint of the tensor that ``entry`` is, or is a part of."""
+    """The shape in a checkpoint of the tensor of ``entry``, all parts included."""
     *first, last = _part_shape(parameter, entry)
     return *first, last * entry.parts
 
 
 def region(parameter: Parameter, entry: Entry, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Which elements of a checkpoint's tensor are those of ``index`` in our array, transposed if ``entry`` says so.
+    """The slices in a checkpoint's tensor of ``index`` in our array, transposed if ``entry`` is.
 
-    Of a head it takes all elements; what ``index`` says of the leading dims, from which ``entry.index`` picks, is
-    ignored.
+    Heads are always whole. Leading dims of ``index``, from which ``entry.index`` selects, are ignored.
     """
     shape, at = parameter.shape[len(entry.index) :], _heads(parameter, entry)
     spans = [part.indices(size)[:2] for part, size in zip(index[len(entry.index) :], shape, strict=True)]
@@ -263,7 +263,7 @@ def region(parameter: Parameter, entry: Entry, index: tuple[slice, ...]) -> tupl
 
 
 def _part_shape(parameter: Parameter, entry: Entry) -> tuple[int, ...]:
-    """The shape that ``matrix`` gives."""
+    """The shape of the result of ``matrix``."""
     shape, at = parameter.shape[len(entry.index) :], _heads(parameter, entry)
     if at is not None:
         shape = (*shape[:at], math.prod(shape[at:]))
@@ -271,7 +271,7 @@ def _part_shape(parameter: Parameter, entry: Entry) -> tuple[int, ...]:
 
 
 def _heads(parameter: Parameter, entry: Entry) -> int | None:
-    """The dim of heads, after those that ``entry.index`` picks from."""
+    """The dim of heads, after the dims of ``entry.index``."""
     heads = [dim in ("heads", "kv_heads") for dim in parameter.dims[len(entry.index) :]]
     return heads.index(True) if any(heads) else None
 
@@ -297,6 +297,6 @@ class _Outside:
 
 
 def _leaves(tree: Layer[Parameter] | _Outside) -> list[tuple[str, Parameter]]:
-    """Leaves with their paths, 'attn.norm.scale'."""
+    """Leaves with their paths, such as 'attn.norm.scale'."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path).lstrip("."), parameter) for path, parameter in leaves]

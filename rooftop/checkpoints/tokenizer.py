@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face ``tokenizer.json``, or a byte-level BPE trained here."""
+"""Text to token ids and back: a Hugging Face ``tokenizer.json``, or a byte-level BPE trained by rooftop."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rooftop.core.files import write_text
 #: Ids of one text, [tokens] int32.
 Ids = npt.NDArray[np.int32]
 
-#: What begins and ends a document in a tokenizer trained here.
+#: Token that begins and ends a document in a tokenizer trained by rooftop.
 END_OF_TEXT = "<|endoftext|>"
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-#: Special tokens by the names that published models give them, for a tokenizer.json that comes without its settings.
+#: Names of special tokens in published models, for a tokenizer.json without settings.
 _CONVENTIONAL = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", END_OF_TEXT),
     "eos_token": ("<|end_of_text|>", "</s>", "<eos>", END_OF_TEXT),
@@ -33,11 +33,11 @@ _CONVENTIONAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer by its ``definition``, the text of a tokenizer.json, and ``settings``, the tokenizer_config.json.
+    """A tokenizer: its ``definition`` is the text of a tokenizer.json, ``settings`` the tokenizer_config.json.
 
-    Special tokens that a text spells out are encoded as the text they are; padding and truncation that the definition
-    asks for are left off, so that no token of a document is lost. Raises RooftopError for what is no definition, or for
-    settings that name a token that it has not.
+    Special tokens spelled out in a text are encoded as plain text. Padding and truncation of the definition are
+    disabled, so that no token of a document is lost. Raises RooftopError for an invalid definition, and for settings
+    that name a token that it does not have.
     """
 
     definition: str
@@ -49,26 +49,26 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a tokenizer.json, or of the folder that has one; with the settings that lie beside it."""
+        """The tokenizer of a tokenizer.json, or of its folder; with the settings in the same folder."""
         file = path / _FILE if path.is_dir() else path
-        beside = file.with_name(_SETTINGS)
+        settings_file = file.with_name(_SETTINGS)
         try:
             definition = file.read_text(encoding="utf-8")
-            settings = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+            settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"{error}"
             raise RooftopError("tokenizer", str(path), f"a {_FILE}, or a folder that has one ({reason})") from None
         if not isinstance(settings, dict):
-            raise RooftopError("tokenizer", str(beside), "a JSON object")
+            raise RooftopError("tokenizer", str(settings_file), "a JSON object")
         return cls(definition=definition, settings=settings)
 
     def save(self, path: Path) -> None:
-        """Write tokenizer.json to ``path`` (or into that folder) as it was read, and its settings beside it.
+        """Write tokenizer.json, unchanged, to ``path`` (or into that folder), and its settings next to it.
 
-        Each file is whole or not there. Raises RooftopError where they cannot be written.
+        Each file is written atomically. Raises RooftopError if they cannot be written.
         """
         file = path / _FILE if path.is_dir() else path
-        # Settings first: a definition without them could be taken to have other special tokens.
+        # Settings first: a definition without them could be read with other special tokens.
         if self.settings:
             write_text(file.with_name(_SETTINGS), json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n")
         write_text(file, self.definition)
@@ -80,14 +80,14 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, with nothing before or after them; the texts are encoded in parallel."""
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(each.ids, np.int32) for each in encoded]
+        return [np.asarray(encoding.ids, np.int32) for encoding in encoded]
 
     def decode(self, ids: Ids | Sequence[int]) -> str:
-        """The text of ``ids``, special tokens left out. Raises RooftopError for an id outside the vocabulary."""
-        given = np.asarray(ids, np.int64).reshape(-1)
-        if (outside := given[(given < 0) | (given >= self.vocab)]).size:
+        """The text of ``ids`` without special tokens. Raises RooftopError for an id outside the vocabulary."""
+        flat = np.asarray(ids, np.int64).reshape(-1)
+        if (outside := flat[(flat < 0) | (flat >= self.vocab)]).size:
             raise RooftopError("token id", int(outside[0]), f"0 to {self.vocab - 1}, the ids of the tokenizer")
-        return str(self._backend.decode(given.tolist()))
+        return str(self._backend.decode(flat.tolist()))
 
     @cached_property
     def vocab(self) -> int:
@@ -96,17 +96,17 @@ class Tokenizer:
 
     @cached_property
     def bos(self) -> int | None:
-        """The id that begins a document, None if nothing does."""
+        """The id that begins a document, None if there is none."""
         return self._special("bos_token")
 
     @cached_property
     def eos(self) -> int | None:
-        """The id that ends a document, None if nothing does."""
+        """The id that ends a document, None if there is none."""
         return self._special("eos_token")
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what decides the ids of a document, in hexadecimal."""
+        """SHA-256 of everything that determines the ids of a document, in hexadecimal."""
         return hashlib.sha256(json.dumps([self.definition, self.bos, self.eos]).encode()).hexdigest()
 
     @cached_property
@@ -125,9 +125,9 @@ class Tokenizer:
         named = self.settings.get(role)
         named = named.get("content") if isinstance(named, dict) else named
         if named is not None:
-            if not isinstance(named, str) or (found := self._backend.token_to_id(named)) is None:
+            if not isinstance(named, str) or (id_of_name := self._backend.token_to_id(named)) is None:
                 raise RooftopError(f"tokenizer {role}", named, "a token of the tokenizer")
-            return int(found)
+            return int(id_of_name)
         if role in self.settings:
             return None
         special = {token.content: id_ for id_, token in self._backend.get_added_tokens_decoder().items()}
@@ -135,11 +135,11 @@ class Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of at most ``vocab`` tokens, the one that begins and ends a document included.
+    """A byte-level BPE of at most ``vocab`` tokens, including the one that begins and ends a document.
 
-    Sennrich et al. 2016; on bytes, so that every text has ids and comes back exactly. The same texts give the same
-    tokenizer. A corpus with few repeated pairs gives fewer tokens than ``vocab``. Raises RooftopError for a vocabulary
-    that has not room for every byte, or for a corpus without text.
+    Sennrich et al. 2016; on bytes, so that every text can be encoded and is decoded exactly. The same texts give the
+    same tokenizer. A corpus with few repeated pairs gives fewer tokens than ``vocab``. Raises RooftopError for a
+    vocabulary that is too small for all bytes, or for a corpus without text.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab <= len(alphabet):
@@ -169,7 +169,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
-        # Otherwise decoding takes spaces before punctuation out.
+        # Otherwise decoding removes spaces before punctuation.
         "clean_up_tokenization_spaces": False,
     }
     return Tokenizer(definition=backend.to_str(), settings=settings)

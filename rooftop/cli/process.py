@@ -15,7 +15,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.runs.environment import join_processes
 
 #: Packages that training imports.
-PACKAGES = ("jax", "optax", "orbax", "safetensors", "tokenizers")
+PACKAGES = ("jax", "jaxtyping", "optax", "orbax", "safetensors", "tokenizers")
 
 
 def parse_profile(text: str | None) -> tuple[int, int] | None:

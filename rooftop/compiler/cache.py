@@ -1,8 +1,7 @@
-"""Answers of the compiler that are kept: one file for each request, in the user's cache directory.
+"""Cached answers of the compiler: one file for each request, in the user's cache directory.
 
-An answer holds for the same request, the same versions of what compiles, the same variables of the environment that it
-reads, and as long as no source file has changed that the program was made from (rooftop's and the user's own; what
-comes from installed packages goes by their versions).
+An answer is valid for the same request, compiler versions and environment variables, as long as the program's source
+files are unchanged: rooftop's and the user's own. Installed packages count by their versions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import cache_folder, write_text
 
-#: Packages that decide what a request becomes; those that are not installed count as absent.
+#: Packages that determine an answer; packages that are not installed count as absent.
 _PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "numpy")
 _VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_")
 _FORMAT = 1
@@ -35,7 +34,7 @@ def digest(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Answers in ``folder``, at most ``limit_bytes`` of them: those that were used longest ago make room."""
+    """Answers in ``folder``, at most ``limit_bytes``: the least recently used are removed."""
 
     folder: Path
     limit_bytes: int = 2**30
@@ -46,7 +45,7 @@ class Cache:
         return cls(folder=cache_folder("compiled"))
 
     def find(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer to ``request``, None if there is none that still holds. A damaged file is no answer."""
+        """The valid answer to ``request``, or None. A damaged file counts as no answer."""
         path = self._path(request)
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
@@ -60,27 +59,27 @@ class Cache:
         return result
 
     def keep(self, request: Mapping[str, Any], result: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-        """Keep an answer, with the digests of the files that it depends on; if the folder cannot be written, do not."""
+        """Store an answer, with the digests of its source files; do nothing if the folder cannot be written."""
         entry = {"format": _FORMAT, "request": request, "sources": sources, "result": result}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self._path(request), json.dumps(entry))
             self._make_room()
         except (OSError, RooftopError):
-            # The answer itself is not lost: only the next compilation takes as long as this one.
+            # The caller still has the answer; the next compilation is slow again.
             return
 
     def _path(self, request: Mapping[str, Any]) -> Path:
         variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
         code = [str(Path(__file__).parents[1])]
         if not str(request.get("program")).startswith("rooftop."):
-            # Another folder may have another program of this name.
+            # Other folders may have other programs of this name.
             code += [os.getcwd(), os.environ.get("PYTHONPATH", "")]
         key = json.dumps([request, _versions(), variables, code], sort_keys=True)
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
     def _make_room(self) -> None:
-        files = sorted(((each.stat(), each) for each in self.folder.iterdir()), key=lambda found: -found[0].st_mtime)
+        files = sorted(((path.stat(), path) for path in self.folder.iterdir()), key=lambda entry: -entry[0].st_mtime)
         total = 0
         for status, path in files:
             total += status.st_size
@@ -89,10 +88,10 @@ class Cache:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

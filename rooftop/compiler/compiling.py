@@ -1,7 +1,7 @@
-"""Compile a program ahead of time with XLA:TPU, in a process of its own.
+"""Compile a program ahead of time with XLA:TPU, in a separate process.
 
-libtpu wants its environment before JAX is imported and keeps a process for one use, so the caller stays without it: a
-worker reads a request from a file and writes the result to another, whole or not at all.
+libtpu needs its environment before JAX is imported, and restricts a process to one use. So a worker process loads it:
+it reads a request from a file and writes the result to another file, atomically.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
 from rooftop.hardware import Slice
 
-#: What libtpu needs to compile with no TPU: no look-up of the machine, and more than one process at a time.
+#: Environment of libtpu for compilation without a TPU: no machine metadata, and several processes at a time.
 ENVIRONMENT: Mapping[str, str] = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-#: What a worker does, in order: it starts (JAX is imported), has libtpu describe the slice, traces and lowers the
-#: program, compiles it, and reads the compiler's reports.
+#: Phases of a worker, in order: import JAX, let libtpu describe the slice, trace and lower the program, compile it, and
+#: read the compiler's reports.
 PHASES: tuple[str, ...] = ("starting", "describing", "lowering", "compiling", "reading")
-#: How often the caller hears of progress.
+#: Interval between calls of the progress callback.
 _TICK_S = 0.25
 
-#: Told the phase and the seconds since the beginning.
+#: Callback (phase, seconds since the start).
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileRequest:
-    """What to compile, and for which devices.
+    """A program to compile, and the devices to compile it for.
 
     ``program`` is 'module:function'. The function takes a jax Mesh and ``arguments`` (JSON) and returns a
-    ``jax.stages.Lowered``. ``options`` are compiler options: booleans as Python ones, except for those of XLA's that
-    take 'true' and 'false'. ``save`` asks for the executable, to be loaded where the devices are.
+    ``jax.stages.Lowered``. ``options`` are compiler options: booleans as Python ones, except for XLA options that take
+    'true' and 'false'. ``save`` requests the executable, to be loaded on the real devices.
     """
 
     mesh: Mesh
@@ -79,11 +79,11 @@ class CompileRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made of a request. Bytes are those of one device.
+    """The compiler's result for a request. Bytes are those of one device.
 
-    ``peak_bytes`` is XLA's own figure and ``memory`` has those of which it is made; ``at_peak`` says what is alive then
-    (None where the compiler left no report). ``versions`` are those of jax, jaxlib and libtpu. ``executable`` is there
-    if the request asked for it, see ``rooftop.compiler.worker``; ``cached`` says that nothing was compiled just now.
+    ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
+    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and libtpu. ``executable`` is
+    set if the request asked for it, see ``rooftop.compiler.worker``. ``cached``: the result comes from the cache.
     """
 
     mesh: Mesh
@@ -99,7 +99,7 @@ class Compiled:
 
     @classmethod
     def from_json(cls, mesh: Mesh, data: Mapping[str, Any], *, cached: bool = False) -> Compiled:
-        """What a worker's result says."""
+        """A worker's result as an object."""
         at_peak, executable = data["at_peak"], data["executable"]
         changed = {
             "at_peak": None if at_peak is None else PeakMemory.from_json(at_peak),
@@ -115,15 +115,15 @@ class Compiled:
     @cached_property
     def ledger(self) -> Ledger:
         """The compiled ledger, without times: ``rooftop.compiler.timed`` has those."""
-        # A worker needs no reader, so that its answer holds although a reader has changed.
+        # Imported here: a worker does not read ledgers, so its cached answers stay valid when this module changes.
         from rooftop.compiler.ledger import read_ledger
 
         return read_ledger(self.module, self.mesh.shape, self.mesh)
 
 
 def require_compiler() -> None:
-    """Raise RooftopError where JAX, libtpu or optax is not installed."""
-    for package in ("jax", "libtpu", "optax"):
+    """Raise RooftopError if JAX, jaxtyping, libtpu or optax is not installed."""
+    for package in ("jax", "jaxtyping", "libtpu", "optax"):
         if find_spec(package) is None:
             accepted = "a Python that has it, for XLA:TPU without a TPU: pip install 'rooftop[compile]' (Linux)"
             raise RooftopError(package, "not installed", accepted)
@@ -134,29 +134,29 @@ def compile_ahead_of_time(
 ) -> Compiled:
     """Compile ``request`` in a worker process and wait for it, unless the ``cache`` has the answer.
 
-    ``on_progress`` is called a few times a second. Raises OutOfMemory (an Infeasible) when the program does not fit in
-    HBM, RooftopError when the request is wrong, the compiler refuses the program, or it takes longer than
-    ``timeout_s``. The worker ends with the call, however that ends, and with this process.
+    ``on_progress`` is called a few times a second. Raises OutOfMemory (an Infeasible) if the program does not fit in
+    HBM, and RooftopError if the request is wrong, the compiler rejects the program, or it takes longer than
+    ``timeout_s``. The worker ends with this call, even if the call raises, and with this process.
     """
     require_compiler()
-    asked = request.to_json()
+    question = request.to_json()
     store = Cache.of_user()
-    result = store.find(asked) if cache else None
-    found = result is not None
+    result = store.find(question) if cache else None
+    cached = result is not None
     if result is None:
-        said = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress)
-        if said.answer is None:
-            raise said.failure
-        if "error" in said.answer:
-            raise RooftopError(**said.answer["error"])
-        result = said.answer["result"]
+        output = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress)
+        if output.answer is None:
+            raise output.failure
+        if "error" in output.answer:
+            raise RooftopError(**output.answer["error"])
+        result = output.answer["result"]
         if cache:
-            store.keep(asked, result, said.answer["sources"])
-    return read_result(request, result, cached=found)
+            store.keep(question, result, output.answer["sources"])
+    return read_result(request, result, cached=cached)
 
 
 def read_result(request: CompileRequest, result: Mapping[str, Any], *, cached: bool) -> Compiled:
-    """A worker's result. Raises OutOfMemory, or Infeasible, where that is why there is no program."""
+    """A worker's result. Raises OutOfMemory or Infeasible if the result says so."""
     if "out_of_memory" in result:
         raise OutOfMemory.from_json(result["out_of_memory"])
     if "infeasible" in result:
@@ -165,10 +165,10 @@ def read_result(request: CompileRequest, result: Mapping[str, Any], *, cached: b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """What a worker left: its ``answer`` and its ``log``.
+class WorkerOutput:
+    """Output of a worker: its ``answer`` and its ``log``.
 
-    An answer is a result and the sources that it depends on, or an error; a worker that was ended has none.
+    An answer is a result and the sources that it depends on, or an error; None if the worker was terminated.
     """
 
     program: str
@@ -189,8 +189,8 @@ def ask_worker(
     timeout_s: float | None = None,
     on_progress: Progress | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Said:
-    """Have a new worker compile, with ``environment`` beside what libtpu needs. Raises RooftopError after a timeout."""
+) -> WorkerOutput:
+    """Compile in a new worker, with ``environment`` in addition to libtpu's. Raises RooftopError after a timeout."""
     with tempfile.TemporaryDirectory(prefix="rooftop-compile-") as name:
         folder = Path(name)
         question, answer, log = folder / "request.json", folder / "result.json", folder / "log"
@@ -199,11 +199,11 @@ def ask_worker(
             worker = subprocess.Popen(
                 [sys.executable, "-m", "rooftop.compiler.worker", str(question), str(answer)],
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
-                # The worker reads it to the end, which comes when this process does.
+                # The worker reads stdin until it is closed, which happens when this process ends.
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                # Ctrl-C in a terminal reaches this process alone, which ends the worker below.
+                # Ctrl-C in a terminal reaches this process only, which kills the worker below.
                 start_new_session=True,
             )
             try:
@@ -213,7 +213,7 @@ def ask_worker(
             finally:
                 worker.kill()
                 worker.communicate()
-        return Said(
+        return WorkerOutput(
             program=request.program,
             answer=json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None,
             log=log.read_text(encoding="utf-8", errors="replace"),

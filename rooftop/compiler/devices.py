@@ -1,4 +1,4 @@
-"""The devices that are here: which chips they are, and meshes of them."""
+"""The local devices: their chip, and meshes of them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rooftop.hardware import Chip, Slice, catalogue
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What is here: all ``devices`` of all processes, and the ``chip`` they are, None if the catalogue has no such."""
+    """All ``devices`` of all processes, and their ``chip``, None if the catalogue has no such chip."""
 
     devices: tuple[jax.Device, ...]
     chip: Chip | None
 
     @property
     def name(self) -> str:
-        """As a person would say it: '8 x cpu'."""
+        """A name for people: '8 x cpu'."""
         return f"{len(self.devices)} x {self.devices[0].device_kind}"
 
-    def is_slice(self, wanted: Slice) -> bool:
-        """Whether these devices are that slice."""
-        return self.chip is not None and (self.chip.name, len(self.devices)) == (wanted.chip.name, wanted.devices)
+    def is_slice(self, slice_: Slice) -> bool:
+        """True if these devices are ``slice_``."""
+        return self.chip is not None and (self.chip.name, len(self.devices)) == (slice_.chip.name, slice_.devices)
 
     def attention(self, compute_dtype: str) -> AttentionKernel:
         """The attention kernel for these devices (see ``rooftop.programs.attention.attend``)."""
@@ -44,33 +44,33 @@ class Local:
         return "cudnn" if platform == "gpu" and compute_dtype == "bf16" else "chunked"
 
     def flops_per_s(self, dtype: str) -> float | None:
-        """Peak matmul FLOP/s of one device, None where the catalogue has no figure."""
+        """Peak matmul FLOP/s of one device, None if the catalogue has no figure."""
         rate = None if self.chip is None else self.chip.flops_per_s.get(dtype)
         return None if rate is None or self.chip is None else rate / self.chip.devices
 
 
 def local_devices() -> Local:
     """The devices of all processes. Starts JAX."""
-    found = tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
-    return Local(devices=found, chip=chip_of_kind(found[0].device_kind))
+    devices = tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    return Local(devices=devices, chip=chip_of_kind(devices[0].device_kind))
 
 
 def chip_of_kind(kind: str) -> Chip | None:
-    """The chip by JAX's ``device_kind``: a TPU's is an alias in the catalogue, a GPU's has its name somewhere."""
+    """The chip by JAX's ``device_kind``: an alias of a TPU in the catalogue, or text with a GPU's name."""
     kind, chips = kind.lower(), catalogue().values()
     named = (chip for chip in chips if kind in (chip.name, *chip.aliases) or (chip.kind == "gpu" and chip.name in kind))
     return next(named, None)
 
 
 def write_axes(sizes: Mapping[str, int]) -> str:
-    """As ``--mesh`` takes it, axes of one device left out: 'fsdp=2,tensor=2'."""
+    """Axes as ``--mesh`` takes them, without those of one device: 'fsdp=2,tensor=2'."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
 
 
 def mesh_of(sizes: Mapping[str, int], here: Local, *, layout: Mesh | None = None) -> DeviceMesh:
-    """A mesh of all ``AXES`` in explicit mode on the devices here; ``layout``: where each of a TPU slice stands.
+    """A mesh of all ``AXES`` in explicit mode on the local devices; ``layout`` has coordinates on a TPU slice.
 
-    Raises RooftopError if there are too few devices, or if a process would have none of its own in the mesh.
+    Raises RooftopError if there are too few devices, or if a process would have no device in the mesh.
     """
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     count = math.prod(shape)
@@ -83,32 +83,32 @@ def mesh_of(sizes: Mapping[str, int], here: Local, *, layout: Mesh | None = None
     devices = here.devices[:count]
     if devices[0].platform == "tpu" and layout is not None:
         names = tuple(layout.shape)
-        return DeviceMesh(laid(devices, layout), names, axis_types=(AxisType.Explicit,) * len(names))
+        return DeviceMesh(device_grid(devices, layout), names, axis_types=(AxisType.Explicit,) * len(names))
     if devices[0].platform == "tpu":
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     return DeviceMesh(np.array(devices, dtype=object).reshape(shape), AXES, axis_types=types)
 
 
 def topology_mesh(mesh: Mesh) -> DeviceMesh:
-    """The mesh over described devices, in explicit mode, every device where the layout has its coordinates.
+    """The mesh over described devices, in explicit mode, with each device at its coordinates in the layout.
 
     JAX must have been imported under ``rooftop.compiler.compiling.ENVIRONMENT``. Raises RooftopError for a slice that
     libtpu cannot describe.
     """
     slice_, described = mesh.slice, _describe(mesh.slice)
-    if (count := len(_by_place(described, slice_))) != slice_.devices:
+    if (count := len(_by_coordinates(described, slice_))) != slice_.devices:
         raise RooftopError("slice", slice_.name, f"a slice that libtpu knows; it lists {count} devices here")
     names = tuple(mesh.shape)
-    return DeviceMesh(laid(described, mesh), names, axis_types=(AxisType.Explicit,) * len(names))
+    return DeviceMesh(device_grid(described, mesh), names, axis_types=(AxisType.Explicit,) * len(names))
 
 
-def laid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
-    """The devices of a TPU slice, described or real, each where the layout of ``mesh`` has its coordinates."""
-    found, wanted = _by_place(devices, mesh.slice), mesh.device_coordinates()
-    placed = np.empty(wanted.shape[:-1], dtype=object)
-    for index in np.ndindex(placed.shape):
-        placed[index] = found[tuple(int(place) for place in wanted[index])]
-    return placed
+def device_grid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
+    """The devices of a TPU slice, described or real, each at its coordinates in the layout of ``mesh``."""
+    by_coordinates, coordinates = _by_coordinates(devices, mesh.slice), mesh.device_coordinates()
+    grid = np.empty(coordinates.shape[:-1], dtype=object)
+    for index in np.ndindex(grid.shape):
+        grid[index] = by_coordinates[tuple(int(coordinate) for coordinate in coordinates[index])]
+    return grid
 
 
 def _describe(slice_: Slice) -> list[Any]:
@@ -116,14 +116,14 @@ def _describe(slice_: Slice) -> list[Any]:
     if slice_.chip.kind != "tpu":
         raise RooftopError("slice", slice_.name, "a TPU slice, such as v5e:4x4; nothing else is compiled for here")
     name = f"{slice_.chip.name}:{'x'.join(map(str, slice_.shape))}"
-    # A slice smaller than a host has fewer chips on it than the 2x2 that libtpu expects.
+    # A slice smaller than a host has fewer chips than the 2x2 that libtpu expects.
     options: dict[str, Any] = {"chips_per_host_bounds": (min(2, slice_.shape[0]), min(2, slice_.shape[1]), 1)}
     if slice_.num_slices > 1:
         options["num_slices"] = slice_.num_slices
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
         if len(devices) == 2 * slice_.devices:
-            # libtpu lists the two cores of a chip unless they are told to work as one device.
+            # libtpu lists the two cores of a chip unless they are configured as one device.
             options["chip_config_name"] = "megacore"
             devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except Exception as error:  # libtpu raises several kinds, all for an unknown slice
@@ -132,11 +132,11 @@ def _describe(slice_: Slice) -> list[Any]:
     return list(devices)
 
 
-def _by_place(devices: Sequence[Any], slice_: Slice) -> dict[tuple[int, ...], Any]:
-    """Devices by their places along the physical axes of the slice."""
-    found = {}
+def _by_coordinates(devices: Sequence[Any], slice_: Slice) -> dict[tuple[int, ...], Any]:
+    """Devices by their coordinates along the physical axes of the slice."""
+    by_coordinates = {}
     for device in devices:
         x, y, z = device.coords
-        place = {"x": x, "y": y, "z": z, "core": device.core_on_chip, "dcn": getattr(device, "slice_index", 0)}
-        found[tuple(place[axis.name] for axis in slice_.physical_axes)] = device
-    return found
+        along = {"x": x, "y": y, "z": z, "core": device.core_on_chip, "dcn": getattr(device, "slice_index", 0)}
+        by_coordinates[tuple(along[axis.name] for axis in slice_.physical_axes)] = device
+    return by_coordinates

@@ -1,8 +1,8 @@
-"""The compiled ledger: what XLA's optimised HLO really does, as rows by scope and phase.
+"""The compiled ledger: rows by scope and phase, read from XLA's optimised HLO.
 
 Matmul FLOPs are those of ``dot`` and ``convolution`` (XLA:TPU writes every matmul as a convolution); collectives are
-the logical ones. Hand-written kernels count by the FLOPs that they declare. Elementwise work, HBM traffic and times are
-added by ``rooftop.compiler.timed``.
+the logical ones. Hand-written kernels count with the FLOPs that they declare. ``rooftop.compiler.timed`` adds
+elementwise work, HBM traffic and times.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from rooftop.core.scopes import PHASES, SCOPES
 def read_ledger(module: Module, mesh: Mapping[str, int], layout: Mesh | None = None) -> Ledger:
     """The rows of a compiled program, per device, in the order of the scope list.
 
-    ``mesh`` and ``layout`` are as in ``logical_collectives``. One (scope, phase) has one row for
-    each number of executions (``count``): what a scan repeats and what was moved out of it stand apart. A
-    collective's ``critical`` says that the schedule waits for the whole of it: it is synchronous.
+    ``mesh`` and ``layout`` are as in ``logical_collectives``. A (scope, phase) has one row for each number of
+    executions (``count``): work inside a scan and work that was hoisted out of it are separate rows. A ``critical``
+    collective is synchronous: the schedule waits for all of it.
     """
-    rows = counted(module)
-    for each in logical_collectives(module, mesh, layout):
-        rows.setdefault((each.scope, each.phase, each.executions), RowDraft()).collectives.append(each.ledger_entry)
+    rows = matmul_rows(module)
+    for collective in logical_collectives(module, mesh, layout):
+        key = (collective.scope, collective.phase, collective.executions)
+        rows.setdefault(key, RowDraft()).collectives.append(collective.ledger_entry)
     return in_order(rows)
 
 
@@ -39,7 +40,7 @@ Key = tuple[str, str, int]
 
 @dataclass
 class RowDraft:
-    """A row while it is added up; fields as in ``rooftop.core.ledger.Row``."""
+    """A row during summation; fields as in ``rooftop.core.ledger.Row``."""
 
     flops: dict[str, float] = field(default_factory=dict)
     kernel_flops: float = 0.0
@@ -51,8 +52,8 @@ class RowDraft:
     serial_s: float = 0.0
 
 
-def counted(module: Module) -> dict[Key, RowDraft]:
-    """Rows with the FLOPs of every matmul, and of every kernel as its program declares them."""
+def matmul_rows(module: Module) -> dict[Key, RowDraft]:
+    """Rows with the FLOPs of every matmul, and those that kernels declare."""
     rows: dict[Key, RowDraft] = {}
     for computation in module.computations.values():
         count = module.executions[computation.name]

@@ -1,4 +1,4 @@
-"""What fills HBM at the peak of a compiled program, and the answer when it is too much."""
+"""HBM buffers at the memory peak of a compiled program, and the error for a program that does not fit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.core.scopes import UNSCOPED
 
-#: Classes of what lies in HBM, those of the planner first. ``weights`` includes copies in the compute dtype,
-#: ``gradients`` have the shape of the weights that the program is given, ``activations`` are what the forward pass has
-#: left for the backward pass; ``workspace`` is the rest of the temporaries.
+#: Classes of HBM buffers, the planner's first. ``weights`` includes copies in the compute dtype, ``gradients`` have the
+#: shape of the program's weights, ``activations`` are saved by the forward pass for the backward pass; ``workspace`` is
+#: the rest of the temporaries.
 CLASSES: tuple[str, ...] = (
     "weights", "optimizer", "gradients", "activations", "workspace", "batch", "other",
 )  # fmt: skip
@@ -24,10 +24,10 @@ CLASSES: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class HbmBuffer:
-    """One array in the HBM of one device. ``bytes`` are those that it fills, padding included.
+    """One array in the HBM of one device. ``bytes`` include padding.
 
     ``name`` is the argument's (``state.weights.embed``) or the instruction's, ``shape`` as in HLO without its layout.
-    ``source`` is the 'file:line' that it comes from ('' if unknown); an argument has no scope, phase and source.
+    ``source`` is the 'file:line' of its program ('' if unknown). An argument has no scope, phase and source.
     """
 
     bytes: int
@@ -45,11 +45,11 @@ class HbmBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """What one device holds in HBM when most of it is in use; ``buffers`` are the arrays, largest first.
+    """HBM of one device at the peak of its use; ``buffers`` are the arrays, largest first.
 
-    ``peak_bytes`` is their sum. ``allocated_bytes`` has beside them the holes of the heap: that is what XLA:TPU holds
-    against the HBM that it may use. XLA's own ``peak_memory_in_bytes`` is ``peak_bytes``, except in small programs:
-    where more of VMEM is in use than of the heap it counts that instead. The program's code is in neither.
+    ``peak_bytes`` is their sum. ``allocated_bytes`` also has the holes of the heap: XLA:TPU compares it with the usable
+    HBM. XLA's own ``peak_memory_in_bytes`` is ``peak_bytes``, except in small programs: if they use more of VMEM than
+    of the heap, it counts VMEM instead. Neither includes the program's code.
     """
 
     allocated_bytes: int
@@ -58,26 +58,26 @@ class PeakMemory:
     @property
     def peak_bytes(self) -> int:
         """Bytes that are alive at the peak."""
-        return sum(each.bytes for each in self.buffers)
+        return sum(buffer.bytes for buffer in self.buffers)
 
     @property
     def by_class(self) -> dict[str, int]:
-        """Bytes of each class, in the order of ``CLASSES``, without those that hold nothing."""
+        """Bytes of each class, in the order of ``CLASSES``, without empty classes."""
         totals = dict.fromkeys(CLASSES, 0)
-        for each in self.buffers:
-            totals[each.memory_class] += each.bytes
+        for buffer in self.buffers:
+            totals[buffer.memory_class] += buffer.bytes
         return {name: total for name, total in totals.items() if total}
 
     def to_json(self) -> dict[str, Any]:
         """The reading as plain JSON values."""
-        buffers = [asdict(each) for each in self.buffers]
+        buffers = [asdict(buffer) for buffer in self.buffers]
         return {"peak_bytes": self.peak_bytes, "allocated_bytes": self.allocated_bytes} | {"buffers": buffers}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PeakMemory:
         """The inverse of ``to_json``."""
         return cls(
-            allocated_bytes=data["allocated_bytes"], buffers=tuple(HbmBuffer(**each) for each in data["buffers"])
+            allocated_bytes=data["allocated_bytes"], buffers=tuple(HbmBuffer(**fields) for fields in data["buffers"])
         )
 
 
@@ -88,12 +88,12 @@ _EXCEEDED = re.compile(
 )
 
 
-def read_exceeded(said: str) -> tuple[float, float] | None:
-    """HBM needed and available, in bytes, where XLA:TPU says that a program needs more than there is; else None."""
-    found = _EXCEEDED.search(said)
-    if found is None:
+def read_exceeded(message: str) -> tuple[float, float] | None:
+    """HBM needed and available, in bytes, from XLA:TPU's message that a program needs too much; else None."""
+    match = _EXCEEDED.search(message)
+    if match is None:
         return None
-    needed, needed_unit, available, available_unit = (each for each in found.groups() if each is not None)
+    needed, needed_unit, available, available_unit = (group for group in match.groups() if group is not None)
     return float(needed) * _UNITS[needed_unit], float(available) * _UNITS[available_unit]
 
 
@@ -101,7 +101,7 @@ class OutOfMemory(Infeasible):
     """A program that does not fit in HBM.
 
     ``needed_bytes`` and ``available_bytes`` are those of one device, as the compiler prints them (two decimals of a
-    GiB); ``at_peak`` is what would have filled them, None if the compiler left no report.
+    GiB). ``at_peak`` has the buffers at the peak, None if the compiler left no report.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class OutOfMemory(Infeasible):
     ) -> None:
         self.needed_bytes, self.available_bytes, self.at_peak = needed_bytes, available_bytes, at_peak
         figures = (needed_bytes, available_bytes, needed_bytes - available_bytes)
-        needed, available, over = (f"{each / 2**30:.2f}GiB" for each in figures)
+        needed, available, over = (f"{figure / 2**30:.2f}GiB" for figure in figures)
         super().__init__(what, f"needs {needed} of the {available} of HBM of a device: {over} too many")
 
     def to_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class OutOfMemory(Infeasible):
         return cls(**{**data, "at_peak": at_peak})
 
 
-#: Words of an argument's name that tell its class; the first class that has one decides.
+#: Words of an argument's name by its class; the first class with a matching word applies.
 _ARGUMENTS: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"first_moment", "second_moment", "moments", "mu", "nu", "opt_state", "optimizer"}),
     "weights": frozenset({"weights", "params", "parameters"}),
@@ -139,25 +139,27 @@ _ORDER = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 
 
 def read_memory(assignment: str, live_ranges: str, module: Module) -> PeakMemory:
-    """What is alive in HBM at the peak, from the texts of both reports and the module that they are about."""
-    held, heap = _allocations(assignment)
+    """The buffers alive in HBM at the peak, from the texts of both compiler reports and their module."""
+    permanent, heap = _allocations(assignment)
     ranges = {(name, index): (int(start), int(end)) for name, index, start, end in _RANGE.findall(live_ranges)}
     order = {int(time): name for time, name in _ORDER.findall(live_ranges.partition("BufferLiveRange:")[0])}
-    temporaries = [(value, *ranges[value.key]) for each in heap for value in each.values if value.key in ranges]
+    temporaries = [(value, *ranges[value.key]) for block in heap for value in block.values if value.key in ranges]
     time = _peak_time(temporaries)
-    alive = sorted((each for each in temporaries if each[1] <= time <= each[2]), key=lambda each: each[1])
+    alive = sorted((range_ for range_ in temporaries if range_[1] <= time <= range_[2]), key=lambda range_: range_[1])
     reader = _Reader(module, order.get(time, ""))
-    buffers = [reader.argument(each) if each.parameter else reader.array(each.size, each.values[:1]) for each in held]
+    buffers = [
+        reader.argument(block) if block.parameter else reader.array(block.size, block.values[:1]) for block in permanent
+    ]
     buffers += [reader.array(size, values) for size, values in _places([value for value, _, _ in alive])]
     return PeakMemory(
-        allocated_bytes=sum(each.size for each in (*held, *heap)),
-        buffers=tuple(sorted(buffers, key=lambda each: -each.bytes)),
+        allocated_bytes=sum(block.size for block in (*permanent, *heap)),
+        buffers=tuple(sorted(buffers, key=lambda buffer: -buffer.bytes)),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Value:
-    """A value and where it lies: ``key`` is its instruction and its index in a tuple ('' for the whole)."""
+    """A value and its address range; ``key`` is its instruction and its index in a tuple ('' for the whole)."""
 
     key: tuple[str, str]
     begin: int
@@ -173,8 +175,8 @@ class _Allocation:
 
 
 def _allocations(assignment: str) -> tuple[list[_Allocation], list[_Allocation]]:
-    """The allocations in HBM: those that are there all the time, and the heap of temporaries."""
-    held: list[_Allocation] = []
+    """The allocations in HBM: permanent ones, and the heap of temporaries."""
+    permanent: list[_Allocation] = []
     heap: list[_Allocation] = []
     base = 0
     for block in re.split(r"^(?=allocation )", assignment, flags=re.MULTILINE):
@@ -183,10 +185,10 @@ def _allocations(assignment: str) -> tuple[list[_Allocation], list[_Allocation]]
             continue
         size, temporary = int(match[1]), "preallocated-temp" in match[3]
         values = tuple(_values(block, base if temporary else 0))
-        found = _Allocation(size=size, parameter=match[3].startswith("parameter"), values=values)
-        (heap if temporary else held).append(found)
+        allocation = _Allocation(size=size, parameter=match[3].startswith("parameter"), values=values)
+        (heap if temporary else permanent).append(allocation)
         base += size if temporary else 0
-    return held, heap
+    return permanent, heap
 
 
 def _values(block: str, base: int) -> Iterator[_Value]:
@@ -197,12 +199,12 @@ def _values(block: str, base: int) -> Iterator[_Value]:
 
 
 def _peak_time(temporaries: list[tuple[_Value, int, int]]) -> int:
-    """When the values that are alive cover most bytes."""
+    """The time at which the live values cover most bytes."""
     steps: dict[int, int] = {}
     for value, start, end in temporaries:
         steps[start] = steps.get(start, 0) + value.end - value.begin
         steps[end + 1] = steps.get(end + 1, 0) - value.end + value.begin
-    # The sum of sizes counts what lies in one place twice: it only says where to look.
+    # The sum of sizes counts values that share memory twice, so it is only an upper bound that orders the search.
     sums, total = [], 0
     for time in sorted(steps):
         total += steps[time]
@@ -217,25 +219,29 @@ def _peak_time(temporaries: list[tuple[_Value, int, int]]) -> int:
 
 
 def _places(values: list[_Value]) -> Iterator[tuple[int, list[_Value]]]:
-    """Bytes of each buffer that the values lie in, with the values in it in their given order."""
-    end, found = 0, list[tuple[int, list[_Value]]]()
-    for value in sorted(values, key=lambda each: (each.begin, -each.end)):
+    """Bytes of each buffer that contains the values, with its values in the given order."""
+    end, buffers = 0, list[tuple[int, list[_Value]]]()
+    for value in sorted(values, key=lambda value: (value.begin, -value.end)):
         if value.begin >= end or value.end > end:
-            found.append((value.end - max(end, value.begin), [value]))
+            buffers.append((value.end - max(end, value.begin), [value]))
             end = value.end
         else:
-            found[-1][1].append(value)
-    position = {value.key: place for place, value in enumerate(values)}
-    for size, members in found:
-        yield size, sorted(members, key=lambda each: position[each.key])
+            buffers[-1][1].append(value)
+    position = {value.key: index for index, value in enumerate(values)}
+    for size, members in buffers:
+        yield size, sorted(members, key=lambda value: position[value.key])
 
 
 class _Reader:
-    """Names, scopes and classes of the buffers of one module at one moment: while ``running`` is executed."""
+    """Names, scopes and classes of the buffers of one module at one moment: while ``running`` executes."""
 
     def __init__(self, module: Module, running: str) -> None:
         self.module = module
-        self.places = {each.name: (inside, each) for inside in module.computations.values() for each in inside}
+        self.places = {
+            instruction.name: (computation, instruction)
+            for computation in module.computations.values()
+            for instruction in computation
+        }
         self.phase = place_of(module, *self.places[running])[1] if running in self.places else ""
 
     def argument(self, allocation: _Allocation) -> HbmBuffer:
@@ -246,11 +252,11 @@ class _Reader:
         return HbmBuffer(bytes=allocation.size, shape=value.shape, memory_class=argument_class(name), name=name)
 
     def array(self, size: int, values: Sequence[_Value]) -> HbmBuffer:
-        """A buffer that the program fills; the first of its values that has a name in the program tells what it is."""
+        """A buffer that the program fills. The first of its values that has a name in the program describes it."""
         filled = [self._filled_by(value) for value in values if value.key[0] in self.places]
         if not filled:
             return HbmBuffer(bytes=size, shape="", memory_class="other", name="constant")
-        at, (inside, origin) = next((each for each in enumerate(filled) if each[1][1].op_name), (0, filled[0]))
+        at, (inside, origin) = next((entry for entry in enumerate(filled) if entry[1][1].op_name), (0, filled[0]))
         named = self._named(inside, origin)
         scope, phase = place_of(self.module, *named)
         return HbmBuffer(
@@ -267,17 +273,17 @@ class _Reader:
         if origin.opcode == "constant":
             return "other"
         scope, phase = place
-        # Before the update only the weights' copies in the compute dtype are of the optimizer's scope.
+        # Before the update, the optimizer's scope has only the weights' copies in the compute dtype.
         if scope == "optimizer" and self.phase != "update" and _dims(shape) in self._weight_dims:
             return "weights"
-        # The gradients of the last matmul and of the loss are made beside their forward pass, which leaves nothing.
+        # The gradients of the last matmul and of the loss are computed in their forward pass, which saves nothing.
         if scope in ("unembed", "loss") and _dims(shape) not in self._weight_dims:
             return "workspace"
         carried = self._is_carried(values)
         copied = "jvp(" in origin.op_name or argument_class(origin.op_name) == "weights"
         if _dims(shape) in self._weight_dims and (phase == "backward" or not copied):
             return "gradients"
-        # What a loop fills in the forward pass is saved for the backward pass, even in the shape of a weight.
+        # A loop of the forward pass fills buffers for the backward pass, even if they have the shape of a weight.
         if _dims(shape) in self._weight_dims and not carried:
             return "weights"
         if phase == "forward" and (self.phase != "forward" or carried):
@@ -285,23 +291,27 @@ class _Reader:
         return "workspace"
 
     def _is_carried(self, values: Sequence[_Value]) -> bool:
-        """Whether a loop makes the values, or hands them from trip to trip."""
+        """True if a loop computes the values, or carries them from trip to trip."""
         return any(_loop(self.module, *self.places[value.key[0]]) for value in values if value.key[0] in self.places)
 
     @cached_property
     def _weight_dims(self) -> set[tuple[int, ...]]:
-        """Dims of the stacks of weights that the program is given, whatever their order."""
+        """Dims of the program's stacks of weights, sorted."""
         entry = self.module.computations[self.module.entry]
-        arguments = [each for each in entry if each.opcode == "parameter" and argument_class(each.op_name) == "weights"]
-        return {_sorted(each.shape[0].dims) for each in arguments if each.shape} - {(), (1,)}
+        arguments = [
+            instruction
+            for instruction in entry
+            if instruction.opcode == "parameter" and argument_class(instruction.op_name) == "weights"
+        ]
+        return {_sorted(argument.shape[0].dims) for argument in arguments if argument.shape} - {(), (1,)}
 
     def _filled_by(self, value: _Value) -> tuple[HloComputation, Instruction]:
-        """The instruction that fills a buffer: seen through copies, and through what a loop carries."""
+        """The instruction that fills a buffer, through copies and the carries of loops."""
         name, index = value.key
         return self._through(*self.places[name], int(index.split(",")[0]) if index else None, *_COPIES)
 
     def _named(self, inside: HloComputation, instruction: Instruction) -> tuple[HloComputation, Instruction]:
-        """The nearest instruction before it that stands in a scope, else the nearest that has a name, else itself."""
+        """The nearest preceding instruction in a scope, else the nearest with a name, else ``instruction``."""
         at, named = (inside, instruction), None
         for _ in range(_FAR):
             if at[1].op_name and (named is None or place_of(self.module, *at)[0] != UNSCOPED):
@@ -316,7 +326,7 @@ class _Reader:
     def _through(
         self, inside: HloComputation, instruction: Instruction, element: int | None, *opcodes: str
     ) -> tuple[HloComputation, Instruction]:
-        """What an array is, seen through unnamed instructions of those opcodes and through loops."""
+        """The origin of an array, through unnamed instructions of those opcodes and through loops."""
         for _ in range(_FAR):
             loop = _loop(self.module, inside, instruction)
             if loop and element is not None:
@@ -332,44 +342,44 @@ class _Reader:
     def _carried(
         self, inside: HloComputation, loop: Instruction, element: int
     ) -> tuple[HloComputation, Instruction, int | None]:
-        """What makes an element of a loop's tuple: its body, or what stood there before if the body leaves it."""
+        """The origin of an element of a loop's tuple: in the body, or before the loop if the body keeps it."""
         body = self.module.computations[loop.called_as("body")]
         root = body.instructions[body.root]
         if root.opcode != "tuple":
             return body, root, element
-        made = body.operands(root)[element]
-        while made.opcode in _COPIES and made.opcode != "get-tuple-element" and made.operands:
-            made = body.operands(made)[0]
-        if made.opcode != "get-tuple-element":
-            return body, made, None
-        source, index = body.operands(made)[0], int(made.attribute("index"))
+        result = body.operands(root)[element]
+        while result.opcode in _COPIES and result.opcode != "get-tuple-element" and result.operands:
+            result = body.operands(result)[0]
+        if result.opcode != "get-tuple-element":
+            return body, result, None
+        source, index = body.operands(result)[0], int(result.attribute("index"))
         if source.opcode != "parameter":
             return body, source, index
         before = inside.operands(loop)[0]
         return (inside, inside.operands(before)[index], None) if before.opcode == "tuple" else (inside, before, index)
 
 
-#: What only hands an array on, under another name or in another place.
+#: Opcodes that only copy or rename an array.
 _COPIES = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element", "optimization-barrier", "convert")
 
 
-#: Steps that a search for a name goes back.
+#: Limit on the steps of a search for a name.
 _FAR = 30
 
 
 def argument_class(name: str) -> str:
-    """The class of an argument of the program, by the words of its name; 'other' if none tells."""
+    """The class of an argument of the program, by the words of its name; 'other' if none matches."""
     words = set(re.findall(r"\w+", name))
-    return next((found for found, known in _ARGUMENTS.items() if words & known), "other")
+    return next((class_ for class_, known in _ARGUMENTS.items() if words & known), "other")
 
 
 def _before(inside: HloComputation, instruction: Instruction) -> Instruction:
-    """What an array is made of: of a stack that a loop adds a part to, the part."""
+    """The source of an array. If a loop adds a part to a stack, the source is the part."""
     operands = inside.operands(instruction)
     if instruction.op_name.endswith("dynamic_update_slice"):
         whole = sum(tensor.elements for tensor in instruction.shape)
-        parts = [each for each in operands if len(each.shape) == 1 and 1 < each.shape[0].elements < whole]
-        return max(parts, key=lambda each: each.shape[0].elements, default=operands[0])
+        parts = [operand for operand in operands if len(operand.shape) == 1 and 1 < operand.shape[0].elements < whole]
+        return max(parts, key=lambda part: part.shape[0].elements, default=operands[0])
     return operands[0]
 
 
@@ -380,13 +390,13 @@ def _loop(
     if instruction.opcode == "while":
         return inside, instruction
     if instruction.opcode == "parameter":
-        return next((each for each in module.callers.get(inside.name, ()) if each[1].opcode == "while"), None)
+        return next((caller for caller in module.callers.get(inside.name, ()) if caller[1].opcode == "while"), None)
     return None
 
 
 def _dims(shape: str) -> tuple[int, ...]:
-    found = re.fullmatch(r"\w+\[([\d,]*)\]", shape)
-    return _sorted(tuple(int(dim) for dim in found[1].split(",") if dim)) if found else ()
+    match = re.fullmatch(r"\w+\[([\d,]*)\]", shape)
+    return _sorted(tuple(int(dim) for dim in match[1].split(",") if dim)) if match else ()
 
 
 def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""What the compiler says of SparseCores' memory: its high-water marks, which no memory analysis includes.
+"""High-water marks of SparseCores' memory, which no memory analysis of the compiler includes.
 
-libtpu writes them to its log when it is told to before it starts, so that a worker of its own compiles.
+libtpu writes them to its log if it is configured before it starts, so a separate worker compiles.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, Tables
 from rooftop.plan.embedding.problem import per_device
 
-#: What makes libtpu write the marks.
+#: Environment with which libtpu logs the marks.
 LOGGING: Mapping[str, str] = {
     "LIBTPU_INIT_ARGS": "--xla_sc_enable_logging_memory_high_water_marks=true",
     "TPU_MIN_LOG_LEVEL": "0",
     "TPU_STDERR_LOG_LEVEL": "0",
 }
-#: What there is too little of where limits are too large, as ``Infeasible.what``.
+#: ``Infeasible.what`` of limits that are too large.
 TILE_MEMORY = "a SparseCore's tile memory"
-#: The units of the log: HBM in granules of 8 floats, a tile's memory in words. Found by changing one limit at a time.
+#: The units of the log: HBM in granules of 8 floats, a tile's memory in words. Determined by varying single limits.
 _HBM_UNIT, _TILE_UNIT = 32, 4
 _MARK = re.compile(r"\] (HBM|TileSpmem) high water mark: (\d+)")
 _NO_ROOM = re.compile(
     r"Can't fit a single row\.[^\n\")]*|Fixed size allocations[^\n\"]*|Gather operand too large[^\n\"]*"
     r"|E3001: [^\n)]*"
 )
-#: How an update is refused, and the code of that in a message's first line.
+#: The message that rejects an update, and its code in the message's first line.
 _NO_REPLICAS, _CODE = "No viable logical replica count", "E3001: CompileTimeSparseCoreInvalidReplicaCount"
-#: What of that refusal says how many bytes there are and how many are wanted.
+#: The part of that message with the bytes available and needed.
 _OF_REPLICAS = re.compile(
     _NO_REPLICAS
     + r"[^\n]*\bfixed_size_allocation_bytes = (\d+), row_dependent_size_allocation_bytes = (\d+), "
@@ -60,7 +60,7 @@ _OF_REPLICAS = re.compile(
 class Marks:
     """The largest marks of a program's SparseCore computations, in bytes: HBM of one SparseCore, memory of one tile.
 
-    The compiler keeps that HBM beside what its own memory analysis counts, for each SparseCore.
+    For each SparseCore, the compiler reserves that HBM in addition to its memory analysis.
     """
 
     hbm_bytes: int
@@ -69,110 +69,110 @@ class Marks:
 
 
 def read_marks(log: str) -> tuple[int, int] | None:
-    """HBM of one SparseCore and memory of one tile, in bytes, as libtpu's log has them; None if it has none."""
-    found: dict[str, int] = {}
+    """HBM of one SparseCore and memory of one tile, in bytes, from libtpu's log; None if it has no marks."""
+    largest: dict[str, int] = {}
     for kind, mark in _MARK.findall(log):
-        found[kind] = max(found.get(kind, 0), int(mark))
-    return (found["HBM"] * _HBM_UNIT, found["TileSpmem"] * _TILE_UNIT) if len(found) == 2 else None
+        largest[kind] = max(largest.get(kind, 0), int(mark))
+    return (largest["HBM"] * _HBM_UNIT, largest["TileSpmem"] * _TILE_UNIT) if len(largest) == 2 else None
 
 
-def refusal(said: str) -> Infeasible | None:
-    """The compiler's refusal as an answer, where it found no room in a tile's memory or in HBM; None otherwise."""
-    if counted := _OF_REPLICAS.search(said):
-        unique, shared, room = (int(each) for each in counted.groups())
+def refusal(message: str) -> Infeasible | None:
+    """The compiler's rejection as an error, if there was no space in a tile's memory or in HBM; None otherwise."""
+    if counted := _OF_REPLICAS.search(message):
+        unique, shared, room = map(int, counted.groups())
         by = f"{unique:,} bytes of unique ids and {shared:,} of ids, which replicas share, in a tile of {room:,}"
         return Infeasible(TILE_MEMORY, f"{_NO_REPLICAS}: {by}")
-    if refused := _NO_ROOM.search(said):
+    if refused := _NO_ROOM.search(message):
         return Infeasible(TILE_MEMORY, refused.group().strip())
-    if exceeded := read_exceeded(said):
+    if exceeded := read_exceeded(message):
         return OutOfMemory("a program", needed_bytes=exceeded[0], available_bytes=exceeded[1], at_peak=None)
     return None
 
 
 def refuses_larger(no: Infeasible) -> bool:
-    """Whether the compiler's reason holds for larger limits too: it has counted bytes that rise with them."""
+    """True if larger limits are rejected too: the compiler's reason counts bytes that rise with them."""
     return no.what != TILE_MEMORY or no.by.startswith((_NO_REPLICAS, _CODE))
 
 
 def compile_with_marks(
     request: CompileRequest, *, timeout_s: float | None = 600.0, cache: bool = True, on_progress: Progress | None = None
 ) -> Marks:
-    """Compile ``request`` ahead of time and read the SparseCores' marks, unless the ``cache`` has them, or a refusal.
+    """Compile ``request`` ahead of time and read the SparseCores' marks, unless the ``cache`` has them, or a rejection.
 
-    Raises Infeasible where the compiler finds no room in a tile's memory (OutOfMemory: in HBM), RooftopError where it
-    refuses otherwise or the program has no SparseCore computation.
+    Raises Infeasible if the compiler finds no space in a tile's memory (OutOfMemory: in HBM), and RooftopError if it
+    rejects the program otherwise or the program has no SparseCore computation.
     """
     require_compiler()
-    asked, store = {**request.to_json(), "marks": True}, Cache.of_user()
-    known = store.find(asked) if cache else None
+    question, store = {**request.to_json(), "marks": True}, Cache.of_user()
+    known = store.find(question) if cache else None
     if known is not None:
         compiled = read_result(request, known["result"], cached=True)
         return Marks(hbm_bytes=known["hbm_bytes"], tile_bytes=known["tile_bytes"], compiled=compiled)
-    said = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress, environment=LOGGING)
-    if said.answer is None or "error" in said.answer:
-        error = {} if said.answer is None else said.answer["error"]
-        no = refusal(said.log) or refusal(str(error))
+    output = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress, environment=LOGGING)
+    if output.answer is None or "error" in output.answer:
+        error = {} if output.answer is None else output.answer["error"]
+        no = refusal(output.log) or refusal(str(error))
         if no is None:
-            raise RooftopError(**error) if error else said.failure
-        if cache and said.answer is not None:
-            store.keep(asked, {"result": _as_result(no)}, said.answer["sources"])
+            raise RooftopError(**error) if error else output.failure
+        if cache and output.answer is not None:
+            store.keep(question, {"result": _as_result(no)}, output.answer["sources"])
         raise no
     try:
-        compiled = read_result(request, said.answer["result"], cached=False)
+        compiled = read_result(request, output.answer["result"], cached=False)
     except Infeasible:
         if cache:
-            store.keep(asked, {"result": said.answer["result"]}, said.answer["sources"])
+            store.keep(question, {"result": output.answer["result"]}, output.answer["sources"])
         raise
-    marks = read_marks(said.log)
+    marks = read_marks(output.log)
     if marks is None:
         raise RooftopError("program", request.program, "one with a SparseCore computation")
     if cache:
-        result = {"result": said.answer["result"], "hbm_bytes": marks[0], "tile_bytes": marks[1]}
-        store.keep(asked, result, said.answer["sources"])
+        result = {"result": output.answer["result"], "hbm_bytes": marks[0], "tile_bytes": marks[1]}
+        store.keep(question, result, output.answer["sources"])
     return Marks(hbm_bytes=marks[0], tile_bytes=marks[1], compiled=compiled)
 
 
 def _as_result(no: Infeasible) -> dict[str, Any]:
-    """A refusal as a worker's result says it."""
+    """A rejection in the form of a worker's result."""
     if isinstance(no, OutOfMemory):
         return {"out_of_memory": no.to_json()}
     return {"infeasible": {"what": no.what, "by": no.by}}
 
 
-#: Compiler options with which a pipelined step overlaps: without, the compiler may schedule before it knows which
-#: computations are the SparseCores'.
+#: Compiler options with which a pipelined step overlaps. Without them, the compiler may schedule before it assigns
+#: computations to SparseCores.
 PIPELINING_OPTIONS: Mapping[str, bool | int | str] = {"xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment": True}
-#: What TensorCores compute with, as opcodes; the rest of a schedule moves, names or waits.
+#: Opcodes of TensorCore computations; other opcodes move, name or wait.
 _COMPUTES = ("fusion", "convolution", "dot", "reduce", "scatter", "gather", "sort", "all-reduce", "select-and-scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCoreOverlap:
-    """SparseCore calls of a step, TensorCore computations in all, and those while a SparseCore call is under way."""
+    """SparseCore calls of a step, its TensorCore computations, and those that run during a SparseCore call."""
 
     calls: int
     computations: int
-    beside: int
+    overlapped: int
 
     @property
     def share(self) -> float:
-        """The part of the TensorCores' computations that has SparseCore work beside it, 0 to 1."""
-        return self.beside / self.computations if self.computations else 0.0
+        """The share of the TensorCores' computations that overlaps SparseCore work, 0 to 1."""
+        return self.overlapped / self.computations if self.computations else 0.0
 
 
 def sparsecore_overlap(module: Module) -> SparseCoreOverlap:
     """Read the schedule of a compiled step, its outermost computation."""
-    under_way, calls, computations, beside = set[str](), 0, 0, 0
+    running, calls, computations, overlapped = set[str](), 0, 0, 0
     for instruction in module.computations[module.entry]:
         if _is_sparsecore(instruction, "call-start"):
-            under_way.add(instruction.name)
+            running.add(instruction.name)
             calls += 1
         elif instruction.opcode == "call-done":
-            under_way -= set(instruction.operands)
+            running -= set(instruction.operands)
         elif instruction.opcode in _COMPUTES:
             computations += 1
-            beside += bool(under_way)
-    return SparseCoreOverlap(calls=calls, computations=computations, beside=beside)
+            overlapped += bool(running)
+    return SparseCoreOverlap(calls=calls, computations=computations, overlapped=overlapped)
 
 
 def _is_sparsecore(instruction: Instruction, opcode: str) -> bool:
@@ -181,9 +181,9 @@ def _is_sparsecore(instruction: Instruction, opcode: str) -> bool:
 
 Options = Mapping[str, bool | int | str]
 
-#: Check -> compiler options. ``nan``: NaNs in what SparseCores read and write; ``bounds``: accesses outside a buffer
-#: (strided ones may be false alarms); ``buffers``: buffers that others have changed, launches that do not belong
-#: together. All cost time: they are for looking for a fault.
+#: Check -> compiler options. ``nan``: NaNs in data that SparseCores read and write; ``bounds``: accesses outside a
+#: buffer (strided ones may be false alarms); ``buffers``: buffers changed by other cores, mismatched launches. All of
+#: them cost time: use them to find a fault.
 CHECKS: Mapping[str, Options] = {
     "nan": {"xla_sc_detect_nan": "true"},
     "bounds": {"xla_sc_assert_level": "bounds"},
@@ -199,7 +199,7 @@ PROGRAM = "rooftop.programs.embedding.lowering:lower_part"
 
 
 def parse_checks(text: str | None) -> tuple[str, ...]:
-    """Names of CHECKS from 'nan,bounds'. Raises RooftopError for another."""
+    """Names of CHECKS from 'nan,bounds'. Raises RooftopError for an unknown name."""
     names = tuple(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
     for name in names:
         if name not in CHECKS:
@@ -213,7 +213,7 @@ def check_options(names: Iterable[str]) -> dict[str, bool | int | str]:
 
 
 def smallest_slice(chip: Chip) -> Slice:
-    """A host's chips of a kind that has SparseCores: what programs are tried for."""
+    """One host of a chip with SparseCores: the slice for trial compilations."""
     return Slice.parse(f"{chip.name}:{'2x2' if chip.name == 'v6e' else '2x2x1'}")
 
 
@@ -225,7 +225,7 @@ def require_checks(
     cache: bool = True,
     on_progress: Progress | None = None,
 ) -> None:
-    """Try each check on a small lookup for ``slice_``. Raises RooftopError where the compiler does not take it."""
+    """Try each check on a small lookup for ``slice_``. Raises RooftopError if the compiler does not support it."""
     for name in names:
         try:
             compile_ahead_of_time(

@@ -1,7 +1,7 @@
 """The process that compiles: ``python -m rooftop.compiler.worker REQUEST RESULT``, both JSON files.
 
-The result holds a program, or why there is none; it appears whole or not at all. What the process is about stands in
-the file ``phase`` beside it.
+The result has a program, or the reason why there is none; it is written atomically. The file ``phase`` next to it has
+the current phase.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(question: Path, answer: Path) -> None:
     except OutOfMemory as no:
         result = {"result": {"out_of_memory": no.to_json()}, "sources": _sources()}
     except Infeasible as no:
-        # A program's own answer, before there is anything to compile.
+        # The program itself says so, before compilation.
         result = {"result": {"infeasible": {"what": no.what, "by": no.by}}, "sources": _sources()}
     except RooftopError as wrong:
         error = {"field": wrong.field, "given": wrong.given, "accepted": wrong.accepted}
@@ -53,9 +53,9 @@ def main(question: Path, answer: Path) -> None:
 
 
 def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """Compile in this process; the fields of ``Compiled``, mesh excepted.
+    """Compile in this process; returns the fields of ``Compiled`` without the mesh.
 
-    Raises OutOfMemory when the program does not fit in HBM, RooftopError when the compiler refuses it.
+    Raises OutOfMemory if the program does not fit in HBM, RooftopError if the compiler rejects it.
     """
     start = time.perf_counter()
     on_phase("describing")
@@ -65,7 +65,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         lowered = lower(mesh, request.arguments)
     except (RooftopError, Infeasible):
         raise
-    except Exception as error:  # whatever a program raises, its caller gets one line; stderr has the rest
+    except Exception as error:  # the caller gets one line of any exception; stderr has the rest
         traceback.print_exc()
         raise RooftopError("program", request.program, f"one that lowers for this mesh ({_line(error)})") from None
     lower_s = time.perf_counter() - start
@@ -98,7 +98,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
 
 
 def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields as JSON values: what ``Compiled.from_json`` takes."""
+    """The fields as JSON values, for ``Compiled.from_json``."""
     at_peak, executable = result["at_peak"], result["executable"]
     return {
         **result,
@@ -110,14 +110,14 @@ def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
 def _program(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        attribute: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise RooftopError("program", name, f"module:function ({error})") from None
-    return found
+    return attribute
 
 
 def _peak_memory(folder: Path) -> PeakMemory | None:
-    """What the compiler's reports say; None if it has left none (its own options may send them elsewhere)."""
+    """Peak memory from the compiler's reports; None without reports (compiler options may redirect them)."""
     endings = ("-buffer-assignment.txt", "-live-range.txt", ".txt")
     names = [next(folder.glob(f"*.after_optimizations{ending}"), None) for ending in endings]
     texts = [path.read_text(encoding="utf-8") for path in names if path is not None]
@@ -128,10 +128,10 @@ def _peak_memory(folder: Path) -> PeakMemory | None:
 
 
 def _refusal(request: CompileRequest, error: Exception, folder: Path) -> OutOfMemory | RooftopError:
-    """Why XLA did not compile: out of memory is an answer, anything else a wrong request."""
+    """The error for a program that XLA does not compile: out of memory, or a wrong request."""
     exceeded = read_exceeded(str(error))
     if exceeded is None:
-        # The answer has its first line; a reader of the log may want all of them.
+        # The answer has the first line only; the log has all of them.
         print(error, file=sys.stderr)
         return RooftopError("program", request.program, f"one that XLA compiles ({_line(error)})")
     return OutOfMemory(
@@ -143,19 +143,19 @@ def _refusal(request: CompileRequest, error: Exception, folder: Path) -> OutOfMe
 
 
 def _sources() -> Mapping[str, str]:
-    """Digests of the source files that were imported: rooftop's, and the user's that come from no installed package."""
+    """Digests of the imported source files: rooftop's, and the user's own outside of installed packages."""
     package = Path(__file__).parents[1]
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     files = {Path(name) for module in list(sys.modules.values()) if (name := getattr(module, "__file__", None))}
     return {
         str(path): digest(path)
         for path in sorted(files)
-        if path.suffix == ".py" and (package in path.parents or not any(each in path.parents for each in installed))
+        if path.suffix == ".py" and (package in path.parents or not any(folder in path.parents for folder in installed))
     }
 
 
 def _end_with_caller() -> None:
-    """End this process when its caller has gone, which closes its end of the pipe."""
+    """End this process when its caller ends, which closes the pipe."""
     sys.stdin.buffer.read()
     os._exit(1)
 
@@ -174,7 +174,7 @@ _KIND = "rooftop executable"
 
 
 def pack(compiled: jax.stages.Compiled, request: CompileRequest, versions: Mapping[str, str]) -> bytes:
-    """The bytes of a file that ``load`` reads."""
+    """The bytes of a file for ``load``."""
     header = {"kind": _KIND, "rooftop_version": __version__, "versions": dict(versions), "request": request.to_json()}
     return json.dumps(header).encode() + b"\n" + pickle.dumps(serialize_executable.serialize(compiled))
 
@@ -182,24 +182,24 @@ def pack(compiled: jax.stages.Compiled, request: CompileRequest, versions: Mappi
 def header(data: bytes) -> dict[str, Any]:
     """The first line: ``versions`` of jax, jaxlib and libtpu, the ``request``. Raises RooftopError for other files."""
     try:
-        found: dict[str, Any] = json.loads(data.partition(b"\n")[0])
-        if found["kind"] == _KIND:
-            return found
+        first_line: dict[str, Any] = json.loads(data.partition(b"\n")[0])
+        if first_line["kind"] == _KIND:
+            return first_line
     except (ValueError, KeyError, TypeError):
         pass
     raise RooftopError("executable", f"{len(data)} bytes", "a file that rooftop compile --save has written")
 
 
 def load(data: bytes, devices: Sequence[jax.Device] | None = None) -> jax.stages.Compiled:
-    """The executable, on as many ``devices`` as it was compiled for (all that JAX has, unless given).
+    """The executable, on the number of ``devices`` that it was compiled for (by default all that JAX has).
 
-    Raises RooftopError unless the versions here are those that compiled it: XLA promises nothing between them.
+    Raises RooftopError unless the local versions equal those that compiled it: XLA guarantees no compatibility.
     """
     compiled_by = header(data)["versions"]
     here = {name: importlib.metadata.version(name) for name in compiled_by}
     if here != compiled_by:
-        needed, found = (", ".join(f"{name} {number}" for name, number in each.items()) for each in (compiled_by, here))
-        raise RooftopError("executable", found, f"the versions that compiled it: {needed}")
+        needed, present = (", ".join(f"{name} {number}" for name, number in x.items()) for x in (compiled_by, here))
+        raise RooftopError("executable", present, f"the versions that compiled it: {needed}")
     serialized, arguments, results = pickle.loads(data.partition(b"\n")[2])
     loaded: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         serialized, arguments, results, execution_devices=devices

@@ -1,4 +1,4 @@
-"""Measurements on the devices here, from traces or taken directly. Raises RooftopError on import without JAX."""
+"""Measurements on the local devices, from traces or taken directly. Raises RooftopError on import without JAX."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""One device of a trace, moment by moment: what it computes, which collectives it waits for, when it idles."""
+"""One device of a trace at each moment: computation, waits for collectives, and idle time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooftop.profile.facts import COLLECTIVE, CONTROL, HOST, Facts
 from rooftop.profile.intervals import Floats, Intervals, Ints, shares
 from rooftop.profile.trace import Device, Op, Steps
 
-#: What comes first at a moment at which ops of several sorts run.
+#: Sorts of ops in order of precedence, for moments at which several run.
 _COMPUTES, _MOVES, _HOLDS = 0, 1, 2
 _SORTS = {COLLECTIVE: _MOVES, HOST: _MOVES, CONTROL: _HOLDS}
 
@@ -23,8 +23,9 @@ _SORTS = {COLLECTIVE: _MOVES, HOST: _MOVES, CONTROL: _HOLDS}
 class Spent:
     """Picoseconds of a device within its counted steps.
 
-    ``own`` and ``counts`` are by op ([O]); ``in_flight`` and ``exposed`` by the op that begins a collective, and
-    ``waited`` the same with moments that several are exposed in divided among them.
+    ``own`` and ``counts`` are by op ([O]). ``in_flight`` and ``exposed`` are by the op that begins a collective;
+    ``waited`` is ``exposed`` with moments shared by several collectives divided among them. ``control`` is time in
+    loops and calls outside of their ops.
     """
 
     stepped: Stepped
@@ -35,15 +36,15 @@ class Spent:
     waited: dict[int, float]
     compute: Intervals
     waiting: Intervals
-    held: Intervals
+    control: Intervals
 
     @cached_property
     def busy(self) -> Intervals:
-        """When anything runs, or a collective is under way."""
-        return self.compute | self.waiting | self.held
+        """Time at which anything runs, or a collective is in flight."""
+        return self.compute | self.waiting | self.control
 
     def within(self, when: Intervals) -> Ints:
-        """How much of ``when`` lies in each step. [steps]."""
+        """Part of ``when`` in each step, [steps]."""
         return when.until(self.stepped.ends) - when.until(self.stepped.starts)
 
     @cached_property
@@ -53,35 +54,35 @@ class Spent:
 
 
 def leaders(ops: Sequence[Op], facts: Sequence[Facts]) -> Ints:
-    """For every op the one that stands for the same collective: the one that begins it. [O]."""
-    places = {(op.program, op.name): at for at, op in enumerate(ops)}
+    """For every op, the op that begins the same collective, or itself. [O]."""
+    places = {(op.program, op.name): index for index, op in enumerate(ops)}
     return np.array(
         [
-            places.get((op.program, each.started_by), at) if each.role == "done" else at
-            for at, (op, each) in enumerate(zip(ops, facts, strict=True))
+            places.get((op.program, fact.started_by), index) if fact.role == "done" else index
+            for index, (op, fact) in enumerate(zip(ops, facts, strict=True))
         ],
         np.int64,
     )
 
 
 def spend(device: Device, stepped: Stepped, facts: Sequence[Facts], leading: Ints) -> Spent:
-    """Give each moment of the counted steps to what it is spent on."""
+    """Attribute each moment of the counted steps to an op, or to idle time."""
     track, count = device.track, len(facts)
-    starts, ends = (np.clip(each, stepped.low, stepped.high) for each in (track.starts, track.ends))
+    starts, ends = (np.clip(moments, stepped.low, stepped.high) for moments in (track.starts, track.ends))
     within = ends > starts
     ops, starts, ends = track.ops[within], starts[within], ends[within]
-    sort = np.array([_SORTS.get(each.category, _COMPUTES) for each in facts], np.int8)[ops]
+    sort = np.array([_SORTS.get(fact.category, _COMPUTES) for fact in facts], np.int8)[ops]
     computes, moves, holds = sort == _COMPUTES, sort == _MOVES, sort == _HOLDS
     compute = Intervals.union(starts[computes], ends[computes])
     flights = _flights(device, stepped, facts, leading, (ops[moves], starts[moves], ends[moves]))
-    whose = np.repeat(np.array(list(flights), np.int64), [len(each) for each in flights.values()])
+    whose = np.repeat(np.array(list(flights), np.int64), [len(flight) for flight in flights.values()])
     begun, ended = (
-        np.concatenate([np.zeros(0, np.int64), *(getattr(each, side) for each in flights.values())])
+        np.concatenate([np.zeros(0, np.int64), *(getattr(flight, side) for flight in flights.values())])
         for side in ("starts", "ends")
     )
     moving = Intervals.union(begun, ended)
     waited = np.bincount(whose, shares(begun, ended, compute), minlength=count)
-    held = Intervals.union(starts[holds], ends[holds]) - compute - moving
+    control = Intervals.union(starts[holds], ends[holds]) - compute - moving
     own = np.zeros(count)
     own += np.bincount(ops[computes], shares(starts[computes], ends[computes], Intervals.none()), minlength=count)
     own += np.bincount(ops[holds], shares(starts[holds], ends[holds], compute | moving), minlength=count)
@@ -90,27 +91,27 @@ def spend(device: Device, stepped: Stepped, facts: Sequence[Facts], leading: Int
         stepped=stepped,
         own=own,
         counts=np.bincount(ops, minlength=count),
-        in_flight={key: each.measure for key, each in flights.items()},
-        exposed={key: (each - compute).measure for key, each in flights.items()},
+        in_flight={key: flight.measure for key, flight in flights.items()},
+        exposed={key: (flight - compute).measure for key, flight in flights.items()},
         waited={key: float(waited[key]) for key in flights},
         compute=compute,
         waiting=moving - compute,
-        held=held,
+        control=control,
     )
 
 
 def _flights(
     device: Device, stepped: Stepped, facts: Sequence[Facts], leading: Ints, moved: tuple[Ints, Ints, Ints]
 ) -> dict[int, Intervals]:
-    """When each collective is under way, by the op that begins it.
+    """Time in flight of each collective, by the op that begins it.
 
-    One with a beginning and an end of its own is under way in between, unless the trace has its transfer apart.
+    A collective with a start and an end is in flight between them, unless the trace records its transfer separately.
     """
     ops, starts, ends = moved
     beside = device.beside
-    is_transfer = np.array([each.category == COLLECTIVE for each in facts], bool)
+    is_transfer = np.array([fact.category == COLLECTIVE for fact in facts], bool)
     apart = set(np.unique(beside.ops[is_transfer[beside.ops]]).tolist()) if len(beside) else set()
-    found: dict[int, Intervals] = {}
+    flights: dict[int, Intervals] = {}
     for leader in sorted({*np.unique(leading[ops]).tolist(), *apart}):
         mine = leading[ops] == leader
         begun, ended = starts[mine], ends[mine]
@@ -125,17 +126,17 @@ def _flights(
                 np.append(one, two)
                 for one, two in zip((begun, ended), _pairs(starts[mine & ~done], ends[done]), strict=True)
             )
-        found[leader] = Intervals.union(
+        flights[leader] = Intervals.union(
             np.clip(begun, stepped.low, stepped.high), np.clip(ended, stepped.low, stepped.high)
         )
-    return found
+    return flights
 
 
 def _pairs(begun: Ints, ended: Ints) -> tuple[Ints, Ints]:
-    """Each beginning with the first end behind it; one whose other side lies outside the trace is left out."""
+    """Each start with the first end after it; starts and ends whose other side is outside of the trace are dropped."""
     at: npt.NDArray[Any] = np.searchsorted(ended, begun, side="right")
     paired = at < len(ended)
-    # Of two beginnings before the same end the second is its own.
+    # If two starts precede the same end, the second one belongs to it.
     paired[:-1] &= at[:-1] != at[1:]
     return begun[paired], ended[at[paired]]
 
@@ -148,10 +149,10 @@ WHOLE = "the whole trace (nothing tells steps apart)"
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """Steps on one device in picoseconds, [N] each; ``marked`` says what tells them apart.
+    """Steps on one device in picoseconds, [N] each; ``marked`` says how they are identified.
 
-    A step lasts until the next one begins. What follows the last one is not known, so that it is not ``counted`` where
-    there are others, unless the device has marked its end.
+    A step lasts until the next one begins. The end of the last step is unknown unless the device has marked it, so it
+    is not ``counted`` if there are others.
     """
 
     numbers: Ints
@@ -161,22 +162,22 @@ class Stepped:
 
     @property
     def counted(self) -> int:
-        """How many steps figures are the means of."""
+        """Number of steps over which figures are means."""
         return len(self.numbers) if self.marked == ON_DEVICE else max(1, len(self.numbers) - 1)
 
     @property
     def low(self) -> int:
-        """When the first step begins."""
+        """Start of the first step."""
         return int(self.starts[0])
 
     @property
     def high(self) -> int:
-        """When the last counted step ends."""
+        """End of the last counted step."""
         return int(self.ends[self.counted - 1])
 
     @property
     def window(self) -> int:
-        """How long the counted steps are together."""
+        """Duration of all counted steps."""
         return self.high - self.low
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -185,7 +186,7 @@ class Stepped:
 
 
 def stepped(device: Device, marks: Steps | None) -> Stepped:
-    """The steps of a device whose host has marked ``marks``."""
+    """The steps of a device; ``marks`` are those that its host has marked."""
     if device.steps is not None:
         own = device.steps
         return Stepped(numbers=own.numbers, starts=own.starts, ends=own.ends, marked=ON_DEVICE)
@@ -197,14 +198,14 @@ def stepped(device: Device, marks: Steps | None) -> Stepped:
     programs, inverse = np.unique(runs.programs, return_inverse=True)
     spent = np.bincount(inverse, runs.ends - runs.starts)
     if marks is not None and len(marks.numbers):
-        # What runs in the steps runs as often as there are steps, or several times each; what runs beside them may take
-        # longer (an evaluation at the end).
+        # The program of the steps runs once or several times a step. Other programs may take longer in all (an
+        # evaluation at the end).
         often = np.bincount(inverse) % len(marks.numbers) == 0
         spent = np.where(often, spent, 0) if often.any() else spent
     main = np.flatnonzero(runs.programs == programs[int(np.argmax(spent))])
     begins, numbers, marked = runs.starts[main], np.arange(1, len(main) + 1), EXECUTIONS
     if marks is not None and len(main) % len(marks.numbers) == 0:
-        # A step may execute the program several times: for each microbatch, or each token.
+        # A step may execute the program several times: once for each microbatch, or each token.
         begins, numbers, marked = begins[:: len(main) // len(marks.numbers)], marks.numbers, ON_HOST
     ends = np.append(begins[1:], max(int(runs.ends[main].max()), int(begins[-1])))
     return Stepped(numbers=numbers, starts=begins, ends=ends, marked=marked)

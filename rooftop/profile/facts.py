@@ -1,6 +1,6 @@
-"""What an op of a trace is: what kind of work, for which scope and phase, from which line of the program.
+"""Facts about an op of a trace: the kind of work, its scope and phase, and its line of the program.
 
-A trace alone tells some of it; with the compiled module (``rooftop.explain.measured.modules``) everything is known.
+A trace alone has some of them; with the compiled module (``rooftop.explain.measured.modules``) all are known.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from rooftop.core.scopes import UNSCOPED, scope_and_phase
 from rooftop.profile.trace import Op
 
-#: What a device does while it runs an op: it computes, moves arrays, communicates, waits for its host, or holds other
-#: ops (a loop), of which only what none of them fills is its own.
+#: Categories of ops: the device computes, moves arrays, communicates, waits for its host, or runs a control op such as
+#: a loop. Only time that no inner op covers is attributed to a control op.
 COMPUTE, COPY, COLLECTIVE, HOST, CONTROL = "compute", "copy", "collective", "host", "control"
 
 COLLECTIVES = {
@@ -36,7 +36,7 @@ _CONTROL = ("while", "conditional", "call")
 _COPIES = ("copy", "copy-start", "copy-done", "slice-start", "slice-done", "dynamic-slice-start", "MemcpyD2D")
 _NUMBERED = re.compile(r"(?:[.:_]\d+|\.clone)+$")
 _NCCL = re.compile(r"nccl(?:Dev)?Kernel_(\w+?)_")
-#: What stands in a name stack and is no scope that the program has named.
+#: Parts of a name stack that are not named scopes of the program.
 _WRAPPERS = re.compile(
     r"\w+\(|\)|\b(?:while|body|cond|closed_call|checkpoint|rematted_computation|remat2?|shard_map|branch_\d+_fun)\b"
     r"|\bcustom_[jv][vj]p_call\w*"
@@ -46,7 +46,7 @@ _FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
 
 @dataclass(frozen=True, kw_only=True)
 class OpPlace:
-    """A scope and a phase, and which share of an op's time is theirs: what the compiler has combined is of several."""
+    """A scope and a phase, and their share of the op's time: fused ops belong to several."""
 
     scope: str
     phase: str
@@ -55,12 +55,12 @@ class OpPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What an op is. Figures are of one execution on one device; None: unknown.
+    """Facts about an op. Figures are of one execution on one device; None: unknown.
 
-    ``matmul`` is M, K and N of its largest matmul, and ``dtype`` what that is in. Of a collective: its ``kind``, mesh
-    ``axes``, ``bytes`` (payload as in ``core.ledger.Collective``), ``wire_bytes``, and its ``role``: 'whole' if the
-    device waits for all of it, 'start' or 'done' of one that runs beside the rest. ``started_by`` is the op that began
-    what this one ends.
+    ``matmul`` is M, K and N of its largest matmul, and ``dtype`` that matmul's. A collective has a ``kind``, mesh
+    ``axes``, ``bytes`` (payload as in ``core.ledger.Collective``), ``wire_bytes``, and a ``role``: 'whole' if the
+    device waits for all of it, 'start' or 'done' of an asynchronous one. ``started_by`` is the op that starts the
+    collective that this op ends.
     """
 
     category: str
@@ -80,12 +80,12 @@ class Facts:
 
     @property
     def place(self) -> OpPlace:
-        """The place that most of it is for."""
-        return max(self.places, key=lambda each: each.share)
+        """The place with the largest share."""
+        return max(self.places, key=lambda place: place.share)
 
 
 def facts_of(op: Op) -> Facts:
-    """The facts of an op by what the trace tells of it alone: its text or its name, its category, its name stack."""
+    """The facts of an op from the trace alone: its text or its name, its category, its name stack."""
     opcode = _opcode(op)
     kind, role = collective_kind(opcode)
     if kind:
@@ -111,7 +111,7 @@ def facts_of(op: Op) -> Facts:
 
 
 def collective_kind(opcode: str) -> tuple[str, str]:
-    """The kind of a collective by its opcode, and its role; ('', 'whole') for what is none."""
+    """The kind of a collective by its opcode, and its role; ('', 'whole') for other opcodes."""
     if match := _NCCL.match(opcode):
         opcode = match[1]
     for suffix, role in (("-start", "start"), ("-done", "done")):
@@ -121,17 +121,17 @@ def collective_kind(opcode: str) -> tuple[str, str]:
 
 
 def program_place(op_name: str, *, ours: bool) -> tuple[str, str]:
-    """Scope and phase by a name stack; of a program that is not ``ours``, its own named scopes make the scope."""
+    """Scope and phase by a name stack. If the program is not ``ours``, its own named scopes are the scope."""
     scope, phase = scope_and_phase(op_name)
     if ours or scope != UNSCOPED:
         return scope, phase
-    words = [each for each in _WRAPPERS.sub("", _FUNCTION.sub("", op_name)).split("/") if each]
+    words = [word for word in _WRAPPERS.sub("", _FUNCTION.sub("", op_name)).split("/") if word]
     # The last word is the operation itself.
     return "/".join(words[:-1]) or UNSCOPED, phase
 
 
 def _opcode(op: Op) -> str:
-    """The opcode of an op: of its text, or what its name begins with. A fused collective has its name."""
+    """The opcode of an op, from its text or the start of its name. A fused collective has its own name."""
     match = _OPCODE.search(op.text)
     opcode = match[1] if match else ""
     if opcode == "fusion" and (called := re.search(r"calls=%?([\w\-]+)", op.text)):
@@ -142,6 +142,6 @@ def _opcode(op: Op) -> str:
 
 
 def _started_by(op: Op) -> str:
-    """The operand of what ends a collective."""
+    """The operand of the op that ends a collective."""
     match = re.search(r"-done\(.*?%([\w.\-]+)\)", op.text)
     return match[1] if match else op.name.replace("-done", "-start")

@@ -1,4 +1,4 @@
-"""Why devices idle: what their host does in the meantime, by the events of its threads and its Python tracer."""
+"""Reasons for idle devices: the host's activity meanwhile, from the events of its threads and its Python tracer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rooftop.profile.intervals import Intervals, Ints
 from rooftop.profile.trace import Host, Runs
 from rooftop.profile.xplane import Plane, XLine
 
-#: Reasons with what the name of an event on the stack says of them; the first that fits is the reason.
+#: Reasons, and patterns for the names of events on the stack; the first match is the reason.
 _REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("compiles", re.compile(
         r"backend_compile|[Cc]ompile(?:r|AndLoad)?(?:$|[:( ])|trace_to_jaxpr|lower_jaxpr|lower_sharding"
@@ -38,7 +38,7 @@ _FRAME = re.compile(r"\$(\S+\.py):(\d+) (.+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Idle seconds of a device and step with one reason: ``what`` the host did, and ``where``: 'file:line function'."""
+    """Idle seconds of a device and step for one reason: ``what`` the host did, and ``where``: 'file:line function'."""
 
     reason: str
     what: str
@@ -48,7 +48,7 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """Idle seconds of a device and step: within executions of programs, and between them, where the host decides."""
+    """Idle seconds of a device and step: within executions of programs, and between them, caused by the host."""
 
     inside_s: float
     between_s: float
@@ -56,15 +56,15 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All idle seconds."""
         return self.inside_s + self.between_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What the thread that launches programs does from moment to moment, [N]: the place of each stack in ``stacks``.
+    """Activity of the thread that launches programs, [N]: for each interval the index of its stack in ``stacks``.
 
-    A stack has the names of the events that are open, outermost first.
+    A stack has the names of the open events, outermost first.
     """
 
     starts: Ints
@@ -77,18 +77,18 @@ def activity(host: Host) -> Activity | None:
     """The stacks of the host's main thread; None if the trace has none."""
     if host.plane is None or not host.threads:
         return None
-    launches = [_launches(each, host.plane) for each in host.threads]
+    launches = [_launches(thread, host.plane) for thread in host.threads]
     if max(launches) == (0, 0):
         return None
     line = host.threads[launches.index(max(launches))]
     events = line.read()
     order = np.lexsort((-events.ends, events.starts))
     names = [host.plane.kinds[int(key)].name if int(key) in host.plane.kinds else "" for key in events.kinds[order]]
-    # Open events: when each ends, and the stack that it is the top of. By a stack and a name: the stack above it.
+    # ``stack``: end of each open event, and the index of the stack up to it. ``above``: index by stack and next name.
     stack: list[tuple[int, int]] = []
     above: dict[tuple[int, str], int] = {}
     stacks: list[tuple[str, ...]] = []
-    found: list[tuple[int, int, int]] = []
+    intervals: list[tuple[int, int, int]] = []
     now = 0
 
     def until(moment: int) -> None:
@@ -96,7 +96,7 @@ def activity(host: Host) -> Activity | None:
         while stack and now < moment:
             end, place = stack[-1]
             if end > now:
-                found.append((now, min(end, moment), place))
+                intervals.append((now, min(end, moment), place))
                 now = min(end, moment)
             if end <= now:
                 stack.pop()
@@ -112,12 +112,12 @@ def activity(host: Host) -> Activity | None:
             stacks.append((*(stacks[under] if under >= 0 else ()), name))
         stack.append((end, place))
     until(max((end for end, _ in stack), default=0))
-    columns = np.array(found, np.int64).reshape(-1, 3)
+    columns = np.array(intervals, np.int64).reshape(-1, 3)
     return Activity(starts=columns[:, 0], ends=columns[:, 1], places=columns[:, 2], stacks=tuple(stacks))
 
 
 def _launches(line: XLine, plane: Plane) -> tuple[int, int]:
-    """How many steps a thread marks, and how many of its events launch programs."""
+    """Number of steps that a thread marks, and of its events that launch programs."""
     events = line.read(("step_num",))
     launching = [key for key, kind in plane.kinds.items() if _LAUNCHES.search(kind.name)]
     return int(events.stats["step_num"].present.sum()), int(np.isin(events.kinds, launching).sum())
@@ -126,9 +126,9 @@ def _launches(line: XLine, plane: Plane) -> tuple[int, int]:
 def explain_idle(
     devices: Sequence[tuple[Intervals, Runs, Activity | None]], scale: float, program_files: frozenset[str]
 ) -> Idle:
-    """Why devices idle: (when it does, its executions, its host's activity) of each; ``scale`` makes their sum a mean.
+    """Reasons for idle devices: (idle time, executions, activity of the host) of each; ``scale`` makes a mean.
 
-    ``program_files`` are names of files that are the program's own: a stack is known by the innermost frame in one.
+    ``program_files`` are the names of the program's own files: the innermost frame in one of them identifies a stack.
     """
     sums: dict[tuple[str, str, str], float] = {}
     inside = between = 0.0
@@ -148,20 +148,20 @@ def explain_idle(
             sums[key] = sums.get(key, 0.0) + (apart.measure - known) * scale
     if inside:
         sums[INSIDE, "", ""] = inside
-    # One reason at one place is one wait, known by what most of it is.
+    # A wait is one reason at one place, described by its longest part.
     grouped: dict[tuple[str, str], dict[str, float]] = {}
     for (reason, what, where), spent_s in sums.items():
         grouped.setdefault((reason, where), {})[what] = spent_s
     waits = (
-        Waiting(reason=reason, what=max(each, key=lambda what: each[what]), where=where, seconds=sum(each.values()))
-        for (reason, where), each in grouped.items()
+        Waiting(reason=reason, what=max(parts, key=parts.__getitem__), where=where, seconds=sum(parts.values()))
+        for (reason, where), parts in grouped.items()
     )
-    return Idle(inside_s=inside, between_s=between, waits=tuple(sorted(waits, key=lambda each: -each.seconds)))
+    return Idle(inside_s=inside, between_s=between, waits=tuple(sorted(waits, key=lambda wait: -wait.seconds)))
 
 
 @cache
 def _library() -> frozenset[str]:
-    """Names of the files of JAX and of Python's own library: a frame's name has no folder."""
+    """Names of the files of JAX and of Python's own library: the name of a frame has no folder."""
     jax = find_spec("jax")
     folders = jax.submodule_search_locations if jax is not None and jax.submodule_search_locations else []
     own = {file.name for folder in folders for file in Path(folder).rglob("*.py")}
@@ -169,9 +169,9 @@ def _library() -> frozenset[str]:
 
 
 def _reason(stack: Sequence[str], program_files: frozenset[str]) -> tuple[str, str, str]:
-    """What a stack is about, its innermost event, and the innermost frame of the program."""
-    reason = next((name for name, found in _REASONS if any(found.search(each) for each in stack)), RUNTIME)
-    frames = [match for each in stack if (match := _FRAME.match(each))]
+    """The reason of a stack, its innermost event, and the innermost frame of the program."""
+    reason = next((name for name, pattern in _REASONS if any(map(pattern.search, stack))), RUNTIME)
+    frames = [match for event in stack if (match := _FRAME.match(event))]
     own = [match for match in frames if match[1] in program_files or match[1] not in _library()]
     where = f"{own[-1][1]}:{own[-1][2]} {own[-1][3]}" if own else ""
     inner = stack[-1].removeprefix("$")

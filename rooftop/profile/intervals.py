@@ -1,4 +1,4 @@
-"""Sets of moments as sorted, disjoint intervals: unions, differences and how much of a set lies before a moment.
+"""Sets of moments as sorted, disjoint intervals: unions, differences, and the part of a set before a moment.
 
 Times that overlap are never added up: the time in which anything of a kind runs is the measure of a union. Moments are
 integers (picoseconds in traces), so that measures are exact.
@@ -27,8 +27,8 @@ class Intervals:
     def union(cls, starts: npt.ArrayLike, ends: npt.ArrayLike) -> Intervals:
         """The union of any intervals; those that end where they start are empty."""
         begin, stop = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
-        kept = stop > begin
-        begin, stop = begin[kept], stop[kept]
+        nonempty = stop > begin
+        begin, stop = begin[nonempty], stop[nonempty]
         order = np.argsort(begin, kind="stable")
         begin, stop = begin[order], np.maximum.accumulate(stop[order]) if len(stop) else stop
         first = np.ones(len(begin), bool)
@@ -58,7 +58,7 @@ class Intervals:
     def __sub__(self, other: Intervals) -> Intervals:
         if not len(self) or not len(other):
             return self
-        # What is left of [low, high) are the gaps of ``other`` within it.
+        # Intersect with the gaps of ``other`` within [low, high).
         low, high = int(self.starts[0]), int(self.ends[-1])
         gaps_start = np.append(low, other.ends)
         gaps_end = np.append(other.starts, max(high, int(other.ends[-1])))
@@ -75,16 +75,16 @@ class Intervals:
 
     @property
     def measure(self) -> int:
-        """How long the intervals are together."""
+        """Total duration of the intervals."""
         return int(np.sum(self.ends - self.starts))
 
     @cached_property
     def _before(self) -> Ints:
-        """How much lies before each start."""
+        """Duration of the set before each start."""
         return np.append(0, np.cumsum(self.ends - self.starts))
 
     def until(self, moments: npt.ArrayLike) -> Ints:
-        """How much of the set lies before each of the ``moments``; a difference of two is what lies between them."""
+        """Duration of the set before each of the ``moments``; a difference of two is the duration between them."""
         at = np.asarray(moments, np.int64)
         index = np.searchsorted(self.starts, at, side="right")
         whole = self._before[index]
@@ -95,10 +95,10 @@ class Intervals:
 
 
 def shares(starts: Ints, ends: Ints, outside: Intervals) -> Floats:
-    """What each of many intervals takes of their union, without what lies in ``outside``. [N].
+    """Share of each of many intervals in their union, without the part in ``outside``. [N].
 
-    A moment at which several of them run belongs to each in equal parts, so that the shares add up to the measure of
-    the union: no moment is counted twice.
+    A moment at which several of them run is divided equally among them, so that the shares add up to the measure of the
+    union: no moment is counted twice.
     """
     moments = np.concatenate([starts, ends])
     steps = np.concatenate([np.ones(len(starts), np.int64), -np.ones(len(ends), np.int64)])

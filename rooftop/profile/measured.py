@@ -1,9 +1,9 @@
-"""The measured ledger: what a trace says that each scope takes on a device and step, and what the device waits for.
+"""The measured ledger: the time of each scope on a device and step in a trace, and the waits of the device.
 
-Every moment of a device is counted once. It computes if any op computes; else it waits for a collective if one is under
-way, and that is what the collective *exposes*; else a loop or a call that holds other ops keeps it; else it idles. A
-moment that several ops of one sort share belongs to each in equal parts. Rows so add up to the time that the device is
-busy, and with the idle time to the step.
+Every moment of a device is counted once. It computes if any op computes; else it waits for a collective if one is in
+flight, and the collective *exposes* this time; else it is in a loop or a call, between inner ops; else it idles. A
+moment shared by several ops of one sort is divided equally. So the rows add up to the busy time of the device, and with
+the idle time to the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rooftop.profile.trace import SECONDS, Op, SparseCore, Trace
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredOp:
-    """An op per device and step: how often it runs, and the seconds that are its alone (of a collective: exposed)."""
+    """An op per device and step: executions, and the seconds attributed to it (exposed ones for a collective)."""
 
     program: str
     name: str
@@ -35,13 +35,13 @@ class MeasuredOp:
     time_s: float
 
     def per_second(self, amount: float | None) -> float | None:
-        """The rate of something of which one execution has ``amount``."""
+        """The rate of a quantity of which one execution has ``amount``."""
         return None if amount is None or not self.time_s else amount * self.count / self.time_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollective:
-    """A collective per device and step: under way for ``in_flight_s``, in ``exposed_s`` of which nothing computes."""
+    """A collective per device and step: in flight for ``in_flight_s``, in ``exposed_s`` of which nothing computes."""
 
     program: str
     name: str
@@ -52,21 +52,21 @@ class MeasuredCollective:
 
     @property
     def hidden_s(self) -> float:
-        """The part that passes beside compute."""
+        """The part that overlaps compute."""
         return self.in_flight_s - self.exposed_s
 
     @property
     def wire_bytes_per_s(self) -> float | None:
-        """What a device sends per second under way."""
+        """Bytes that a device sends per second in flight."""
         sent = self.facts.wire_bytes
         return None if sent is None or not self.in_flight_s else sent * self.count / self.in_flight_s
 
 
 @dataclass(kw_only=True)
 class MeasuredRow:
-    """One scope in one phase, per device and step: seconds that are its alone, ``exposed_s`` of them in collectives.
+    """One scope in one phase, per device and step: seconds attributed to it, ``exposed_s`` of them in collectives.
 
-    ``flops`` and ``hbm_bytes`` are those of its ops that are known; ``slowest`` is the op that takes longest.
+    ``flops`` and ``hbm_bytes`` are the known ones of its ops; ``slowest`` is the op that takes longest.
     """
 
     scope: str
@@ -82,8 +82,8 @@ class MeasuredRow:
 class StepTime:
     """One step, means over devices; ``slowest_s`` is the longest of any.
 
-    ``counted`` says whether other figures count it: of one that they do not count, the rest is not known. On the first
-    device it is from ``begins`` to ``ends``, picoseconds.
+    ``counted`` is false for a step that other figures leave out, because its end is unknown. On the first device it
+    lasts from ``begins`` to ``ends``, picoseconds.
     """
 
     number: int
@@ -98,10 +98,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A trace measured: figures are means over its devices and the counted steps; ``marked`` says what a step is.
+    """A measured trace: figures are means over its devices and the counted steps; ``marked`` identifies steps.
 
-    ``step_s`` = ``compute_s`` + ``exposed_s`` + ``held_s`` (in loops and calls, by none of their ops) + idle seconds.
-    ``empty`` says of each table without entries why it has none.
+    ``step_s`` = ``compute_s`` + ``exposed_s`` + ``held_s`` (in loops and calls, between their ops) + idle seconds.
+    ``empty`` has for each table without entries the reason.
     """
 
     trace: Trace
@@ -122,47 +122,48 @@ class Measured:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of a step in which the device runs anything, or a collective is under way."""
+        """Seconds of a step in which the device runs anything, or a collective is in flight."""
         return self.compute_s + self.exposed_s + self.held_s
 
     @property
     def attributed(self) -> float:
-        """The share of the busy time that stands in a scope."""
+        """The share of the busy time with a scope."""
         lost = sum(row.time_s for row in self.rows if row.scope == UNSCOPED)
         return max(0.0, 1.0 - lost / self.busy_s) if self.busy_s else 0.0
 
 
 def measure(trace: Trace, facts: Sequence[Facts], program_files: frozenset[str] = frozenset()) -> Measured:
-    """Measure a trace; ``facts`` are those of ``trace.ops``, ``program_files`` names of files that are the program's.
+    """Measure a trace; ``facts`` are those of ``trace.ops``, ``program_files`` names of the program's own files.
 
     Raises RooftopError for a trace in which no device ran anything.
     """
-    devices = [each for each in trace.devices if len(each.track)]
+    devices = [device for device in trace.devices if len(device.track)]
     if not devices:
         raise RooftopError("trace", f"planes {', '.join(trace.planes) or 'none'}", _why_empty(trace))
     marks = {host.name: host.steps for host in trace.hosts}
     acts = {host.name: activity(host) for host in trace.hosts}
     leading = leaders(trace.ops, facts)
-    spent = [spend(each, stepped(each, marks.get(each.host)), facts, leading) for each in devices]
-    scale = SECONDS / sum(each.stepped.counted for each in spent)
+    spent = [spend(device, stepped(device, marks.get(device.host)), facts, leading) for device in devices]
+    scale = SECONDS / sum(times.stepped.counted for times in spent)
     idle = explain_idle(
-        [(each.idle, device.runs, acts.get(device.host)) for each, device in zip(spent, devices, strict=True)],
+        [(times.idle, device.runs, acts.get(device.host)) for times, device in zip(spent, devices, strict=True)],
         scale,
         program_files,
     )
     ops = _ops(trace, facts, spent, scale)
     collectives = _collectives(trace, facts, spent, scale)
     memory = memory_over_time(trace)
-    sparse = sparse_work(trace, {(each.host, each.ordinal): one for each, one in zip(devices, spent, strict=True)})
+    by_device = {(device.host, device.ordinal): times for device, times in zip(devices, spent, strict=True)}
+    sparse = sparse_work(trace, by_device)
     return Measured(
         trace=trace,
         devices=len(devices),
-        step_s=sum(each.stepped.window for each in spent) * scale,
+        step_s=sum(times.stepped.window for times in spent) * scale,
         steps=_steps(spent),
         marked=spent[0].stepped.marked,
-        compute_s=sum(each.compute.measure for each in spent) * scale,
-        exposed_s=sum(each.waiting.measure for each in spent) * scale,
-        held_s=sum(each.held.measure for each in spent) * scale,
+        compute_s=sum(times.compute.measure for times in spent) * scale,
+        exposed_s=sum(times.waiting.measure for times in spent) * scale,
+        held_s=sum(times.control.measure for times in spent) * scale,
         idle=idle,
         rows=_rows(ops),
         ops=ops,
@@ -174,7 +175,7 @@ def measure(trace: Trace, facts: Sequence[Facts], program_files: frozenset[str] 
 
 
 def _why_empty(trace: Trace) -> str:
-    """What a trace would need to have in which no device ran anything."""
+    """The missing part of a trace in which no device ran anything."""
     if any(plane.startswith("/device:") for plane in trace.planes):
         return "a trace with ops: its device planes have none; was anything run while it was taken?"
     if any(plane.startswith("/host:CPU") for plane in trace.planes):
@@ -186,41 +187,41 @@ def _why_empty(trace: Trace) -> str:
 
 
 def _ops(trace: Trace, facts: Sequence[Facts], spent: Sequence[Spent], scale: float) -> tuple[MeasuredOp, ...]:
-    own = np.sum([each.own for each in spent], axis=0) * scale
-    counts = np.sum([each.counts for each in spent], axis=0) * scale / SECONDS
-    found = (
+    own = np.sum([times.own for times in spent], axis=0) * scale
+    counts = np.sum([times.counts for times in spent], axis=0) * scale / SECONDS
+    ops = (
         MeasuredOp(
             program=trace.programs.get(op.program, ""),
             name=op.name,
-            facts=each,
+            facts=fact,
             count=float(count),
             time_s=float(time_s),
         )
-        for op, each, count, time_s in zip(trace.ops, facts, counts, own, strict=True)
+        for op, fact, count, time_s in zip(trace.ops, facts, counts, own, strict=True)
         if count or time_s
     )
-    return tuple(sorted(found, key=lambda each: -each.time_s))
+    return tuple(sorted(ops, key=lambda op: -op.time_s))
 
 
 def _collectives(
     trace: Trace, facts: Sequence[Facts], spent: Sequence[Spent], scale: float
 ) -> tuple[MeasuredCollective, ...]:
-    found = []
-    for at in dict.fromkeys(key for each in spent for key in each.in_flight):
+    collectives = []
+    for at in dict.fromkeys(key for times in spent for key in times.in_flight):
         if facts[at].category == COLLECTIVE:
-            count = sum(int(each.counts[at]) for each in spent) * scale / SECONDS
+            count = sum(int(times.counts[at]) for times in spent) * scale / SECONDS
             op = trace.ops[at]
-            found.append(
+            collectives.append(
                 MeasuredCollective(
                     program=trace.programs.get(op.program, ""),
                     name=op.name,
                     facts=facts[at],
                     count=count,
-                    in_flight_s=sum(each.in_flight.get(at, 0) for each in spent) * scale,
-                    exposed_s=sum(each.exposed.get(at, 0) for each in spent) * scale,
+                    in_flight_s=sum(times.in_flight.get(at, 0) for times in spent) * scale,
+                    exposed_s=sum(times.exposed.get(at, 0) for times in spent) * scale,
                 )
             )
-    return tuple(sorted(found, key=lambda each: -each.exposed_s))
+    return tuple(sorted(collectives, key=lambda collective: -collective.exposed_s))
 
 
 def _rows(ops: Sequence[MeasuredOp]) -> tuple[MeasuredRow, ...]:
@@ -232,7 +233,7 @@ def _rows(ops: Sequence[MeasuredOp]) -> tuple[MeasuredRow, ...]:
             row.exposed_s += place.share * op.time_s if op.facts.category == COLLECTIVE else 0.0
             row.flops += place.share * op.count * (op.facts.flops or 0.0)
             row.hbm_bytes += place.share * op.count * (op.facts.hbm_bytes or 0.0)
-            # The ops come with the one that takes longest first.
+            # The ops are sorted, longest first.
             row.slowest = row.slowest or op
     return tuple(sorted(rows.values(), key=lambda row: -row.time_s))
 
@@ -240,13 +241,13 @@ def _rows(ops: Sequence[MeasuredOp]) -> tuple[MeasuredRow, ...]:
 def _steps(spent: Sequence[Spent]) -> tuple[StepTime, ...]:
     """The steps that every device has."""
     first = spent[0].stepped
-    count = min(len(each.stepped.numbers) for each in spent)
+    count = min(len(times.stepped.numbers) for times in spent)
     seconds, busy, waiting = (
         np.array(column) * SECONDS
         for column in (
-            [(each.stepped.ends - each.stepped.starts)[:count] for each in spent],
-            [each.within(each.busy)[:count] for each in spent],
-            [each.within(each.waiting)[:count] for each in spent],
+            [(times.stepped.ends - times.stepped.starts)[:count] for times in spent],
+            [times.within(times.busy)[:count] for times in spent],
+            [times.within(times.waiting)[:count] for times in spent],
         )
     )
     return tuple(
@@ -267,14 +268,16 @@ def _steps(spent: Sequence[Spent]) -> tuple[StepTime, ...]:
 def _empty(
     trace: Trace, collectives: Sequence[MeasuredCollective], memory: Sequence[MemoryOverTime], idle: Idle
 ) -> dict[str, str]:
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if not collectives:
-        found["collectives"] = f"no op of the trace is a collective ({', '.join(dict.fromkeys(COLLECTIVES.values()))})"
+        reasons["collectives"] = (
+            f"no op of the trace is a collective ({', '.join(dict.fromkeys(COLLECTIVES.values()))})"
+        )
     if not memory:
-        found["memory"] = why_no_memory(trace)
+        reasons["memory"] = why_no_memory(trace)
     if not idle.waits:
-        found["idle"] = "the devices are never idle within the counted steps"
-    return found
+        reasons["idle"] = "the devices are never idle within the counted steps"
+    return reasons
 
 
 _EVENTS = re.compile(r"Memory(?:Alloc|Dealloc)")
@@ -283,7 +286,7 @@ _POINTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOverTime:
-    """One allocator: ``points`` are (seconds, bytes taken), at most 200 with the highest of each span kept."""
+    """One allocator: ``points`` are (seconds, bytes allocated), at most 200, the highest of each span."""
 
     host: str
     allocator: str
@@ -297,7 +300,7 @@ class MemoryOverTime:
 
 
 def memory_over_time(trace: Trace) -> tuple[MemoryOverTime, ...]:
-    """The allocators of a trace; none where it has no such events (CPU devices write none)."""
+    """The allocators of a trace; empty without events of allocators (CPU devices write none)."""
     parts: dict[tuple[str, str], list[tuple[Any, Any, Any]]] = {}
     for host in trace.hosts:
         known = {} if host.plane is None else host.plane.kinds
@@ -305,25 +308,25 @@ def memory_over_time(trace: Trace) -> tuple[MemoryOverTime, ...]:
         for line in host.threads if kinds else ():
             events = line.read(("allocator_name", "bytes_allocated", "bytes_available"))
             name, taken, free = (
-                events.stats[each] for each in ("allocator_name", "bytes_allocated", "bytes_available")
+                events.stats[stat] for stat in ("allocator_name", "bytes_allocated", "bytes_available")
             )
             own = np.isin(events.kinds, kinds) & taken.present
             for code in np.unique(name.values[own & name.present]):
                 at = own & name.present & (name.values == code)
                 key = host.name, name.texts[int(code)]
                 parts.setdefault(key, []).append((events.starts[at], taken.values[at], free.values[at]))
-    return tuple(_series(*key, found) for key, found in parts.items())
+    return tuple(_series(*key, columns) for key, columns in parts.items())
 
 
 def why_no_memory(trace: Trace) -> str:
-    """Why ``memory_over_time`` has nothing to show."""
+    """The reason why ``memory_over_time`` is empty."""
     if trace.kind == "cpu":
         return "devices of a CPU allocate from the host and the profiler records none of it"
     return "the trace has no events of allocators (MemoryAllocation, MemoryDeallocation)"
 
 
-def _series(host: str, allocator: str, found: list[tuple[Any, Any, Any]]) -> MemoryOverTime:
-    starts, taken, free = (np.concatenate(column).astype(np.float64) for column in zip(*found, strict=True))
+def _series(host: str, allocator: str, columns: list[tuple[Any, Any, Any]]) -> MemoryOverTime:
+    starts, taken, free = (np.concatenate(column).astype(np.float64) for column in zip(*columns, strict=True))
     order = np.argsort(starts, kind="stable")
     starts, taken, free = starts[order], taken[order], free[order]
     spans = np.array_split(np.arange(len(starts)), min(_POINTS, len(starts)))
@@ -338,17 +341,17 @@ def _series(host: str, allocator: str, found: list[tuple[Any, Any, Any]]) -> Mem
     )
 
 
-#: What reads or updates a table, by its target or its scope.
+#: Target or scope of ops that read or update a table.
 _TABLES = re.compile(r"SparseDenseMatmul|\btables/[^/]+/(?:lookup|update)")
-#: Stats of host events that tell what preprocessing did to a batch.
+#: Stats of host events about the preprocessing of a batch.
 DROPPED, MINIBATCHES = "dropped_ids", "minibatches"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOp:
-    """An op of a core: how often it runs in a step, on average and at most, and its seconds of a step.
+    """An op of a core: mean and largest number of executions in a step, and its seconds of a step.
 
-    ``lookup`` says whether it reads or updates embedding tables.
+    ``lookup``: the op reads or updates embedding tables.
     """
 
     name: str
@@ -367,7 +370,7 @@ class SparseOp:
 class CoreActivity:
     """One SparseCore in a step: ``busy_s`` = ``beside_s`` (its TensorCore computes too) + ``alone_s``.
 
-    With ``idle_s`` that is the step. ``ops`` come with the one that takes longest first.
+    With ``idle_s`` that is the step. ``ops`` are sorted, longest first.
     """
 
     host: str
@@ -380,21 +383,21 @@ class CoreActivity:
 
     @property
     def alone_s(self) -> float:
-        """Seconds in which the TensorCore computes nothing meanwhile."""
+        """Busy seconds in which the TensorCore computes nothing."""
         return self.busy_s - self.beside_s
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return vars(self) | {"alone_s": self.alone_s, "ops": [each.to_json() for each in self.ops[:20]]}
+        return vars(self) | {"alone_s": self.alone_s, "ops": [op.to_json() for op in self.ops[:20]]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseWork:
     """All SparseCores.
 
-    ``minibatches`` is how many passes a step takes at most: by the host, else by how often the ops run that read tables
-    (any op, if none is known to); 0: unknown. ``dropped_ids`` are those of all counted steps (None: nothing in the
-    trace tells).
+    ``minibatches`` is the largest number of passes of a step: from the host, else from the executions of ops that read
+    tables (of any op, if none is known to); 0: unknown. ``dropped_ids`` are those of all counted steps (None: not in
+    the trace).
     """
 
     cores: tuple[CoreActivity, ...]
@@ -403,14 +406,14 @@ class SparseWork:
 
     @property
     def overlap(self) -> float | None:
-        """The share of their working time in which the TensorCores compute too (None: they do nothing)."""
-        busy = sum(each.busy_s for each in self.cores)
-        return sum(each.beside_s for each in self.cores) / busy if busy else None
+        """The share of their busy time in which the TensorCores compute too (None: they are never busy)."""
+        busy = sum(core.busy_s for core in self.cores)
+        return sum(core.beside_s for core in self.cores) / busy if busy else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "cores": [each.to_json() for each in self.cores],
+            "cores": [core.to_json() for core in self.cores],
             "overlap": self.overlap,
             "minibatches": self.minibatches,
             "dropped_ids": self.dropped_ids,
@@ -418,33 +421,33 @@ class SparseWork:
 
 
 def sparse_work(trace: Trace, spent: Mapping[tuple[str, int], Spent]) -> SparseWork:
-    """What SparseCores do; ``spent`` are the TensorCores by host and ordinal, whose steps count."""
+    """Activity of SparseCores; ``spent`` are the TensorCores by host and ordinal, whose steps count."""
     cores = tuple(
         _activity(core, spent[core.host, core.ordinal], trace.ops)
         for core in trace.sparse_cores
         if (core.host, core.ordinal) in spent
     )
-    passes, dropped = _told(trace, spent)
+    passes, dropped = _host_stats(trace, spent)
     ops = [op for core in cores for op in core.ops]
     counts = [op.most for op in ops if op.lookup] or [op.most for op in ops]
     return SparseWork(cores=cores, minibatches=passes or max(counts, default=0), dropped_ids=dropped)
 
 
-def _activity(core: SparseCore, beside: Spent, ops: tuple[Op, ...]) -> CoreActivity:
-    steps, track = beside.stepped, core.track
-    starts, ends = (np.clip(each, steps.low, steps.high) for each in (track.starts, track.ends))
+def _activity(core: SparseCore, tensor_core: Spent, ops: tuple[Op, ...]) -> CoreActivity:
+    steps, track = tensor_core.stepped, core.track
+    starts, ends = (np.clip(moments, steps.low, steps.high) for moments in (track.starts, track.ends))
     within = ends > starts
     places, starts, ends = track.ops[within], starts[within], ends[within]
     busy = Intervals.union(starts, ends)
     own = np.bincount(places, shares(starts, ends, Intervals.none()), minlength=len(ops))
     scale = SECONDS / steps.counted
-    # In which of the counted steps each execution begins.
+    # Index of the counted step in which each execution begins.
     step = np.clip(np.searchsorted(steps.starts, starts, side="right") - 1, 0, steps.counted - 1)
-    found = []
+    sparse_ops = []
     for place in np.unique(places):
         times = np.bincount(step[places == place], minlength=steps.counted)
         op = ops[int(place)]
-        found.append(
+        sparse_ops.append(
             SparseOp(
                 name=op.name, op_name=op.op_name, lookup=_TABLES.search(f"{op.text} {op.op_name}") is not None,
                 count=float(times.mean()), most=int(times.max()),
@@ -456,21 +459,21 @@ def _activity(core: SparseCore, beside: Spent, ops: tuple[Op, ...]) -> CoreActiv
         device=core.ordinal,
         core=core.core,
         busy_s=busy.measure * scale,
-        beside_s=(busy & beside.compute).measure * scale,
+        beside_s=(busy & tensor_core.compute).measure * scale,
         idle_s=(steps.high - steps.low - busy.measure) * scale,
-        ops=tuple(sorted(found, key=lambda each: -each.time_s)),
+        ops=tuple(sorted(sparse_ops, key=lambda op: -op.time_s)),
     )
 
 
-def _told(trace: Trace, spent: Mapping[tuple[str, int], Spent]) -> tuple[int, int | None]:
-    """What the hosts say of minibatches (the most of any batch) and of dropped ids (all) within the counted steps."""
+def _host_stats(trace: Trace, spent: Mapping[tuple[str, int], Spent]) -> tuple[int, int | None]:
+    """The most minibatches of any batch, and all dropped ids, in the counted steps, from stats of host events."""
     passes, dropped = 0, None
     for host in trace.hosts:
-        windows = [each.stepped for (name, _), each in spent.items() if name == host.name]
+        windows = [times.stepped for (name, _), times in spent.items() if name == host.name]
         names = () if host.plane is None else {name for line in host.threads for name in line.stats}
         if not windows or not {DROPPED, MINIBATCHES} & set(names):
             continue
-        low, high = min(each.low for each in windows), max(each.high for each in windows)
+        low, high = min(window.low for window in windows), max(window.high for window in windows)
         for line in host.threads:
             events = line.read((DROPPED, MINIBATCHES))
             counted = (events.starts >= low) & (events.starts < high)

@@ -1,10 +1,10 @@
-"""The planes of a profiler's files as a trace: what stands where for TPUs, GPUs and CPUs.
+"""The planes of a profiler's files as a trace, for TPUs, GPUs and CPUs.
 
-- A TPU has a plane of its own, its line "XLA Ops" the ops in order, "Async XLA Ops" transfers that run beside them,
-"XLA Modules" the executions of programs and "Steps" the steps. Each of its SparseCores has a plane too.
-- A GPU has a plane of its own, with a line for each stream.
-- CPU devices, which one machine emulates as many of as it is told to, have none: the threads of the host run their ops,
-  and each event says of which device.
+- A TPU has its own plane. Line "XLA Ops" has the ops in order, "Async XLA Ops" asynchronous transfers, "XLA Modules"
+  the executions of programs and "Steps" the steps. Each of its SparseCores has a plane too.
+- A GPU has its own plane, with a line for each stream.
+- CPU devices, of which one machine emulates any number, have no planes: the threads of the host run their ops, and each
+  event names its device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OP_STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal")
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file, or the newest session of a folder. Raises RooftopError for what is no trace."""
+    """Read a trace file, or the newest session of a folder. Raises RooftopError for other files."""
     return trace_of([read_space(file) for file in trace_files(path)])
 
 
@@ -76,7 +76,7 @@ class _Book:
         self._places: dict[tuple[int, str], int] = {}
 
     def place(self, program: int, name: str, kind: StatKind | None = None) -> int:
-        """The place of an op, which is written down if it is new."""
+        """The index of an op, which is added if it is new."""
         key = program, name
         if key not in self._places:
             self._places[key] = len(self.ops)
@@ -100,11 +100,11 @@ def _op(program: int, name: str, kind: StatKind) -> Op:
 
 
 def _hbm_bytes(stats: Mapping[str, Any]) -> float | None:
-    """Bytes of one execution through HBM: of the breakdown by memory if there is one, else of all memories."""
+    """HBM bytes of one execution: from the breakdown by memory if there is one, else of all memories."""
     if breakdown := stats.get("memory_access_breakdown"):
         total = 0
         for entry in fields(breakdown, 0, len(breakdown)):
-            read = {each.number: each.value for each in fields(breakdown, entry.value, entry.end)}
+            read = {field.number: field.value for field in fields(breakdown, entry.value, entry.end)}
             total += read.get(3, 0) if read.get(2, 0) == 1 else 0
         return float(total)
     accessed = stats.get("bytes_accessed", stats.get("raw_bytes_accessed"))
@@ -142,7 +142,7 @@ def _sparse_cores(space: XSpace, book: _Book, programs: dict[int, str]) -> Itera
 
 
 def _track(plane: Plane, name: str, runs: Runs, book: _Book) -> Track:
-    """The ops of a line; where the ops do not say of which program they are, the execution around them does."""
+    """The ops of a line. Ops that do not name their program belong to the execution around them."""
     line = plane.line(name)
     if line is None:
         return Track.of([])
@@ -185,7 +185,7 @@ def _module_line(plane: Plane, programs: dict[int, str], name: str = "XLA Module
 
 
 def _number(kind: StatKind) -> int:
-    """The number of a program: what its executions and its ops know it by."""
+    """The number that identifies a program in its executions and its ops."""
     if "program_id" in kind.stats:
         return int(kind.stats["program_id"])
     match = _PROGRAM.match(kind.name)
@@ -230,7 +230,7 @@ def _gpu(space: XSpace, plane: Plane, ordinal: int, book: _Book, programs: dict[
 
 
 def _named_ops(events: XEvents, plane: Plane, book: _Book, programs: dict[int, str]) -> Ints:
-    """The ops of events that say which they are, and the names of those that do not (copies, kernels of libraries)."""
+    """The ops of events that name them, and the names of those that do not (copies, kernels of libraries)."""
     op, program = events.stats["hlo_op"], _program_of(events, programs)
     key = np.where(op.present, op.values * (len(plane.kinds) + 1), -1 - events.kinds)
     _, first, inverse = np.unique(np.stack([key, program]), axis=1, return_index=True, return_inverse=True)
@@ -245,23 +245,23 @@ def _named_ops(events: XEvents, plane: Plane, book: _Book, programs: dict[int, s
 def _program_of(events: XEvents, programs: dict[int, str]) -> Ints:
     """The program of every event: its number, or that of the module that it names; -1 without either."""
     number, module = events.stats["program_id"], events.stats["hlo_module"]
-    found = np.where(number.present, number.values, -1).astype(np.int64)
+    numbers = np.where(number.present, number.values, -1).astype(np.int64)
     known = {name: key for key, name in programs.items()}
     for code, name in enumerate(module.texts):
         chosen = module.present & (module.values == code)
-        if not (found[chosen] >= 0).all():
+        if not (numbers[chosen] >= 0).all():
             missing = chosen & ~number.present
-            found[missing] = known.setdefault(name, -2 - len(known))
+            numbers[missing] = known.setdefault(name, -2 - len(known))
             programs.setdefault(known[name], name)
         elif chosen.any():
-            programs.setdefault(int(found[chosen][0]), name)
-    return found
+            programs.setdefault(int(numbers[chosen][0]), name)
+    return numbers
 
 
 def _recurring(track: Track, book: _Book) -> Runs:
-    """Executions by what recurs: each begins where the op that its program runs least often runs, first of them."""
-    found: list[tuple[int, int, int]] = []
-    program = np.array([each.program for each in book.ops], np.int64)[track.ops]
+    """Executions by recurring ops: each begins with the first of the ops that its program runs least often."""
+    executions: list[tuple[int, int, int]] = []
+    program = np.array([op.program for op in book.ops], np.int64)[track.ops]
     for number in np.unique(program):
         own = np.flatnonzero(program == number)
         _, first, counts = np.unique(track.ops[own], return_index=True, return_counts=True)
@@ -271,14 +271,14 @@ def _recurring(track: Track, book: _Book) -> Runs:
         edges[0] = int(track.starts[own[0]])
         for low, high in pairwise(edges):
             inside = own[(track.starts[own] >= low) & (track.starts[own] < high)]
-            found.append((int(low), int(track.ends[inside].max()), int(number)))
-    found.sort()
-    columns = np.array(found, np.int64).reshape(-1, 3)
+            executions.append((int(low), int(track.ends[inside].max()), int(number)))
+    executions.sort()
+    columns = np.array(executions, np.int64).reshape(-1, 3)
     return Runs(programs=columns[:, 2], starts=columns[:, 0], ends=columns[:, 1])
 
 
 def _host(space: XSpace, book: _Book, programs: dict[int, str], *, has_devices: bool) -> tuple[Host, list[Device]]:
-    """The threads of a host and, of one without accelerators, the devices that it emulates."""
+    """The threads of a host and, without accelerators, the devices that it emulates."""
     plane = next(space.named(_HOST), None)
     if plane is None:
         return Host(name=space.host, plane=None, threads=(), steps=None), []
@@ -337,12 +337,12 @@ def _only(events: XEvents, chosen: Any) -> XEvents:
         starts=events.starts[chosen],
         ends=events.ends[chosen],
         stats={
-            name: Column(values=each.values[chosen], present=each.present[chosen], texts=each.texts)
-            for name, each in events.stats.items()
+            name: Column(values=column.values[chosen], present=column.present[chosen], texts=column.texts)
+            for name, column in events.stats.items()
         },
     )
 
 
 def _module(proto: bytes) -> bytes:
     """The HloModuleProto in an HloProto (b'' without one)."""
-    return next((proto[each.value : each.end] for each in fields(proto, 0, len(proto)) if each.number == 1), b"")
+    return next((proto[field.value : field.end] for field in fields(proto, 0, len(proto)) if field.number == 1), b"")

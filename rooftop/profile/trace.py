@@ -1,7 +1,7 @@
-"""A trace of any JAX program, whatever it ran on: devices with their ops, executions of programs, steps, host threads.
+"""A trace of any JAX program on any device: devices with their ops, executions of programs, steps, host threads.
 
-Times are picoseconds from the beginning of a host's trace; the clocks of two hosts are never compared. What makes one
-of the files of a profiler is ``rooftop.profile.planes``.
+Times are picoseconds from the beginning of a host's trace; the clocks of two hosts are never compared.
+``rooftop.profile.planes`` creates a trace from the files of a profiler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECONDS = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """An HLO op of a program, by what the trace tells of it; figures are of one execution (None: not told).
+    """An HLO op of a program as the trace describes it; figures are of one execution (None: not in the trace).
 
     ``text`` is its line of HLO ('' if the trace has none), ``op_name`` the program's name stack, ``source``
     'file:line'.
@@ -40,7 +40,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """What ran, sorted by start; ``ops`` are places in ``Trace.ops``. [N] each."""
+    """Executed ops, sorted by start; ``ops`` are indices into ``Trace.ops``. [N] each."""
 
     ops: Ints
     starts: Ints
@@ -69,7 +69,7 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Steps that the program has marked, in order: their numbers, and when they begin and end. [N] each."""
+    """Steps that the program has marked, in order: their numbers, starts and ends. [N] each."""
 
     numbers: Ints
     starts: Ints
@@ -78,9 +78,9 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device of a host: ``kind`` is tpu, gpu or cpu. ``stats`` are what the trace tells of it (peaks, its type).
+    """One device of a host: ``kind`` is tpu, gpu or cpu. ``stats`` are its properties in the trace (peaks, its type).
 
-    ``track`` has the ops that it ran, ``beside`` the transfers that ran beside them, where the trace has those apart.
+    ``track`` has the ops that it ran, ``beside`` its asynchronous transfers, if the trace records those separately.
     """
 
     host: str
@@ -105,7 +105,7 @@ class SparseCore:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The threads of one host that ran no ops of devices, and the steps that they have marked."""
+    """The threads of one host that ran no ops of devices, and the steps that they marked."""
 
     name: str
     plane: Plane | None
@@ -115,7 +115,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What the profiler recorded on one host or several. ``modules`` are serialized HloModuleProtos by program."""
+    """The recording of one host or several. ``modules`` are serialized HloModuleProtos by program."""
 
     ops: tuple[Op, ...]
     devices: tuple[Device, ...]
@@ -128,19 +128,19 @@ class Trace:
 
     @property
     def kind(self) -> str:
-        """What the devices are: tpu, gpu or cpu ('' if there are none)."""
+        """The kind of the devices: tpu, gpu or cpu ('' if there are none)."""
         return self.devices[0].kind if self.devices else ""
 
 
 def trace_files(path: Path) -> list[Path]:
-    """The trace files that a path means: one file, or the newest session in a folder, with a file for each host.
+    """The trace files of a path: one file, or the newest session in a folder, with a file for each host.
 
-    Raises RooftopError where there is none.
+    Raises RooftopError if there is none.
     """
     if path.is_file():
         return [path]
-    found = sorted(path.rglob("*.xplane.pb"), key=lambda each: (each.parent.name, each.name))
-    if not found:
+    files = sorted(path.rglob("*.xplane.pb"), key=lambda file: (file.parent.name, file.name))
+    if not files:
         accepted = "a trace of JAX's profiler (*.xplane.pb), or a folder with one: rooftop train --profile steps=A..B"
         raise RooftopError("trace", str(path), accepted if path.exists() else f"{accepted}; there is no such path")
-    return [each for each in found if each.parent == found[-1].parent]
+    return [file for file in files if file.parent == files[-1].parent]

@@ -1,9 +1,9 @@
 """XPlane traces (``*.xplane.pb``): planes, lines and events, as JAX's profiler writes them for CPUs, GPUs and TPUs.
 
-``jax.profiler.ProfileData`` reads them too, one Python object an event, and leaves out what the events of one kind have
-in common: FLOPs, bytes and category of an HLO op, and the HLO modules themselves. This reader has those, and gives the
-events of a line as columns. Times are picoseconds from the beginning of the trace's earliest line.
-Source: the published schema of XSpace, XPlane, XLine, XEvent and XStat.
+``jax.profiler.ProfileData`` reads them too, one Python object per event. It omits the stats that events of one kind
+share: FLOPs, bytes and category of an HLO op, and the HLO modules themselves. This reader has those, and returns the
+events of a line as columns. Times are picoseconds from the beginning of the trace's earliest line. Source: the
+published schema of XSpace, XPlane, XLine, XEvent and XStat.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
 
-#: Events whose stats are read at once: a bound on memory, and long enough for NumPy.
+#: Events whose stats are read at a time: few enough for memory, many enough for NumPy.
 _AT_ONCE = 1 << 18
-#: Numbers of the fields of XStat that have its value.
+#: Numbers of XStat's value fields.
 _DOUBLE, _UNSIGNED, _SIGNED, _STRING, _BYTES, _REFERENCE = 2, 3, 4, 5, 6, 7
 _PS_PER_NS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatKind:
-    """What the events of one kind have in common: a name, another for display, and stats by name."""
+    """Properties that all events of one kind share: a name, another for display, and stats by name."""
 
     name: str
     display_name: str
@@ -39,7 +39,7 @@ class StatKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One stat of every event of a line: its number, or the place of its text in ``texts``; ``present`` where it is."""
+    """One stat of every event of a line: its number, or the index of its text in ``texts``; ``present`` is its mask."""
 
     values: npt.NDArray[Any]
     present: npt.NDArray[np.bool_]
@@ -61,7 +61,7 @@ class XEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class XLine:
-    """One timeline of a plane: what ran one after the other, or nested, in one place."""
+    """One timeline of a plane: sequential or nested events."""
 
     name: str
     id: int
@@ -76,14 +76,14 @@ class XLine:
         return frozenset(self._names.values())
 
     def read(self, stats: Sequence[str] = ()) -> XEvents:
-        """The events with these of their stats; one that no event has is a column without any present."""
+        """The events with these stats; a stat that no event has is a column without present values."""
         data = self._file
         starts, ends = messages(data.bytes, *self._span, 4)
         begin = (self._timestamp_ns - data.base_ns) * _PS_PER_NS
         columns = np.zeros((3, len(starts)), np.int64)
         counted = np.zeros(len(starts), bool)
-        wanted = {identifier: name for identifier, name in self._names.items() if name in stats}
-        found = _Stats(data, wanted, self._names, len(starts))
+        requested = {identifier: name for identifier, name in self._names.items() if name in stats}
+        values = _Stats(data, requested, self._names, len(starts))
         for low in range(0, len(starts), _AT_ONCE):
             high = min(low + _AT_ONCE, len(starts))
             pieces: list[tuple[Ints, Ints, Ints]] = []
@@ -93,23 +93,23 @@ class XLine:
                     columns[at - 1, low + which[chosen]] = value[chosen]
                 counted[low + which[number == 5]] = True
                 own = number == 4
-                if wanted and own.any():
+                if requested and own.any():
                     pieces.append((low + which[own], value[own], end[own]))
-            found.add(pieces)
-        # What is only counted ran at no one time.
-        kept = ~counted
-        first = begin + columns[1][kept]
+            values.add(pieces)
+        # Aggregated events have a count and no time.
+        timed = ~counted
+        first = begin + columns[1][timed]
         return XEvents(
-            kinds=columns[0][kept],
+            kinds=columns[0][timed],
             starts=first,
-            ends=first + columns[2][kept],
-            stats={name: found.column(name, kept) for name in stats},
+            ends=first + columns[2][timed],
+            stats={name: values.column(name, timed) for name in stats},
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """What one source recorded: a device, the threads of a host, or metadata."""
+    """The recording of one source: a device, the threads of a host, or metadata."""
 
     name: str
     stats: Mapping[str, Any]
@@ -118,12 +118,12 @@ class Plane:
 
     def line(self, name: str) -> XLine | None:
         """The first line of a name."""
-        return next((each for each in self.lines if each.name == name), None)
+        return next((line for line in self.lines if line.name == name), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class XSpace:
-    """One trace file: the planes of one host. ``problems`` are what the profiler could not record."""
+    """One trace file: the planes of one host. ``problems`` are errors of the profiler."""
 
     host: str
     planes: tuple[Plane, ...]
@@ -131,11 +131,11 @@ class XSpace:
 
     def named(self, prefix: str) -> Iterator[Plane]:
         """The planes whose name begins with ``prefix``."""
-        return (each for each in self.planes if each.name.startswith(prefix))
+        return (plane for plane in self.planes if plane.name.startswith(prefix))
 
 
 class _TraceFile:
-    """The bytes of a trace, for Python and for NumPy, and when its earliest line begins."""
+    """The bytes of a trace, for Python and for NumPy, and the start of its earliest line."""
 
     def __init__(self, data: bytes | mmap.mmap) -> None:
         self.bytes = memoryview(data)
@@ -144,14 +144,14 @@ class _TraceFile:
 
 
 class _Stats:
-    """The wanted stats of the events of a line, piece by piece."""
+    """The requested stats of the events of a line, collected in pieces."""
 
-    def __init__(self, file: _TraceFile, wanted: Mapping[int, str], names: Mapping[int, str], count: int) -> None:
-        self._file, self._wanted, self._names, self._count = file, wanted, names, count
-        self._found: dict[str, list[tuple[Ints, Ints, Ints, Ints]]] = {}
+    def __init__(self, file: _TraceFile, requested: Mapping[int, str], names: Mapping[int, str], count: int) -> None:
+        self._file, self._requested, self._names, self._count = file, requested, names, count
+        self._pieces: dict[str, list[tuple[Ints, Ints, Ints, Ints]]] = {}
 
     def add(self, pieces: Iterable[tuple[Ints, Ints, Ints]]) -> None:
-        """Stats as (event, start, end) of each."""
+        """Add stats, given as (event, start, end) of each."""
         for event, starts, ends in pieces:
             identifiers, numbers = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
             values, stops = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
@@ -160,45 +160,45 @@ class _Stats:
                 identifiers[which[first]] = value[first]
                 other = which[~first]
                 numbers[other], values[other], stops[other] = number[~first], value[~first], end[~first]
-            for identifier, name in self._wanted.items():
+            for identifier, name in self._requested.items():
                 own = identifiers == identifier
                 if own.any():
-                    self._found.setdefault(name, []).append((event[own], numbers[own], values[own], stops[own]))
+                    self._pieces.setdefault(name, []).append((event[own], numbers[own], values[own], stops[own]))
 
-    def column(self, name: str, kept: npt.NDArray[np.bool_]) -> Column:
-        """The column of one stat, for the events that are kept."""
+    def column(self, name: str, chosen: npt.NDArray[np.bool_]) -> Column:
+        """The column of one stat, for the events in the mask ``chosen``."""
         values: npt.NDArray[Any] = np.zeros(self._count, np.int64)
         present = np.zeros(self._count, bool)
         texts: dict[str, int] = {}
-        for events, numbers, found, stops in self._found.get(name, ()):
+        for events, numbers, raw, stops in self._pieces.get(name, ()):
             present[events] = True
             for number in np.unique(numbers):
                 own = numbers == number
-                values = self._filled(values, events[own], int(number), found[own], stops[own], texts)
-        return Column(values=values[kept], present=present[kept], texts=tuple(texts))
+                values = self._filled(values, events[own], int(number), raw[own], stops[own], texts)
+        return Column(values=values[chosen], present=present[chosen], texts=tuple(texts))
 
     def _filled(
-        self, values: npt.NDArray[Any], events: Ints, number: int, found: Ints, stops: Ints, texts: dict[str, int]
+        self, values: npt.NDArray[Any], events: Ints, number: int, raw: Ints, stops: Ints, texts: dict[str, int]
     ) -> npt.NDArray[Any]:
-        """The values with those of some events; text goes to ``texts``, and its place there to the values."""
+        """``values`` with those of some events filled in; text is added to ``texts``, its index there to the values."""
         if number == _DOUBLE:
             values = values.astype(np.float64)
-            values[events] = self._file.array[found[:, None] + np.arange(8)].reshape(-1).view("<f8")
+            values[events] = self._file.array[raw[:, None] + np.arange(8)].reshape(-1).view("<f8")
         elif number == _REFERENCE:
-            known, inverse = np.unique(found, return_inverse=True)
-            codes = [texts.setdefault(self._names.get(int(one), ""), len(texts)) for one in known]
+            known, inverse = np.unique(raw, return_inverse=True)
+            codes = [texts.setdefault(self._names.get(int(key), ""), len(texts)) for key in known]
             values[events] = np.array(codes, np.int64)[inverse]
         elif number in (_STRING, _BYTES):
-            spans = zip(found.tolist(), stops.tolist(), strict=True)
+            spans = zip(raw.tolist(), stops.tolist(), strict=True)
             written = (bytes(self._file.bytes[low:high]).decode("utf-8", "replace") for low, high in spans)
-            values[events] = [texts.setdefault(each, len(texts)) for each in written]
+            values[events] = [texts.setdefault(string, len(texts)) for string in written]
         else:
-            values[events] = found
+            values[events] = raw
         return values
 
 
 def read_space(path: Path) -> XSpace:
-    """Read a trace file; its events are read when a line is asked for them. Raises RooftopError for other files."""
+    """Read a trace file; the events of a line are read on demand. Raises RooftopError for other files."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -211,45 +211,45 @@ def read_space(path: Path) -> XSpace:
 
 
 def space_of(data: bytes | mmap.mmap, *, host: str) -> XSpace:
-    """The same of the bytes of a serialized XSpace."""
+    """The XSpace of its serialized bytes; see ``read_space``."""
     file = _TraceFile(data)
     spans: list[Field] = []
     problems: list[str] = []
-    for each in fields(file.bytes, 0, len(file.bytes)):
-        if each.wire != LENGTH or each.number > 4:
-            raise RooftopError("trace", f"field {each.number}", "the planes of an XSpace")
-        if each.number == 1:
-            spans.append(each)
-        elif each.number in (2, 3):
-            problems.append(text(file.bytes, each))
+    for item in fields(file.bytes, 0, len(file.bytes)):
+        if item.wire != LENGTH or item.number > 4:
+            raise RooftopError("trace", f"field {item.number}", "the planes of an XSpace")
+        if item.number == 1:
+            spans.append(item)
+        elif item.number in (2, 3):
+            problems.append(text(file.bytes, item))
         else:
-            host = text(file.bytes, each)
-    planes = tuple(_plane(file, each) for each in spans)
-    begun = [line._timestamp_ns for plane in planes for line in plane.lines if line._span[1] > line._span[0]]
-    file.base_ns = min((each for each in begun if each), default=0)
+            host = text(file.bytes, item)
+    planes = tuple(_plane(file, span) for span in spans)
+    starts = [line._timestamp_ns for plane in planes for line in plane.lines if line._span[1] > line._span[0]]
+    file.base_ns = min((start for start in starts if start), default=0)
     return XSpace(host=host, planes=planes, problems=tuple(problems))
 
 
 def _plane(file: _TraceFile, span: Field) -> Plane:
     own = list(fields(file.bytes, span.value, span.end))
     names: dict[int, str] = {}
-    for each in own:
-        if each.number == 5:
-            key, value = _entry(file, each)
-            names[key] = next((text(file.bytes, one) for one in value if one.number == 2), "")
+    for item in own:
+        if item.number == 5:
+            key, value = _entry(file, item)
+            names[key] = next((text(file.bytes, part) for part in value if part.number == 2), "")
     kinds: dict[int, StatKind] = {}
-    for each in own:
-        if each.number == 4:
-            key, value = _entry(file, each)
-            named = {one.number: text(file.bytes, one) for one in value if one.number in (2, 4)}
-            stats = [one for one in value if one.number == 5]
+    for item in own:
+        if item.number == 4:
+            key, value = _entry(file, item)
+            named = {part.number: text(file.bytes, part) for part in value if part.number in (2, 4)}
+            stats = [part for part in value if part.number == 5]
             kinds[key] = StatKind(
                 name=named.get(2, ""), display_name=named.get(4, ""), stats=_stats(file, stats, names)
             )
     return Plane(
-        name=next((text(file.bytes, each) for each in own if each.number == 2), ""),
-        stats=_stats(file, [each for each in own if each.number == 6], names),
-        lines=tuple(_line(file, each, names) for each in own if each.number == 3),
+        name=next((text(file.bytes, item) for item in own if item.number == 2), ""),
+        stats=_stats(file, [item for item in own if item.number == 6], names),
+        lines=tuple(_line(file, item, names) for item in own if item.number == 3),
         kinds=kinds,
     )
 
@@ -257,58 +257,58 @@ def _plane(file: _TraceFile, span: Field) -> Plane:
 def _line(file: _TraceFile, span: Field, names: Mapping[int, str]) -> XLine:
     name, identifier, timestamp_ns = "", 0, 0
     at, end = span.value, span.end
-    # The events come in between, and are many: this looks at what stands before the first of them, and behind them.
-    for each in fields(file.bytes, at, end):
-        if each.number == 4:
+    # Other fields precede the events, which are many: stop at the first event.
+    for item in fields(file.bytes, at, end):
+        if item.number == 4:
             break
-        name, identifier, timestamp_ns = _head(file, each, name, identifier, timestamp_ns)
-        at = each.end
+        name, identifier, timestamp_ns = _head(file, item, name, identifier, timestamp_ns)
+        at = item.end
     return XLine(name=name, id=identifier, _file=file, _names=names, _timestamp_ns=timestamp_ns, _span=(at, end))
 
 
-def _head(file: _TraceFile, each: Field, name: str, identifier: int, timestamp_ns: int) -> tuple[str, int, int]:
-    if each.number in (2, 11) and (each.number == 2 or not name):
-        return text(file.bytes, each), identifier, timestamp_ns
-    if each.number == 1:
-        return name, signed(each.value), timestamp_ns
-    if each.number == 3:
-        return name, identifier, signed(each.value)
+def _head(file: _TraceFile, item: Field, name: str, identifier: int, timestamp_ns: int) -> tuple[str, int, int]:
+    if item.number in (2, 11) and (item.number == 2 or not name):
+        return text(file.bytes, item), identifier, timestamp_ns
+    if item.number == 1:
+        return name, signed(item.value), timestamp_ns
+    if item.number == 3:
+        return name, identifier, signed(item.value)
     return name, identifier, timestamp_ns
 
 
 def _entry(file: _TraceFile, span: Field) -> tuple[int, list[Field]]:
-    """Key and fields of the value of an entry of a map."""
+    """Key of an entry of a map, and the fields of its value."""
     key, value = 0, list[Field]()
-    for each in fields(file.bytes, span.value, span.end):
-        if each.number == 1:
-            key = signed(each.value)
-        elif each.number == 2:
-            value = list(fields(file.bytes, each.value, each.end))
+    for item in fields(file.bytes, span.value, span.end):
+        if item.number == 1:
+            key = signed(item.value)
+        elif item.number == 2:
+            value = list(fields(file.bytes, item.value, item.end))
     return key, value
 
 
 def _stats(file: _TraceFile, spans: Sequence[Field], names: Mapping[int, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    stats: dict[str, Any] = {}
     for span in spans:
         name = ""
         value: Any = None
-        for each in fields(file.bytes, span.value, span.end):
-            if each.number == 1:
-                name = names.get(signed(each.value), "")
-            elif each.number == _DOUBLE:
-                value = double(file.bytes, each.value)
-            elif each.number == _SIGNED:
-                value = signed(each.value)
-            elif each.number == _STRING:
-                value = text(file.bytes, each)
-            elif each.number == _BYTES:
-                value = bytes(file.bytes[each.value : each.end])
-            elif each.number == _REFERENCE:
-                value = names.get(signed(each.value), "")
+        for item in fields(file.bytes, span.value, span.end):
+            if item.number == 1:
+                name = names.get(signed(item.value), "")
+            elif item.number == _DOUBLE:
+                value = double(file.bytes, item.value)
+            elif item.number == _SIGNED:
+                value = signed(item.value)
+            elif item.number == _STRING:
+                value = text(file.bytes, item)
+            elif item.number == _BYTES:
+                value = bytes(file.bytes[item.value : item.end])
+            elif item.number == _REFERENCE:
+                value = names.get(signed(item.value), "")
             else:
-                value = each.value
-        found[name] = value
-    return found
+                value = item.value
+        stats[name] = value
+    return stats
 
 
 Ints = npt.NDArray[np.int64]
@@ -320,7 +320,7 @@ _SIZES = {FIXED64: 8, FIXED32: 4}
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a message: its number, its value (of a LENGTH field where its content begins), and where it ends."""
+    """One field of a message: its number, its value (for a LENGTH field the start of its content), and its end."""
 
     number: int
     wire: int
@@ -329,7 +329,7 @@ class Field:
 
 
 def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The varint at a position, and the position behind it."""
+    """The varint at a position, and the position after it."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -341,7 +341,7 @@ def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def fields(data: bytes | memoryview, start: int, end: int) -> Iterator[Field]:
-    """The fields of the message between two positions, in their order. Raises RooftopError for what is no message."""
+    """Yield the fields of the message between two positions, in order. Raises RooftopError for other data."""
     at = start
     try:
         while at < end:
@@ -379,7 +379,7 @@ def signed(value: int) -> int:
 
 
 def messages(data: bytes | memoryview, start: int, end: int, number: int) -> tuple[Ints, Ints]:
-    """Where each repeated message ``number`` (below 16) of the message between two positions begins, and ends."""
+    """Starts and ends of the repeated message ``number`` (below 16) in the message between two positions."""
     tag = number << 3 | LENGTH
     # Arrays of machine integers: lists would take five times the memory.
     starts, ends = array("q"), array("q")
@@ -409,32 +409,32 @@ class Lockstep:
         self._data, self._at, self._ends = data, starts.copy(), ends
 
     def __iter__(self) -> Iterator[tuple[Ints, Ints, Ints, Ints, Ints]]:
-        """(which messages, number, wire type, value, end) of the next field of every message that has one left.
+        """Yield (which messages, number, wire type, value, end) of the next field of every message that has one left.
 
-        ``value`` is that of a varint, as a signed 64-bit integer, or where the content of another field begins, and
-        ``end`` where it ends.
+        ``value`` is that of a varint, as a signed 64-bit integer, or the start of another field's content, and ``end``
+        is the end of the field.
         """
         which = np.flatnonzero(self._at < self._ends)
         while which.size:
             tags, at = self._varints(self._at[which])
             wire, value, end = tags & 7, at.copy(), at.copy()
-            for one in np.unique(wire):
-                chosen = np.flatnonzero(wire == one)
-                if one == VARINT:
+            for wire_type in np.unique(wire):
+                chosen = np.flatnonzero(wire == wire_type)
+                if wire_type == VARINT:
                     value[chosen], end[chosen] = self._varints(at[chosen])
-                elif one == LENGTH:
+                elif wire_type == LENGTH:
                     size, begin = self._varints(at[chosen])
                     value[chosen], end[chosen] = begin, begin + size
-                elif int(one) in _SIZES:
-                    end[chosen] += _SIZES[int(one)]
+                elif int(wire_type) in _SIZES:
+                    end[chosen] += _SIZES[int(wire_type)]
                 else:
-                    raise RooftopError("trace", f"wire type {one}", "a protocol-buffer message that is whole")
+                    raise RooftopError("trace", f"wire type {wire_type}", "a protocol-buffer message that is whole")
             self._at[which] = end
             yield which, tags >> 3, wire, value, end
             which = which[end < self._ends[which]]
 
     def _varints(self, at: Ints) -> tuple[Ints, Ints]:
-        """The varints at positions, and the positions behind them."""
+        """The varints at positions, and the positions after them."""
         byte = self._data[at]
         value = (byte & 0x7F).astype(np.uint64)
         end = at + 1

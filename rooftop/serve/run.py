@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Packages that serving imports.
 _PACKAGES = (
-    "jax", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
+    "jax", "jaxtyping", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
     "llguidance",
 )  # fmt: skip
 #: Seconds between two log lines about compilation.

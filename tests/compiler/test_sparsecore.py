@@ -164,5 +164,5 @@ def test_a_refusal_says_whether_larger_limits_are_refused_too(said: str, by: str
 
 def test_what_stands_between_start_and_done_is_beside() -> None:
     found = sparsecore_overlap(parse(HLO))
-    assert (found.calls, found.computations, found.beside) == (1, 3, 1)
+    assert (found.calls, found.computations, found.overlapped) == (1, 3, 1)
     assert found.share == pytest.approx(1 / 3)

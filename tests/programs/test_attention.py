@@ -73,7 +73,8 @@ def attended(over: Any = attend, *, kernel: str, **given: Any) -> Any:
     """An attention of q, k and v, by a kernel and by settings of its scores and its own."""
     settings = {field.name for field in fields(Scores)}
     scores = Scores(**{name: given.pop(name) for name in settings & set(given)})
-    return partial(over, kernel, scores, **given)
+    arrays = {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
+    return partial(over, kernel, scores, **arrays)
 
 
 def derived(attention: Any, given: Arrays, *, sinks: bool) -> Any:
@@ -221,7 +222,7 @@ def test_runs_hold_every_query_once_with_every_key_that_counts(
     found = runs(q_len=q_len, kv_len=kv_len, window=window, offset=offset, block=block)
     assert [i for run in found for i in range(q_len)[run.queries]] == list(range(q_len))
     mask = np.array(
-        Scores(scale=1.0, window=window, offset=offset).mask(np.arange(q_len), np.arange(kv_len), None, None)
+        Scores(scale=1.0, window=window, offset=offset).mask(jnp.arange(q_len), jnp.arange(kv_len), None, None)
     )
     for run in found:
         mask[run.queries, run.keys] = False

@@ -78,7 +78,7 @@ def train(
     from rooftop.cli.process import parse_profile
     from rooftop.runs.environment import keep_compilations, prepare_environment
 
-    prepare_environment(devices, packages=("jax", "optax"), extra="embed")
+    prepare_environment(devices, packages=("jax", "jaxtyping", "optax"), extra="embed")
     if profile is None:
         # A trace of a program out of a cache has nothing of its scopes.
         keep_compilations()

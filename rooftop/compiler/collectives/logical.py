@@ -1,7 +1,7 @@
-"""The logical collectives of a compiled program, folded from the several instructions that XLA makes of each.
+"""The logical collectives of a compiled program: the instructions that XLA splits each into are folded again.
 
-Those are pairs of start and done, asynchronous fusions, fused scatters, rings of permutes, AllReduces that gather; and
-what XLA has combined into one instruction is taken apart again.
+Such instructions are pairs of start and done, asynchronous fusions, fused scatters, rings of permutes, and AllReduces
+that gather. Collectives that XLA has combined into one instruction are separated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.collectives.rings import Ring, find_rings
 from rooftop.compiler.hlo.dataflow import Flow, Value, rendezvous
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
-from rooftop.compiler.hlo.places import Found, again, first_place, flow_place, holders, place_of, producer
+from rooftop.compiler.hlo.places import Located, first_place, flow_place, gather_phase, holders, place_of, producer
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Collective
@@ -37,7 +37,7 @@ _NUMBERED = 100_000
 class CompiledTransfer:
     """One collective between slices: ``members`` devices along ``axes`` of the mesh; ``bytes`` as in a ledger.
 
-    It begins at ``send`` and is waited for at the end of ``recv``, both in ``computation``.
+    It begins at ``send`` and must be complete at the end of ``recv``, both in ``computation``.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class CompiledTransfer:
 
 
 def within_slice(mesh: Mesh) -> dict[str, int]:
-    """Sizes of the axes within one slice, in mesh order: what collectives there number their partitions by."""
+    """Sizes of the axes within one slice, in mesh order; collectives within a slice number their partitions by them."""
     between = {axis.name for axis in mesh.slice.physical_axes if axis.kind == "dcn"}
     return {
         name: prod(piece.size for piece in pieces if piece.axis not in between) for name, pieces in mesh.axes.items()
@@ -58,11 +58,11 @@ def within_slice(mesh: Mesh) -> dict[str, int]:
 
 
 def transfers(module: Module, mesh: Mesh) -> Iterator[CompiledTransfer]:
-    """Every collective between slices, in the order of the text. Raises RooftopError for a kind that is not known."""
+    """Every collective between slices, in the order of the text. Raises RooftopError for an unknown kind."""
     for computation in module.computations.values():
         if not module.executions[computation.name]:
             continue
-        sent = {rendezvous(each): each for each in computation if each.opcode == "send" and rendezvous(each)}
+        sent = {rendezvous(send): send for send in computation if send.opcode == "send" and rendezvous(send)}
         for recv in computation:
             send = sent.get(rendezvous(recv)) if recv.opcode == "recv" else None
             if send is not None:
@@ -70,11 +70,11 @@ def transfers(module: Module, mesh: Mesh) -> Iterator[CompiledTransfer]:
 
 
 def place_of_transfer(module: Module, transfer: CompiledTransfer) -> tuple[str, str, str]:
-    """Scope, phase and 'file:line' of a transfer: XLA drops its name, so the data flow tells."""
+    """Scope, phase and 'file:line' of a transfer, from the data flow: XLA drops its name."""
     computation = transfer.computation
     source = computation.operands(transfer.send)[0]
-    found = flow_place(module, transfer.kind, (computation, source), (computation, transfer.recv))
-    return found or (*place_of(module, computation, transfer.recv), "")
+    place = flow_place(module, transfer.kind, (computation, source), (computation, transfer.recv))
+    return place or (*place_of(module, computation, transfer.recv), "")
 
 
 def _transfer(mesh: Mesh, computation: HloComputation, send: Instruction, recv: Instruction) -> CompiledTransfer:
@@ -95,40 +95,40 @@ def _transfer(mesh: Mesh, computation: HloComputation, send: Instruction, recv: 
 
 
 def _groups(attributes: str) -> list[list[int]]:
-    """Groups of device numbers (pairs of a permute): some of them, which tell the axes of all."""
+    """Some groups of device numbers (pairs of a permute): enough to identify the axes of all."""
     target = attributes.partition("_xla_megascale_target=")[2]
     product = re.match(r'"?\{([\d,]+)\}x\{(\d+)', target)
     if product:
-        return [[int(each) * _NUMBERED + int(product.group(2)) for each in product.group(1).split(",")]]
+        return [[int(slice_) * _NUMBERED + int(product.group(2)) for slice_ in product.group(1).split(",")]]
     listed = re.match(r'"?\{((?:\{[\d,>\-]+\},?)+)\}', target)
     groups = re.findall(r"\{([^{}]+)\}", listed.group(1)) if listed else []
     if not groups:
         raise RooftopError("transfer between slices", target[:80], "slices times devices, or groups of devices")
-    return [[int(each) for each in re.findall(r"\d+", group)] for group in groups]
+    return [[int(number) for number in re.findall(r"\d+", group)] for group in groups]
 
 
 def _axes(mesh: Mesh, groups: list[list[int]]) -> tuple[str, ...]:
     """The mesh axes along which members of a group differ, in mesh order."""
     names = [axis.name for axis in mesh.slice.physical_axes]
     sizes = {axis.name: axis.size for axis in mesh.slice.physical_axes}
-    laid = mesh.device_coordinates().reshape(-1, len(names))
-    index = {tuple(place): number for number, place in enumerate(laid.tolist())}
+    coordinates = mesh.device_coordinates().reshape(-1, len(names))
+    index = {tuple(place): number for number, place in enumerate(coordinates.tolist())}
     varies = set[int]()
     for group in groups:
-        members = [index[_coordinates(each, names, sizes)] for each in group]
+        members = [index[_coordinates(device, names, sizes)] for device in group]
         along = np.array(np.unravel_index(np.array(members), tuple(mesh.shape.values())))
         varies |= {int(axis) for axis in np.flatnonzero(np.ptp(along, axis=1))}
     return tuple(name for number, name in enumerate(mesh.shape) if number in varies)
 
 
 def _coordinates(device: int, names: list[str], sizes: dict[str, int]) -> tuple[int, ...]:
-    """Coordinates along the physical axes of those names."""
+    """Coordinates along the physical axes ``names``."""
     slice_, rest = divmod(device, _NUMBERED)
-    found = {"dcn": slice_ - 1}
+    along = {"dcn": slice_ - 1}
     for name in ("core", "x", "y", "z"):
         if name in sizes:
-            rest, found[name] = divmod(rest, sizes[name])
-    return tuple(found[name] for name in names)
+            rest, along[name] = divmod(rest, sizes[name])
+    return tuple(along[name] for name in names)
 
 
 _KINDS = {
@@ -141,18 +141,18 @@ _KINDS = {
 }
 
 
-#: Where rings are those of ring attention.
+#: The scope of ring attention.
 _PASSING = "layers/attn/core"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalCollective:
-    """One collective as a program means it, whatever instructions the compiler made of it.
+    """One collective of the program, independent of the instructions that the compiler splits it into.
 
-    ``bytes`` is the payload of one execution as in ``core.ledger.Collective`` and ``wire_bytes`` what one device
-    sends for it. ``hops`` counts the permutes that a ring is made of (0: it is none). ``synchronous`` says that the
-    schedule waits for the whole of it. ``source`` is the 'file:line' that it comes from ('' if unknown), and
-    ``instructions`` where it stands, as (computation, instruction).
+    ``bytes`` is the payload of one execution as in ``core.ledger.Collective``, and ``wire_bytes`` are sent by one
+    device. ``hops`` is the number of permutes of a ring (0: not a ring). ``synchronous``: the schedule waits for all of
+    it. ``source`` is the 'file:line' of its program ('' if unknown), and ``instructions`` are (computation,
+    instruction).
     """
 
     kind: str
@@ -169,7 +169,7 @@ class LogicalCollective:
 
     @property
     def ledger_entry(self) -> Collective:
-        """One execution as a row of a ledger holds it."""
+        """One execution as an entry of a ledger row."""
         return Collective(
             kind=self.kind, axes=self.axes, bytes=self.bytes, wire_bytes=self.wire_bytes, critical=self.synchronous
         )
@@ -178,26 +178,26 @@ class LogicalCollective:
 def logical_collectives(
     module: Module, mesh: Mapping[str, int], layout: Mesh | None = None
 ) -> tuple[LogicalCollective, ...]:
-    """Every logical collective of a compiled program. ``mesh`` has the axes and sizes it was compiled for, in order.
+    """Every logical collective of a compiled program. ``mesh`` has its axes and sizes, in order.
 
-    Permutes that make up an AllGather or a ReduceScatter are folded into it (the rule is in ``rings``); what
-    is in no ring stays a permute. What XLA has combined into one instruction is taken apart again. ``layout`` is the
-    mesh on its slice: where there are several slices it tells which collectives go between them. The keys and values
-    of ring attention pass by and are never put together: those stay permutes too.
+    Permutes that implement an AllGather or a ReduceScatter are folded into it (see ``rings`` for the rule); other
+    permutes stay permutes. So do those of ring attention, whose keys and values pass by and are never concatenated.
+    Collectives that XLA has combined into one instruction are separated. ``layout`` is the mesh on its slice: with
+    several slices it identifies the collectives between them.
     """
     between = [] if layout is None or layout.slice.num_slices == 1 else list(transfers(module, layout))
     if layout is not None:
         mesh = within_slice(layout)
     rings = [ring for ring in find_rings(module, mesh) if _ring_place(module, ring)[0] != _PASSING]
     folded = {place: ring for ring in rings for place in ring.permutes}
-    found: list[LogicalCollective] = []
+    collectives: list[LogicalCollective] = []
     for occurrences in _occurrences(module):
         ring = folded.get(occurrences[0].place)
         if ring is None:
-            found += _unfolded(module, mesh, occurrences)
+            collectives += _unfolded(module, mesh, occurrences)
         elif occurrences[0].place == ring.permutes[0]:
-            found.append(_from_ring(module, ring))
-    return (*found, *(_from_transfer(module, each) for each in between))
+            collectives.append(_from_ring(module, ring))
+    return (*collectives, *(_from_transfer(module, transfer) for transfer in between))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ class _Occurrence:
     computation: HloComputation
     instruction: Instruction
     sources: tuple[Instruction, ...]
-    """What it reads, one for each array that it carries."""
+    """Its operands, one for each array that it transfers."""
     synchronous: bool
 
     @property
@@ -218,23 +218,23 @@ class _Occurrence:
 
 
 def _occurrences(module: Module) -> list[list[_Occurrence]]:
-    """Every collective instruction, those of one asynchronous collective together.
+    """Every collective instruction; those of one asynchronous collective are grouped.
 
-    An asynchronous collective occurs in every fusion that advances it, with one chain id (channel ids do not tell: all
-    of a shard_map's are 1).
+    An asynchronous collective occurs in every fusion that advances it, with one chain id. Channel ids do not identify
+    it: all those of a shard_map are 1.
     """
-    found: dict[object, list[_Occurrence]] = {}
+    by_chain: dict[object, list[_Occurrence]] = {}
     for computation in module.computations.values():
         for instruction in computation if module.executions[computation.name] else ():
             if (occurrence := _occurrence(module, computation, instruction)) is not None:
                 chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
                 key = (chain.group(1), instruction.channel) if chain else occurrence.place
-                found.setdefault(key, []).append(occurrence)
-    return list(found.values())
+                by_chain.setdefault(key, []).append(occurrence)
+    return list(by_chain.values())
 
 
 def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurrence]) -> Iterator[LogicalCollective]:
-    """The collectives that one instruction stands for: what XLA has combined is taken apart again."""
+    """The collectives of one instruction: those that XLA has combined are separated."""
     first = occurrences[0]
     groups = replica_groups(first.instruction.attributes, math.prod(mesh.values()))
     axes, members = varying_axes(groups, mesh), max(map(len, groups))
@@ -245,9 +245,9 @@ def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurr
     combined = len(first.sources) > 1 and own[1] != "update"
     for index, source in enumerate(first.sources):
         scope, phase, line = own
-        made_by = producer(module, first.computation, source) if combined else None
-        if made_by:
-            scope, phase = place_of(module, *made_by)
+        origin = producer(module, first.computation, source) if combined else None
+        if origin:
+            scope, phase = place_of(module, *origin)
         part = _gathered(module, first.computation, source) if first.kind == "all_reduce" else None
         if part is not None:
             end = first.computation, _element(first.computation, first.instruction, index)
@@ -258,33 +258,33 @@ def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurr
             axes=axes,
             bytes=nbytes,
             wire_bytes=nbytes * _wire_share(first.kind, members),
-            executions=max(module.executions[each.computation.name] for each in occurrences),
-            synchronous=all(each.synchronous for each in occurrences),
+            executions=max(module.executions[occurrence.computation.name] for occurrence in occurrences),
+            synchronous=all(occurrence.synchronous for occurrence in occurrences),
             hops=0,
             scope=scope,
             phase=phase,
             source=line,
-            instructions=tuple(each.place for each in occurrences),
+            instructions=tuple(occurrence.place for occurrence in occurrences),
         )
 
 
 def _own_place(module: Module, occurrences: list[_Occurrence], holding: list[Instruction]) -> tuple[str, str, str]:
-    """Scope, phase and 'file:line' of a collective: its own, or by the data flow where the compiler dropped them."""
-    first, own = occurrences[0], [each.instruction for each in occurrences]
-    held = [place for each in occurrences for place in holders(module, each.computation.name)]
-    end = max(held, key=lambda place: place[0].position(place[1]), default=(first.computation, first.instruction))
+    """Scope, phase and 'file:line' of a collective: its own, or from the data flow if the compiler dropped them."""
+    first, own = occurrences[0], [occurrence.instruction for occurrence in occurrences]
+    outer = [place for occurrence in occurrences for place in holders(module, occurrence.computation.name)]
+    end = max(outer, key=lambda place: place[0].position(place[1]), default=(first.computation, first.instruction))
     flow = flow_place(module, first.kind, (first.computation, first.sources[0]), end)
-    # What holds a step of an asynchronous collective is named after the work that it hides behind.
-    named = [*own, *(holding if all(each.synchronous for each in occurrences) else [])]
-    if flow and all(_UNNAMED.search(each.op_name) for each in named):
+    # A fusion with a step of an asynchronous collective has the name of the work that overlaps it.
+    named = [*own, *(holding if all(occurrence.synchronous for occurrence in occurrences) else [])]
+    if flow and all(_UNNAMED.search(instruction.op_name) for instruction in named):
         return flow
-    scope, phase = first_place(each.op_name for each in [*own, *holding])
-    # Where it has the name of what it serves.
-    phase = again(module, first.kind, phase, (first.computation, first.sources[0]))
+    scope, phase = first_place(instruction.op_name for instruction in [*own, *holding])
+    # Its name is that of the work that uses its result.
+    phase = gather_phase(module, first.kind, phase, (first.computation, first.sources[0]))
     return scope, phase, _source(module, [*own, *holding]) or (flow[2] if flow else "")
 
 
-#: Names that tell nothing of what an instruction is for: none, that of an argument, or of what stands around it.
+#: Names that do not describe an instruction: none, that of an argument, or that of the enclosing operation.
 _AROUND = "while|body|cond|jit|remat2|eval_jaxpr|closed_call|checkpoint|optimization_barrier"
 _UNNAMED = re.compile(rf"^[^/]*$|/(?:{_AROUND})$")
 
@@ -334,17 +334,17 @@ def _from_transfer(module: Module, transfer: CompiledTransfer) -> LogicalCollect
 
 def _source(module: Module, instructions: list[Instruction]) -> str:
     """The 'file:line' of the first instruction that has one."""
-    return next((line for each in instructions if (line := module.source(each))), "")
+    return next((line for instruction in instructions if (line := module.source(instruction))), "")
 
 
 def _holding(module: Module, occurrences: list[_Occurrence]) -> list[Instruction]:
-    """What holds the occurrences; first the fusion that ends it: others belong to what it hides behind."""
-    held = [holder for each in occurrences for _, holder in holders(module, each.computation.name)]
-    return sorted(held, key=lambda holder: "-done" not in holder.name)
+    """The fusions around the occurrences, that of the end first: others have the name of overlapped work."""
+    outer = [holder for occurrence in occurrences for _, holder in holders(module, occurrence.computation.name)]
+    return sorted(outer, key=lambda holder: "-done" not in holder.name)
 
 
 def _wire_share(kind: str, members: int) -> float:
-    """Bytes that one device sends per byte of payload: in a ring, or to every other member."""
+    """Bytes that one device sends per byte of payload, in a ring or to every other member."""
     if kind == "permute":
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (members - 1) / members
@@ -355,8 +355,8 @@ def _occurrence(module: Module, computation: HloComputation, instruction: Instru
     if opcode not in _KINDS:
         return None
     kind, sources = _KINDS[opcode], computation.operands(instruction)
-    held = bool(holders(module, computation.name))
-    scattered = held and kind == "all_reduce" and _is_scatter(computation, instruction)
+    fused = bool(holders(module, computation.name))
+    scattered = fused and kind == "all_reduce" and _is_scatter(computation, instruction)
     if scattered:
         kind, sources = "reduce_scatter", tuple(_through(computation, source, ("pad", *_MOVES)) for source in sources)
     return _Occurrence(
@@ -364,54 +364,54 @@ def _occurrence(module: Module, computation: HloComputation, instruction: Instru
         computation=computation,
         instruction=instruction,
         sources=sources,
-        # Anything else that holds a collective is a step of an asynchronous one.
-        synchronous=opcode == instruction.opcode and (scattered or not held),
+        # Any other fused collective is a step of an asynchronous one.
+        synchronous=opcode == instruction.opcode and (scattered or not fused),
     )
 
 
-#: What moves an array without changing its elements.
+#: Opcodes that move an array without changing its elements.
 _MOVES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "get-tuple-element")
 
 
 def _through(computation: HloComputation, source: Instruction, opcodes: tuple[str, ...]) -> Instruction:
-    """What ``source`` is made of, seen through instructions of those opcodes, and through copies made in parts."""
+    """The origin of ``source``, through instructions of those opcodes and through copies in parts."""
     while source.opcode in opcodes or 'custom_call_target="ConcatBitcast"' in source.attributes:
         source = computation.operands(source)[0]
     return source
 
 
 def _is_scatter(computation: HloComputation, instruction: Instruction) -> bool:
-    """Whether a fused all-reduce keeps only this device's slice: XLA:TPU's spelling of a ReduceScatter."""
-    slices = (each for each in computation if each.opcode == "dynamic-slice")
-    return any(_through(computation, computation.operands(each)[0], _MOVES) is instruction for each in slices)
+    """True if a fused all-reduce keeps only this device's slice: XLA:TPU's form of a ReduceScatter."""
+    slices = (slice_ for slice_ in computation if slice_.opcode == "dynamic-slice")
+    return any(_through(computation, computation.operands(slice_)[0], _MOVES) is instruction for slice_ in slices)
 
 
-def _gathered(module: Module, computation: HloComputation, source: Instruction) -> Found | None:
-    """The part that a device puts where all others have zeros, if an AllReduce of ``source`` gathers; else None."""
+def _gathered(module: Module, computation: HloComputation, source: Instruction) -> Located | None:
+    """The part of a device in an array of zeros, if an AllReduce of ``source`` is an AllGather; else None."""
     flow = Flow(module, computation.name)
     value = flow.source(Value((), computation.name, source.name))
     if flow.instruction(value).opcode != "dynamic-update-slice":
         return None
-    whole, part = (flow.source(each) for each in flow.operands(value)[:2])
+    whole, part = (flow.source(operand) for operand in flow.operands(value)[:2])
     return (module.computations[part.computation], flow.instruction(part)) if flow.is_zero(whole) else None
 
 
 def _element(computation: HloComputation, instruction: Instruction, index: int) -> Instruction:
-    """The result number ``index`` of a collective: itself if it has one."""
+    """Result number ``index`` of a collective: the collective itself if it has a single result."""
     elements = (
-        each
-        for each in computation
-        if each.opcode == "get-tuple-element"
-        and computation.operands(each)[0] is instruction
-        and int(each.attribute("index")) == index
+        element
+        for element in computation
+        if element.opcode == "get-tuple-element"
+        and computation.operands(element)[0] is instruction
+        and int(element.attribute("index")) == index
     )
     return next(elements, instruction)
 
 
 def _is_halo(module: Module, permute: _Occurrence) -> bool:
-    """Whether a permute only moves the edges of a padded ReduceScatter to where they belong."""
+    """True if a permute only moves the edges of a padded ReduceScatter to their devices."""
     source = _through(permute.computation, permute.sources[0], ("slice", "slice-start", "slice-done", *_MOVES))
     if source.opcode != "fusion":
         return False
     inner = module.computations[source.called[0]]
-    return any(each.opcode == "all-reduce" and _is_scatter(inner, each) for each in inner)
+    return any(reduce.opcode == "all-reduce" and _is_scatter(inner, reduce) for reduce in inner)

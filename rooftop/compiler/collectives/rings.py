@@ -1,15 +1,15 @@
 """Rings of permutes, and the AllGather or ReduceScatter that each of them implements.
 
-XLA:TPU and hand-written programs overlap a matmul with its collective by cutting that into permutes. The rule by which
-they are put together again looks at data flow alone, so names, directions and the number of hops do not matter:
+XLA:TPU and hand-written programs overlap a matmul with its collective by splitting the collective into permutes. The
+rule that recognises them uses data flow alone, so names, directions and the number of hops do not matter:
 
-- *AllGather*: permutes that carry one array on unchanged (the operand of each is that array, the former's result, or
-  a slice of it), until together they have brought every device the whole array of every other member.
-- *ReduceScatter*: permutes whose results are added to terms that each device computes by itself, until one array holds
-  a term of every member in all its elements (parts of it may have come by different ways). The terms must differ and
+- *AllGather*: permutes that carry one array unchanged (the operand of each is that array, a previous permute's result,
+  or a slice of it), until together they have brought every device the whole array of every other member.
+- *ReduceScatter*: permutes whose results are added to terms that each device computes itself, until one array has a
+  term of every member in all its elements (parts of it may have travelled different ways). The terms must differ and
   must not depend on the sum (else it is a pipeline of stages).
 
-Zeros carry nothing. Bodies of loops that are short enough to be a ring are unrolled. Every other permute stays one.
+Zeros do not count. Bodies of loops that are short enough to be a ring are unrolled. All other permutes stay permutes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rooftop.compiler.hlo.dataflow import MOVES, PERMUTES, Flow, Value, is_unrol
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.hlo.text import Instruction, Module
 
-#: Members of the group of device 0 by their place in it; -1 where a permute brings nothing.
+#: Indices of members in the group of device 0; -1 where a permute brings no data.
 _Origins = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """A logical collective of ``members`` devices along ``axes`` that is made of permutes.
+    """A logical collective of ``members`` devices along ``axes``, implemented by permutes.
 
     ``kind`` is 'all_gather' or 'reduce_scatter', ``bytes`` its payload (an AllGather's output, a ReduceScatter's
-    input), ``sent_bytes`` what one device sends in its ``hops`` permutes: more than it must where some carry zeros or
-    what is there already. ``permutes`` are the instructions, as (computation, instruction), and ``executions`` is how
-    often the whole ring runs in one execution of the module.
+    input). ``sent_bytes`` is sent by one device in its ``hops`` permutes, which is more than necessary if some carry
+    zeros or data that has arrived already. ``permutes`` are the instructions, as (computation, instruction), and
+    ``executions`` counts runs of the whole ring in one execution of the module.
     """
 
     kind: str
@@ -51,20 +51,20 @@ class Ring:
 
 
 def find_rings(module: Module, mesh: Mapping[str, int]) -> tuple[Ring, ...]:
-    """The rings of a scheduled module, in order of execution. ``mesh`` has axes and sizes in order, as compiled for."""
-    found: dict[tuple[str, frozenset[tuple[str, str]]], Ring] = {}
+    """The rings of a scheduled module, in order of execution. ``mesh`` has its axes and sizes, in order."""
+    rings: dict[tuple[str, frozenset[tuple[str, str]]], Ring] = {}
     for name, times in module.executions.items():
         if times and not is_unrolled(module, name):
             for ring in _Frame(Flow(module, name), mesh).rings():
                 key = ring.kind, frozenset(ring.permutes)
-                before = found[key].executions if key in found else 0
-                found[key] = replace(ring, executions=before + times)
-    return tuple(found.values())
+                before = rings[key].executions if key in rings else 0
+                rings[key] = replace(ring, executions=before + times)
+    return tuple(rings.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Permute:
-    """Where a permute brings things from: ``source`` [members], over the group of device 0."""
+    """Origins of a permute's data: ``source`` [members], over the group of device 0."""
 
     axes: tuple[str, ...]
     source: _Origins
@@ -82,7 +82,7 @@ class _Term:
     origins: _Origins | None = None
 
     def sent(self, permute: _Permute) -> _Term | None:
-        """The term after a permute; None if it has come along other axes."""
+        """The term after a permute; None if it came along other axes."""
         if self.origins is not None and self.axes != permute.axes:
             return None
         origins = np.arange(len(permute.source)) if self.origins is None else self.origins
@@ -91,9 +91,9 @@ class _Term:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Carried:
-    """What a permute brings: (a ``part`` of) the array ``whole``, and from which member, on every member.
+    """A permute's data: (a ``part`` of) the array ``whole``, and the member that it comes from, on every member.
 
-    ``chain`` is the permute that sent it off.
+    ``chain`` is the first permute that sent it.
     """
 
     whole: Value
@@ -105,7 +105,7 @@ class _Carried:
 
 @dataclass(frozen=True)
 class _Frame:
-    """One computation with the short loops in it: rings begin and end here."""
+    """One computation with its short loops: rings begin and end in it."""
 
     flow: Flow
     mesh: Mapping[str, int]
@@ -113,7 +113,7 @@ class _Frame:
     _complete: dict[Value, bool] = field(default_factory=dict)
 
     def rings(self) -> Iterator[Ring]:
-        """ReduceScatters first: over two devices a permute of what is added on arrival would pass for an AllGather."""
+        """Yield ReduceScatters first: over two devices, a permute of an added term would look like an AllGather."""
         used: set[Value] = set()
         for ring, permutes in self._reduce_scatters():
             if not used & permutes:
@@ -124,13 +124,13 @@ class _Frame:
     @cached_property
     def permutes(self) -> dict[Value, _Permute]:
         """Every permute of one array in the frame, trip by trip, in order of execution."""
-        found = {}
+        permutes = {}
         for value, instruction in self.flow.instructions():
             if instruction.opcode in PERMUTES and len(instruction.operands) == 1:
                 permute = _permute(self.flow.instruction(self.flow.operands(value)[0]), instruction, self.mesh)
                 if permute is not None:
-                    found[value] = permute
-        return found
+                    permutes[value] = permute
+        return permutes
 
     # ---- AllGather ------------------------------------------------------------------------------------------------
 
@@ -150,19 +150,19 @@ class _Frame:
                     axes=permute.axes,
                     origins=_arrive(origins, permute),
                 )
-        for group in _groups(carried, lambda each: (each.whole, each.axes)):
-            # Slices that go different ways bring one array together; else each slice is an array of its own.
-            found = list(self._gathers(carried[next(iter(group))].whole, group))
-            if not found:
-                parts = _groups(group, lambda each: each.part)
-                found = [ring for part in parts for ring in self._gathers(carried[next(iter(part))].part, part)]
-            yield from found
+        for group in _groups(carried, lambda data: (data.whole, data.axes)):
+            # Slices that travel different ways together bring one array; else each slice is a separate array.
+            rings = list(self._gathers(carried[next(iter(group))].whole, group))
+            if not rings:
+                parts = _groups(group, lambda data: data.part)
+                rings = [ring for part in parts for ring in self._gathers(carried[next(iter(part))].part, part)]
+            yield from rings
 
     def _gathers(self, root: Value, group: Mapping[Value, _Carried]) -> Iterator[Ring]:
-        """Rings that bring every member all elements of ``root`` from every other: several if it is gathered again."""
+        """Yield rings that bring all of ``root`` from every member to every other; several if it is gathered again."""
         taken: list[Value] = []
-        found: list[list[Value]] = []
-        for chain in _groups(group, lambda each: each.chain):
+        rings: list[list[Value]] = []
+        for chain in _groups(group, lambda data: data.chain):
             taken += chain
             members = np.arange(len(self.permutes[taken[0]].source))
             brought = np.diag(np.full(len(members), float(self.flow.elements(root))))
@@ -170,18 +170,18 @@ class _Frame:
                 origins = group[value].origins
                 brought[members[origins >= 0], origins[origins >= 0]] += self.permutes[value].elements
             if (brought >= self.flow.elements(root)).all() and (len(members) > 2 or self._stays(root, taken)):
-                found, taken = [*found, taken], []
-        for index, values in enumerate(found):
+                rings, taken = [*rings, taken], []
+        for index, values in enumerate(rings):
             sent = self.permutes[values[0]]
             payload = self.flow.elements(root) * sent.nbytes / sent.elements * len(sent.source)
-            # What is left over has been sent for nothing.
-            yield self._ring("all_gather", values + (taken if index == len(found) - 1 else []), payload=payload)
+            # Remaining permutes are redundant; they count in the last ring.
+            yield self._ring("all_gather", values + (taken if index == len(rings) - 1 else []), payload=payload)
 
     def _sent(self, permute: Value) -> Value:
         return self.flow.operands(permute)[0]
 
     def _stays(self, root: Value, values: list[Value]) -> bool:
-        """Whether a device reads the array itself besides sending it: else two devices only exchange theirs."""
+        """True if a device also reads the array itself. If not, two devices only exchange their arrays."""
         path, sent = values[0].path, {value.name for value in values}
 
         def producer(value: Value) -> tuple[str, str]:
@@ -200,10 +200,10 @@ class _Frame:
     # ---- ReduceScatter --------------------------------------------------------------------------------------------
 
     def _reduce_scatters(self) -> Iterator[tuple[Ring, set[Value]]]:
-        """Sums that hold a term of every member, those of fewer permutes first, each with its permutes."""
+        """Yield sums that hold a term of every member, those of fewer permutes first, each with its permutes."""
         complete: list[tuple[Value, list[Value]]] = []
         for value in self.permutes:
-            # In order of execution, so that what follows finds every earlier answer and need not go deep.
+            # In order of execution, so that later calls reuse results and do not recurse deeply.
             self._is_complete(self._sent(value))
         for value in self._sums():
             last = [leaf for leaf in self.flow.parts(value) if leaf in self.permutes]
@@ -213,13 +213,13 @@ class _Frame:
                 received = set(permutes)
                 if len(set(terms)) == len(terms) and not any(self.flow.depends(term, received) for term in terms):
                     complete.append((value, permutes))
-        for value, permutes in sorted(complete, key=lambda found: len(found[1])):
+        for value, permutes in sorted(complete, key=lambda entry: len(entry[1])):
             sent = self.permutes[permutes[0]]
             payload = self.flow.elements(value) * sent.nbytes / sent.elements * len(sent.source)
             yield self._ring("reduce_scatter", permutes, payload=payload), set(permutes)
 
     def _contributions(self, value: Value) -> list[_Term]:
-        """The terms that a sum is made of."""
+        """The terms of a sum."""
         if value not in self._terms:
             terms: list[_Term] = []
             for leaf in self.flow.parts(value):
@@ -227,26 +227,27 @@ class _Frame:
                     terms.append(_Term(leaf, self.flow.elements(leaf)))
                     continue
                 sent = self._sent(leaf)
-                # What every member has contributed to is a new array: another ring may carry it on.
+                # A sum with terms of every member is a new array, which another ring may carry.
                 whole = self._is_complete(sent)
                 before = [_Term(sent, self.flow.elements(sent))] if whole else self._contributions(sent)
-                terms += [term for each in before if (term := each.sent(self.permutes[leaf])) is not None]
+                sent_terms = (term.sent(self.permutes[leaf]) for term in before)
+                terms += [term for term in sent_terms if term is not None]
             self._terms[value] = terms
         return self._terms[value]
 
     def _upstream_permutes(self, last: list[Value]) -> list[Value]:
-        """The permutes that a sum has come through, in order, up to those that carry a complete sum."""
-        found, left = set[Value](), list(last)
+        """The permutes through which a sum has come, in order, up to those that carry a complete sum."""
+        upstream, left = set[Value](), list(last)
         while left:
             value = left.pop()
-            if value not in found and value in self.permutes:
-                found.add(value)
+            if value not in upstream and value in self.permutes:
+                upstream.add(value)
                 if not self._is_complete(self._sent(value)):
                     left += self.flow.parts(self._sent(value))
-        return [value for value in self.permutes if value in found]
+        return [value for value in self.permutes if value in upstream]
 
     def _is_complete(self, value: Value) -> bool:
-        """Whether every member holds, in all elements of ``value``, a term of every member of one group."""
+        """True if every member has, in all elements of ``value``, a term of every member of one group."""
         if value not in self._complete:
             terms = self._contributions(value)
             received = [term.origins for term in terms if term.origins is not None]
@@ -254,15 +255,15 @@ class _Frame:
                 self._complete[value] = False
             else:
                 everyone = np.arange(len(received[0]))
-                held = np.zeros((len(everyone), len(everyone)))
+                elements = np.zeros((len(everyone), len(everyone)))
                 for term in terms:
                     origins = everyone if term.origins is None else term.origins
-                    held[everyone[origins >= 0], origins[origins >= 0]] += term.elements
-                self._complete[value] = bool((held >= self.flow.elements(value)).all())
+                    elements[everyone[origins >= 0], origins[origins >= 0]] += term.elements
+                self._complete[value] = bool((elements >= self.flow.elements(value)).all())
         return self._complete[value]
 
     def _sums(self) -> Iterator[Value]:
-        """Results that may be a sum with something that was received."""
+        """Yield results that may be a sum with received data."""
         least = min((permute.elements for permute in self.permutes.values()), default=0)
         for value, instruction in self.flow.instructions() if least else ():
             if instruction.opcode in ("add", "fusion"):
@@ -286,13 +287,13 @@ class _Frame:
 
 def _groups(carried: Mapping[Value, _Carried], key: Callable[[_Carried], object]) -> list[dict[Value, _Carried]]:
     groups: dict[object, dict[Value, _Carried]] = {}
-    for value, each in carried.items():
-        groups.setdefault(key(each), {})[value] = each
+    for value, data in carried.items():
+        groups.setdefault(key(data), {})[value] = data
     return list(groups.values())
 
 
 def _arrive(origins: _Origins, permute: _Permute) -> _Origins:
-    """Origins of what the members hold after ``permute``."""
+    """Origins of the members' data after ``permute``."""
     return np.where(permute.source >= 0, origins[permute.source], -1)
 
 

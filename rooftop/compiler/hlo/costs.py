@@ -1,7 +1,7 @@
-"""What one scheduled instruction computes and moves on its device, and how long that takes.
+"""Work of one scheduled instruction on its device, and its time.
 
-A fusion reads what its parameters are used for (a slice of one, if it is only sliced), writes its results, and
-multiplies what stands in it; arrays that the compiler keeps in VMEM cost no HBM traffic.
+A fusion reads the used part of its parameters (a slice of one, if it is only sliced), writes its results, and executes
+its matmuls. Arrays that the compiler keeps in VMEM cause no HBM traffic.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from rooftop.compiler.hlo.matmuls import MATMULS, matmul_dtype, matmul_sizes
 from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module
 from rooftop.roofline.rates import Rates
 
-#: What takes no time by itself: names for other results, and scalars that only say who this device is.
+#: Opcodes that take no time: names for other results, and scalars that identify the device.
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "optimization-barrier", "add-dependency", "domain", "opt-barrier", "while", "call", "conditional", "iota",
     "send", "recv",
 )  # fmt: skip
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-#: What computes no elements one by one.
+#: Opcodes that compute no elements one by one.
 _MOVES = (
     *FREE, *MATMULS, *_COLLECTIVES, "copy", "reshape", "transpose", "broadcast", "slice", "dynamic-slice",
     "dynamic-update-slice", "pad", "concatenate", "gather", "scatter", "reverse", "fusion", "custom-call",
 )  # fmt: skip
-#: Custom calls of the compiler that move nothing.
+#: Custom calls of the compiler that move no data.
 _FREE_CALLS = (
     "AllocateBuffer", "ConcatBitcast", "AsyncCollective", "PrepareAsyncCall", "AssumeGatherIndicesInBound", "Sharding",
 )  # fmt: skip
-#: Copies that run beside the rest; the shape of each has both its ends.
+#: Asynchronous copies; the shape of each has both its ends.
 _COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 #: The memory space of the host in layouts.
 _HOST = 5
@@ -39,11 +39,11 @@ _RENAMES = ("bitcast", "reshape", "transpose", "convert", "copy", "pad")
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionWork:
-    """One execution of an instruction.
+    """Work of one execution of an instruction.
 
-    ``matmuls`` are M, K, N and dtype of each matmul; ``vector_ops`` elements computed one by one; ``vmem_bytes`` all
-    that is read; ``cycles`` XLA's own estimate (None where it gives none). Of a hand-written ``kernel`` only the arrays
-    that it reads and writes are known, and what FLOPs it declares.
+    ``matmuls`` are M, K, N and dtype of each matmul; ``vector_ops`` the elements computed one by one; ``vmem_bytes``
+    all bytes that are read; ``cycles`` XLA's own estimate (None without one). Of a hand-written ``kernel`` only the
+    arrays that it reads and writes and the declared FLOPs are known.
     """
 
     matmuls: tuple[tuple[float, float, float, str], ...] = ()
@@ -55,7 +55,7 @@ class InstructionWork:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matmuls, and what a kernel declares."""
+        """FLOPs of the matmuls, and those that a kernel declares."""
         return sum(2.0 * m * k * n for m, k, n, _ in self.matmuls) + self._kernel_flops
 
     @property
@@ -63,7 +63,7 @@ class InstructionWork:
         return 0.0 if self.kernel is None else self.kernel.flops or 0.0
 
     def bound_s(self, rates: Rates) -> dict[str, float]:
-        """Seconds by resource at peak rates; a dtype that the chip does not multiply runs as bf16."""
+        """Seconds by resource at peak rates; a dtype that the chip does not support runs as bf16."""
         peak = rates.flops_per_s
         return {
             "mxu": sum(2.0 * m * k * n / peak.get(dtype, peak["bf16"]) for m, k, n, dtype in self.matmuls)
@@ -85,12 +85,12 @@ class InstructionWork:
         )
 
     def estimated_s(self, rates: Rates) -> float:
-        """Seconds by XLA's own estimate, at the catalogue's clock; ours where it has none."""
+        """Seconds by XLA's own estimate, at the catalogue's clock; ours without one."""
         return self.expected_s(rates) if self.cycles is None else self.cycles / rates.chip.clock_hz
 
 
 def work(module: Module, computation: HloComputation, instruction: Instruction) -> InstructionWork:
-    """The work of one instruction of a scheduled computation; that of what a loop or a call runs is not its own."""
+    """The work of one instruction of a scheduled computation, without the bodies of loops and calls."""
     opcode = instruction.opcode
     if opcode in FREE or (opcode == "custom-call" and any(name in instruction.attributes for name in _FREE_CALLS)):
         return InstructionWork()
@@ -109,14 +109,14 @@ def work(module: Module, computation: HloComputation, instruction: Instruction) 
 
 
 def is_host_copy(start: Instruction) -> bool:
-    """Whether a copy that begins here goes to or comes from the memory of the host."""
+    """True if the copy that begins here reads or writes the host's memory."""
     return start.opcode in _COPIES and any(tensor.space == _HOST for tensor in start.shape[:2])
 
 
 def moved_bytes(start: Instruction) -> float:
-    """What a copy from one memory to another moves that begins with this instruction, 0 if none does.
+    """Bytes of the copy between memories that begins with this instruction, 0 if it begins none.
 
-    One that an earlier program has begun is there already.
+    A copy that an earlier program has begun is complete already.
     """
     if start.opcode not in _COPIES or "cross_program_prefetch_index" in start.attributes:
         return 0.0
@@ -131,12 +131,12 @@ def _matmuls(
     if instruction.opcode != "fusion":
         return []
     inner = module.computations[instruction.called[0]]
-    return [found for each in inner for found in _matmuls(module, inner, each)]
+    return [matmul for fused in inner for matmul in _matmuls(module, inner, fused)]
 
 
 def _vector_ops(module: Module, instruction: Instruction) -> float:
     if instruction.opcode == "fusion":
-        return sum(_vector_ops(module, each) for each in module.computations[instruction.called[0]])
+        return sum(_vector_ops(module, fused) for fused in module.computations[instruction.called[0]])
     return 0.0 if instruction.opcode in _MOVES else float(sum(tensor.elements for tensor in instruction.shape))
 
 
@@ -146,11 +146,11 @@ def _traffic(
     """Bytes read and bytes written, each with its memory space."""
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
-        parameters = [each for each in inner if each.opcode == "parameter"]
-        reads = [(_read(module, inner, each), each.shape[0].space) for each in parameters if each.shape]
+        parameters = [fused for fused in inner if fused.opcode == "parameter" and fused.shape]
+        reads = [(_read(module, inner, parameter), parameter.shape[0].space) for parameter in parameters]
         root = inner.instructions[inner.root]
         results = inner.operands(root) if root.opcode == "tuple" else (root,)
-        return reads, [(_written(inner, each), each.shape[0].space) for each in results if each.shape]
+        return reads, [(_written(inner, result), result.shape[0].space) for result in results if result.shape]
     operands = computation.operands(instruction)
     out = [(tensor.nbytes, tensor.space) for tensor in instruction.shape]
     if instruction.opcode in ("slice", "dynamic-slice", "gather"):
@@ -179,17 +179,17 @@ def _elements_read(module: Module, inner: HloComputation, source: Instruction) -
             total += _elements_read(module, inner, user) if user.name != inner.root else source.shape[0].elements
         elif user.opcode == "fusion":
             called = module.computations[user.called[0]]
-            parameters = {each.literal: each for each in called if each.opcode == "parameter"}
+            parameters = {fused.literal: fused for fused in called if fused.opcode == "parameter"}
             for number, name in enumerate(user.operands):
                 if name == source.name:
                     total += _elements_read(module, called, parameters[str(number)])
-        elif not (_hands_on(user) or (user.opcode == "dynamic-update-slice" and first)):
+        elif not (_is_passed_through(user) or (user.opcode == "dynamic-update-slice" and first)):
             total += source.shape[0].elements
     return total
 
 
-def _hands_on(user: Instruction) -> bool:
-    """Whether an instruction of a fusion passes an array on: an asynchronous collective in progress."""
+def _is_passed_through(user: Instruction) -> bool:
+    """True if an instruction of a fusion passes an array through: an asynchronous collective in progress."""
     return user.opcode == "tuple" or user.opcode in _COLLECTIVES or "AsyncCollective" in user.attributes
 
 
@@ -197,7 +197,7 @@ def _written(inner: HloComputation, result: Instruction) -> float:
     """Bytes that a fused computation writes for one of its results."""
     while result.opcode in ("bitcast", "convert") and result.operands:
         result = inner.operands(result)[0]
-    if result.opcode == "parameter" or _hands_on(result):
+    if result.opcode == "parameter" or _is_passed_through(result):
         return 0.0
     if result.opcode == "dynamic-update-slice":
         return inner.operands(result)[1].shape[0].nbytes

@@ -1,7 +1,7 @@
-"""Data flow in a scheduled module: what an array is a copy or a sum of, through fusions and short loops.
+"""Data flow in a scheduled module: copies and sums of arrays, through fusions and short loops.
 
-Loops are followed trip by trip where they may be one ring of permutes: where they permute, and make no more trips than
-what is permuted has places to go.
+Loops are followed trip by trip if they may be one ring of permutes: if they permute, and have no more trips than the
+permuted data has destinations.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from rooftop.compiler.hlo.groups import replica_groups
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 
 PERMUTES: tuple[str, ...] = ("collective-permute", "collective-permute-start")
-#: What leaves the elements of an array as they are.
+#: Opcodes that do not change the elements of an array.
 MOVES: tuple[str, ...] = (
     "bitcast", "copy", "copy-start", "copy-done", "convert", "reshape", "transpose", "optimization-barrier",
     "collective-permute-done",
 )  # fmt: skip
 
-#: How a computation was entered: (computation, caller, trip) of each fusion and loop around it.
+#: The callers of a computation: (computation, caller, trip) of each enclosing fusion and loop.
 Path = tuple[tuple[str, str, int], ...]
 
 
@@ -36,13 +36,13 @@ class Value:
 
 @dataclass(frozen=True)
 class Flow:
-    """The values of one execution of a computation, ``frame``, with those of the short loops in it."""
+    """The values of one execution of a computation, ``frame``, and of its short loops."""
 
     module: Module
     frame: str
 
     def instructions(self) -> Iterator[tuple[Value, Instruction]]:
-        """Every instruction in order of execution, trip by trip; not what is fused or in longer loops."""
+        """Yield every instruction in order of execution, trip by trip, without fused ones and those of longer loops."""
         yield from self._instructions(self.frame, ())
 
     def _instructions(self, name: str, path: Path) -> Iterator[tuple[Value, Instruction]]:
@@ -56,16 +56,16 @@ class Flow:
                     )
 
     def instruction(self, value: Value) -> Instruction:
-        """The instruction that makes ``value``."""
+        """The instruction that computes ``value``."""
         return self.module.computations[value.computation].instructions[value.name]
 
     def elements(self, value: Value) -> int:
-        """Elements of the array."""
+        """Number of elements of the array."""
         shape = self.instruction(value).shape
         return shape[value.element if value.element is not None and len(shape) > 1 else 0].elements
 
     def operands(self, value: Value) -> list[Value]:
-        """What the instruction that makes ``value`` reads."""
+        """Operands of the instruction that computes ``value``."""
         return [Value(value.path, value.computation, name) for name in self.instruction(value).operands]
 
     def source(self, value: Value, *also: str) -> Value:
@@ -75,8 +75,8 @@ class Flow:
         return value
 
     def parts(self, value: Value) -> tuple[Value, ...]:
-        """The arrays that ``value`` is copied, added or put together from, zeros left out."""
-        found: dict[Value, None] = {}
+        """The arrays that are copied, added or concatenated into ``value``, without zeros."""
+        parts: dict[Value, None] = {}
         seen, left = set[Value](), [value]
         while left:
             value = left.pop()
@@ -84,13 +84,13 @@ class Flow:
                 seen.add(value)
                 before = self._before(value, "pad")
                 if before is None:
-                    found[value] = None
+                    parts[value] = None
                 else:
                     left += before
-        return tuple(found)
+        return tuple(parts)
 
     def depends(self, value: Value, origins: set[Value]) -> bool:
-        """Whether ``value`` is computed from one of ``origins``, which are permutes; not by way of other permutes."""
+        """True if ``value`` is computed from one of ``origins``, which are permutes, not through other permutes."""
         seen, left = set[Value](), [value]
         while left:
             value = left.pop()
@@ -103,7 +103,7 @@ class Flow:
         return False
 
     def is_zero(self, value: Value) -> bool:
-        """Whether a value is zero, or memory that nobody has written yet."""
+        """True for zeros, and for memory that has not been written."""
         instruction = self.instruction(value)
         if instruction.opcode == "broadcast":
             return not self.parts(self.operands(value)[0])
@@ -112,7 +112,7 @@ class Flow:
         return instruction.opcode == "custom-call" and '"AllocateBuffer"' in instruction.attributes
 
     def _before(self, value: Value, *also: str) -> list[Value] | None:
-        """What ``value`` is a copy of, or put together from; None if it is made in another way."""
+        """The values that ``value`` is copied or composed from; None if it is computed in another way."""
         instruction, element, path = self.instruction(value), value.element, value.path
         opcode, operands = instruction.opcode, self.operands(value)
         if opcode in MOVES or opcode in also:
@@ -141,7 +141,7 @@ class Flow:
         return [] if self.is_zero(value) else None
 
     def _argument(self, value: Value) -> list[Value] | None:
-        """What a parameter stands for: an operand of the fusion, or what the loop carries."""
+        """The value of a parameter: an operand of the fusion, or a carried element of the loop."""
         computation, name, trip = value.path[-1]
         caller = self.module.computations[computation].instructions[name]
         if caller.opcode != "while":
@@ -162,7 +162,7 @@ class Flow:
         return self.module.trip_count(computation, loop) or 0
 
     def _is_padded(self, value: Value) -> bool:
-        """Whether a value only fills its place in a larger array: the maximum of two is how XLA concatenates."""
+        """True if a value is padded to its index in a larger array: the maximum of two is XLA's concatenation."""
         instruction = self.instruction(value)
         while instruction.opcode in ("convert", "bitcast"):
             instruction = self.module.computations[value.computation].instructions[instruction.operands[0]]
@@ -170,15 +170,16 @@ class Flow:
 
 
 def rendezvous(instruction: Instruction) -> str:
-    """The name under which both ends of a transfer meet ('' for what is none)."""
-    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
-    return found.group(1) if found and "_xla_megascale_transfer_type" in instruction.attributes else ""
+    """The name that both ends of a transfer share ('' if the instruction is no end of one)."""
+    match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
+    return match.group(1) if match and "_xla_megascale_transfer_type" in instruction.attributes else ""
 
 
 def is_unrolled(module: Module, name: str) -> bool:
-    """Whether a computation is the body of a loop that may be (part of) one ring: it permutes, and has few trips."""
-    longest = max((_orbit(each) for each in module.computations[name] if each.opcode in PERMUTES), default=0)
-    loops = [each for each in module.callers.get(name, ()) if each[1].opcode == "while"]
+    """True if a computation is the body of a loop that may be (part of) one ring: it permutes, and has few trips."""
+    permutes = (instruction for instruction in module.computations[name] if instruction.opcode in PERMUTES)
+    longest = max(map(_orbit, permutes), default=0)
+    loops = [caller for caller in module.callers.get(name, ()) if caller[1].opcode == "while"]
     if not longest or len(loops) != 1 or loops[0][1].called_as("body") != name:
         return False
     trips = module.trip_count(*loops[0])
@@ -186,7 +187,7 @@ def is_unrolled(module: Module, name: str) -> bool:
 
 
 def _orbit(permute: Instruction) -> int:
-    """Devices that something passes when it is permuted again and again."""
+    """Number of devices on the path of data that is permuted again and again."""
     target = dict(pair for pair in replica_groups(permute.attributes, 1) if len(pair) == 2)
     start = device = next(iter(target), 0)
     steps = 0

@@ -1,4 +1,4 @@
-"""Who talks to whom in a collective: replica groups in every spelling of XLA, and the mesh axes that they vary over."""
+"""Replica groups of collectives in every form that XLA writes, and the mesh axes that they vary over."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def replica_groups(attributes: str, devices: int) -> Groups:
 
     Raises RooftopError for any other spelling.
     """
-    if (found := re.search(r"source_target_pairs=", attributes)) and (lists := _LISTS.match(attributes, found.end())):
+    if (pairs := re.search(r"source_target_pairs=", attributes)) and (lists := _LISTS.match(attributes, pairs.end())):
         return _lists(lists.group(1))
-    found = re.search(r"replica_groups=", attributes)
-    start = found.end() if found else len(attributes)
+    match = re.search(r"replica_groups=", attributes)
+    start = match.end() if match else len(attributes)
     if lists := _LISTS.match(attributes, start):
         return _lists(lists.group(1)) or (tuple(range(devices)),)
     if iota := _IOTA.match(attributes, start):
@@ -45,8 +45,8 @@ def replica_groups(attributes: str, devices: int) -> Groups:
         return _rows(_transposed(reshape, permutation).reshape(dims))
     if mesh := _MESH.match(attributes, start):
         return _mesh_groups(*mesh.groups())
-    given = attributes[start : start + 80]
-    raise RooftopError("replica_groups", given, "lists of ids, an iota tile assignment, or a mesh and its axes")
+    text = attributes[start : start + 80]
+    raise RooftopError("replica_groups", text, "lists of ids, an iota tile assignment, or a mesh and its axes")
 
 
 def varying_axes(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def _mesh_groups(mesh: str, reshape: str | None, permutation: str | None, ids: s
         (name, int(before or 1), int(before or 1) * int(size or axes[name]))
         for name, before, size in _MESH_AXIS.findall(selected)
     ]
-    # Cut every axis where a chosen part of it begins and ends; a chosen part is then a run of whole pieces.
+    # Split every axis at both ends of a chosen part, which is then a run of whole pieces.
     pieces: list[int] = []
     picked: list[int] = []
     for name, size in axes.items():

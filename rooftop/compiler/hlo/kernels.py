@@ -1,7 +1,7 @@
 """Hand-written kernels in HLO: the FLOPs that their program declares, since the compiler counts none, and their price.
 
-Beside each kernel the program opens a named scope such as ``kernel_flops[fwd=4000000,dq=6000000]``: the FLOPs of one
-execution on one device, by a word of the kernel's name; ``each`` stands for any (see ``programs.attention.attend``).
+Around each kernel the program opens a named scope such as ``kernel_flops[fwd=4000000,dq=6000000]``: the FLOPs of one
+execution on one device, keyed by a word of the kernel's name; ``each`` matches any (see ``programs.attention.attend``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rooftop.roofline.rates import Rates
 
 _DECLARED = re.compile(r"kernel_flops\[([^\]]*)\]")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
-#: Words by which attention kernels declare their FLOPs, and whether they belong to the backward pass.
+#: Words with which attention kernels declare their FLOPs; true for those of the backward pass.
 _ATTENTION = {"fwd": False, "dq": True, "dkv": True, "bwd": True}
 
 
@@ -33,8 +33,8 @@ class Kernel:
     def expected_s(self, rates: Rates) -> float:
         """Expected seconds on the matrix unit; 0 if no FLOPs are declared.
 
-        An attention kernel runs as fast as those that were counted for the chip (docs/achievable.md), forward or
-        backward; any other as a large matmul.
+        An attention kernel runs at the fraction measured for the chip (docs/achievable.md), forward or backward; any
+        other kernel as fast as a large matmul.
         """
         if self.flops is None:
             return 0.0
@@ -48,20 +48,20 @@ class Kernel:
 
 
 def kernel(computation: HloComputation, instruction: Instruction) -> Kernel | None:
-    """The kernel that an instruction calls, in Pallas or one of cuDNN's; None if it calls none."""
+    """The Pallas or cuDNN kernel that an instruction calls; None if it calls none."""
     if not _is_kernel(instruction):
         return None
-    found = _declaration(instruction)
-    if found is None:
+    declaration = _declaration(instruction)
+    if declaration is None:
         return Kernel()
-    word, flops = found
+    word, flops = declaration
     return Kernel(flops=flops, word=word, head_sizes=_head_sizes(computation, instruction))
 
 
 def declared_flops(instruction: Instruction) -> float | None:
-    """FLOPs of one execution of a kernel on one device, as its program declares them; None if it does not."""
-    found = _declaration(instruction) if _is_kernel(instruction) else None
-    return None if found is None else found[1]
+    """FLOPs of one execution of a kernel on one device, as its program declares them; None without a declaration."""
+    declaration = _declaration(instruction) if _is_kernel(instruction) else None
+    return None if declaration is None else declaration[1]
 
 
 def _is_kernel(instruction: Instruction) -> bool:
@@ -70,9 +70,9 @@ def _is_kernel(instruction: Instruction) -> bool:
 
 
 def _declaration(instruction: Instruction) -> tuple[str, float] | None:
-    """The word that a kernel goes by, and its FLOPs: what is declared innermost counts."""
-    given = _DECLARED.findall(instruction.op_name)
-    declared = dict(part.split("=", 1) for part in given[-1].split(",") if "=" in part) if given else {}
+    """The word that identifies a kernel, and its FLOPs, from the innermost declaration."""
+    declarations = _DECLARED.findall(instruction.op_name)
+    declared = dict(part.split("=", 1) for part in declarations[-1].split(",") if "=" in part) if declarations else {}
     words = _words(instruction)
     return next(((word, float(flops)) for word, flops in declared.items() if word in words), None)
 
@@ -88,11 +88,12 @@ def _words(instruction: Instruction) -> set[str]:
 
 def _head_sizes(computation: HloComputation, instruction: Instruction) -> tuple[int, int]:
     """Sizes of a query and of a value head: the minor dims of the first and of the third array of heads (q, k, v)."""
-    arrays = [tensor for each in computation.operands(instruction) for tensor in each.shape if len(tensor.dims) >= 3]
+    operands = computation.operands(instruction)
+    arrays = [tensor for operand in operands for tensor in operand.shape if len(tensor.dims) >= 3]
     sizes = [tensor.dims[-1] for tensor in arrays if tensor.dtype in ("bf16", "f16", "f32")]
     return (sizes[0], sizes[2]) if len(sizes) > 2 else (0, 0)
 
 
 def _target(instruction: Instruction) -> str:
-    found = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
-    return found.group(1) if found else ""
+    match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
+    return match.group(1) if match else ""

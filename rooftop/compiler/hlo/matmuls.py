@@ -1,4 +1,4 @@
-"""Matmuls in HLO: FLOPs and sizes of ``dot`` and of ``convolution``, as which XLA:TPU writes every matmul."""
+"""Matmuls in HLO: FLOPs and sizes of ``dot`` and of ``convolution``, which XLA:TPU uses for every matmul."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DTYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "s8": "int8", "u8": "int8
 def matmul_flops(computation: HloComputation, instruction: Instruction) -> float:
     """FLOPs of one ``dot`` or ``convolution``: two per multiply-add that reads no padding.
 
-    XLA:TPU turns batch and contracted dims of a matmul into windows with padding and dilation, so positions where
-    the window stands off its input are left out: what remains is exactly 2 * B * M * N * K of the matmul.
+    XLA:TPU turns batch and contracted dims of a matmul into windows with padding and dilation. Positions where the
+    window is outside of its input do not count, so the result is exactly 2 * B * M * N * K of the matmul.
     """
     left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
     out = instruction.shape[0]
@@ -52,10 +52,10 @@ def matmul_flops(computation: HloComputation, instruction: Instruction) -> float
 def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
     """Stride, low padding and both dilations of each spatial axis."""
     text = re.search(r"window=\{([^}]*)\}", attributes)
-    given = dict(part.split("=") for part in text.group(1).split()) if text else {}
+    window = dict(part.split("=") for part in text.group(1).split()) if text else {}
 
     def numbers(name: str, default: int) -> list[int]:
-        return [int(part.split("_")[0]) for part in given[name].split("x")] if name in given else [default] * axes
+        return [int(part.split("_")[0]) for part in window[name].split("x")] if name in window else [default] * axes
 
     return list(
         zip(numbers("stride", 1), numbers("pad", 0), numbers("lhs_dilate", 1), numbers("rhs_dilate", 1), strict=True)
@@ -65,7 +65,7 @@ def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
 def _valid_positions(
     *, size: int, kernel: int, out: int, stride: int, low: int, left_dilate: int, right_dilate: int
 ) -> int:
-    """Pairs of an output position and a kernel position at which the window reads a real element of the input."""
+    """Pairs of an output position and a kernel position at which the window reads an element of the input."""
     starts = np.arange(out, dtype=np.int64) * stride - low
     dilated = (size - 1) * left_dilate + 1
     total = 0
@@ -85,7 +85,7 @@ def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple
 
 
 def matmul_dtype(computation: HloComputation, instruction: Instruction) -> str:
-    """The dtype that a matmul runs in: a float32 operand beside a bf16 one is rounded on its way into the unit."""
+    """The dtype in which a matmul runs: next to a bf16 operand, a float32 one is rounded on its way into the unit."""
     types = [_ledger_dtype(operand.shape[0].dtype) for operand in computation.operands(instruction)[:2]]
     return "bf16" if "bf16" in types else types[0]
 

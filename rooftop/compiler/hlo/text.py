@@ -1,7 +1,7 @@
-"""A reader of the HLO text that ``compiled.as_text()`` gives: computations, instructions, how often each one runs.
+"""A parser of the HLO text of ``compiled.as_text()``: computations, instructions, and their numbers of executions.
 
-It keeps what ledgers need (shapes, opcodes, operands, called computations, op_name, replica groups) and leaves the
-rest of each line as raw attributes. The text is public and complete; nothing here needs JAX.
+It parses the parts that ledgers need (shapes, opcodes, operands, called computations, op_name, replica groups) and
+leaves the rest of each line as raw attributes. The text is public and complete; this module does not need JAX.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 # A memory space stands at the end of a layout: {1,0:T(8,128)(2,1)S(1)}.
 _TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
-#: Files of JAX and of what is built on it, in which no user looks for the cause of anything.
+#: Files of JAX and of libraries on top of it, which are not the user's source lines.
 _LIBRARY = re.compile(r"[/\\]site-packages[/\\](?:jax|jaxlib|optax|flax)[/\\]")
 _ROLES = "calls|to_apply|condition|body|branch_computations|called_computations"
 _CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
 
 
-#: The scope in which a program says how often it takes a branch of a conditional.
+#: The scope with which a program declares how often it takes a branch of a conditional.
 _TAKEN = re.compile(r"taken\[(\d+):(\d+)\]")
 
 
@@ -75,8 +75,8 @@ class Instruction:
     @property
     def channel(self) -> int | None:
         """The channel id of a collective."""
-        found = _first(r"\bchannel_id=(\d+)", self.attributes)
-        return int(found) if found else None
+        channel_id = _first(r"\bchannel_id=(\d+)", self.attributes)
+        return int(channel_id) if channel_id else None
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class Instruction:
         )
 
     def attribute(self, name: str) -> str:
-        """The raw value of a simple attribute: a word, or what stands between braces ('' when absent)."""
+        """The raw value of a simple attribute: a word, or the text between braces ('' if absent)."""
         return _first(rf"(?:^|[\s,]){name}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes).strip("{}")
 
     def called_as(self, role: str) -> str:
@@ -113,7 +113,7 @@ class HloComputation:
         return {name: position for position, name in enumerate(self.instructions)}
 
     def position(self, instruction: Instruction) -> int:
-        """The place of an instruction in the order of the text."""
+        """The index of an instruction in the order of the text."""
         return self._positions[instruction.name]
 
     def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
@@ -131,26 +131,26 @@ class Module:
     frames: Mapping[int, str] = field(default_factory=dict)
 
     def source(self, instruction: Instruction) -> str:
-        """The 'file:line' of the program that an instruction comes from ('' where the compiler dropped it)."""
+        """The 'file:line' of the program that an instruction comes from ('' if the compiler dropped it)."""
         frame = _first(r"stack_frame_id=(\d+)", instruction.attributes)
         return self.frames.get(int(frame), "") if frame else ""
 
     @cached_property
     def callers(self) -> Mapping[str, tuple[tuple[HloComputation, Instruction], ...]]:
-        """For each computation, the instructions that call it, with the computations they stand in."""
+        """For each computation, the instructions that call it, with their computations."""
         callers: dict[str, list[tuple[HloComputation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation:
                 for name in instruction.called:
                     callers.setdefault(name, []).append((computation, instruction))
-        return {name: tuple(found) for name, found in callers.items()}
+        return {name: tuple(sites) for name, sites in callers.items()}
 
     @cached_property
     def executions(self) -> Mapping[str, int]:
-        """How often each computation runs in one execution of the module, loops multiplied out.
+        """Executions of each computation in one execution of the module, loops multiplied out.
 
         The body of a loop in ``uncounted_loops`` counts once. So does a branch of a conditional, unless its program
-        says in a scope, ``taken[8:22]``, that it takes it 8 of 22 times. What nothing reaches counts zero.
+        declares in a scope, ``taken[8:22]``, that it takes it 8 of 22 times. Unreachable computations count zero.
         """
         counts = dict.fromkeys(self.computations, 0)
         counts[self.entry] = 1
@@ -165,15 +165,15 @@ class Module:
         return counts
 
     def _taken(self, branch: HloComputation) -> tuple[int, int]:
-        """How often a branch is taken, of how many times; (1, 1) if its program does not say."""
+        """(times, of): a branch is taken ``times`` out of ``of`` times; (1, 1) without a declaration."""
         for instruction in branch:
-            if found := _TAKEN.search(instruction.op_name):
-                return int(found[1]), int(found[2])
+            if match := _TAKEN.search(instruction.op_name):
+                return int(match[1]), int(match[2])
         return 1, 1
 
     @cached_property
     def uncounted_loops(self) -> tuple[str, ...]:
-        """Loops whose trip count does not follow from the text (they depend on data)."""
+        """Loops whose trip count does not follow from the text (it depends on data)."""
         return tuple(
             instruction.name
             for computation in self.computations.values()
@@ -186,7 +186,7 @@ class Module:
         return trip_count(self.computations, computation, loop)
 
     def _callers_first(self) -> Iterable[str]:
-        """Computations in an order in which every caller precedes what it calls."""
+        """Computations in an order in which every caller precedes the computations that it calls."""
         order: list[str] = []
         seen: set[str] = set()
 
@@ -203,7 +203,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a module's text. Raises RooftopError when it is not HLO."""
+    """Parse a module's text. Raises RooftopError if it is not HLO."""
     computations: dict[str, HloComputation] = {}
     entry, name = "", ""
     instructions: dict[str, Instruction] = {}
@@ -228,26 +228,26 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """The lines of a text, each instruction on one: the metadata of a Pallas kernel may run over several."""
-    held = ""
+    """The lines of a text, each instruction on one: the metadata of a Pallas kernel may span several."""
+    pending = ""
     for line in text.splitlines():
-        # Inside a computation every line begins with two spaces, the last one excepted.
-        if held and not (line.startswith("  ") or _END.match(line)):
-            held += line
+        # Inside a computation every line except the last begins with two spaces.
+        if pending and not (line.startswith("  ") or _END.match(line)):
+            pending += line
             continue
-        if held:
-            yield held
-        held = line if line.startswith("  ") else ""
-        if not held:
+        if pending:
+            yield pending
+        pending = line if line.startswith("  ") else ""
+        if not pending:
             yield line
-    if held:
-        yield held
+    if pending:
+        yield pending
 
 
 def _frames(text: str) -> dict[int, str]:
     """'file:line' by id of a stack frame, from the tables at the head of the text.
 
-    What a library does for its caller stands where the caller calls it.
+    A frame in a library gets the line of its caller.
     """
     tables = text[: text.find("{\n")]
     names = tables.partition("\nFileNames\n")[2].partition("\n\n")[0]
@@ -257,9 +257,9 @@ def _frames(text: str) -> dict[int, str]:
         for place, name, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", tables, re.MULTILINE)
     }
     frames: dict[int, str] = {}
-    given = re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", tables, re.MULTILINE)
-    for frame, place, parent in given:
-        # Parents stand before their children, and the id that is printed for them is one too high.
+    frame_rows = re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", tables, re.MULTILINE)
+    for frame, place, parent in frame_rows:
+        # Parents precede their children, and their printed id is one too high.
         own, caller = places.get(place, ""), frames.get(int(parent) - 1, "")
         frames[int(frame)] = caller if caller and _LIBRARY.search(own) else own
     return {frame: place for frame, place in frames.items() if place}
@@ -284,7 +284,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _operands(inside: str) -> tuple[str, ...]:
-    """Names of the operands; types may stand before them, and '%' only in front of names."""
+    """Names of the operands; types may precede them, and '%' only precedes names."""
     if "%" in inside:
         return tuple(re.findall(r"%([\w.\-]+)", inside))
     bare = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", inside)
@@ -314,7 +314,7 @@ def _first(pattern: str, text: str) -> str:
 
 _COUNTERS = ("s32", "u32", "s64", "u64")
 
-# Not EQ and NE: a loop is counted by bisection, and whether it goes on must change once.
+# Not EQ and NE: bisection counts the trips of a loop, and needs a condition that changes once.
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -361,7 +361,7 @@ class _Values:
             return self.value(computation, carried.operands[index], lambda *_: None)
 
         def at(counter: int) -> Callable[[int, int | None], int | None]:
-            """Parameters of body and condition: the counter is given, other elements keep what they started with."""
+            """Parameters of body and condition: the given counter; other elements keep their initial value."""
             return lambda _, index: None if index is None else counter if index == element else initial(index)
 
         def holds(counter: int) -> int | None:
@@ -393,7 +393,7 @@ class _Values:
     def value(
         self, computation: HloComputation, name: str, parameter: Callable[[int, int | None], int | None]
     ) -> int | None:
-        """The integer that a scalar instruction yields, or None; ``parameter(number, element)`` gives the inputs."""
+        """The integer result of a scalar instruction, or None; ``parameter(number, element)`` gives the inputs."""
         instruction = computation.instructions[name]
         opcode = instruction.opcode
         if opcode == "constant":

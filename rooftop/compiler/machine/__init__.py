@@ -1,1 +1,1 @@
-"""A simple machine that runs a scheduled program to see what waits."""
+"""A simple machine that executes a scheduled program, to find its waits."""

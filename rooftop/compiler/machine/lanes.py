@@ -1,7 +1,7 @@
-"""The compiled timeline as lanes: what the device computes and waits for, and each resource that works beside it.
+"""The compiled timeline as lanes: computation and waits of the device, and each resource that works at the same time.
 
-Those are links of the network by physical axis and direction, copies from and to HBM, the host. Of a loop the first
-trips are drawn, the rest as one block, or every trip.
+Resources are links of the network by physical axis and direction, copies from and to HBM, and the host. Of a loop, the
+first trips are drawn and the rest as one block, or every trip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftop.compiler.machine.schedule import ScheduleTimeline
 from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Arrow, Lane, Lanes, TimeSpan
 
 _COPIES = ("hbm", "pcie")
-#: Events that are drawn at most where every trip of a loop is asked for.
+#: Limit on the events that are drawn if every trip of a loop is requested.
 MOST_EVENTS = 400_000
 _NOTE = "the compiler's schedule, run on a simple machine at the named fractions of the chip: no measurement"
 
@@ -26,21 +26,22 @@ _NOTE = "the compiler's schedule, run on a simple machine at the named fractions
 def compiled_lanes(
     module: Module, line: ScheduleTimeline, *, title: str = "compiled", every_trip: bool = False
 ) -> Lanes:
-    """The lanes of ``line``, the timeline of ``module``; arrows lead from where a transfer begins to the wait for it.
+    """The lanes of ``line``, the timeline of ``module``; arrows lead from the start of a transfer to the wait for it.
 
-    ``every_trip`` draws all trips of loops, each as the last of the first ones (up to ``MOST_EVENTS``); ops then have
-    their work with them.
+    ``every_trip`` draws all trips of loops, as copies of the last detailed one (up to ``MOST_EVENTS``); ops then
+    include their work.
     """
     events = unrolled(line.events) if every_trip else line.events
     order = _tracks(events)
     spans: dict[str, list[TimeSpan]] = {name: [] for name in order}
-    told: dict[object, TimeSpan] = {}
-    for each in events:
-        if each.end_s > each.start_s:
-            key = each.track == machine.COMPUTE, each.place, each.waits, each.collective, each.trips
-            if key not in told:
-                told[key] = _span(module, line, each, with_work=every_trip)
-            spans[each.track].append(replace(told[key], start_s=each.start_s, end_s=each.end_s, flight=each.flight))
+    templates: dict[object, TimeSpan] = {}
+    for event in events:
+        if event.end_s > event.start_s:
+            key = event.track == machine.COMPUTE, event.place, event.waits, event.collective, event.trips
+            if key not in templates:
+                templates[key] = _span(module, line, event, with_work=every_trip)
+            span = replace(templates[key], start_s=event.start_s, end_s=event.end_s, flight=event.flight)
+            spans[event.track].append(span)
     return Lanes(
         title=title,
         source="compiled",
@@ -52,36 +53,36 @@ def compiled_lanes(
 
 
 def unrolled(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Events with every trip of the loops whose last trips stand as one event: each as the last that is drawn.
+    """Events with every trip of the loops whose last trips are a single event: copies of the last detailed trip.
 
-    Loops of which that would make more than ``MOST_EVENTS`` stay as they are.
+    Loops for which that would make more than ``MOST_EVENTS`` stay unchanged.
     """
-    found = list(events)
-    flights = max((each.flight or 0 for each in events), default=0)
-    # The loop within comes before the loop around it.
-    for rest in sorted((each for each in events if each.trips), key=lambda each: each.end_s - each.start_s):
+    result = list(events)
+    flights = max((event.flight or 0 for event in events), default=0)
+    # Inner loops come before outer ones.
+    for rest in sorted((event for event in events if event.trips), key=lambda event: event.end_s - event.start_s):
         trip_s = (rest.end_s - rest.start_s) / rest.trips
         low = rest.start_s - trip_s * (1 + 1e-9)
-        last = [each for each in found if low <= each.start_s < rest.start_s - trip_s * 1e-9 and each is not rest]
-        if not last or len(found) + rest.trips * len(last) > MOST_EVENTS:
+        last = [event for event in result if low <= event.start_s < rest.start_s - trip_s * 1e-9 and event is not rest]
+        if not last or len(result) + rest.trips * len(last) > MOST_EVENTS:
             continue
-        found.remove(rest)
+        result.remove(rest)
         for trip in range(1, rest.trips + 1):
             later = trip * trip_s
-            found += (
+            result += (
                 replace(
-                    each, start_s=each.start_s + later, end_s=each.end_s + later, issued_s=each.issued_s + later,
-                    flight=None if each.flight is None else each.flight + trip * (flights + 1),
+                    event, start_s=event.start_s + later, end_s=event.end_s + later, issued_s=event.issued_s + later,
+                    flight=None if event.flight is None else event.flight + trip * (flights + 1),
                 )
-                for each in last
+                for event in last
             )  # fmt: skip
-        flights = max((each.flight or 0 for each in found), default=0)
-    return tuple(sorted(found, key=lambda each: each.start_s))
+        flights = max((event.flight or 0 for event in result), default=0)
+    return tuple(sorted(result, key=lambda event: event.start_s))
 
 
 def _tracks(events: Sequence[Event]) -> list[str]:
-    """The tracks that are used: compute first, then links by name, then copies."""
-    used = {each.track for each in events} - {machine.COMPUTE}
+    """The used tracks: compute first, then links by name, then copies."""
+    used = {event.track for event in events} - {machine.COMPUTE}
     copies = [name for name in _COPIES if name in used]
     return [machine.COMPUTE, *sorted(used - set(copies)), *copies]
 
@@ -97,9 +98,9 @@ def _span(module: Module, line: ScheduleTimeline, event: Event, *, with_work: bo
     source = module.source(instruction)
     details: dict[str, str | float] = {"instruction": instruction.name}
     if event.collective is not None:
-        found = line.collectives[event.collective].collective
-        details |= {"collective": found.kind, "axes": ",".join(found.axes), "bytes": found.bytes}
-        scope, phase, source = found.scope, found.phase, found.source
+        collective = line.collectives[event.collective].collective
+        details |= {"collective": collective.kind, "axes": ",".join(collective.axes), "bytes": collective.bytes}
+        scope, phase, source = collective.scope, collective.phase, collective.source
     computes = event.track == machine.COMPUTE and not event.waits and not event.trips
     done = work(module, computation, instruction) if with_work and computes else None
     return TimeSpan(
@@ -119,8 +120,8 @@ def _span(module: Module, line: ScheduleTimeline, event: Event, *, with_work: bo
 
 
 def _line(instruction: Instruction) -> str:
-    """An instruction as a trace writes it: its line of HLO, without layouts and metadata."""
-    arrays = [f"{each.dtype}[{','.join(map(str, each.dims))}]" for each in instruction.shape]
+    """An instruction in the form of a trace: its line of HLO, without layouts and metadata."""
+    arrays = [f"{tensor.dtype}[{','.join(map(str, tensor.dims))}]" for tensor in instruction.shape]
     shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
     operands = ", ".join(f"%{name}" for name in instruction.operands)
     attributes = instruction.attributes.partition(", metadata=")[0].partition(", backend_config=")[0]
@@ -133,24 +134,24 @@ def _name(line: ScheduleTimeline, event: Event, instruction: Instruction, scope:
     if event.collective is None:
         moved = scope if event.track == machine.COMPUTE and not event.waits else "copy"
     else:
-        found = line.collectives[event.collective].collective
-        moved = f"{found.kind} over {','.join(found.axes)}"
+        collective = line.collectives[event.collective].collective
+        moved = f"{collective.kind} over {','.join(collective.axes)}"
         if event.track == machine.COMPUTE and not event.waits:
             moved = scope
     return f"wait for {moved}" if event.waits else moved
 
 
 def _arrows(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator[Arrow]:
-    """The arrow of each transfer: from its beginning on the compute lane by its first link to the wait for it."""
+    """The arrow of each transfer: from its start on the compute lane, through its first link, to the wait for it."""
     begun: dict[int, Arrow] = {}
     compute = lanes[machine.COMPUTE]
-    for each in events:
-        if each.flight is None:
+    for event in events:
+        if event.flight is None:
             continue
-        if each.waits and each.flight in begun:
-            begun[each.flight] = replace(begun[each.flight], waited=(compute, each.end_s))
-        elif not each.waits and each.flight not in begun:
-            begun[each.flight] = Arrow(
-                number=each.flight, begun=(compute, each.issued_s), under_way=(lanes[each.track], each.start_s)
+        if event.waits and event.flight in begun:
+            begun[event.flight] = replace(begun[event.flight], waited=(compute, event.end_s))
+        elif not event.waits and event.flight not in begun:
+            begun[event.flight] = Arrow(
+                number=event.flight, begun=(compute, event.issued_s), under_way=(lanes[event.track], event.start_s)
             )
     yield from begun.values()

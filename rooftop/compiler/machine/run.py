@@ -1,7 +1,7 @@
-"""The simple machine on which a compiled program is run to see what it waits for.
+"""The simple machine that executes a compiled program, to find its waits.
 
-It has one compute stream, which takes the instructions in the order of the text, and the links of the network, on which
-transfers take turns. See ``rooftop.compiler.machine.schedule``, which hands out what comes of it.
+It has one compute stream, which executes the instructions in the order of the text, and the links of the network, which
+transfers use one after the other. ``rooftop.compiler.machine.schedule`` returns the results.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from rooftop.roofline.rates import Rates
 from rooftop.roofline.routing import Route, route
 
 COMPUTE = "compute"
-#: Trips of a loop of which every event is kept; those after them are one event.
+#: Trips of a loop whose events are recorded; the remaining trips are one event.
 DETAILED_TRIPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something on the timeline. ``track`` is 'compute', 'hbm' or 'pcie' (copies beside the rest), or a network link.
+    """An event on the timeline. ``track`` is 'compute', 'hbm' or 'pcie' (asynchronous copies), or a network link.
 
-    On the compute track an instruction computes, or waits (``waits``) for a ``flight``, the number of a transfer; on
-    the others a transfer of that number is under way, begun (maybe earlier, if links were busy) at ``issued_s``.
-    ``collective`` is its index among the logical ones. ``trips`` tells how often a loop's body runs in one event.
+    On the compute track an instruction computes, or waits (``waits``) for a ``flight``, the number of a transfer. On
+    other tracks a transfer of that number is in flight, issued at ``issued_s`` (earlier than its start if links were
+    busy). ``collective`` is its index among the logical ones. ``trips`` is the number of trips of a loop in one event.
     """
 
     track: str
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class _Flight:
-    """An asynchronous transfer: its number, when it will have finished, and whose it is."""
+    """An asynchronous transfer: its number, the time of its completion, and the shares of its collectives."""
 
     number: int
     finish_s: float
@@ -60,7 +60,7 @@ class _Flight:
 
 
 class Machine:
-    """The state while a program runs: the clock, how long each link is taken, and what is in flight."""
+    """The state during execution: the clock, the time at which each link is free, and transfers in flight."""
 
     def __init__(self, module: Module, mesh: Mesh, rates: Rates, estimates: str) -> None:
         self.module, self.rates, self.estimates = module, rates, estimates
@@ -70,11 +70,11 @@ class Machine:
         self.accounts = {
             (computation.name, instruction.name): 3 + 2 * count + index
             for index, (computation, instruction) in enumerate(
-                (each, instruction) for each in scheduled(module) for instruction in each
+                (computation, instruction) for computation in scheduled(module) for instruction in computation
             )
         }
-        # The clock, compute, other waits; prices and waits of every collective; then what each instruction takes, waits
-        # for collectives left out. All of it is what a repeated loop multiplies.
+        # The clock, compute, other waits; prices and waits of every collective; then the time of each instruction
+        # without waits for collectives. A repeated loop multiplies all of it.
         self.sums = np.zeros(3 + 2 * count + len(self.accounts))
         self.first: dict[int, list[float]] = {}
         self.free: dict[str, float] = {}
@@ -90,7 +90,7 @@ class Machine:
         return float(self.sums[0])
 
     def run(self, computation: HloComputation) -> None:
-        """Every instruction of a computation, in order."""
+        """Execute every instruction of a computation, in order."""
         for instruction in computation:
             place = computation.name, instruction.name
             if instruction.opcode == "while":
@@ -107,7 +107,7 @@ class Machine:
                 self._compute(computation, instruction)
 
     def _loop(self, computation: HloComputation, loop: Instruction) -> None:
-        """Trip after trip; once a trip takes as long as the one before, in all that is summed up, so do the rest."""
+        """Execute trip after trip. Once all sums of a trip equal those of the trip before, multiply instead."""
         body = self.module.computations[loop.called_as("body")]
         trips = self.module.trip_count(computation, loop) or 1
         detailed, before, left = self.detailed, None, (0.0, 0)
@@ -144,19 +144,19 @@ class Machine:
             self.sums[self.accounts[place]] += seconds
 
     def _communicate(self, computation: HloComputation, instruction: Instruction) -> None:
-        """A collective that is synchronous, or begins, goes on or ends here."""
+        """Execute an instruction of a collective: a synchronous one, or a start, step or end."""
         place = computation.name, instruction.name
         if instruction.opcode.endswith("-done"):
             self._wait(_started(computation, instruction), place)
             return
         if instruction.opcode == "fusion" and not self.collectives[self.network.places[place][0]].synchronous:
-            # One step of an asynchronous collective: the first begins it, one that calls for it ends it.
+            # A step of an asynchronous collective: the first starts it, the one with AsyncCollectiveDone ends it.
             chain = "chain", *self.network.places[place]
             if chain not in self.flights:
                 self.flights[chain] = self._begin(self.network.transmission(computation, instruction), place)
             self._compute(computation, instruction)
             fused = self.module.computations[instruction.called[0]]
-            if any("AsyncCollectiveDone" in each.attributes for each in fused):
+            if any("AsyncCollectiveDone" in step.attributes for step in fused):
                 self._wait(chain, place)
             return
         self.flights[place] = self._begin(self.network.transmission(computation, instruction), place)
@@ -226,9 +226,9 @@ class Machine:
 
 
 def scheduled(module: Module) -> Iterator[HloComputation]:
-    """The computations whose instructions run one after the other: the entry, bodies of loops and what is called.
+    """Yield the computations whose instructions run in sequence: the entry, bodies of loops and called computations.
 
-    Of the branches of a conditional the longest stands for all.
+    The longest branch of a conditional stands for all branches.
     """
     seen, left = set[str](), [module.entry]
     while left:
@@ -245,24 +245,24 @@ def scheduled(module: Module) -> Iterator[HloComputation]:
 
 
 def _longest(module: Module, instruction: Instruction) -> HloComputation:
-    """What a call runs; of the branches of a conditional the longest."""
-    return max((module.computations[name] for name in instruction.called), key=lambda each: len(each.instructions))
+    """The computation of a call; for a conditional, the longest branch."""
+    return max((module.computations[name] for name in instruction.called), key=lambda branch: len(branch.instructions))
 
 
 def _only(shares: Mapping[int, float]) -> int | None:
-    """The collective that a transfer is for: the first, if it carries several."""
+    """The collective of a transfer: the first, if it has several."""
     return next(iter(shares), None)
 
 
 def _started(computation: HloComputation, done: Instruction) -> tuple[str, str]:
-    """The instruction that began what ``done`` waits for."""
+    """The instruction that started the operation of ``done``."""
     source = computation.operands(done)[0]
     while source.opcode == "get-tuple-element":
         source = computation.operands(source)[0]
     if source.opcode == "recv":
-        # It waits for what the other slices send at the rendezvous, as this one does.
+        # It waits for the data that the other slices send at the rendezvous, as this one does.
         meeting = rendezvous(source)
-        source = next((each for each in computation if each.opcode == "send" and rendezvous(each) == meeting), source)
+        source = next((send for send in computation if send.opcode == "send" and rendezvous(send) == meeting), source)
     return computation.name, source.name
 
 
@@ -272,7 +272,7 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Transmission:
-    """Something under way: ``links`` are busy for ``seconds``, of which logical collectives have their ``shares``."""
+    """A transfer: ``links`` are busy for ``seconds``, which its logical collectives share by ``shares``."""
 
     links: tuple[str, ...]
     seconds: float
@@ -281,7 +281,7 @@ class Transmission:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network as a program uses it that was compiled for ``mesh``; ``collectives`` are its logical ones.
+    """The network of a program compiled for ``mesh``; ``collectives`` are its logical ones.
 
     A link is a physical axis with a direction, such as 'x+'.
     """
@@ -293,16 +293,16 @@ class Network:
 
     @cached_property
     def places(self) -> Mapping[Place, list[int]]:
-        """Which collectives each scheduled instruction belongs to: the fusion or call that holds them, if one does."""
-        found: dict[Place, list[int]] = {}
-        for index, each in enumerate(self.collectives):
-            for computation, name in each.instructions:
-                for place in _held(self.module, computation, name):
-                    found.setdefault(place, []).append(index)
-        return found
+        """Indices of the collectives of each scheduled instruction, or of the fusion or call around it."""
+        by_place: dict[Place, list[int]] = {}
+        for index, collective in enumerate(self.collectives):
+            for computation, name in collective.instructions:
+                for place in _outermost(self.module, computation, name):
+                    by_place.setdefault(place, []).append(index)
+        return by_place
 
     def transmission(self, computation: HloComputation, instruction: Instruction) -> Transmission:
-        """The price of one instruction that communicates, and which links it takes."""
+        """The price of one instruction that communicates, and its links."""
         place = computation.name, instruction.name
         if place not in self._known:
             logical = {index: self.collectives[index] for index in self.places.get(place, ())}
@@ -314,13 +314,13 @@ class Network:
 
     def bound_s(self, index: int) -> dict[str, float]:
         """Lower bound on one execution of a collective by network resource."""
-        each = self.collectives[index]
-        computation, name = each.instructions[0]
+        collective = self.collectives[index]
+        computation, name = collective.instructions[0]
         inside = self.module.computations[computation]
         first = inside.instructions[name]
-        if each.kind == "permute" and first.opcode.startswith("collective-permute"):
+        if collective.kind == "permute" and first.opcode.startswith("collective-permute"):
             return dict(self._route(inside, first)[0].seconds)
-        bound = price(each.kind, self.mesh.span(*each.axes)).bound_s(each.bytes)
+        bound = price(collective.kind, self.mesh.span(*collective.axes)).bound_s(collective.bytes)
         return {resource: float(seconds) for resource, seconds in bound.items()}
 
     @cached_property
@@ -330,7 +330,7 @@ class Network:
     def _collective(self, logical: Mapping[int, LogicalCollective]) -> Transmission:
         first = next(iter(logical.values()))
         group = self.mesh.span(*first.axes)
-        payload = sum(each.bytes for each in logical.values())
+        payload = sum(collective.bytes for collective in logical.values())
         seconds = price(first.kind, group).expected_s(
             payload, self.rates.network_efficiency(first.kind), self.rates.collective_start_s
         )
@@ -338,7 +338,7 @@ class Network:
         return Transmission(
             links=tuple(f"{name}{way}" for name in used for way in "+-"),
             seconds=float(seconds),
-            shares={index: each.bytes / payload for index, each in logical.items()},
+            shares={index: collective.bytes / payload for index, collective in logical.items()},
         )
 
     def _permute(self, computation: HloComputation, instruction: Instruction, logical: tuple[int, ...]) -> Transmission:
@@ -349,10 +349,10 @@ class Network:
         return Transmission(links=links, seconds=seconds, shares=dict.fromkeys(logical, 1.0 / max(1, len(logical))))
 
     def _route(self, computation: HloComputation, instruction: Instruction) -> tuple[Route, tuple[str, ...]]:
-        """The pairs of a permute by shortest paths, of which the busiest link decides, and the links."""
-        sent = sum(tensor.nbytes for each in computation.operands(instruction) for tensor in each.shape)
+        """The route of a permute by shortest paths, whose busiest link determines its time, and its links."""
+        sent = sum(tensor.nbytes for operand in computation.operands(instruction) for tensor in operand.shape)
         physical = self.mesh.slice.physical_axes
-        # Devices of one slice: a permute between slices is no permute in the text.
+        # Devices of one slice: the text has no permutes between slices.
         places = self.mesh.device_coordinates().reshape(-1, len(physical))
         places = places[(places[:, [axis.kind == "dcn" for axis in physical]] == 0).all(axis=1)]
         pairs = np.array(replica_groups(instruction.attributes, len(places)))
@@ -366,7 +366,7 @@ class Network:
 
 
 def _ways(axis: PhysicalAxis, moved: npt.NDArray[np.int64]) -> str:
-    """The directions of an axis that messages take which move so far along it: '+', '-', both or none."""
+    """The directions of an axis that messages take which move by ``moved`` along it: '+', '-', both or none."""
     if not moved.any():
         return ""
     if axis.kind != "torus":
@@ -376,9 +376,9 @@ def _ways(axis: PhysicalAxis, moved: npt.NDArray[np.int64]) -> str:
     return "".join(way for way, far in (("+", up), ("-", down)) if ((far == short) & (far > 0)).any())
 
 
-def _held(module: Module, computation: str, name: str) -> Iterator[Place]:
-    held = holders(module, computation)
-    if not held:
+def _outermost(module: Module, computation: str, name: str) -> Iterator[Place]:
+    outer_callers = holders(module, computation)
+    if not outer_callers:
         yield computation, name
-    for outer, holder in held:
-        yield from _held(module, outer.name, holder.name)
+    for outer, holder in outer_callers:
+        yield from _outermost(module, outer.name, holder.name)

@@ -1,11 +1,11 @@
-"""Exposed communication from the scheduled order: a compiled program run on a simple machine.
+"""Exposed communication from the scheduled order: a compiled program executed on a simple machine.
 
-The machine (``run``) has one compute stream, which takes the instructions in the order of the text, and
-the links of the network, on which transfers take turns. A synchronous collective is exposed from end to end. An
-asynchronous one runs beside what follows its start, and its ``done`` waits until it has finished: that wait is exposed.
-Compute is priced with our own named fractions (or with XLA's estimates), collectives with
-``rooftop.roofline.collectives``, permutes with ``rooftop.roofline.routing``. Copies between HBM and VMEM, and to and
-from the host, run beside the rest as well, and are no communication.
+The machine (``run``) has one compute stream, which executes the instructions in the order of the text, and the links of
+the network, which transfers use one after the other. A synchronous collective is fully exposed. An asynchronous one
+overlaps the instructions after its start, and its ``done`` waits until it has finished: that wait is exposed. Compute
+is priced with our own named fractions (or with XLA's estimates), collectives with ``rooftop.roofline.collectives``,
+permutes with ``rooftop.roofline.routing``. Copies between HBM and VMEM, and to and from the host, are asynchronous too,
+and do not count as communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rooftop.core.errors import unknown
 from rooftop.core.ledger import Collective
 from rooftop.roofline.rates import Rates
 
-#: Whose estimate of compute: the named fractions of ``rooftop.roofline``, or the compiler's cycles.
+#: Estimates of compute: by the named fractions of ``rooftop.roofline``, or the compiler's cycles.
 ESTIMATES: tuple[str, ...] = ("rooftop", "xla")
 
 
@@ -29,9 +29,9 @@ ESTIMATES: tuple[str, ...] = ("rooftop", "xla")
 class Scheduled:
     """One logical collective on the timeline; durations are of one execution, the mean if there are several.
 
-    ``start_s`` and ``done_s`` are when the first execution begins and when its last byte has arrived. ``price_s`` is
-    how long its transfers take, ``exposed_s`` how long the device waits for them (and for links that are busy with
-    others, so that it may exceed the price). ``time_s`` is the bound by network resource.
+    The first execution begins at ``start_s``, and its last byte arrives at ``done_s``. ``price_s`` is the duration of
+    its transfers. The device waits ``exposed_s`` for them (and for links that are busy with other transfers, so it may
+    exceed the price). ``time_s`` is the bound by network resource.
     """
 
     collective: LogicalCollective
@@ -48,14 +48,14 @@ class Scheduled:
 
     @property
     def hidden_s(self) -> float:
-        """The part of the price that passes beside something else."""
+        """The part of the price that overlaps other work."""
         return max(0.0, self.price_s - self.exposed_s)
 
     @property
     def ledger_entry(self) -> Collective:
-        """One execution as a row of a ledger holds it, with its expected and its exposed seconds."""
-        found = self.collective.ledger_entry
-        return replace(found, time_s=self.time_s, expected_s=self.price_s, exposed_s=self.exposed_s)
+        """One execution as an entry of a ledger row, with its expected and its exposed seconds."""
+        entry = self.collective.ledger_entry
+        return replace(entry, time_s=self.time_s, expected_s=self.price_s, exposed_s=self.exposed_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,9 @@ class ScheduleTimeline:
 
     ``total_s`` is ``compute_s`` plus the exposed part of every collective plus ``other_wait_s``: waits for copies from
     HBM and for transfers that belong to no logical collective. ``kernels`` names the hand-written kernels that declare
-    no FLOPs and so were priced by their arrays alone, which is a lower bound. ``spent_s`` is what each instruction
-    takes over all its executions, waits for collectives left out; ``events`` tell what happens when, of loops the
-    first trips.
+    no FLOPs; their price counts arrays only, which is a lower bound. ``spent_s`` is the time of each instruction over
+    all its executions, without waits for collectives. ``events`` are those of the timeline, with the first trips of
+    loops.
     """
 
     total_s: float
@@ -79,15 +79,15 @@ class ScheduleTimeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the device waits for collectives, executions multiplied out."""
-        return sum(each.collective.executions * each.exposed_s for each in self.collectives)
+        """Seconds in which the device waits for collectives, in all executions."""
+        return sum(entry.collective.executions * entry.exposed_s for entry in self.collectives)
 
 
 def timeline(module: Module, mesh: Mesh, rates: Rates | None = None, *, estimates: str = "rooftop") -> ScheduleTimeline:
     """The schedule of a compiled program on the mesh that it was compiled for.
 
-    ``rates`` are those of the mesh's chip unless given; ``estimates`` says whose estimate of compute to use, one of
-    ``ESTIMATES``. Raises RooftopError for any other name.
+    ``rates`` are by default those of the mesh's chip; ``estimates`` is one of ``ESTIMATES``. Raises RooftopError for
+    any other name.
     """
     if estimates not in ESTIMATES:
         raise unknown("estimates", estimates, ESTIMATES)
@@ -97,19 +97,19 @@ def timeline(module: Module, mesh: Mesh, rates: Rates | None = None, *, estimate
 
 
 def _timeline(machine: Machine) -> ScheduleTimeline:
-    """What has been summed up."""
+    """The results of an executed machine."""
     count = len(machine.collectives)
     prices, waits = machine.sums[3 : 3 + count], machine.sums[3 + count : 3 + 2 * count]
     scheduled = (
         Scheduled(
-            collective=each,
+            collective=collective,
             start_s=min(machine.first.get(index, [0.0])),
             done_s=max(machine.first.get(index, [0.0])),
-            price_s=float(prices[index]) / each.executions,
-            exposed_s=float(waits[index]) / each.executions,
+            price_s=float(prices[index]) / collective.executions,
+            exposed_s=float(waits[index]) / collective.executions,
             time_s=machine.network.bound_s(index),
         )
-        for index, each in enumerate(machine.collectives)
+        for index, collective in enumerate(machine.collectives)
     )
     return ScheduleTimeline(
         total_s=max([machine.now, *(flight.finish_s for flight in machine.flights.values())]),
@@ -117,6 +117,8 @@ def _timeline(machine: Machine) -> ScheduleTimeline:
         other_wait_s=float(machine.sums[2]),
         collectives=tuple(scheduled),
         kernels=tuple(machine.kernels),
-        spent_s={place: float(machine.sums[at]) for place, at in machine.accounts.items() if machine.sums[at]},
+        spent_s={
+            place: float(machine.sums[account]) for place, account in machine.accounts.items() if machine.sums[account]
+        },
         events=tuple(machine.events),
     )

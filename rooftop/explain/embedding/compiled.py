@@ -141,7 +141,7 @@ class EmbedReport:
             "tile_bytes": marks.tile_bytes,
             "sparsecore_calls": overlap.calls,
             "tensorcore_computations": overlap.computations,
-            "beside_sparsecores": overlap.beside,
+            "beside_sparsecores": overlap.overlapped,
             "overlap": overlap.share,
             "buffers": largest(marks.compiled.at_peak, top),
             "compile_s": marks.compiled.compile_s,

@@ -1,1 +1,1 @@
-"""Measurements of single collectives and matmuls on the devices here."""
+"""Measurements of single collectives and matmuls on the local devices."""

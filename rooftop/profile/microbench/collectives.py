@@ -1,8 +1,8 @@
-"""Collectives timed on the devices that are here, over any axes of a mesh.
+"""Collectives timed on the local devices, over any axes of a mesh.
 
-Payloads are counted as in ``core.ledger.Collective``: an AllGather's output, the input of a ReduceScatter, the
-operand of an AllReduce or AllToAll, what a permute sends. Groups along the other axes of the mesh run at the same
-time, each on its own data.
+Payloads are counted as in ``core.ledger.Collective``: the output of an AllGather, the input of a ReduceScatter, the
+operand of an AllReduce, AllToAll or permute. Groups along the other axes of the mesh run at the same time, each on its
+own data.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from rooftop.roofline.collectives import price
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One collective over ``axes``, ``devices`` in a group: its payload, what one device sends, and its times.
+    """One collective over ``axes``, ``devices`` in a group: payload, bytes sent by one device, and times.
 
-    ``planned`` has the seconds that a slice was priced at, by the name of the price.
+    ``planned`` has the priced seconds, by the name of the price.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Measurement:
 
     @property
     def wire_bytes_per_s(self) -> float:
-        """The bandwidth that one device saw: ``wire_bytes`` by the median time."""
+        """The achieved bandwidth of one device: ``wire_bytes`` divided by the median time."""
         return self.wire_bytes / self.timing.median_s
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Measurement:
 
 def wire_bytes(kind: str, devices: int, payload: float) -> float:
     """Bytes that one of ``devices`` sends in a collective with ``payload``, as in ``core.ledger.Collective``."""
-    # How many are sent does not depend on the network; a switch is the simplest one.
+    # The number of bytes does not depend on the network; a switch is the simplest one.
     switch = PhysicalAxis(
         name="node", size=devices, kind="switch", wrapped=False, bytes_per_s=1.0, hop_s=0.0, resource="ici"
     )
@@ -77,7 +77,7 @@ def wire_bytes(kind: str, devices: int, payload: float) -> float:
 
 
 def operand(kind: str, axes: Sequence[str], payload: float, dtype: str, mesh: DeviceMesh) -> jax.ShapeDtypeStruct:
-    """The array that a collective with about ``payload`` bytes takes: [*mesh axes, elements of one device].
+    """The operand of a collective with about ``payload`` bytes: [*mesh axes, elements of one device].
 
     The payload is rounded up to the same number of elements for every device. Raises RooftopError on an unknown kind,
     axis or dtype.
@@ -96,14 +96,15 @@ def operand(kind: str, axes: Sequence[str], payload: float, dtype: str, mesh: De
 
 
 def program(kind: str, axes: Sequence[str], mesh: DeviceMesh) -> Callable[[jax.Array], jax.Array]:
-    """A function of arrays [*mesh axes, elements of one device] that does one collective over ``axes``.
+    """A function that applies one collective over ``axes`` to arrays [*mesh axes, elements of one device].
 
-    Devices are numbered along the axes in mesh order. A permute sends to the next one, and the last to the first.
+    Devices are numbered along the axes in mesh order. A permute sends to the next device, and the last one to the
+    first.
     """
-    # JAX numbers the devices of a ppermute in mesh order, and those of other collectives in the order that is given.
+    # JAX numbers the devices of a ppermute in mesh order, and those of other collectives in the order of ``names``.
     names = tuple(axis for axis in mesh.axis_names if axis in axes)
     members = math.prod(mesh.shape[axis] for axis in names)
-    ring = [(place, (place + 1) % members) for place in range(members)]
+    ring = [(device, (device + 1) % members) for device in range(members)]
     collective: Callable[[jax.Array], jax.Array] = {
         "all_gather": lambda x: lax.all_gather(x, names, tiled=True),
         "reduce_scatter": lambda x: lax.psum_scatter(x, names, tiled=True),
@@ -118,7 +119,7 @@ def program(kind: str, axes: Sequence[str], mesh: DeviceMesh) -> Callable[[jax.A
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
-        # What a gather returns is the same everywhere along its axes; here each device keeps its own.
+        # The result of a gather is replicated along its axes, but here each device keeps its own copy.
         check_vma=False,
     )
 
@@ -134,26 +135,26 @@ def measure(
     on_progress: Progress | None = None,
     least_s: float = 0.2,
 ) -> Iterator[Measurement]:
-    """Time each kind of collective over ``axes`` for payloads of about those ``sizes`` in bytes.
+    """Time each kind of collective over ``axes`` for payloads of about ``sizes`` bytes.
 
-    ``prices``, on a mesh of the same axes, give what is planned. Raises RooftopError on an unknown kind, axis or
+    ``prices``, on a mesh of the same axes, give the planned times. Raises RooftopError on an unknown kind, axis or
     dtype, before anything runs, and Infeasible on a size that does not fit.
     """
-    asked = [(kind, operand(kind, axes, size, dtype, mesh)) for kind in kinds for size in sizes]
-    for done, (kind, array) in enumerate(asked):
+    cases = [(kind, operand(kind, axes, size, dtype, mesh)) for kind in kinds for size in sizes]
+    for index, (kind, array) in enumerate(cases):
         members = math.prod(mesh.shape[axis] for axis in axes)
         payload = round(array.shape[-1] * dtype_bytes(dtype)) * (members if kind == "all_gather" else 1)
         if on_progress is not None:
-            on_progress(done, len(asked), f"{kind} of {payload} bytes")
+            on_progress(index, len(cases), f"{kind} of {payload} bytes")
         compiled = compile_program(
             program(kind, axes, mesh), array, what=f"{kind} of {payload} bytes", advice="give smaller --sizes"
         )
-        given = jnp.ones(array.shape, array.dtype, device=array.sharding)
+        ones = jnp.ones(array.shape, array.dtype, device=array.sharding)
         yield Measurement(
             kind=kind,
             axes=tuple(axes),
             devices=members,
             bytes=payload,
-            timing=time_program(compiled, given, least_s=least_s),
-            planned={f"{each.kind}_s": each.collective_s(kind, tuple(axes), payload) for each in prices},
+            timing=time_program(compiled, ones, least_s=least_s),
+            planned={f"{price.kind}_s": price.collective_s(kind, tuple(axes), payload) for price in prices},
         )

@@ -1,4 +1,4 @@
-"""Strategies of the algebra run on the devices that are here: compared with one device, then timed."""
+"""Strategies of the algebra on the local devices: checked against one device, then timed."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from rooftop.profile.microbench.timing import (
 )
 from rooftop.programs.einsum.sharded import abstract, einsum_program, path_program
 
-#: Elements of operands and result together, partial sums counted, up to which one device computes the result too.
+#: Limit on the elements of operands and result, partial sums included, for which one device checks the result.
 CHECKED_ELEMENTS = 1e8
-#: Multiply-adds that emulated devices do for one call of ``measure``: minutes at the 5e10 a second of two CPU cores.
+#: Limit on multiply-adds of one ``measure`` on emulated devices: minutes at the 5e10 per second of two CPU cores.
 EMULATED_MULTIPLY_ADDS = 1e13
-#: Runs of a strategy that are timed at least.
+#: Minimum number of timed runs of a strategy.
 _RUNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TimedStrategy:
-    """What is asked for, and the strategies that do it, each with its program."""
+    """A requested computation, and its strategies, each with its program."""
 
     inputs: tuple[ShardedArray, ...]
     output: ShardedArray
@@ -50,7 +50,7 @@ class _TimedStrategy:
 
     @property
     def einsum(self) -> str:
-        """What is computed, as NumPy writes it, a letter for each dim: 'ab,bc->ac', 'ab->ab'."""
+        """The computation in NumPy's notation, one letter for each dim: 'ab,bc->ac', 'ab->ab'."""
         dims = dict.fromkeys(dim for array in self.inputs for dim in array.dims)
         letters = dict(zip(dims, string.ascii_letters, strict=False))
         terms = ["".join(letters[dim] for dim in array.dims) for array in (*self.inputs, self.output)]
@@ -70,39 +70,39 @@ def measure(
     on_progress: Progress | None = None,
     least_s: float = 0.2,
 ) -> dict[str, Any]:
-    """Run and time the ``count`` best strategies of an einsum, or the one way of a resharding or of a collective.
+    """Run and time the ``count`` best strategies of an einsum, or the only way of a resharding or a collective.
 
-    The answer, ``{"measured": {...}}``, says what the devices are, versions and date, how long a call takes that does
-    nothing, and for each of ``strategies``: ``rule``, ``median_s``, ``fastest_s``, ``runs``, ``planned_s`` (for the
-    slice of ``prices``) and ``checked``: whether its result was compared with that of one device first, which is done
-    up to ``CHECKED_ELEMENTS``.
+    The result, ``{"measured": {...}}``, has the devices, versions and date, the time of an empty call, and for each of
+    ``strategies``: ``rule``, ``median_s``, ``fastest_s``, ``runs``, ``planned_s`` (for the slice of ``prices``) and
+    ``checked``: true if its result was first compared with that of one device, which is done up to
+    ``CHECKED_ELEMENTS``.
 
-    Raises RooftopError for what cannot be run here, by its mesh, the place of its arrays, or its size on a CPU, and
-    Infeasible for a program that does not fit or whose result is wrong.
+    Raises RooftopError for a computation that cannot run here because of its mesh, the memory of its arrays, or its
+    size on a CPU, and Infeasible for a program that does not fit or whose result is wrong.
     """
     mesh = device_mesh(prices.mesh.shape)
     used = list(mesh.devices.flat)
     work = _work(asked, prices, count, mesh, overlapped=overlapped)
     if used[0].platform == "cpu":
         _require_patience(work, prices)
-    tell = on_progress or (lambda done, total, what: None)
+    report = on_progress or (lambda done, total, what: None)
     arrays = [abstract(array, dict(prices.dims), mesh) for array in work.inputs]
     compiled = []
     for done, (strategy, program) in enumerate(work.programs):
-        tell(done, 2 * len(work.programs), f"compile: {strategy.rule}")
+        report(done, 2 * len(work.programs), f"compile: {strategy.rule}")
         compiled.append(compile_program(program, *arrays, what=strategy.rule, advice="give smaller --dims"))
 
     elements = sum(array.size for array in (*arrays, abstract(work.output, dict(prices.dims), mesh)))
     checked = elements <= CHECKED_ELEMENTS
     if checked:
         small = _sparse(work, arrays, prices)
-        wanted = _on_one_device(work, small)
+        expected = _on_one_device(work, small)
     normal = [_normal(array, seed) for seed, array in enumerate(arrays)]
     measured: list[dict[str, Any]] = []
     for done, ((strategy, _), program) in enumerate(zip(work.programs, compiled, strict=True)):
-        tell(len(compiled) + done, 2 * len(compiled), f"run: {strategy.rule}")
+        report(len(compiled) + done, 2 * len(compiled), f"run: {strategy.rule}")
         if checked:
-            _require_equal(_whole(program(*small), work.output), wanted, strategy.rule)
+            _require_equal(_whole(program(*small), work.output), expected, strategy.rule)
         timing = time_program(program, *normal, least_s=least_s, least_runs=_RUNS)
         measured.append({"rule": strategy.rule, **timing.to_json(), "planned_s": strategy.time_s, "checked": checked})
     return {"measured": provenance(used) | {"empty_call_s": empty_call(mesh).median_s, "strategies": measured}}
@@ -112,8 +112,8 @@ def _work(
     asked: Einsum | Reshard | Step | ShardedArray, prices: Prices, count: int, mesh: DeviceMesh, *, overlapped: bool
 ) -> _TimedStrategy:
     if isinstance(asked, Einsum):
-        found = strategies(asked, prices, overlapped=overlapped)[:count]
-        programs = tuple((strategy, einsum_program(strategy, asked, mesh)) for strategy in found)
+        best = strategies(asked, prices, overlapped=overlapped)[:count]
+        programs = tuple((strategy, einsum_program(strategy, asked, mesh)) for strategy in best)
         return _TimedStrategy(inputs=(asked.left, asked.right), output=asked.output, programs=programs)
     if isinstance(asked, ShardedArray):
         raise RooftopError("measure", str(asked), "something to run: 'A @ B -> C', 'A -> B' or a collective")
@@ -126,15 +126,15 @@ def _work(
 
 
 def _require_patience(work: _TimedStrategy, prices: Prices) -> None:
-    """Raise RooftopError where a CPU would multiply for much longer than anyone waits."""
+    """Raise RooftopError if the multiply-adds would take a CPU very long."""
     devices = math.prod(prices.mesh.shape.values())
     once = sum(strategy.flops / 2 * devices for strategy, _ in work.programs)
-    # A run to check, one to warm up, and those that are timed.
+    # One run to check, one to warm up, and the timed ones.
     total = once * (_RUNS + 2)
     if total <= EMULATED_MULTIPLY_ADDS:
         return
-    given = work.sizes(prices.dims)
-    smaller = dict(given)
+    sizes = work.sizes(prices.dims)
+    smaller = dict(sizes)
     while total > EMULATED_MULTIPLY_ADDS and max(smaller.values()) > 1:
         longest = max(smaller, key=lambda dim: smaller[dim])
         smaller[longest] //= 2
@@ -143,7 +143,7 @@ def _require_patience(work: _TimedStrategy, prices: Prices) -> None:
         f"less than these {format_count(once)} multiply-adds (one run of {len(work.programs)} strategies) on devices "
         f"that a CPU emulates: try --dims {_text(smaller)}, or a smaller --top"
     )
-    raise RooftopError("dims", _text(given), accepted)
+    raise RooftopError("dims", _text(sizes), accepted)
 
 
 def _text(sizes: Mapping[str, int]) -> str:
@@ -151,50 +151,50 @@ def _text(sizes: Mapping[str, int]) -> str:
 
 
 def _sparse(work: _TimedStrategy, arrays: Sequence[jax.ShapeDtypeStruct], prices: Prices) -> list[jax.Array]:
-    """Operands of -1, 0 and 1, so few of them that a result is the sum of half a product in the mean.
+    """Operands of -1, 0 and 1, so sparse that the mean result is a sum of half a product.
 
-    Results are then whole numbers, exact in any order of adding and in every dtype: even of three significant bits
-    (8 at most) with a chance of 1e-11 each to leave them.
+    Results are then whole numbers, exact in any order of addition and in every dtype: even those with three significant
+    bits (8 at most) fail with a probability of only 1e-11 each.
     """
     sizes = work.sizes(prices.dims)
     summed = math.prod(size for dim, size in sizes.items() if dim not in work.output.dims)
     partial_sums = math.prod(array.partial_sums(prices.mesh.shape) for array in work.inputs)
     density = min(1.0, 0.5 / (summed * partial_sums)) ** (1 / len(arrays))
-    made = []
+    operands = []
     for seed, array in enumerate(arrays):
-        drawn = np.random.default_rng(seed).random(array.shape, np.float32)
-        value = np.where(drawn < density, np.where(drawn < density / 2, -1, 1), 0)
-        made.append(jax.device_put(value.astype(array.dtype), array.sharding))
-    return made
+        uniform = np.random.default_rng(seed).random(array.shape, np.float32)
+        value = np.where(uniform < density, np.where(uniform < density / 2, -1, 1), 0)
+        operands.append(jax.device_put(value.astype(array.dtype), array.sharding))
+    return operands
 
 
-def _on_one_device(work: _TimedStrategy, given: Sequence[jax.Array]) -> npt.NDArray[np.float32]:
-    """The result for those operands, in float32, with nothing sharded."""
+def _on_one_device(work: _TimedStrategy, operands: Sequence[jax.Array]) -> npt.NDArray[np.float32]:
+    """The unsharded result for ``operands``, in float32."""
     here = jax.local_devices()[0]
-    factors = [_whole(value, array) for value, array in zip(given, work.inputs, strict=True)]
+    factors = [_whole(value, array) for value, array in zip(operands, work.inputs, strict=True)]
     return np.asarray(jnp.einsum(work.einsum, *(jax.device_put(factor, here) for factor in factors)))
 
 
 def _whole(value: jax.Array, array: ShardedArray) -> npt.NDArray[np.float32]:
-    """The array that ``value`` holds, partial sums added."""
+    """The array that ``value`` represents, partial sums added."""
     terms = np.asarray(value).astype(np.float32)
     return np.asarray(terms.sum(tuple(range(len(array.unreduced)))))
 
 
-def _require_equal(found: npt.NDArray[np.float32], wanted: npt.NDArray[np.float32], rule: str) -> None:
-    wrong = int(np.count_nonzero(found != wanted))
+def _require_equal(result: npt.NDArray[np.float32], expected: npt.NDArray[np.float32], rule: str) -> None:
+    wrong = int(np.count_nonzero(result != expected))
     if wrong:
-        worst = float(np.max(np.abs(found - wanted)))
-        by = f"{wrong} of {wanted.size} numbers differ from those of one device, by up to {worst:g}"
+        worst = float(np.max(np.abs(result - expected)))
+        by = f"{wrong} of {expected.size} numbers differ from those of one device, by up to {worst:g}"
         raise Infeasible(f"wrong result of '{rule}'", by)
 
 
 def _normal(array: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
-    """Random numbers: the power that a chip draws, and so its clock, depends on what it multiplies."""
+    """Random numbers: the power of a chip, and so its clock, depends on the multiplied values."""
 
     def draw() -> jax.Array:
         normal = jax.random.normal(jax.random.key(seed), array.shape, jnp.bfloat16)
         return (normal if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.round(normal)).astype(array.dtype)
 
-    made: jax.Array = jax.jit(draw, out_shardings=array.sharding)()
-    return made
+    values: jax.Array = jax.jit(draw, out_shardings=array.sharding)()
+    return values

@@ -1,4 +1,4 @@
-"""Timing programs on the devices that are here, and what a measured number must carry with it."""
+"""Timing of programs on the local devices, and the provenance of measured numbers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from rooftop import __version__
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 
-#: Called with how much is done, how much there is in all, and what comes next.
+#: Callback (done, total, label of the next item).
 Progress = Callable[[int, int, str], None]
 
-#: Devices that a CPU emulates where nobody asks for more.
+#: Devices that a CPU emulates by default.
 EMULATED = 8
-#: Devices that a CPU emulates at most: each has threads of its own.
+#: Limit on emulated devices: each has its own threads.
 EMULATED_AT_MOST = 1024
-#: XLA's own option for the same: where it is set, it decides.
+#: XLA's own option for emulated devices, which takes precedence.
 _COUNT_FLAG = "xla_force_host_platform_device_count"
-#: The part of a machine's memory that emulated devices may fill together: it runs other things too.
+#: Share of a machine's memory that emulated devices may use together; other processes need the rest.
 _MEMORY_SHARE = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Wall-clock seconds of each run of one program, from its call until its results are there."""
+    """Wall-clock seconds of each run of one program, from its call until its results are ready."""
 
     seconds: tuple[float, ...]
 
@@ -53,7 +53,7 @@ class Timing:
 
     @property
     def runs(self) -> int:
-        """How many runs there were."""
+        """Number of runs."""
         return len(self.seconds)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,9 +62,10 @@ class Timing:
 
 
 def time_program(program: Callable[..., Any], *arguments: Any, least_s: float = 0.2, least_runs: int = 5) -> Timing:
-    """Time a compiled JAX program: one run to warm up, then runs until they are enough in number and in seconds.
+    """Time a compiled JAX program: one warm-up run, then at least ``least_runs`` runs and ``least_s`` seconds.
 
-    Each run is waited for, so that its time includes the call from Python and the wait: ``empty_call`` is that alone.
+    Each run is waited for, so that its time includes the call from Python and the wait: ``empty_call`` measures those
+    alone.
     """
     jax.block_until_ready(program(*arguments))
     seconds: list[float] = []
@@ -78,48 +79,48 @@ def time_program(program: Callable[..., Any], *arguments: Any, least_s: float = 
 
 
 def empty_call(mesh: DeviceMesh) -> Timing:
-    """Time a program that adds one to one number on every device: what each other time includes."""
+    """Time a program that adds one to one number on every device: the overhead in every other time."""
     everywhere = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
     number = jax.ShapeDtypeStruct((mesh.size,), jnp.float32, sharding=everywhere)
     return time_program(jax.jit(lambda x: x + 1).lower(number).compile(), jnp.zeros(mesh.size, device=everywhere))
 
 
 def devices(count: int | None = None) -> list[jax.Device]:
-    """The first ``count`` devices that are here, or all of them. A CPU emulates as many as are asked for, or 8.
+    """The first ``count`` local devices, or all of them. A CPU emulates ``count`` devices, at least 8.
 
-    Raises RooftopError if there are fewer: on a CPU because JAX has started with fewer, or at 1024.
+    Raises RooftopError if there are fewer: on a CPU because JAX has started with fewer, or above 1024.
     """
     if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        # Once JAX has started, it has the devices that it has.
+        # The number cannot change once JAX has started.
         with suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", min(max(EMULATED, count or 0), EMULATED_AT_MOST))
-    found = jax.devices()
-    if count is None or count <= len(found):
-        return found[:count]
-    if found[0].platform == "cpu":
+    local = jax.devices()
+    if count is None or count <= len(local):
+        return local[:count]
+    if local[0].platform == "cpu":
         how = f"a CPU emulates up to {EMULATED_AT_MOST}, but JAX has started with these or XLA_FLAGS says so"
-        if len(found) == EMULATED_AT_MOST:
+        if len(local) == EMULATED_AT_MOST:
             how = "a CPU emulates no more"
     else:
         how = f"JAX_PLATFORMS=cpu emulates up to {EMULATED_AT_MOST}"
-    raise RooftopError("devices", count, f"at most the {len(found)} x {found[0].device_kind} that are here; {how}")
+    raise RooftopError("devices", count, f"at most the {len(local)} x {local[0].device_kind} that are here; {how}")
 
 
 def device_mesh(axes: Mapping[str, int]) -> DeviceMesh:
-    """A JAX mesh of those axes over the first devices that are here, on a TPU laid out by JAX.
+    """A JAX mesh of those axes over the first local devices, on a TPU laid out by JAX.
 
     Raises RooftopError, naming the mesh, if there are too few.
     """
     try:
-        found = devices(math.prod(axes.values()))
+        used = devices(math.prod(axes.values()))
     except RooftopError as error:
         raise RooftopError("mesh", ",".join(f"{name}={size}" for name, size in axes.items()), error.accepted) from None
     types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=found)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=used)
 
 
 def provenance(used: Sequence[jax.Device]) -> dict[str, Any]:
-    """What a number measured on those devices must carry: what they are, versions, the date. Plain JSON values."""
+    """Provenance of a number measured on those devices: their kind, versions, the date. Plain JSON values."""
     first = used[0]
     emulated = first.platform == "cpu"
     packages = ("jax", "jaxlib", *(("libtpu",) if first.platform == "tpu" else ()))
@@ -137,9 +138,9 @@ def provenance(used: Sequence[jax.Device]) -> dict[str, Any]:
 
 
 def usable_bytes(used: Sequence[jax.Device]) -> float:
-    """Bytes that one of those devices may fill: emulated ones share three quarters of the machine's memory.
+    """Bytes that one of those devices may use: emulated ones share three quarters of the machine's memory.
 
-    Infinite where the device does not say.
+    Infinite if the device has no limit.
     """
     if used[0].platform == "cpu":
         return _MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(used)
@@ -149,10 +150,10 @@ def usable_bytes(used: Sequence[jax.Device]) -> float:
 def compile_program(
     program: Callable[..., Any], *arguments: jax.ShapeDtypeStruct, what: str, advice: str
 ) -> jax.stages.Compiled:
-    """Compile a program for sharded arguments on devices that are here.
+    """Compile a program for sharded arguments on local devices.
 
-    Raises Infeasible, with ``advice``, if ``what`` the program does takes more memory than a device has, and
-    RooftopError if XLA does not compile it here.
+    Raises Infeasible, with ``advice``, if the program (named ``what``) needs more memory than a device has, and
+    RooftopError if XLA does not compile it.
     """
     used = list(arguments[0].sharding.device_set)
     try:

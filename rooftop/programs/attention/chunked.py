@@ -160,7 +160,7 @@ def _run(
         carry: tuple[jax.Array, jax.Array, jax.Array], block: _Block
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
         (top, total, summed), (keys, values, start, of_keys) = carry, block
-        mask = scores.mask(index, start + jnp.arange(size), absent, _meeting(segments, of_keys))
+        mask = scores.mask(index, start + jnp.arange(size), absent, _block_segments(segments, of_keys))
         logits = jnp.where(mask, scores.logits(grouped, keys), -jnp.inf)
         raised = jnp.maximum(top, logits.max(-1))
         # A query without a key so far needs weights of 0, not exp(-inf + inf).
@@ -198,7 +198,7 @@ def _run_gradients(
     def step(dq: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         keys, values, start, of_keys = block
         logits = scores.logits(grouped, keys)
-        mask = scores.mask(index, start + jnp.arange(size), absent, _meeting(segments, of_keys))
+        mask = scores.mask(index, start + jnp.arange(size), absent, _block_segments(segments, of_keys))
         weights = jnp.where(mask, jnp.exp(logits - lse), 0.0)
         dv = jnp.einsum("bkgts,btkgh->bskh", weights.astype(do.dtype), d_out, preferred_element_type=jnp.float32)
         d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, values, preferred_element_type=jnp.float32)
@@ -233,7 +233,7 @@ def _blocks_of(segments: Segments | None, size: int) -> Int[Array, "blocks b blo
     return None if segments is None else _blocks(segments[1], size)
 
 
-def _meeting(
+def _block_segments(
     segments: Segments | None, of_keys: Int[Array, "b block"] | None
 ) -> tuple[Int[Array, "b T"], Int[Array, "b block"]] | None:
     """The segments of all queries and of one block of keys."""

@@ -170,7 +170,7 @@ def _forward(
         pairs, merged = ring.pairs(len(keys), hops), list(merged)
         q, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
         k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
-        results, sent = attend_block(ring.kernel, ring.whole, q, k, v, _met(of_queries, of_keys), sent)
+        results, sent = attend_block(ring.kernel, ring.whole, q, k, v, _pair_segments(of_queries, of_keys), sent)
         for pair, (o, lse) in zip(pairs, _scatter(results, len(pairs)), strict=True):
             lse = lse if pair.counts is None else jnp.where(pair.counts, lse, -jnp.inf)
             before, before_lse = _at(merged[pair.track], pair.queries)
@@ -182,7 +182,7 @@ def _forward(
         return meet(merged, keys, hops, ring.send(keys)), None
 
     # In either order, this device's own keys are in the order of its queries.
-    (o, lse), sent = attend_block(ring.kernel, ring.scores, q, k, v, _met(ids, ids), ring.send(keys))
+    (o, lse), sent = attend_block(ring.kernel, ring.scores, q, k, v, _pair_segments(ids, ids), ring.send(keys))
     own = zip(_cut(ring, halves, o.astype(jnp.float32)), _cut_rows(ring, halves, lse), strict=True)
     (merged, keys), _ = lax.scan(hop, ([o + lse for o, lse in own], sent), jnp.arange(1, ring.size - 1))
     merged, _ = meet(merged, keys, ring.size - 1, [])
@@ -212,7 +212,7 @@ def _backward(
         dkv = [_zeros(track[:2]) for track in keys]
         q, o, lse, do, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
         k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
-        met = _met(of_queries, of_keys)
+        met = _pair_segments(of_queries, of_keys)
         results, sent = block_gradients(ring.kernel, ring.whole, q, k, v, o, lse, do, met, sent)
         for pair, parts in zip(pairs, _scatter(results, len(pairs)), strict=True):
             if pair.counts is not None:
@@ -227,7 +227,7 @@ def _backward(
         dq, dkv, sent = meet(dq, keys, hops, ring.send(keys) + ring.send(travelling))
         return (dq, sent[: len(keys)], jax.tree.map(_add, sent[len(keys) :], dkv)), None
 
-    own = _met(ids, ids)
+    own = _pair_segments(ids, ids)
     (dq, dk, dv), keys = block_gradients(ring.kernel, ring.scores, q, k, v, o, lse, do, own, ring.send(keys))
     track_dq = _cut(ring, halves, dq.astype(jnp.float32))
     track_dq, travelling, sent = meet(track_dq, keys, 1, ring.send(keys) if ring.size > 2 else [])
@@ -249,7 +249,7 @@ def _halves(k: jax.Array) -> int | None:
     return next((dim for dim in (2, 0) if k.shape[dim] % 2 == 0), None)
 
 
-def _met(of_queries: Sequence[jax.Array], of_keys: Sequence[jax.Array]) -> Segments | None:
+def _pair_segments(of_queries: Sequence[jax.Array], of_keys: Sequence[jax.Array]) -> Segments | None:
     """Segments of queries and of the keys that they attend to; None without segments."""
     return (of_queries[0], of_keys[0]) if of_queries and of_keys else None
 
@@ -349,7 +349,7 @@ def _windowed(
                 v,
                 sinks=sinks,
                 absent=jnp.maximum(earlier - position * chunk, 0),
-                segments=_met(ids[index : index + 1], of_keys),
+                segments=_pair_segments(ids[index : index + 1], of_keys),
             )
         )
     return jnp.concatenate(outputs, axis=1)

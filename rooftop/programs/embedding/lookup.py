@@ -200,7 +200,7 @@ def join_features(
 
 
 def mesh_axes(program: EmbeddingProgram) -> Axes:
-    """All axes of the mesh that is set. Raises RooftopError if it has not the stacking's number of devices."""
+    """All axes of the current mesh. Raises RooftopError if its number of devices is not the stacking's."""
     mesh = jax.sharding.get_abstract_mesh()
     if math.prod(mesh.axis_sizes) != program.stacking.devices:
         raise RooftopError("mesh", dict(mesh.shape), f"{program.stacking.devices} devices, as the tables are stacked")
@@ -315,7 +315,7 @@ def _update(
         return rows_of(exchange, gradients, places, places.valid & (places.passes == index))
 
     if work.program.sample_passes > 1:
-        # A row may be in every pass: their sums of gradients lie side by side, are merged, and update it once.
+        # A row may be in every pass: the sums of all passes are concatenated and merged, and update it once.
         rows, sums = lax.map(sums_of, jnp.arange(work.program.sample_passes))
         return changed(arrays, rows.reshape(-1), sums.reshape(-1, stack.width))
     result: tuple[jax.Array, Slots] = work.for_each_pass(places, one, arrays)

@@ -199,7 +199,7 @@ def _adagrad_momentum(optimizer: TableOptimizer) -> Rule:
     return rule
 
 
-def _over_root(g: Float[Array, "*dims"], total: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+def _over_root(g: Float[Array, "N W"], total: Float[Array, " N #W"]) -> Float[Array, "N W"]:
     """g / sqrt(total), and 0 where the accumulator is 0. NaNs are kept, so that they are noticed."""
     return jnp.where(total == 0, 0.0, g / jnp.sqrt(total))
 

@@ -56,7 +56,7 @@ class RowGroups:
         """The rows in the order of their groups."""
         return _permuted(rows, self.order, self.places)
 
-    def back(self, rows: Shaped[Array, "R d"]) -> Shaped[Array, "R d"]:
+    def unsorted(self, rows: Shaped[Array, "R d"]) -> Shaped[Array, "R d"]:
         """The inverse of ``sorted``."""
         return _permuted(rows, self.places, self.order)
 

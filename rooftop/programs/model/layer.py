@@ -167,7 +167,7 @@ def qkv(
     heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
     with named_scope("qkv"):
         h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
-        # Not by ``project``: with one head on a device XLA:TPU would make an AllReduce of the gradient's ReduceScatter.
+        # Not ``project``: with one head on a device, XLA:TPU would turn the gradient's ReduceScatter into an AllReduce.
         into = project_left if how.weights_left else partial(jnp.einsum, "btd,dnh->btnh")
         q = into(h, gather(layer.q, specs, "embed", "heads", None))
         k = into(h, gather(layer.k, specs, "embed", "kv_heads", None))

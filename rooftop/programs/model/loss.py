@@ -17,7 +17,7 @@ from rooftop.programs.model.projection import project, project_left
 from rooftop.programs.sharding import Specs, in_parts, named_reshard, split_sequence, varying_as, whole
 
 
-def carrying(targets: Int[Array, "B T"]) -> Float32[Array, ""]:
+def count_loss_tokens(targets: Int[Array, "B T"]) -> Float32[Array, ""]:
     """Number of targets of a packed batch that carry loss (are not negative), at least 1."""
     with named_scope("loss"):
         return jnp.maximum(jnp.sum(targets >= 0, dtype=jnp.int32), 1).astype(jnp.float32)

@@ -138,7 +138,7 @@ def moe_mlp(
                 groups = RowGroups.of(all_experts[0, :, 0], per_shard)
                 act = hidden(groups.sorted(all_rows[0])[None], "", groups, groups.sorted(all_experts[0])[None])
                 act = (act * groups.sorted(axes.gather_tokens(shares)[0])).astype(x.dtype)
-                y = axes.scatter_tokens(groups.back(linear(act, "down", groups)[0])[None])
+                y = axes.scatter_tokens(groups.unsorted(linear(act, "down", groups)[0])[None])
             if "down_bias" in used_weights:
                 y = y + (bias_of("down_bias", experts) * shares).astype(x.dtype)
             y = checkpoint_name(y, "mlp_down")
@@ -273,14 +273,14 @@ class _Axes:
         """AllGather of the tensor group's rows; in the backward pass, a ReduceScatter."""
         if not self.tensor:
             return rows
-        whole = lax.all_gather(_in_two(rows), self.tensor, axis=1, tiled=True)
+        whole = lax.all_gather(_split_in_two(rows), self.tensor, axis=1, tiled=True)
         return whole.reshape(rows.shape[0], -1, rows.shape[-1])
 
     def scatter_tokens(self, rows: Float[Array, "E rows D"]) -> Float[Array, "E own_rows D"]:
         """ReduceScatter of partial sums to the device of each row; in the backward pass, an AllGather."""
         if not self.tensor:
             return rows
-        own = lax.psum_scatter(_in_two(rows, _ways(self.tensor)), self.tensor, scatter_dimension=1, tiled=True)
+        own = lax.psum_scatter(_split_in_two(rows, _ways(self.tensor)), self.tensor, scatter_dimension=1, tiled=True)
         return own.reshape(rows.shape[0], -1, rows.shape[-1])
 
     def exchange(self, rows: Shaped[Array, "E C D"], *, out: bool) -> Shaped[Array, "E2 C2 D"]:
@@ -291,7 +291,7 @@ class _Axes:
         return lax.all_to_all(rows, self.expert, split_axis=split, concat_axis=joined, tiled=True)
 
 
-def _in_two(rows: jax.Array, ways: int = 1) -> jax.Array:
+def _split_in_two(rows: jax.Array, ways: int = 1) -> jax.Array:
     """Rows [1, rows, D] as [2, rows / 2, D], other shapes unchanged: see ``_Axes.gather_weight``.
 
     ``rows`` are those of ``ways`` devices, and both halves need whole rows of each device. The order of the rows does

@@ -83,7 +83,7 @@ def head_loss(
     x = final_norm(x, weights, how)
     matrix = weights.embed if weights.unembed is None else weights.unembed
     if batch.segments is not None and counted is None:
-        counted = losses.carrying(batch.targets)
+        counted = losses.count_loss_tokens(batch.targets)
     value, squares = losses.cross_entropy(
         x,
         matrix,

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from rooftop.core.errors import RooftopError
 from rooftop.programs.model.describe import describe
-from rooftop.programs.model.loss import carrying
+from rooftop.programs.model.loss import count_loss_tokens
 from rooftop.programs.model.transformer import objective
 from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, initialise
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
@@ -134,7 +134,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
     def step(
         state: TrainState[jax.Array], batch: Batch[jax.Array]
     ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
-        counted = None if batch.segments is None else carrying(batch.targets)
+        counted = None if batch.segments is None else count_loss_tokens(batch.targets)
         per_microbatch = None if counted is None else counted / program.microbatches
 
         def share(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> tuple[jax.Array, _Terms]:
