@@ -16,6 +16,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 from rooftop.cli.main import main
+from tests.support.quickly import QUICK_FLAGS
 
 # JAX and libtpu read these when they are first used, which is after this file. The tests run on eight CPU devices
 # everywhere; the TPU compiler asks no metadata server which machine this is, and lets several processes load it.
@@ -24,16 +25,21 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Tests check the shapes and dtypes that the programs' signatures state.
-install_import_hook("rooftop.programs", "shape_checks.checked")
-# What a test compiles is compiled now, and leaves the user's own cache alone.
+install_import_hook("rooftop.programs", "tests.support.shape_checks.checked")
+# Tests leave the user's own cache alone. What JAX compiles for CPUs is compiled once in a session: the workers of
+# pytest-xdist, which start with this environment, and the processes that tests start share one cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="rooftop-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{_CACHE.name}/jax"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where slow tests are left out, XLA's compiler for CPUs hurries: most of the time is its."""
     if "not slow" in config.getoption("markexpr"):
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
 
 
 # The same examples on every run and no deadline: a failure is then due to the change, not to a slow machine.

@@ -29,11 +29,10 @@ from rooftop.serve.request import ServeRequest, shrunk
 from rooftop.serve.source import make_example, read_source
 from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
 from tests.support import serving_echo
+from tests.support.quickly import QUICK_FLAGS
 from tests.support.serving_process import TEXT, Served, started
 
 LONGEST = 64
-#: What a program does does not depend on how well it is compiled.
-QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def served(folder: Path) -> Iterator[Served]:
         "--batch-seqs", "4", "--max-model-len", str(LONGEST), "--chunk-tokens", "24",
         "--max-queue", "400", "--pages", "20",
     ]  # fmt: skip
-    environment = os.environ | {"XLA_FLAGS": QUICKLY, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": QUICK_FLAGS, "JAX_PLATFORMS": "cpu"}
     with started(command, folder.parent, env=environment) as found:
         yield found
 
@@ -204,7 +203,7 @@ def test_every_way_of_serving_answers_alike(folder: Path, served: Served, argume
         "--batch-seqs", "4", "--max-model-len", str(LONGEST), "--pages", "20",
         *(each.format(folder=folder) for each in arguments),
     ]  # fmt: skip
-    with started(command, folder.parent, env=os.environ | {"XLA_FLAGS": QUICKLY, "JAX_PLATFORMS": "cpu"}) as other:
+    with started(command, folder.parent, env=os.environ | {"XLA_FLAGS": QUICK_FLAGS, "JAX_PLATFORMS": "cpu"}) as other:
         if exact:
             assert texts(other) == texts(served)
         test_a_chat_of_a_schema(other)

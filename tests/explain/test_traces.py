@@ -32,7 +32,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from rooftop.runs.folder import RunFolder
 from tests.profile.test_synthetic import GATHER, GATHERED, LOOP, REDUCE, Event, fusion, plane, step, tpu, xspace
-from tests.train.test_train import QUICK_FLAGS, command, environment, write_corpus
+from tests.support.quickly import QUICK_FLAGS
+from tests.train.test_train import command, environment, write_corpus
 
 V5E = {
     "device_type_string": "TPU v5 lite",

@@ -95,12 +95,12 @@ def test_no_recompute_means_model_flops(given_: Problem) -> None:
     found = sweep(replace(given_, remat="none", microbatches=1))
     plan = best(found)
     tensor = plan.mesh.shape["tensor"]
-    if given_.model.mla is None and given_.model.kv_heads % tensor == 0:
-        matmuls = float(plan.ledger.flops(kernels=False)) * given_.slice.devices
-        layers = given_.model.layers / plan.mesh.shape["stage"]
-        if layers == int(layers) and plan.mesh.shape["stage"] == 1:
-            expected = 3 * flops_per_token(given_.model, given_.workload.seq_len).matmul * given_.workload.batch_tokens
-            assert matmuls == pytest.approx(expected, rel=2e-3)
+    matmuls = float(plan.ledger.flops(kernels=False)) * given_.slice.devices
+    expected = 3 * flops_per_token(given_.model, given_.workload.seq_len).matmul * given_.workload.batch_tokens
+    # Key/value heads that tensor parallelism copies, parts of MLA, and uneven stages come on top.
+    assert matmuls > expected * (1 - 2e-3)
+    if given_.model.mla is None and given_.model.kv_heads % tensor == 0 and plan.mesh.shape["stage"] == 1:
+        assert matmuls == pytest.approx(expected, rel=2e-3)
 
 
 @settings(max_examples=15, deadline=None)

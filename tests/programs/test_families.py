@@ -29,9 +29,8 @@ from rooftop.programs.sharding import Specs
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, init_state, train_step
 from tests.support.curves import mesh_of, program_of
+from tests.support.quickly import QUICKLY
 
-#: Tiny programs take longer to optimise than to run.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 ORACLES = Path(__file__).parents[1] / "oracles"
 NAMES = sorted(json.loads((ORACLES / "tiny_models.json").read_text()))
 

@@ -31,9 +31,8 @@ from rooftop.programs.training.optimizer import Optimizer
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import StepMetrics, abstract_batch, init_state, lower, train_step
 from tests.support.curves import mesh_of, program_of
+from tests.support.quickly import QUICKLY
 
-#: Tiny programs take longer to optimise than to run.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 ORACLES = Path(__file__).parents[1] / "oracles" / "logits"
 SLOW = pytest.mark.slow
 #: Lengths of the documents in each of eight sequences of 16; what is left is padding.

@@ -37,7 +37,8 @@ from rooftop.programs.training.step import (
     lower,
     train_step,
 )
-from tests.support.curves import QUICKLY, mesh_of, program_of
+from tests.support.curves import mesh_of, program_of
+from tests.support.quickly import QUICKLY
 
 MODEL = ModelConfig(
     name="tiny", family="llama", layers=2, d_model=64, d_ff=96, heads=8, kv_heads=4, d_head=16, vocab=128,

@@ -190,8 +190,8 @@ def penalised(prompt: list[int], how: Sampling) -> list[int]:
     from rooftop.programs.model.layer import Computation
     from rooftop.programs.model.transformer import logits
     from rooftop.programs.sharding import Specs
-    from tests.programs.test_families import QUICKLY
     from tests.support.curves import mesh_of
+    from tests.support.quickly import QUICKLY
 
     model, _, tensors, _ = case("llama")
     weights = jax.tree.map(jnp.asarray, from_checkpoint(model, tensors))

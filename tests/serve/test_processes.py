@@ -32,8 +32,8 @@ from rooftop.serve.hosts.loading import load_generator, load_prefill
 from rooftop.serve.hosts.prefilling import PrefillEngine
 from rooftop.serve.hosts.processes import Child, GeneratorTask, Other, Remote
 from rooftop.serve.sockets import bind, parse_address
-from tests.programs.test_families import QUICKLY
 from tests.support.engines import CONFIGURATION, GREEDY, answers, checkpoint, engine
+from tests.support.quickly import QUICKLY
 
 CASES = GREEDY["llama"]
 POLICY = Policy(max_batch=4, batching="disaggregated")

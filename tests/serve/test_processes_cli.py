@@ -18,6 +18,7 @@ import pytest
 from rooftop.serve.hosts.parts import choose_part
 from rooftop.serve.request import ServeRequest
 from tests.cli import test_serve as test_serve_cli
+from tests.support.quickly import QUICK_FLAGS
 from tests.support.serving_process import Served, started
 
 #: The model of those tests, and a tokenizer.
@@ -25,9 +26,10 @@ tiny = test_serve_cli.folder
 ROOFTOP = str(Path(sys.executable).with_name("rooftop"))
 ENGINE = ["--batch-seqs", "4", "--max-model-len", "64", "--pages", "20"]
 ENVIRONMENT = os.environ | {
-    "XLA_FLAGS": test_serve_cli.QUICKLY, "JAX_PLATFORMS": "cpu", "ROOFTOP_LINK_KEY": "between us",
-    "JAX_COMPILATION_CACHE_DIR": os.environ["XDG_CACHE_HOME"], "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}  # fmt: skip
+    "XLA_FLAGS": QUICK_FLAGS,
+    "JAX_PLATFORMS": "cpu",
+    "ROOFTOP_LINK_KEY": "between us",
+}
 PROMPTS = ["the quick", "brown fox", "jumps over the lazy dog", "a"] * 4
 
 

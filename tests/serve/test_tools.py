@@ -112,9 +112,11 @@ def test_calls_do_not_depend_on_where_an_answer_is_cut(
     text=st.text('<tool_cal>{}"name:rgu[]TOLCAS;f1 \n', max_size=40),
     form=st.sampled_from(["hermes", "mistral", "llama", "deepseek", "dsml"]),
 )
-def test_what_is_no_call_is_content(text: str, form: str) -> None:
-    """Nothing fails; and where nothing calls, no word is lost (blanks and separators before a broken call may be)."""
+def test_text_that_calls_nothing_is_content(text: str, form: str) -> None:
+    """Content comes from the text, in order. Without a call it lacks at most blanks and separators."""
     content, calls = read(form, list(text))
+    letters = iter(text)
+    assert all(letter in letters for letter in content)
     if not calls:
         lost = str.maketrans("", "", " \t\r\n,;[]")
         assert content.translate(lost) == text.translate(lost)

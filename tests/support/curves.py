@@ -16,14 +16,13 @@ from rooftop.programs.model.layer import Computation
 from rooftop.programs.parameters import Batch
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import TrainState, abstract_batch, init_state, train_step
+from tests.support.quickly import QUICKLY
 
 MODEL = ModelConfig(
     name="tiny", family="llama", layers=8, d_model=32, d_ff=48, heads=4, kv_heads=2, d_head=8, vocab=64,
     max_seq_len=16,
 )  # fmt: skip
 BATCH, SEQ_LEN = 8, 16
-#: Tiny programs take longer to optimise than to run.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def mesh_of(**sizes: int) -> jax.sharding.Mesh:

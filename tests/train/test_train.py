@@ -22,9 +22,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rooftop.core.scopes import is_scope
+from tests.support.quickly import QUICK_FLAGS
 
-#: Tiny programs take longer to optimise than to run.
-QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,

@@ -120,9 +120,8 @@ def test_requests_under_load_are_those_of_another_run_of_the_benchmark() -> None
 
 
 def test_large_misses_have_a_reason() -> None:
-    for one in REPORT.comparisons:
-        if abs(one.error("expected") or 0.0) > 0.2:
-            assert one.reason is not None
+    misses = [one for one in REPORT.comparisons if abs(one.error("expected") or 0.0) > 0.2]
+    assert all(miss.reason is not None for miss in misses)
 
 
 def test_a_model_is_given_by_the_tables_own_columns(tmp_path: Path) -> None:
