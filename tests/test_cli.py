@@ -16,8 +16,8 @@ from rooftop import __version__
 from rooftop.cli import main as main_module
 from rooftop.cli.main import VERBS
 from rooftop.cli.output import emit_json
-from rooftop.cli.process import prefer_cpus, uninterrupted
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.runs.environment import prefer_cpus, uninterrupted
 
 HEAVY = ("jax", "jaxlib", "numpy", "rich", "scipy", "rooftop.plan")
 

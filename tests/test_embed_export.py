@@ -85,7 +85,7 @@ table = "t2"
 
 def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It would tell this whole process to keep what it compiles.
-    monkeypatch.setattr("rooftop.cli.process.keep_compilations", lambda: None)
+    monkeypatch.setattr("rooftop.runs.environment.keep_compilations", lambda: None)
     write_clicks(tmp_path / "train.tsv", 6 * BATCH, seed=0)
     (tmp_path / "tables.toml").write_text(TOML)
     paths = [str(tmp_path / name) for name in ("tables.toml", "train.tsv", "run", "out")]

@@ -300,7 +300,7 @@ def test_one_line_for_what_a_run_cannot_be(
     words: tuple[str, ...], says: str,
 ) -> None:  # fmt: skip
     # It would tell this whole process to keep what it compiles.
-    monkeypatch.setattr("rooftop.cli.process.keep_compilations", lambda: None)
+    monkeypatch.setattr("rooftop.runs.environment.keep_compilations", lambda: None)
     (tmp_path / "t.toml").write_text(TOML)
     answer = rooftop(
         "embed", "train", str(tmp_path / "t.toml"), str(clicks), str(tmp_path / "run"), "--batch", str(BATCH), *words

@@ -259,7 +259,7 @@ def test_workers_from_the_command_line(
 ) -> None:
     """Told of like any other option."""
     # It would tell this whole process to keep what it compiles.
-    monkeypatch.setattr("rooftop.cli.process.keep_compilations", lambda: None)
+    monkeypatch.setattr("rooftop.runs.environment.keep_compilations", lambda: None)
     toml = tmp_path / "tables.toml"
     toml.write_text(
         "".join(f'[tables.t{n}]\nvocabulary = 40\nwidth = 8\n[features.C{n}]\ntable = "t{n}"\n' for n in (1, 2))

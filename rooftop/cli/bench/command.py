@@ -75,10 +75,10 @@ def _collectives(
 ) -> dict[str, Any]:
     """The answer as JSON values. Raises RooftopError naming the option that is wrong."""
     from rooftop.arrays import parse_axes
-    from rooftop.cli.process import prefer_cpus, uninterrupted
     from rooftop.core.errors import unknown
     from rooftop.core.ledger import COLLECTIVES
     from rooftop.core.quantities import dtype_bytes, parse_quantity
+    from rooftop.runs.environment import prefer_cpus, uninterrupted
 
     # Everything that can be wrong is found before JAX starts.
     payloads = [parse_quantity(size, "sizes") for size in sizes.split(",")]

@@ -56,8 +56,8 @@ def command(as_json: bool, output: Path | None, **options: Any) -> int:
     Examples: rooftop bench serve --url http://127.0.0.1:8000 --requests-per-second 4 --prompt 128:512 --generate 64
               rooftop bench serve --url http://127.0.0.1:8000 --trace trace.jsonl --plan plan.json --ttft 1s --tpot 50ms
     """
-    from rooftop.cli.process import require_packages
     from rooftop.core.files import write_text
+    from rooftop.runs.environment import require_packages
 
     require_packages(_PACKAGES, "serve")
     with progress_bar(shown=not as_json) as on_progress:

@@ -13,7 +13,7 @@ import click
 
 from rooftop.cli.options import json_option
 from rooftop.cli.output import emit_json, read_plan_file
-from rooftop.cli.process import uninterrupted
+from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
     from rooftop.explain.compiled.report import CompiledReport

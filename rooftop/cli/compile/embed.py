@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftop.cli.output import console, emit_json
-from rooftop.cli.process import uninterrupted
+from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
     from rich.table import Table

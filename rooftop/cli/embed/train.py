@@ -75,9 +75,10 @@ def train(
     \b
     Example: rooftop embed train tables.toml day0.tsv runs/first --batch 4096 --evaluate day1.tsv
     """
-    from rooftop.cli.process import keep_compilations, parse_profile, prepare_environment
+    from rooftop.cli.process import parse_profile
+    from rooftop.runs.environment import keep_compilations, prepare_environment
 
-    prepare_environment({"devices": devices}, packages=("jax", "optax"), extra="embed")
+    prepare_environment(devices, packages=("jax", "optax"), extra="embed")
     if profile is None:
         # A trace of a program out of a cache has nothing of its scopes.
         keep_compilations()

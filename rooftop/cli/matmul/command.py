@@ -111,7 +111,7 @@ def _answer(
 
         data |= compile_and_compare(asked, prices)
     if measure:
-        from rooftop.cli.process import prefer_cpus, uninterrupted
+        from rooftop.runs.environment import prefer_cpus, uninterrupted
 
         prefer_cpus()
         with uninterrupted():

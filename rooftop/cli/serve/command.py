@@ -16,7 +16,7 @@ import click
 
 from rooftop.cli.options import json_option
 from rooftop.cli.output import progress_bar
-from rooftop.cli.process import keep_compilations, prepare_environment
+from rooftop.runs.environment import keep_compilations, prepare_environment
 
 if TYPE_CHECKING:
     from rooftop.serve.engine.requests import ServingEngine
@@ -98,7 +98,7 @@ def command(checkpoint: Path, as_json: bool, **options: Any) -> int:
               rooftop serve models/llama --max-batch 64 --kv-dtype int8 --mesh tensor=4 --host 0.0.0.0 --api-key KEY
               rooftop serve plan.json --weights-of models/llama --on local
     """
-    prepare_environment(options, packages=_PACKAGES, extra="serve")
+    prepare_environment(options["devices"], packages=_PACKAGES, extra="serve")
     if options["coordinator"] is None:
         from rooftop.core.errors import RooftopError
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from rooftop.cli.process import join_processes
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.runs.environment import join_processes
 from rooftop.serve.engine.configuration import Configuration
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def as_one_of_several(options: Mapping[str, Any], serve: Callable[[], int]) -> i
 
     keep_stdout()
     try:
-        join_processes(options)
+        join_processes(options["coordinator"], options["processes"], options["process"])
         return serve()
     except (RooftopError, Infeasible) as error:
         _end(str(error), error.exit_status)

@@ -16,7 +16,8 @@ from click.core import ParameterSource
 
 from rooftop.cli.options import json_option
 from rooftop.cli.output import emit_json, progress_bar
-from rooftop.cli.process import expect_late_reports, keep_compilations, prepare_environment, train_together
+from rooftop.cli.process import PACKAGES, expect_late_reports, train_together
+from rooftop.runs.environment import keep_compilations, prepare_environment
 
 if TYPE_CHECKING:
     from rooftop.runs.folder import RunFolder
@@ -140,7 +141,7 @@ def command(ctx: click.Context, /, as_json: bool, **given: Any) -> int:
     defaults = {name: _plain(name, value) for name, value in given.items()}
     # A run that is there goes on with the options that it had, but for those that are given now.
     options = defaults | (recorded["arguments"] if recorded is not None else {}) | explicit
-    prepare_environment(options)
+    prepare_environment(options["devices"], packages=PACKAGES, extra="train")
 
     def train() -> int:
         return _train(options, explicit, folder, recorded, as_json)
