@@ -69,7 +69,7 @@ def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(clicks: Path, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     killed = tmp_path / "killed"
     process = subprocess.Popen([*script, str(killed), "4", "pipelined"], env=environment)
-    while process.poll() is None and not list(killed.glob("checkpoints/*/manifest.json")):
+    while process.poll() is None and not list(killed.glob("checkpoints/[0-9]/manifest.json")):
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
     process.send_signal(signal.SIGKILL)
