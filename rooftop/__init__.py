@@ -1,17 +1,57 @@
-"""rooftop: plan, compile, run and explain large-model training, serving and embedding on TPU and GPU meshes."""
+"""rooftop: plan, compile, run and explain large-model training, serving and embedding on TPU and GPU meshes.
+
+Every verb of the command line is a function of the same words here: ``rooftop plan train llama3-8b --on v5e:4x4
+--batch-seqs 16`` is ``rooftop.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=16)``. Functions take objects or the
+strings of the command line, and return results with ``to_json()``, ``rows`` and a table for notebooks.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+import types
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "inspect"]
+#: Public functions by the module of ``rooftop.library`` that has them. A module is imported on first use.
+_FUNCTIONS = {
+    "chip": "catalogue",
+    "chips": "catalogue",
+    "model": "catalogue",
+    "models": "catalogue",
+    "matmul": "arrays",
+    "plan_training": "planning",
+    "compile": "compiling",
+    "inspect": "compiling",
+    "explain": "explaining",
+    "explain_operations": "explaining",
+    "diff": "explaining",
+    "validate": "explaining",
+}
+
+__all__ = ["__version__", *_FUNCTIONS]
 
 
-def __getattr__(name: str) -> Any:
-    """Public functions, imported when they are first used: ``rooftop.inspect`` needs JAX, planning does not."""
-    if name == "inspect":
-        return importlib.import_module("rooftop.explain.compiled.function").inspect
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> object:
+    """Import a public function on first use."""
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function: object = getattr(importlib.import_module(f"rooftop.library.{_FUNCTIONS[name]}"), name)
+    globals()[name] = function
+    return function
+
+
+def __dir__() -> list[str]:
+    """Public names, imported or not."""
+    return sorted(__all__)
+
+
+class _Package(types.ModuleType):
+    """The type of this module. Importing a package such as ``rooftop.explain`` does not hide the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _FUNCTIONS and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

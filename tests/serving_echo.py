@@ -155,9 +155,11 @@ class EchoEngine:
 
 def main() -> None:
     """Serve an EchoEngine: what a test says in JSON on the command line. Says where when it is ready."""
-    from rooftop.serve.api.app import Settings
+    from rooftop.serve.api.settings import Settings
     from rooftop.serve.api.texts import Texts
-    from rooftop.serve.server import Serving, bind, start_logging
+    from rooftop.serve.logs import start_logging
+    from rooftop.serve.server import Serving
+    from rooftop.serve.sockets import bind
 
     options = json.loads(sys.argv[1])
     folder = Path(sys.argv[2])

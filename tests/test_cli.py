@@ -122,7 +122,7 @@ def test_a_full_disk_is_one_line(arguments):
         (["plan", "train"], "model: got nothing; accepted: rooftop plan train [OPTIONS] MODEL"),
         (
             ["plan", "train", "llama3-8b"],
-            "on: got nothing; accepted: --on SLICE: CHIP:SHAPE[@SLICES], such as v5p:16x16x16",
+            "on: got nothing; accepted: --on HARDWARE: CHIP:SHAPE[@SLICES], such as v5p:16x16x16",
         ),
         (
             ["chips", "v5e", "v5p"],

@@ -20,8 +20,9 @@ from rooftop.programs.model.projection import project_left
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.serving import paged
 from rooftop.programs.serving.decode import ADJUSTED, DRAWN, HEAD, SLOT, TEMPERATURE, heads_of_each, only_likeliest
+from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.paged import Pages, Rows, attend_heads, best_reader, require_reader
-from rooftop.programs.serving.quantised import FORMATS, Turned, in_full, quantise, require_format
+from rooftop.programs.serving.quantised import Turned, in_full, quantise, require_format
 
 PAGES, KV_HEADS, HEADS = 32, 2, 4
 #: Tokens before the new ones, and new ones, of each row; the third row is padding, and the last one generates.
@@ -157,7 +158,7 @@ def test_quantised_weights_are_within_half_a_step(name: str, dim: int) -> None:
     largest = np.abs(apart).max(axis=dim + 1, keepdims=True)
     error = np.abs(np.asarray(in_full(small, jnp.dtype("float32"))).reshape(apart.shape) - apart)
     # Of three bits behind the point; below the normal numbers, 2**-9 of what the largest is scaled to.
-    step = np.maximum(np.abs(apart) / 8, largest / 448 / 512) if name == "fp8" else largest / format_.largest
+    step = np.maximum(np.abs(apart) / 8, largest / 448 / 512) if name == "f8_e4m3" else largest / format_.largest
     assert (error <= step / 2 * 1.001).all() and error.max() > 0
 
 

@@ -55,7 +55,7 @@ def test_the_table_says_what_binds(rooftop: Call) -> None:
 
 def test_prices_are_bound_expected_or_the_books(rooftop: Call) -> None:
     bound, expected, book = (
-        best(rooftop, "AllGather_X(bf16[I_X, J])", "--dims", "I=8192,J=8192", *V4, "--price", kind)["time_s"]
+        best(rooftop, "AllGather_X(bf16[I_X, J])", "--dims", "I=8192,J=8192", *V4, "--level", kind)["time_s"]
         for kind in ("bound", "expected", "book")
     )
     assert bound < expected
@@ -104,7 +104,7 @@ def test_a_layout_can_be_pinned(rooftop: Call) -> None:
         (("AllGather_X(bf16[I_X])", "--mesh", "X=2", "--dims", "I=4"), "a slice, such as v5e:4x4"),
         (("AllGather_Y(bf16[I_X])", *SMALL, "--dims", "I=4"), "mesh axis"),
         (("AllGather_X(bf16[I_X])", "--mesh", "X=2", "--dims", "I=4", "--on", "v5e:2x2"), "the 4 devices of v5e:2x2"),
-        (("AllGather_X(bf16[I_X])", *SMALL, "--dims", "I=4", "--price", "best"), "expected"),
+        (("AllGather_X(bf16[I_X])", *SMALL, "--dims", "I=4", "--level", "best"), "expected"),
         (("AllGather_X(bf16[I_X])", *SMALL, "--dims", "I=4", "--figure", "ici=3"), "figure"),
         (("AllGather_X(bf16[8_X, 8])", *SMALL), "give equal sizes names"),
         (("bf16[I] @ bf16[I]", *SMALL), "expression"),
@@ -144,7 +144,7 @@ def test_s2_all_gather_on_v5e(rooftop: Call) -> None:
     assert line["time_s"] == pytest.approx(559.24e-6, rel=1e-4)
     # With a ring, which a v5e has at 16 only; v4 links are as fast and close at 4.
     assert best(rooftop, gather, *V4)["time_s"] == pytest.approx(279.6e-6, rel=1e-3)
-    ring = best(rooftop, gather, "--mesh", "X=16,Y=16", "--on", "v5e:16x16", "--price", "book")
+    ring = best(rooftop, gather, "--mesh", "X=16,Y=16", "--on", "v5e:16x16", "--level", "book")
     assert ring["time_s"] == pytest.approx(372.83e-6, rel=1e-4)
 
 
@@ -172,14 +172,14 @@ def test_s4_copies(rooftop: Call) -> None:
 )
 def test_s5_to_s7_rings_of_v4(rooftop: Call, expression: str, exact_us: float, book_us: float) -> None:
     assert best(rooftop, expression, *V4)["time_s"] == pytest.approx(exact_us * 1e-6, rel=1e-3)
-    assert best(rooftop, expression, *V4, "--price", "book")["time_s"] == pytest.approx(book_us * 1e-6, rel=1e-3)
+    assert best(rooftop, expression, *V4, "--level", "book")["time_s"] == pytest.approx(book_us * 1e-6, rel=1e-3)
 
 
 def test_s9_all_to_all_against_all_gather(rooftop: Call) -> None:
     ring = ("--dims", "I=8192,J=8192", "--mesh", "X=16,Y=16", "--on", "v5e:16x16")
     pair = "AllToAll_{X,J}(bf16[I_X, J])", "AllGather_X(bf16[I_X, J])"
     # The book's ratio is for whole shards; without the shard that stays at home a gather takes (N-1)/N as long.
-    both_ways = [best(rooftop, each, *ring, "--price", "book")["time_s"] for each in pair]
+    both_ways = [best(rooftop, each, *ring, "--level", "book")["time_s"] for each in pair]
     assert both_ways[0] / both_ways[1] == pytest.approx(0.25)
     one_way = [best(rooftop, each, *ring, "--simulate", "--unidirectional")["steps"][0]["simulated_s"] for each in pair]
     assert one_way[0] / one_way[1] == pytest.approx(0.5, rel=0.02)
@@ -279,7 +279,7 @@ def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
 
 
 def test_check_sets_xlas_collectives_beside_ours(rooftop: Call) -> None:
-    data = rooftop("matmul", SHOWN, *GIVEN, "--check", "--json").json
+    data = rooftop("matmul", SHOWN, *GIVEN, "--compile", "--json").json
     (collective,) = data["compiled"]["collectives"]
     assert collective["kind"] == "all_reduce" and collective["axes"] == ["Y"]
     assert collective["bytes"] == 2048 * 32768 * 2
@@ -293,7 +293,7 @@ def test_check_sets_xlas_collectives_beside_ours(rooftop: Call) -> None:
 def test_check_says_who_found_better(rooftop: Call) -> None:
     """An operand split over the contracted dim alone: XLA gathers it, where multiplying shards moves less."""
     given = ("--dims", "I=512,J=16384,K=512", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
-    data = rooftop("matmul", "bf16[I, J_XY] @ bf16[J, K] -> bf16[I, K]", *given, "--check", "--json").json
+    data = rooftop("matmul", "bf16[I, J_XY] @ bf16[J, K] -> bf16[I, K]", *given, "--compile", "--json").json
     kinds = {kind for kind, _, _ in data["planned"]["collectives"]}
     assert kinds == {"all_reduce"}
     if not data["agrees"]:
@@ -310,7 +310,7 @@ def test_check_says_who_found_better(rooftop: Call) -> None:
     ],
 )
 def test_what_cannot_be_compiled_is_refused(rooftop: Call, arguments: tuple[str, ...], named: str) -> None:
-    answer = rooftop("matmul", *arguments, "--dims", "I=64,J=64", "--check")
+    answer = rooftop("matmul", *arguments, "--dims", "I=64,J=64", "--compile")
     assert (answer.status, answer.out) == (2, "") and named in answer.err
 
 

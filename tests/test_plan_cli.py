@@ -111,7 +111,9 @@ def test_the_book_bounds_use_nominal_memory(rooftop: Run) -> None:
         ({6: "-4M"}, "positive number"),
         ({8: "0"}, "positive number"),
         ({10: "many"}, "positive number"),
-        ({6: "1e30"}, "from 1 to 1,000,000,000,000"),
+        ({6: "1e14"}, "from 1 to 1,000,000,000,000"),
+        ({6: "1e30"}, "at most 1e+15"),
+        ({10: "1e30"}, "at most 1e+15"),
     ],
 )
 def test_bad_arguments_are_one_line(rooftop: Run, change: dict[int, str], message: str) -> None:
@@ -140,7 +142,7 @@ def test_bad_arguments_are_one_line(rooftop: Run, change: dict[int, str], messag
         (("--optimizer", "adamww"), "did you mean adamw"),
         (("--matmul-dtype", "int3"), "int8"),
         (("--price", "-1"), "positive number"),
-        (("--hidden", "tensor=2"), "between 0 and 1"),
+        (("--assume", "tensor=2"), "between 0 and 1"),
         (("--bounds", "loose"), "book"),
         (("--batch-seqs", "4"), "one of --batch-tokens and --batch-seqs"),
         (("--nonsense",), "nonsense"),

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from serving_process import TEXT, Served, started
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.server import bind
+from rooftop.serve.sockets import bind
 
 #: A template by which calls are written as Hermes and Qwen write them.
 TOOL_USE = "{{ messages[-1].content }}{# <tool_call> #}"

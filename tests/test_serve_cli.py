@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ import serving_echo
 from serving_process import TEXT, Served, started
 
 from rooftop.checkpoints.huggingface import save_weights
-from rooftop.cli.serve.example import made as example
-from rooftop.cli.serve.options import configuration, on_local, source_of
 from rooftop.core.errors import RooftopError
 from rooftop.models import count_params, from_huggingface
 from rooftop.programs.model.describe import describe
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.api.texts import Texts
-from rooftop.serve.engine.loading import configuration_of
+from rooftop.serve.engine.configuration import configuration_of
+from rooftop.serve.request import ServeRequest, shrunk
+from rooftop.serve.source import make_example, read_source
 from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
 
 LONGEST = 64
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[Served]:
     command = [
         str(Path(sys.executable).with_name("rooftop")), "serve", str(folder), "--port", "0", "--json",
-        "--max-batch", "4", "--max-model-len", str(LONGEST), "--chunk-tokens", "24",
+        "--batch-seqs", "4", "--max-model-len", str(LONGEST), "--chunk-tokens", "24",
         "--max-queue", "400", "--pages", "20",
     ]  # fmt: skip
     environment = os.environ | {"XLA_FLAGS": QUICKLY, "JAX_PLATFORMS": "cpu"}
@@ -158,7 +159,7 @@ def test_a_replay_stands_beside_its_simulation(served: Served, rooftop: Callable
     assert measured["goodput"]["share"] == 1
     for figures in (measured, predicted):
         assert 0 < figures["ttft_s"]["p50"] <= figures["ttft_s"]["max"] <= figures["e2e_s"]["max"]
-    table = rooftop("bench", "serve", "--url", served.url, "--requests-per-second", "20", "--seconds", "0.5",
+    table = rooftop("bench", "serve", "--url", served.url, "--requests-per-second", "20", "--duration", "500ms",
                     "--prompt", "8", "--generate", "4:8")  # fmt: skip
     assert table.status == 0 and "10 of 10 requests" in table.out
     assert table.out.count("predicted") >= 4
@@ -186,8 +187,8 @@ def test_a_call_of_a_tool(served: Served) -> None:
 @pytest.mark.parametrize(
     ("arguments", "exact"),
     [
-        (["--draft", "{folder}", "--guesses", "2"], True),
-        (["--guesses", "3"], True),
+        (["--draft", "{folder}", "--draft-length", "2"], True),
+        (["--draft-length", "3"], True),
         (["--devices", "4", "--mesh", "data=2,tensor=2"], True),
         (["--devices", "4", "--mesh", "tensor=2,context=2", "--weights-dtype", "int8", "--kv-dtype", "int8"], False),
         (["--devices", "2", "--batching", "disaggregated", "--prefill-devices", "1", "--chunk-tokens", "0"], True),
@@ -200,7 +201,7 @@ def test_every_way_of_serving_answers_alike(folder: Path, served: Served, argume
 
     command = [
         str(Path(sys.executable).with_name("rooftop")), "serve", str(folder), "--port", "0", "--json",
-        "--max-batch", "4", "--max-model-len", str(LONGEST), "--pages", "20",
+        "--batch-seqs", "4", "--max-model-len", str(LONGEST), "--pages", "20",
         *(each.format(folder=folder) for each in arguments),
     ]  # fmt: skip
     with started(command, folder.parent, env=os.environ | {"XLA_FLAGS": QUICKLY, "JAX_PLATFORMS": "cpu"}) as other:
@@ -209,7 +210,7 @@ def test_every_way_of_serving_answers_alike(folder: Path, served: Served, argume
         test_a_chat_of_a_schema(other)
         test_a_call_of_a_tool(other)
         test_seeds_draw_the_same(other)
-        assert (other.metric("rooftop_accepted_tokens_total") > 0) == ("--guesses" in arguments)
+        assert (other.metric("rooftop_accepted_tokens_total") > 0) == ("--draft-length" in arguments)
         other.wait_until_idle()
         assert other.metric("rooftop_compilations_total") == 0
         assert other.stop()[0] == 0
@@ -227,24 +228,32 @@ def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: 
     ("arguments", "message"),
     [
         (["/nowhere"], "checkpoint: got '/nowhere'; accepted: the folder of a checkpoint"),
-        (["{folder}", "--port", "99999"], "port: got '99999'; accepted: 0 to 65535"),
+        (["{folder}", "--port", "99999"], "port: got 99999; accepted: a whole number from 0 to 65535"),
         (["{folder}", "--port", "http"], "port: got 'http'"),
         (["{folder}", "--log-level", "loud"], "log-level: got 'loud'"),
-        (["{folder}", "--kv-dtype", "int3"], "kv-dtype: got 'int3'; accepted: did you mean int8? one of int8, plain"),
-        (["{folder}", "--dtype", "f8"], "dtype: got 'f8'"),
-        (["{folder}", "--max-batch", "many"], "max-batch: got 'many'"),
+        (["{folder}", "--kv-dtype", "int3"], "kv-dtype: got 'int3'; accepted: did you mean int8 or int4? one of"),
+        (["{folder}", "--kv-dtype", "f8_e4m3"], "kv-dtype: got 'f8_e4m3'; accepted: one of bf16, f32, int8"),
+        (["{folder}", "--compute-dtype", "f8"], "compute-dtype: got 'f8'"),
+        (["{folder}", "--compute-dtype", "fp16"], "compute-dtype: got 'f16'; accepted: "),
+        (["{folder}", "--weights-dtype", "int4"], "weight-group: got nothing; accepted: 32, 64, 128"),
+        (["{folder}", "--weights-dtype", "int8", "--weight-group", "32"], "weight-group: got 32"),
+        (["{folder}", "--weights-dtype", "bf16", "--kv-dtype", "f32"], "compute-dtype: got 'weights-dtype bf16, kv"),
+        (["{folder}", "--batch-seqs", "many"], "batch-seqs: got 'many'"),
         (["{folder}", "--max-model-len", "0"], "max-model-len: got '0'"),
         (["{folder}", "--batching", "random"], "batching: got 'random'; accepted: one of disaggregated, interleaved\n"),
         (
             ["{folder}", "--batching", "static"],
-            "batching: got 'static'; accepted: interleaved or disaggregated: static",
+            "batching: got 'static'; accepted: one of disaggregated, interleaved\n",
         ),
         (["{folder}", "--chunk-tokens", "8"], "chunk-tokens: got 8; accepted: more than the largest batch (32)"),
         (["{folder}", "--draft", "/nowhere"], "draft: got '/nowhere'; accepted: the folder of a checkpoint"),
-        (["{folder}", "--processes", "2"], "processes: got '2'; accepted: this with --coordinator"),
-        (["{folder}", "--process", "0"], "process: got '0'; accepted: this with --coordinator"),
+        (["{folder}", "--processes", "2"], "processes: got 2; accepted: this with --coordinator"),
+        (["{folder}", "--process", "0"], "process: got 0; accepted: this with --coordinator"),
         (["{folder}", "--mesh", "stage=2"], "mesh axis of an engine: got 'stage'"),
-        (["{folder}", "--on", "v5e:2x2"], "on: got 'v5e:2x2'; accepted: local"),
+        (["{folder}", "--on", "v5e:2x2"], "option: got '--on'"),
+        (["{folder}", "--pages", "1"], "pages: got 1; accepted: 32 or more: a page for each of the 32 sequences"),
+        (["{folder}", "--draft", "{folder}"], "draft-length: got 0; accepted: 1 or more with a draft model"),
+        (["llama:2M", "--port", "abc"], "port: got 'abc'"),
         (["{folder}", "--drain", "soon"], "drain: got 'soon'"),
         (["{folder}", "--chat-template", "/nowhere"], "chat template: got '/nowhere'"),
         (["{folder}", "--weights-of", "x"], "weights-of: got 'x'; accepted: this with a plan only"),
@@ -290,9 +299,10 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
         assert axes is None or dict(found.mesh) == axes
         assert found.kv_split == made["kv_split"]
         plan.write_text(json.dumps(made))
-        assert source_of(plan, tmp_path).plan == made
+        assert read_source(plan, tmp_path).plan == made
     kinds = {("int8", "int8", None): ("int8", "int8"), ("int4", "bf16", 64): ("int4-64", "plain"),
-             ("f8_e4m3", "bf16", None): ("fp8", "plain"), ("int4", "f8_e4m3", None): ("plain", "plain")}  # fmt: skip
+             ("f8_e4m3", "bf16", None): ("f8_e4m3", "plain"),
+             ("int4", "f8_e4m3", None): ("plain", "plain")}  # fmt: skip
     for (weights, kv, group), engines in kinds.items():
         made["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
         assert (configuration_of(made).weights, configuration_of(made).cache) == engines
@@ -305,49 +315,57 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
 
 def test_an_example_is_made_once(rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = example(Path("llama:1M"))
+    folder = make_example(Path("llama:1M"))
     model = from_huggingface(folder / "config.json")
     assert 0.5e6 < count_params(model).total < 2e6
     texts = Texts.load(folder, vocab=model.vocab, ends=())
     assert texts.ends and texts.chat([{"role": "user", "content": "hi"}], TOOLS, None)
     assert "<tool_call>" in (texts.template_text(with_tools=True) or "")
     stamp = (folder / "model.safetensors").stat()
-    assert example(Path("llama:1M")) == folder and (folder / "model.safetensors").stat() == stamp
+    assert make_example(Path("llama:1M")) == folder and (folder / "model.safetensors").stat() == stamp
     for wrong in ("llama:many", "llama:1", "llama:70B"):
         answer = rooftop("serve", wrong)
         assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
 
 
-def test_options_become_a_configuration(rooftop: Callable[..., Any]) -> None:
-    given: dict[str, Any] = dict.fromkeys(
-        (
-            "max_batch",
-            "batching",
-            "chunk_tokens",
-            "dtype",
-            "mesh",
-            "preemption",
-            "pages",
-            "max_model_len",
-            "prefill_devices",
-            "kv_split",
-        )
-    )
-    given |= {
-        "weights_dtype": "plain",
-        "kv_dtype": "int8",
-        "page_tokens": "16",
-        "host_pages": "0",
-        "guesses": "3",
-        "prefix_cache": False,
-    }
-    given |= {"max_queue": "7"}
-    found = configuration(given | {"max_batch": "64", "mesh": "tensor=4,expert=2"}, None)
+def test_a_request_becomes_a_configuration(folder: Path) -> None:
+    request = ServeRequest(
+        checkpoint=folder, batch_seqs=64, mesh={"tensor": 4, "expert": 2}, kv_dtype="int8", weights_dtype="f32",
+        draft_length=3, prefix_cache=False, max_queue=7,
+    )  # fmt: skip
+    found = request.configuration(None)
     assert found.policy == Policy(max_batch=64, chunk_tokens=288)
     assert (found.cache, found.prefix_cache, found.max_queue, found.guesses) == ("int8", False, 7, 3)
-    assert dict(on_local(found, 4).mesh) == {"tensor": 2, "expert": 2}
-    assert (found.kv_split, configuration(given | {"kv_split": "batch"}, None).kv_split) == ("seq", "batch")
-    assert configuration(given | {"chunk_tokens": "0"}, None).policy.chunk_tokens is None
+    assert (found.weights, found.dtype) == ("plain", "float32")
+    assert dict(shrunk(found, 4).mesh) == {"tensor": 2, "expert": 2}
+    assert (found.kv_split, replace(request, kv_split="batch").configuration(None).kv_split) == ("seq", "batch")
+    assert replace(request, chunk_tokens=0).configuration(None).policy.chunk_tokens is None
+    grouped = replace(request, weights_dtype="int4", weight_group=64).configuration(None)
+    assert (grouped.weights, grouped.dtype) == ("int4-64", None)
+    planned = replace(found, weights="int8", cache="int8", mesh=(("tensor", 2),))
+    followed = ServeRequest(checkpoint=folder).configuration(planned)
+    assert (followed.weights, followed.cache, followed.mesh) == ("int8", "int8", (("tensor", 2),))
+
+
+def test_options_and_the_port_are_checked_before_jax_is_imported(folder: Path) -> None:
+    """Wrong options and an occupied port are answered by a process in which JAX cannot be imported."""
+    code = (
+        "import socket, sys\nsys.modules.update(dict.fromkeys(('jax', 'jaxlib', 'uvicorn', 'starlette')))\n"
+        "from rooftop.runs import environment\nenvironment.require_packages = lambda *_: None\n"
+        "from rooftop.cli.main import main\n"
+        "taken = socket.create_server(('127.0.0.1', 0)).getsockname()[1]\n"
+        f"for words in (['--port', str(taken)], ['--pages', '1'], ['--mesh', 'stage=2'], ['--chunk-tokens', '8']):\n"
+        f"    try: main(['serve', {str(folder)!r}, *words])\n    except SystemExit as end: print(end.code)\n"
+    )
+    code = code.replace(
+        "taken = socket.create_server(('127.0.0.1', 0)).getsockname()[1]",
+        "listening = socket.create_server(('127.0.0.1', 0))\ntaken = listening.getsockname()[1]",
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2"] * 4, done.stderr
+    assert [line.partition(": got")[0] for line in done.stderr.splitlines()] == [
+        "rooftop: port", "rooftop: pages", "rooftop: mesh axis of an engine", "rooftop: chunk-tokens",
+    ]  # fmt: skip
 
 
 def test_help_and_errors_import_nothing_heavy() -> None:

@@ -17,7 +17,7 @@ from test_families import case
 
 from rooftop.checkpoints.names import from_checkpoint
 from rooftop.core.errors import RooftopError
-from rooftop.programs.serving.quantised import FORMATS
+from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, filtered
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
@@ -261,7 +261,7 @@ def test_what_cannot_be_is_named(field: str, value: object) -> None:
     ("weights", "cache", "mesh", "most"),
     [
         ("int8", "int8", (), 0.05),
-        pytest.param("fp8", "plain", (), 0.1, marks=pytest.mark.slow),
+        pytest.param("f8_e4m3", "plain", (), 0.1, marks=pytest.mark.slow),
         ("int4-32", "plain", (("tensor", 2),), 0.5),
     ],
 )

@@ -14,9 +14,9 @@ from engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine import programs as mappings
-from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.engine.configuration import Configuration, configuration_of
 from rooftop.serve.engine.engine import PagedEngine
-from rooftop.serve.engine.loading import configuration_of, load, stop_tokens
+from rooftop.serve.engine.loading import load, stop_tokens
 from rooftop.serve.engine.requests import Overloaded, Sampling, ServeRequest, Token
 
 PROMPT = GREEDY["llama"][0]["prompt"]

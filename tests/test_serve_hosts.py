@@ -56,7 +56,7 @@ def test_one_engine_over_two_hosts(
 ) -> None:
     first, second = hosts
     command = [
-        ROOFTOP, "serve", str(tiny), *ENGINE, "--mesh", mesh, "--kv-split", kv_split, "--devices", "2", "--max-batch",
+        ROOFTOP, "serve", str(tiny), *ENGINE, "--mesh", mesh, "--kv-split", kv_split, "--devices", "2", "--batch-seqs",
         "4", "--pages", "40", "--coordinator", f"{FIRST}:{PORT}", "--processes", "2", "--json",
     ]  # fmt: skip
     with (

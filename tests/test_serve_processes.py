@@ -29,11 +29,11 @@ from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
 from rooftop.serve.hosts.generating import Generator
-from rooftop.serve.hosts.link import Link, LinkLost, accept, address, connect
+from rooftop.serve.hosts.link import Link, LinkLost, accept, connect
 from rooftop.serve.hosts.loading import load_generator, load_prefill
 from rooftop.serve.hosts.prefilling import PrefillEngine
 from rooftop.serve.hosts.processes import Child, GeneratorTask, Other, Remote
-from rooftop.serve.server import bind
+from rooftop.serve.sockets import bind, parse_address
 
 CASES = GREEDY["llama"]
 POLICY = Policy(max_batch=4, batching="disaggregated")
@@ -510,12 +510,12 @@ def test_a_process_that_serves_something_else_is_refused(made: PrefillEngine, li
 @pytest.mark.parametrize("given", ["", "8000", "host:", ":80", "host:0", "host:65536", "host:http"])
 def test_what_is_no_address_is_one_line(given: str) -> None:
     with pytest.raises(RooftopError, match=r"generate-at: got .*; accepted: HOST:PORT"):
-        address(given, "generate-at")
+        parse_address(given, "generate-at")
 
 
 def test_an_address_may_have_brackets() -> None:
-    assert address("[::1]:80", "generate-at") == ("::1", 80)
-    assert address("there:1234", "generate-at") == ("there", 1234)
+    assert parse_address("[::1]:80", "generate-at") == ("::1", 80)
+    assert parse_address("there:1234", "generate-at") == ("there", 1234)
 
 
 def test_messages_arrive_in_order_and_the_end_is_heard() -> None:

@@ -17,12 +17,13 @@ import pytest
 import test_serve_cli
 from serving_process import Served, started
 
-from rooftop.cli.serve.processes import apart
+from rooftop.serve.hosts.parts import choose_part
+from rooftop.serve.request import ServeRequest
 
 #: The model of those tests, and a tokenizer.
 tiny = test_serve_cli.folder
 ROOFTOP = str(Path(sys.executable).with_name("rooftop"))
-ENGINE = ["--max-batch", "4", "--max-model-len", "64", "--pages", "20"]
+ENGINE = ["--batch-seqs", "4", "--max-model-len", "64", "--pages", "20"]
 ENVIRONMENT = os.environ | {
     "XLA_FLAGS": test_serve_cli.QUICKLY, "JAX_PLATFORMS": "cpu", "ROOFTOP_LINK_KEY": "between us",
     "JAX_COMPILATION_CACHE_DIR": os.environ["XDG_CACHE_HOME"], "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -133,7 +134,6 @@ def test_wrong_options_are_one_line(
 def test_two_processes_share_the_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, ours: str, theirs: str) -> None:
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    given = dict.fromkeys(("role", "link_key", "draft", "prefill_devices", "batching"))
-    found = apart(given | {"generate_at": "local"})
+    found = choose_part(ServeRequest(checkpoint=Path("model"), generate_at="local"))
     assert found.environment == {"CUDA_VISIBLE_DEVICES": theirs}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ours

@@ -82,7 +82,7 @@ def wanted(tiny: Path) -> tuple[list[str], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
 def test_two_processes_answer_as_one(tiny: Path, wanted: tuple[list[str], list[str]], drafts: bool) -> None:
-    with together(tiny, *(["--guesses", "2", "--draft", str(tiny)] if drafts else [])) as (served, other):
+    with together(tiny, *(["--draft-length", "2", "--draft", str(tiny)] if drafts else [])) as (served, other):
         assert (texts(served), adjusted(served)) == wanted
         assert served.metric("rooftop_compilations_total") == 0
         assert (served.metric("rooftop_accepted_tokens_total") > 0) == drafts

@@ -62,7 +62,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         if self.kind not in PRICES:
-            raise unknown("price", self.kind, PRICES)
+            raise unknown("level", self.kind, PRICES)
 
     @cached_property
     def rates(self) -> Rates:

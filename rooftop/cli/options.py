@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -27,7 +27,15 @@ from rooftop.core.quantities import (
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Decorator = Callable[[_Function], _Function]
+
+
+class _Decorator(Protocol):
+    """A decorator of a command's function."""
+
+    def __call__(self, function: _Function, /) -> _Function:
+        """Add a parameter to the command."""
+        ...
+
 
 #: Headings under which ``--help`` shows options, in this order; options without a heading come last.
 HARDWARE = "Model and hardware"
@@ -35,11 +43,12 @@ WORKLOAD = "Workload"
 PARALLELISM = "Parallelism"
 NUMERICS = "Numerics"
 ASSUMPTIONS = "Assumptions"
+CACHE = "KV cache"
 RUN = "Run"
 SERVER = "Server"
 PROCESSES = "Processes"
 OUTPUT = "Output"
-GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, RUN, SERVER, PROCESSES, OUTPUT)
+GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT)
 
 #: Names that options accept, in the words of the modules that read them; tests hold them equal.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
@@ -68,9 +77,9 @@ class VerbCommand(click.Command):
         """Write a section for each group of options."""
         records: dict[str, list[tuple[str, str]]] = {group: [] for group in (*GROUPS, "Other options")}
         for param in self.get_params(ctx):
-            group = param.group if isinstance(param, GroupedOption) else None
             record = param.get_help_record(ctx)
-            if record is not None:
+            if isinstance(param, click.Option) and record is not None:
+                group = param.group if isinstance(param, GroupedOption) else None
                 records[group or "Other options"].append(record)
         for group, rows in records.items():
             if rows:
@@ -82,7 +91,7 @@ class VerbCommand(click.Command):
         write_examples(formatter, self.examples)
 
 
-def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator[_Function]:
+def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator:
     """``click.option`` under a heading of ``GROUPS``."""
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
@@ -219,8 +228,14 @@ def _count_or_zero(text: str, field: str) -> int:
     return 0 if str(text) == "0" else parse_count(text, field)
 
 
+def _top(text: str, field: str) -> int | str:
+    return "all" if str(text) == "all" else parse_count(text, field)
+
+
 COUNT = Parsed("n", parse_count)
 COUNT_OR_ZERO = Parsed("n", _count_or_zero)
+#: A number of rows, or "all".
+TOP = Parsed("n", _top)
 QUANTITY = Parsed("x", parse_quantity)
 BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
@@ -245,23 +260,24 @@ def field_of(param: click.Parameter | None) -> str:
     return max(param.opts, key=len).lstrip("-").replace("_", "-")
 
 
-def one_of(field: str, **values: object) -> str:
-    """The name of the one value that is given. Raises RooftopError, naming all, where none is or several are."""
-    present = [name for name, value in values.items() if value is not None]
-    names = [f"--{name.replace('_', '-')}" for name in values]
-    if len(present) != 1:
-        written = " and ".join(str(values[name]) for name in present) or None
-        raise RooftopError(field, written, f"one of {' and '.join(names)}")
-    return present[0]
-
-
 # ---------------------------------------------------------------- shared options
 
 
-def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator[Any]]:
+def _figures(ctx: click.Context, param: click.Parameter, entries: tuple[str, ...]) -> dict[str, float]:
+    """Figures by name, of NAME=VALUE. Raises RooftopError."""
+    figures: dict[str, float] = {}
+    for entry in entries:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals:
+            raise RooftopError("figure", entry, "NAME=VALUE, such as ici_bytes_per_s=4.5e10")
+        figures[name] = parse_quantity(value, f"figure {name}")
+    return figures
+
+
+def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator]:
     """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
 
-    def decorator(**changes: Any) -> _Decorator[Any]:
+    def decorator(**changes: Any) -> _Decorator:
         return option(*names, group=group, **(attributes | changes))
 
     return decorator
@@ -271,7 +287,13 @@ on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE
 shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the devices here.")
 price_option = _shared("--price", group=HARDWARE, type=PRICE, help="Dollars per chip-hour, not the list price.")
 figure_option = _shared(
-    "--figure", "figures", group=HARDWARE, multiple=True, metavar="NAME=VALUE", help="Override a figure of the chip."
+    "--figure",
+    "figures",
+    group=HARDWARE,
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_figures,
+    help="Override a figure of the chip.",
 )
 
 batch_seqs_option = _shared("--batch-seqs", group=WORKLOAD, type=COUNT, help="Sequences of a step.")
@@ -334,7 +356,7 @@ coordinator_option = _shared(
 processes_option = _shared("--processes", group=PROCESSES, type=COUNT, help="Number of processes.")
 process_option = _shared("--process", group=PROCESSES, type=COUNT_OR_ZERO, help="Index of this process, from 0.")
 
-top_option = _shared("--top", group=OUTPUT, type=COUNT_OR_ZERO, help="Rows to list.")
+top_option = _shared("--top", group=OUTPUT, type=TOP, help="Rows to list, or all.")
 perfetto_option = _shared("--perfetto", group=OUTPUT, type=FILE, help="Write the timeline here, for ui.perfetto.dev.")
 xprof_option = _shared(
     "--xprof", group=OUTPUT, type=FOLDER, help="Write it as a profile into this folder, for XProf and TensorBoard."
@@ -345,6 +367,5 @@ output_option = _shared("-o", "--output", group=OUTPUT, type=FILE, help="Write t
 
 def json_option(function: _Function) -> _Function:
     """The ``--json`` flag, passed to the command as ``as_json``."""
-    help_text = "One JSON object on stdout, nothing else."
-    decorate: _Decorator[_Function] = option("--json", "as_json", group=OUTPUT, is_flag=True, help=help_text)
+    decorate = option("--json", "as_json", group=OUTPUT, is_flag=True, help="One JSON object on stdout, nothing else.")
     return decorate(function)

@@ -43,5 +43,11 @@ def unknown(field: str, given: str, known: Iterable[str]) -> RooftopError:
 
 def misread(field: str, error: Exception, accepted: str) -> RooftopError:
     """A RooftopError for data from outside that a reader could not make sense of: ``error`` says where it gave up."""
-    given = f"data without {error.args[0]}" if isinstance(error, KeyError) and error.args else str(error)
+    if isinstance(error, KeyError) and error.args:
+        given = f"data without {error.args[0]}"
+    elif isinstance(error, (TypeError, AttributeError)):
+        # Python's own words say nothing to someone who reads a file.
+        given = "a value of another type"
+    else:
+        given = str(error)
     return RooftopError(field, given, accepted)

@@ -1,13 +1,15 @@
-"""Files that are whole or not there, and caches.
+"""Files that are whole or not there, JSON files, and caches.
 
 A crash, a kill or a full disk leaves what was there before.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rooftop.core.errors import RooftopError
 
@@ -52,3 +54,18 @@ def write_bytes(path: Path, data: bytes) -> None:
             raise
     except OSError as error:
         raise RooftopError("output file", str(path), f"a path that can be written ({error.strerror})") from None
+
+
+def read_json_object(path: Path, *, field: str, accepted: str) -> dict[str, Any]:
+    """The object in a JSON file, read once: ``path`` may be a pipe. Raises RooftopError, naming ``field``."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RooftopError(field, str(path), f"{accepted} ({error.strerror})") from None
+    except ValueError as error:
+        raise RooftopError(field, str(path), f"{accepted} (not JSON: {error})") from None
+    except RecursionError:
+        raise RooftopError(field, str(path), f"{accepted} (nested too deeply)") from None
+    if not isinstance(data, dict):
+        raise RooftopError(field, str(path), f"{accepted} (this is no JSON object)")
+    return data

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TextIO
 
 import uvicorn
 
-from rooftop.core.errors import RooftopError, unknown
-from rooftop.serve.api.app import Api, Settings
+from rooftop.serve.api.app import Api
+from rooftop.serve.api.settings import Settings
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import ServingEngine
 
@@ -27,28 +23,6 @@ from rooftop.serve.engine.requests import ServingEngine
 _MARGIN_S = 5
 #: Longer than clients keep idle connections, so that they close them and not we.
 _KEEP_ALIVE_S = 65
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that will listen there (port 0: a free one). Raises RooftopError where that cannot be."""
-    if not 0 <= port < 2**16:
-        raise RooftopError("port", port, "0 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
-    except socket.gaierror as error:
-        raise RooftopError("host", host, f"a name or address of this machine ({error.strerror})") from None
-    except OSError as error:
-        raise RooftopError("port", port, f"one that is free at {host} ({error.strerror})") from None
-    return bound
 
 
 class _UvicornServer(uvicorn.Server):
@@ -138,39 +112,3 @@ class Serving:
         else:
             self._server.force_exit = True
             self._drained = asyncio.create_task(asyncio.to_thread(self._api.engine.drain, 0.0))
-
-
-LEVELS = ("debug", "info", "warning", "error")
-#: What the server logs as; uvicorn's own lines join them.
-NAMES = ("rooftop.serve", "uvicorn.error")
-
-
-class _Lines(logging.Formatter):
-    """A record as JSON: time, level, event, and the fields that came with it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "event": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def start_logging(level: str, to: TextIO) -> logging.Logger:
-    """The logger of the server, writing to ``to`` from ``level`` on. Raises RooftopError for a level that is none."""
-    if level not in LEVELS:
-        raise unknown("log-level", level, LEVELS)
-    handler = logging.StreamHandler(to)
-    handler.setFormatter(_Lines())
-    for name in NAMES:
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        # uvicorn says in several lines what one of ours does.
-        logger.setLevel(
-            level.upper() if name == NAMES[0] else max(logging.WARNING, logging.getLevelName(level.upper()))
-        )
-    return logging.getLogger(NAMES[0])

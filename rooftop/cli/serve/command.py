@@ -3,227 +3,234 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from rooftop.cli.options import json_option
+from rooftop.cli.options import (
+    BYTES,
+    CACHE,
+    COUNT,
+    COUNT_OR_ZERO,
+    FILE,
+    HARDWARE,
+    PARALLELISM,
+    PATH,
+    PROCESSES,
+    SERVER,
+    TIME,
+    WORKLOAD,
+    Name,
+    VerbCommand,
+    batch_seqs_option,
+    batching_option,
+    compute_dtype_option,
+    coordinator_option,
+    devices_option,
+    draft_length_option,
+    draft_option,
+    json_option,
+    kv_dtype_option,
+    mesh_option,
+    option,
+    process_option,
+    processes_option,
+    shrink_option,
+    weight_group_option,
+    weights_dtype_option,
+)
 from rooftop.cli.output import progress_bar
-from rooftop.runs.environment import keep_compilations, prepare_environment
 
 if TYPE_CHECKING:
-    from rooftop.serve.engine.requests import ServingEngine
+    from rooftop.serve.run import Ready
 
-_PATH = click.Path(path_type=Path)
-#: What serving imports, by the names of modules.
-_PACKAGES = (
-    "jax", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
-    "llguidance",
+_EXAMPLES = (
+    "rooftop serve llama:2M --port 8000",
+    "rooftop serve models/llama --port 8000",
+    "rooftop serve models/llama --batch-seqs 64 --kv-dtype int8 --mesh tensor=4 --host 0.0.0.0 --api-key KEY",
+    "rooftop serve plan.json --weights-of models/llama --shrink",
+)
+
+
+@click.command(name="serve", cls=VerbCommand, examples=_EXAMPLES)
+@click.argument("checkpoint", type=PATH, metavar="CHECKPOINT|PLAN.json|llama:N")
+@option("--weights-of", group=HARDWARE, type=PATH, metavar="DIR", help="With a plan: its model's checkpoint.")
+@option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@option(
+    "--port", group=SERVER, default="8000", show_default=True, type=click.IntRange(0, 65535), metavar="N",
+    help="Where to listen; 0: a free port.",
 )  # fmt: skip
-
-#: Fields of an engine's configuration by the options that set them.
-_OPTIONS = {
-    "longest": "max-model-len", "cache": "kv-dtype", "weights": "weights-dtype", "prefill_devices": "prefill-devices",
-    "kv_split": "kv-split",
-}  # fmt: skip
-
-
-@click.command(name="serve")
-@click.argument("checkpoint", type=_PATH, metavar="CHECKPOINT|PLAN.json|llama:N")
-@click.option("--weights-of", type=_PATH, metavar="DIR", help="With a plan: the folder of its model's checkpoint.")
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
-@click.option("--port", default="8000", show_default=True, metavar="N", help="Where to listen; 0: a free port.")
-@click.option("--name", metavar="NAME", help="What requests call the model. [default: the folder's name]")
-@click.option(
-    "--api-key", multiple=True, envvar="ROOFTOP_API_KEY", metavar="KEY", help="Ask for a key; several are good."
+@option("--name", group=SERVER, metavar="NAME", help="The model's name in requests. [default: the folder's name]")
+@option(
+    "--api-key", group=SERVER, multiple=True, envvar="ROOFTOP_API_KEY", metavar="KEY",
+    help="Require this key; several may be given.",
+)  # fmt: skip
+@option("--cors", group=SERVER, multiple=True, metavar="ORIGIN", help="Let web pages of ORIGIN ask; '*': of any.")
+@batch_seqs_option(help="Sequences in progress at most. [default: 32, or the plan's]")
+@option("--max-model-len", group=WORKLOAD, type=COUNT, help="Most tokens of prompt and answer. [default: the model's]")
+@option(
+    "--max-queue", group=SERVER, default="1024", show_default=True, type=COUNT, help="Most that wait; others get a 429."
 )
-@click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages of ORIGIN ask; '*': of any.")
-@click.option("--max-batch", metavar="N", help="Most sequences in progress. [default: 32, or the plan's]")
-@click.option("--max-model-len", metavar="N", help="Most tokens of a prompt and its answer. [default: the model's]")
-@click.option("--max-queue", default="1024", show_default=True, metavar="N", help="Most that wait; others get a 429.")
-@click.option("--max-body", default="32Mi", show_default=True, metavar="BYTES", help="Largest request.")
-@click.option("--chunk-tokens", metavar="N", help="Most tokens of a step; prompts are prefilled in chunks. 0: whole.")
-@click.option("--batching", metavar="KIND", help="interleaved or disaggregated. [default: interleaved]")
-@click.option("--prefill-devices", metavar="N", help="Disaggregated: devices that prefill.")
-@click.option("--generate-at", metavar="local|HOST:PORT", help="Another process generates: one started here, or there.")
-@click.option("--role", metavar="generate", help="Be that process: listen at --host and --port for the other one.")
-@click.option("--link-key", envvar="ROOFTOP_LINK_KEY", metavar="KEY", help="Known to both, if one is elsewhere.")
-@click.option("--preemption", metavar="KIND", help="When pages run out: recompute or swap. [default: recompute]")
-@click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Share KV of equal beginnings.")
-@click.option("--guesses", default="0", show_default=True, metavar="N", help="Tokens guessed in a step, by n-grams.")
-@click.option("--draft", type=_PATH, metavar="DIR", help="Or by this smaller model of the same vocabulary.")
-@click.option("--page-tokens", default="16", show_default=True, metavar="N", help="Tokens of a page of the KV cache.")
-@click.option("--pages", metavar="N", help="Pages of the KV cache. [default: what memory allows]")
-@click.option("--host-pages", default="0", show_default=True, metavar="N", help="Pages in the host's memory.")
-@click.option("--dtype", metavar="DTYPE", help="bfloat16 or float32. [default: bfloat16, on a CPU float32]")
-@click.option(
-    "--weights-dtype",
-    metavar="DTYPE",
-    help="plain (--dtype), int8, fp8, or int4-32 (groups of 32; 64, 128). [default: plain, or the plan's]",
+@option("--max-body", group=SERVER, default="32Mi", show_default=True, type=BYTES, help="Largest request.")
+@option(
+    "--chunk-tokens", group=WORKLOAD, type=COUNT_OR_ZERO,
+    help="Most tokens of a step; prompts are prefilled in chunks. 0: whole.",
+)  # fmt: skip
+@batching_option(type=Name("interleaved", "disaggregated"), help="How requests are batched. [default: interleaved]")
+@option("--prefill-devices", group=PARALLELISM, type=COUNT, help="Disaggregated: devices that prefill.")
+@option(
+    "--generate-at", group=PROCESSES, metavar="local|HOST:PORT",
+    help="Another process generates: one started here, or there.",
+)  # fmt: skip
+@option("--role", group=PROCESSES, type=Name("generate"), help="Be that process: listen at --host and --port for it.")
+@option(
+    "--link-key",
+    group=PROCESSES,
+    envvar="ROOFTOP_LINK_KEY",
+    metavar="KEY",
+    help="Key of the link to the other machine.",
 )
-@click.option("--kv-dtype", metavar="DTYPE", help="plain (--dtype) or int8. [default: plain, or the plan's]")
-@click.option("--mesh", metavar="AXES", help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
-@click.option(
-    "--kv-split", metavar="KIND", help="What context splits: batch or seq (tokens). [default: seq, or the plan's]"
+@option("--preemption", group=WORKLOAD, type=Name("recompute", "swap"), help="When pages run out. [default: recompute]")
+@option(
+    "--prefix-cache/--no-prefix-cache", group=CACHE, default=True, show_default=True, help="Share KV of equal prefixes."
 )
-@click.option("--on", metavar="local", help="'local': shrink the plan's mesh to the devices that are here.")
-@click.option("--devices", metavar="N", help="Emulate N devices on the CPU.")
-@click.option("--coordinator", metavar="HOST:PORT", help="Be one of several processes; 'auto' on TPU pods and Slurm.")
-@click.option("--processes", metavar="N", help="With --coordinator: how many.")
-@click.option("--process", metavar="I", help="With --coordinator: which one; 0 answers.")
-@click.option("--chat-template", type=_PATH, metavar="FILE", help="Another chat template than the checkpoint's.")
-@click.option("--drain", default="30s", show_default=True, metavar="TIME", help="At SIGTERM: time to finish in.")
-@click.option("--log-level", default="info", show_default=True, metavar="LEVEL", help="debug, info, warning or error.")
-@click.option("--log-texts", is_flag=True, help="Put prompts and answers into the log.")
+@draft_length_option(default="0", show_default=True, help="Tokens guessed a round: by --draft, or by n-grams.")
+@draft_option(type=PATH, metavar="DIR", help="Smaller model of the same vocabulary that guesses tokens.")
+@option("--page-tokens", group=CACHE, default="16", show_default=True, type=COUNT, help="Tokens of a page.")
+@option("--pages", group=CACHE, type=COUNT, help="Pages on the devices. [default: what memory allows]")
+@option(
+    "--host-pages", group=CACHE, default="0", show_default=True, type=COUNT_OR_ZERO, help="Pages in the host's memory."
+)
+@compute_dtype_option(help="bf16 or f32. [default: bf16, on a CPU f32]")
+@weights_dtype_option(
+    help="int8, f8_e4m3, int4 (with --weight-group), or the compute dtype. [default: the latter, or the plan's]"
+)
+@weight_group_option(help="With --weights-dtype int4: input channels that share a scale: 32, 64 or 128.")
+@kv_dtype_option(help="int8, or the compute dtype. [default: the latter, or the plan's]")
+@mesh_option(help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
+@option(
+    "--kv-split", group=PARALLELISM, type=Name("batch", "seq"),
+    help="What context splits: sequences or their tokens. [default: seq, or the plan's]",
+)  # fmt: skip
+@shrink_option()
+@devices_option()
+@coordinator_option(help="Be one of several processes; 'auto' on TPU pods and Slurm.")
+@processes_option(help="With --coordinator: how many.")
+@process_option(help="With --coordinator: which one; 0 answers.")
+@option("--chat-template", group=SERVER, type=FILE, help="Another chat template than the checkpoint's.")
+@option("--drain", group=SERVER, default="30s", show_default=True, type=TIME, help="At SIGTERM: time to finish in.")
+@option(
+    "--log-level", group=SERVER, default="info", show_default=True, type=Name("debug", "info", "warning", "error"),
+    help="Least level that is logged.",
+)  # fmt: skip
+@option("--log-texts", group=SERVER, is_flag=True, help="Put prompts and answers into the log.")
 @json_option
-def command(checkpoint: Path, as_json: bool, **options: Any) -> int:
+def command(
+    checkpoint: Path,
+    weights_of: Path | None,
+    host: str,
+    port: int,
+    name: str | None,
+    api_key: tuple[str, ...],
+    cors: tuple[str, ...],
+    batch_seqs: int | None,
+    max_model_len: int | None,
+    max_queue: int,
+    max_body: int,
+    chunk_tokens: int | None,
+    batching: str | None,
+    prefill_devices: int | None,
+    generate_at: str | None,
+    role: str | None,
+    link_key: str | None,
+    preemption: str | None,
+    prefix_cache: bool,
+    draft_length: int,
+    draft: Path | None,
+    page_tokens: int,
+    pages: int | None,
+    host_pages: int,
+    compute_dtype: str | None,
+    weights_dtype: str | None,
+    weight_group: int | None,
+    kv_dtype: str | None,
+    mesh: str | None,
+    kv_split: str | None,
+    shrink: bool,
+    devices: int | None,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    chat_template: Path | None,
+    drain: float,
+    log_level: str,
+    log_texts: bool,
+    as_json: bool,
+) -> int:
     """Serve a CHECKPOINT as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    llama:2M is one that is made on the spot, of about so many parameters, all random.
+    llama:2M is a small model of about so many parameters, made on the spot with random weights.
 
-    Beside it /health, /ready, /metrics (Prometheus) and /openapi.json. The log is on stderr, a JSON object a line.
-    SIGTERM and Ctrl-C finish what is running; a second one waits no longer. With --json the one object on stdout comes
-    when requests are served.
-
-    \b
-    Examples: rooftop serve llama:2M --port 8000
-              rooftop serve models/llama --port 8000
-              rooftop serve models/llama --max-batch 64 --kv-dtype int8 --mesh tensor=4 --host 0.0.0.0 --api-key KEY
-              rooftop serve plan.json --weights-of models/llama --on local
+    The server also answers /health, /ready, /metrics (Prometheus) and /openapi.json. The log is on stderr, a JSON
+    object a line. SIGTERM and Ctrl-C finish what is running; a second one waits no longer. With --json the one object
+    on stdout comes when requests are served.
     """
-    prepare_environment(options["devices"], packages=_PACKAGES, extra="serve")
-    if options["coordinator"] is None:
-        from rooftop.core.errors import RooftopError
+    from rooftop.arrays import parse_axes
+    from rooftop.serve.request import ServeRequest
+    from rooftop.serve.run import run
 
-        for name in ("processes", "process"):
-            if options[name] is not None:
-                raise RooftopError(name, options[name], "this with --coordinator, where the processes find each other")
-        return _serve(checkpoint, options, as_json)
-    from rooftop.cli.serve.together import as_one_of_several
-
-    return as_one_of_several(options, lambda: _serve(checkpoint, options, as_json))
-
-
-def _serve(given: Path, options: Mapping[str, Any], as_json: bool) -> int:
-    from rooftop.cli.serve.example import is_example, made
-    from rooftop.cli.serve.options import configuration, on_local, port, settings, source_of
-    from rooftop.cli.serve.processes import apart, generate
-    from rooftop.cli.serve.together import Lead, follow, is_first
-    from rooftop.core.errors import RooftopError
-    from rooftop.core.quantities import parse_seconds
-    from rooftop.serve.api.texts import Texts
-    from rooftop.serve.engine.loading import stop_tokens
-    from rooftop.serve.server import Serving, bind, start_logging
-
-    began_s = time.monotonic()
-    if options["on"] not in (None, "local"):
-        raise RooftopError("on", options["on"], "local; another slice is what rooftop plan is asked for")
-    split = apart(options)
-    source = source_of(made(given) if is_example(given) else given, options["weights_of"])
-    with _named_as_options(options):
-        wanted = split.configured(configuration(split.options(options), source.plan))
-    if options["coordinator"] is not None and not is_first():
-        keep_compilations()
-        import jax
-
-        if options["on"] == "local":
-            wanted = on_local(wanted, len(jax.devices()))
-        return follow(source.folder, wanted, options["draft"], as_json=as_json)
-    if split.role == "generate":
-        keep_compilations()
-        return generate(source.folder, wanted, split, options, as_json)
-    answers = settings(options, source.model.name)
-    drain_s = parse_seconds(options["drain"], "drain")
-    log = start_logging(options["log_level"], sys.stderr)
-    at = port(options)
-    ends = tuple(stop_tokens(source.folder))
-    texts = Texts.load(source.folder, vocab=source.model.vocab, ends=ends, template=options["chat_template"])
-    with bind(options["host"], at) as bound:
-        # Before weights are loaded: a port that is taken is known at once.
-        keep_compilations()
-        import jax
-
-        here = jax.devices()
-        if options["on"] == "local":
-            wanted = on_local(wanted, len(here))
-
-        lead: Lead | None = None
-        if options["coordinator"] is not None:
-            lead = Lead(coordinator=options["coordinator"], draft=options["draft"], log=log)
-
-        def start() -> ServingEngine:
-            with progress_bar(shown=not as_json) as progress:
-                if progress is not None:
-                    progress(0, 1, f"loading {source.model.name}")
-
-                def compiling(done: int, total: int) -> None:
-                    if progress is not None:
-                        progress(done, total, "compiling")
-
-                with _named_as_options(options):
-                    engine = split.engine(
-                        source.folder, wanted, draft=options["draft"], lead=lead, on_progress=compiling, log=log
-                    )
-                engine.start()
-                if lead is not None:
-                    lead.started(engine)
-            return engine
-
-        def ready(engine: ServingEngine) -> None:
-            about = _about(engine, bound, answers.model) | {
-                "devices": f"{len(here)} x {here[0].device_kind}",
-                "seconds": round(time.monotonic() - began_s, 3),
-            }
-            click.echo(json.dumps(about) if as_json else _headline(about))
-
-        serving = Serving(
-            bound=bound, settings=answers, texts=texts, log=log, load=start, on_ready=ready, drain_s=drain_s
-        )
-        if lead is not None:
-            lead.serving, lead.stop = serving, serving.stop
-        serving.run()
-        if lead is not None:
-            lead.end()
-    return 0
-
-
-@contextmanager
-def _named_as_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """What is wrong with a configuration is said of the option."""
-    from rooftop.core.errors import RooftopError
-
-    try:
-        yield
-    except RooftopError as error:
-        name = error.field.replace("_", "-") if error.field in options else error.field
-        raise RooftopError(_OPTIONS.get(error.field, name), error.given, error.accepted) from None
-
-
-def _about(engine: ServingEngine, bound: socket.socket, model: str) -> dict[str, Any]:
-    """What --json says when requests are served."""
-    stats, (host, port) = engine.stats(), bound.getsockname()[:2]
-    return {
-        "kind": "serve",
-        "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
-        "model": model,
-        "pid": os.getpid(),
-        "max_model_len": engine.longest,
-        "pages": stats.pages,
-        "page_tokens": stats.page_tokens,
-        "programs": stats.programs,
-    }
-
-
-def _headline(about: Mapping[str, Any]) -> str:
-    return (
-        f"{about['model']} on {about['devices']}: {about['pages']} pages of {about['page_tokens']} tokens, "
-        f"{about['max_model_len']} tokens a sequence; {about['programs']} programs; "
-        f"ready after {about['seconds']:.1f} s\n{about['url']}/v1"
+    request = ServeRequest(
+        checkpoint=checkpoint,
+        weights_of=weights_of,
+        host=host,
+        port=port,
+        name=name,
+        api_keys=api_key,
+        cors=cors,
+        max_queue=max_queue,
+        max_body=max_body,
+        chat_template=chat_template,
+        drain_s=drain,
+        log_level=log_level,
+        log_texts=log_texts,
+        batch_seqs=batch_seqs,
+        max_model_len=max_model_len,
+        chunk_tokens=chunk_tokens,
+        batching=batching,
+        prefill_devices=prefill_devices or 0,
+        generate_at=generate_at,
+        role=role,
+        link_key=link_key,
+        preemption=preemption,
+        prefix_cache=prefix_cache,
+        draft=draft,
+        draft_length=draft_length,
+        page_tokens=page_tokens,
+        pages=pages,
+        host_pages=host_pages,
+        compute_dtype=compute_dtype,
+        weights_dtype=weights_dtype,
+        weight_group=weight_group,
+        kv_dtype=kv_dtype,
+        mesh=None if mesh is None else parse_axes(mesh),
+        kv_split=kv_split,
+        shrink=shrink,
+        devices=devices,
+        coordinator=coordinator,
+        processes=processes,
+        process=process,
     )
+
+    with ExitStack() as starting:
+        progress = starting.enter_context(progress_bar(shown=not as_json))
+        if progress is not None:
+            progress(0, 1, "importing JAX")
+
+        def show(ready: Ready) -> None:
+            starting.close()
+            click.echo(json.dumps(ready.to_json()) if as_json else ready.line)
+
+        run(request, on_ready=show, on_progress=progress)
+    return 0

@@ -136,7 +136,7 @@ def check(asked: object, prices: Prices) -> dict[str, Any]:
     Raises RooftopError for what cannot be compiled: a single array, arrays on hosts or single chips, GPUs.
     """
     if prices.mesh.slice.chip.kind != "tpu":
-        raise RooftopError("check", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
+        raise RooftopError("compile", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
     request, candidates, dtype = _request(asked, prices)
     compiled = compile_ahead_of_time(request)
     found = compare(candidates, compiled, prices, dtype)
@@ -186,7 +186,7 @@ def _request(asked: object, prices: Prices) -> tuple[CompileRequest, Sequence[St
         return _plain(arrays, prices), candidates, dtype
     if isinstance(asked, Reshard):
         if asked.source.at or asked.target.at:
-            raise RooftopError("check", str(asked.source), "arrays in the HBM of the mesh, which XLA can reshard")
+            raise RooftopError("compile", str(asked.source), "arrays in the HBM of the mesh, which XLA can reshard")
         path = reshard(asked.source, asked.target, prices)
         arrays = (asked.source, asked.target)
         return _plain(arrays, prices), [priced(path, arrays[:1], prices)], asked.source.dtype
@@ -197,7 +197,7 @@ def _request(asked: object, prices: Prices) -> tuple[CompileRequest, Sequence[St
             mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower_steps", arguments=arguments
         )
         return request, [priced((asked,), asked.inputs, prices)], asked.output.dtype
-    raise RooftopError("check", str(asked), "an einsum, a resharding or a collective")
+    raise RooftopError("compile", str(asked), "an einsum, a resharding or a collective")
 
 
 def _plain(arrays: Iterable[ShardedArray], prices: Prices) -> CompileRequest:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, misread
+from rooftop.core.files import read_json_object
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.explain.measured.columns import Key, Moves, planned_rows
@@ -33,10 +33,14 @@ class SideRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two: ``kind`` is measured, compiled or planned; ``step_s`` what a step takes."""
+    """One of the two: ``kind`` is measured, compiled or planned; ``step_s`` is the time of a step.
+
+    ``job`` is train or serve where a plan says so, else ''.
+    """
 
     name: str
     kind: str
+    job: str = ""
     step_s: float
     rows: Mapping[Key, SideRow]
 
@@ -125,7 +129,10 @@ class Difference:
 
 
 def difference(before: Side, after: Side) -> Difference:
-    """Compare two sides."""
+    """Compare two sides. Raises RooftopError for a side of training and one of serving."""
+    if before.job and after.job and before.job != after.job:
+        given = f"{before.name} ({before.job}) and {after.name} ({after.job})"
+        raise RooftopError("diff", given, "two of training, or two of serving")
     changes = [
         Change(scope=key[0], phase=key[1], before=before.rows.get(key), after=after.rows.get(key))
         for key in dict.fromkeys([*before.rows, *after.rows])
@@ -135,24 +142,29 @@ def difference(before: Side, after: Side) -> Difference:
 
 
 def read_side(path: Path) -> Side:
-    """A side from a path. Raises RooftopError for what is none of a run, a trace, a plan or a report."""
+    """A side from a path. Raises RooftopError unless it is a run, a trace, a plan or a report."""
     if path.suffix != ".json":
         return _of_report(str(path), explain(path).to_json())
+    return side_of(str(path), read_json_object(path, field="diff", accepted=_ACCEPTED))
+
+
+def side_of(name: str, data: Mapping[str, Any]) -> Side:
+    """A side from the JSON of a plan, a compilation or an explained trace. Raises RooftopError for other JSON."""
+    kind = data.get("kind")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        kind = data.get("kind")
-    except (OSError, ValueError, AttributeError) as error:
-        raise RooftopError("diff", str(path), f"{_ACCEPTED} ({error})") from None
-    if kind == "explained":
-        return _of_report(str(path), data)
-    if kind == "compiled" and data.get("fits"):
-        return _of_ledger(str(path), "compiled", Ledger.from_json(data["ledger"]))
-    if kind == "train" and "model" in data:
-        return _of_ledger(str(path), "planned", TrainingPlan.from_json(data).ledger)
-    if kind == "serve" and "generate" in data:
-        rows = [row for phase in ("prefill", "generate") for row in data[phase]["ledger"]]
-        return _of_ledger(str(path), "planned", Ledger.from_json(rows))
-    raise RooftopError("diff", str(path), _ACCEPTED)
+        if kind == "explained":
+            return _of_report(name, data)
+        if kind == "compiled" and data.get("fits"):
+            job = "train" if data.get("planned_step") else ""
+            return _of_ledger(name, "compiled", Ledger.from_json(data["ledger"]), job)
+        if kind == "train" and "model" in data:
+            return _of_ledger(name, "planned", TrainingPlan.from_json(data).ledger, "train")
+        if kind == "serve" and "generate" in data:
+            rows = [row for phase in ("prefill", "generate") for row in data[phase]["ledger"]]
+            return _of_ledger(name, "planned", Ledger.from_json(rows), "serve")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise misread(f"diff {name}", error, _ACCEPTED) from None
+    raise RooftopError("diff", name, _ACCEPTED)
 
 
 def _of_report(name: str, data: Mapping[str, Any]) -> Side:
@@ -175,14 +187,14 @@ def _of_report(name: str, data: Mapping[str, Any]) -> Side:
     return Side(name=name, kind="measured", step_s=data["step_s"], rows=rows | {("idle", ""): idle})
 
 
-def _of_ledger(name: str, kind: str, ledger: Ledger) -> Side:
+def _of_ledger(name: str, kind: str, ledger: Ledger, job: str) -> Side:
     rows = {
         key: SideRow(
             time_s=row.time_s, exposed_s=row.exposed_s, flops=row.flops, hbm_bytes=row.hbm_bytes, bytes=row.bytes
         )
         for key, row in planned_rows(ledger).items()
     }
-    return Side(name=name, kind=kind, step_s=float(ledger.expected_s), rows=rows)
+    return Side(name=name, kind=kind, job=job, step_s=float(ledger.expected_s), rows=rows)
 
 
 def _time(row: SideRow | None) -> float:

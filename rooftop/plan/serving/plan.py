@@ -359,7 +359,7 @@ class ServingPlan:
                 prefill_on=Placement(mesh=Mesh.from_json(prefill_slice, data["prefill"]["mesh"])),
                 batch=int(data["generate"]["batch"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise misread("plan", error, "a plan.json written by rooftop plan serve") from None
 
 

@@ -63,9 +63,9 @@ class Assumptions:
         for entry in text.split(","):
             name, _, share = (part.strip() for part in entry.partition("="))
             if name not in HIDDEN:
-                raise unknown("hidden", name, HIDDEN)
+                raise unknown("assume", name, HIDDEN)
             try:
                 changed[name] = float(share)
             except ValueError:
-                raise RooftopError(f"hidden {name}", share, "a share between 0 and 1") from None
+                raise RooftopError(f"assume {name}", share, "a share between 0 and 1") from None
         return replace(self, hidden=changed)

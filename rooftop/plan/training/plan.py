@@ -238,7 +238,7 @@ class TrainingPlan:
                 chunks=problem.chunks,
             )
             return cls(problem=problem, mesh=Mesh.from_json(slice_, data["mesh"]), choice=choice)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise misread("plan", error, "a plan.json written by rooftop plan") from None
 
 

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -29,33 +28,13 @@ from rooftop.serve.api.answers import BrokenOff, Inbox, PendingAnswer, TokenStre
 from rooftop.serve.api.metrics import PrometheusMetrics
 from rooftop.serve.api.openai import Form, PreparedRequest, TooLong, Wanted, error, prepare, read_request
 from rooftop.serve.api.published import document
+from rooftop.serve.api.settings import Settings
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import Overloaded, ServingEngine
 
 _Answer = TypeVar("_Answer")
 #: Seconds after which to ask a server again that is loading or draining.
 _RETRY_S = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How the API answers.
-
-    ``model`` is the name that requests say. Without ``keys`` everyone may ask. ``origins`` are those of web pages that
-    may ask from a browser: none, unless named. ``log_texts`` puts prompts and answers into the log.
-    """
-
-    model: str
-    keys: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    body_bytes: int = 32 * 2**20
-    log_texts: bool = False
-
-    def __post_init__(self) -> None:
-        if self.body_bytes < 1:
-            raise RooftopError("max-body", self.body_bytes, "a positive number of bytes")
-        if not all(self.keys):
-            raise RooftopError("api-key", "", "a key that is not empty")
 
 
 class Refused(Exception):

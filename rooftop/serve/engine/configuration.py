@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.programs.serving.paged import BLOCK
-from rooftop.programs.serving.quantised import FORMATS
+from rooftop.programs.serving.formats import FORMATS
 from rooftop.scheduling.serving.scheduler import ROLES, Policy
 from rooftop.simulate.serving.measured import prefill_rows
 
-#: How weights are held: as they come, or in a format of ``rooftop.programs.serving.quantised``.
+#: How weights are held: as they come, or in a format of ``rooftop.programs.serving.formats``.
 WEIGHTS: tuple[str, ...] = ("plain", *FORMATS)
 #: How the cache holds keys and values.
 CACHES: tuple[str, ...] = ("plain", "int8")
@@ -53,6 +53,9 @@ class Shapes:
         Where a ``reader`` of ``programs.serving.paged`` reads what there is, whatever its tables could hold, contexts
         only save the transfer of long tables.
         """
+        # Imported here: a configuration is checked before JAX is imported.
+        from rooftop.programs.serving.paged import BLOCK
+
         pages = -(-longest // page_tokens) * page_tokens
         whole = BLOCK if reader == "gather" else _TABLE_TOKENS
         first = 256 if reader == "gather" else _TABLE_TOKENS
@@ -154,3 +157,33 @@ class Configuration:
                 raise unknown("mesh axis of an engine", axis, AXES)
         if self.copies > 1 and self.policy.batching == "disaggregated":
             raise RooftopError("mesh axis data", self.copies, "1 with disaggregated batching")
+
+
+def configuration_of(plan: Mapping[str, Any]) -> Configuration:
+    """How a serving plan (plan.json of kind 'serve') is served: its batch, where it generates, weights and cache.
+
+    These are plain where the plan has a format that no engine has. Raises RooftopError for another kind of plan, and
+    where its axes split what an engine does not.
+    """
+    if plan.get("kind") != "serve":
+        raise RooftopError("plan kind", plan.get("kind"), "serve")
+    axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
+    for axis in axes:
+        if axis not in AXES:
+            # With hidden columns split in place of D, each device reads as little, and sends a little more.
+            other = {name: size for name, size in axes.items() if name != axis}
+            other["context"] = other.get("context", 1) * axes[axis]
+            again = ",".join(f"{name}={size}" for name, size in other.items())
+            accepted = f"1: an engine's axes are {', '.join(AXES)}; plan again, perhaps with --mesh {again}"
+            raise RooftopError(f"plan mesh axis {axis}", axes[axis], accepted)
+    # The workload's own batch is null where the plan has searched for one.
+    batch = int(plan["generate"]["batch"])
+    planned = plan["dtypes"]
+    weights = f"int4-{planned['weight_group']}" if planned["weights"] == "int4" else planned["weights"]
+    return Configuration(
+        policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
+        mesh=tuple(axes.items()),
+        kv_split=plan["kv_split"],
+        weights=weights if weights in WEIGHTS else "plain",
+        cache=planned["kv"] if planned["kv"] in CACHES else "plain",
+    )

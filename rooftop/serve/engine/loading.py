@@ -25,10 +25,10 @@ from rooftop.models import ModelConfig, from_huggingface
 from rooftop.programs.model.describe import describe
 from rooftop.programs.parameters import Parameter, Transformer, initialise
 from rooftop.programs.serving.decode import Decoder, by_layer
+from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.paged import best_reader
-from rooftop.programs.serving.quantised import FORMATS, Turned, quantise, require_format, summed_dim
-from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.engine.configuration import AXES, CACHES, WEIGHTS, Configuration, Shapes
+from rooftop.programs.serving.quantised import Turned, quantise, require_format, summed_dim
+from rooftop.serve.engine.configuration import AXES, Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.replica import Replica
 
@@ -157,36 +157,6 @@ def parts(
         draft=None if drafter is None or small is None else made(drafter, meshes[-1], small, drafts=True),
         longest=longest,
         stops=source.stops,
-    )
-
-
-def configuration_of(plan: Mapping[str, Any]) -> Configuration:
-    """How a serving plan (plan.json of kind 'serve') is served: its batch, where it generates, weights and cache.
-
-    These are plain where the plan has a format that no engine has. Raises RooftopError for another kind of plan, and
-    where its axes split what an engine does not.
-    """
-    if plan.get("kind") != "serve":
-        raise RooftopError("plan kind", plan.get("kind"), "serve")
-    axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
-    for axis in axes:
-        if axis not in AXES:
-            # With hidden columns split in place of D, each device reads as little, and sends a little more.
-            other = {name: size for name, size in axes.items() if name != axis}
-            other["context"] = other.get("context", 1) * axes[axis]
-            again = ",".join(f"{name}={size}" for name, size in other.items())
-            accepted = f"1: an engine's axes are {', '.join(AXES)}; plan again, perhaps with --mesh {again}"
-            raise RooftopError(f"plan mesh axis {axis}", axes[axis], accepted)
-    # The workload's own batch is null where the plan has searched for one.
-    batch = int(plan["generate"]["batch"])
-    planned = plan["dtypes"]
-    weights = {"f8_e4m3": "fp8", "int4": f"int4-{planned['weight_group']}"}.get(planned["weights"], planned["weights"])
-    return Configuration(
-        policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
-        mesh=tuple(axes.items()),
-        kv_split=plan["kv_split"],
-        weights=weights if weights in WEIGHTS else "plain",
-        cache=planned["kv"] if planned["kv"] in CACHES else "plain",
     )
 
 

@@ -20,8 +20,6 @@ from hashlib import blake2b
 from queue import Queue
 from typing import Any
 
-from rooftop.core.errors import RooftopError
-
 #: What a payload is made of: bytes, or an array of them.
 Buffer = bytes | memoryview
 _LENGTHS = struct.Struct(">II")
@@ -164,15 +162,6 @@ def accept(listening: socket.socket, key: str) -> Link:
     """The next link from one who knows ``key``. Raises LinkLost for one who does not."""
     connection, _ = listening.accept()
     return _greeted(connection, key, asks=False)
-
-
-def address(given: str, field: str) -> tuple[str, int]:
-    """HOST:PORT, of which the host may be in brackets. Raises RooftopError naming ``field``."""
-    host, colon, port = given.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise RooftopError(field, given, "HOST:PORT")
-    return host, int(port)
 
 
 def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:

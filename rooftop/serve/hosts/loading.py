@@ -21,7 +21,7 @@ from rooftop.serve.hosts.generating import Generator
 from rooftop.serve.hosts.handover import fingerprint
 from rooftop.serve.hosts.prefilling import PrefillEngine
 from rooftop.serve.hosts.processes import GeneratorTask, Other
-from rooftop.serve.server import bind
+from rooftop.serve.sockets import bind
 
 
 def load_prefill(

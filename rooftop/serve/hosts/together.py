@@ -36,7 +36,7 @@ from rooftop.serve.engine.programs import COPIED, Key
 from rooftop.serve.engine.replica import Adjusted, Content, Ints, Replica
 from rooftop.serve.hosts.handover import fingerprint
 from rooftop.serve.hosts.link import Buffer, Link, LinkLost, Message, accept, connect
-from rooftop.serve.server import bind
+from rooftop.serve.sockets import bind
 
 
 class JoinedReplica(Replica):

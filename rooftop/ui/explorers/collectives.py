@@ -122,7 +122,7 @@ def answer(state: State) -> Answer:
         notes=(f"The payload is {_PAYLOAD[kind]} on one device, as in every ledger.",),
         command=(
             "rooftop", "matmul", expression, "--dims", ",".join(f"{name}={value}" for name, value in dims.items()),
-            "--mesh", state["mesh"], "--on", where.name, "--price", state["price"],
+            "--mesh", state["mesh"], "--on", where.name, "--level", state["price"],
             *(("--simulate",) if simulated is not None else ()),
         ),
         sources=("Chapter 3; chapter 2 for which axes are rings. Expected times: docs/achievable.md.",),

@@ -88,7 +88,7 @@ def answer(state: State) -> Answer:
         ),
         command=(
             "rooftop", "matmul", expression, "--dims", f"B={b},D={d},F={f}", "--mesh", f"X={where.devices}",
-            "--on", where.name, "--price", state["price"], "--top", "all",
+            "--on", where.name, "--level", state["price"], "--top", "all",
         ),
         sources=_SOURCES,
     )  # fmt: skip

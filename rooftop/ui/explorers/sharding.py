@@ -51,7 +51,7 @@ def answer(state: State) -> Answer:
     arrays = _arrays(asked)
     command: tuple[str, ...] = (
         "rooftop", "matmul", state["expression"], "--dims", state["dims"], "--mesh", state["mesh"], "--on", where.name,
-        "--dtype", state["dtype"], "--price", state["price"], "--no-overlap", "--top", "all",
+        "--dtype", state["dtype"], "--level", state["price"], "--no-overlap", "--top", "all",
     )  # fmt: skip
     blocks = tuple(_blocks(array, dims, shape) for array in arrays[:_ARRAYS] if not array.at)
     if isinstance(asked, ShardedArray):

@@ -1,0 +1,250 @@
+"""Chips, slices and models: the catalogue's figures, and the counts of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import format_bytes, format_count, parse_count
+from rooftop.hardware import Chip, Slice, catalogue
+from rooftop.library.inputs import ChipLike, CountLike, ModelLike, chip_of, model_of, slice_of
+from rooftop.library.results import Result, flat
+from rooftop.models import (
+    ModelConfig,
+    count_params,
+    flops_per_token,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    preset_source,
+    presets,
+)
+
+#: Tokens of the sequence for which FLOPs are counted by default; fewer for models with shorter sequences.
+_DEFAULT_SEQ = 4096
+#: Dtypes of the KV cache that are counted.
+KV_DTYPES = ("bf16", "int8")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ChipResult(Result):
+    """One chip of the catalogue."""
+
+    chip: Chip
+
+    def to_json(self) -> dict[str, object]:
+        """Names, kind, and every figure with its unit, source and date."""
+        return {
+            "name": self.chip.name,
+            "title": self.chip.title,
+            "aliases": self.chip.aliases,
+            "kind": self.chip.kind,
+            "figures": {name: vars(figure) for name, figure in self.chip.figures.items()},
+        }
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A figure a row."""
+        return [{"figure": name} | vars(figure) for name, figure in self.chip.figures.items()]
+
+    @property
+    def summary(self) -> str:
+        """Name, peak and memory."""
+        spec = self.chip
+        peak, hbm = format_count(spec.flops_per_s["bf16"], "FLOP/s"), format_bytes(spec.hbm_bytes)
+        return f"{spec.name}: {spec.title}, {peak} in bf16, {hbm} HBM at {format_bytes(spec.hbm_bytes_per_s)}/s"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SliceResult(Result):
+    """A slice: its totals and its network."""
+
+    slice: Slice
+
+    @property
+    def chip(self) -> Chip:
+        """The chip that the slice is made of."""
+        return self.slice.chip
+
+    def to_json(self) -> dict[str, object]:
+        """Shape, totals and physical axes."""
+        spec = self.slice
+        return {
+            "name": spec.name,
+            "chip": spec.chip.name,
+            "shape": spec.shape,
+            "num_slices": spec.num_slices,
+            "chips": spec.chips,
+            "devices": spec.devices,
+            "cores": spec.cores,
+            "hosts": spec.hosts,
+            "wraparound": spec.wraparound,
+            "flops_per_s": {dtype: spec.flops_per_s(dtype) for dtype in spec.chip.flops_per_s},
+            "hbm_bytes": spec.hbm_bytes,
+            "hbm_usable_bytes": spec.hbm_usable_bytes,
+            "price_usd_per_hour": spec.price_usd_per_hour,
+            "physical_axes": [vars(axis) for axis in spec.physical_axes],
+        }
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A physical axis a row."""
+        return [dict(vars(axis)) for axis in self.slice.physical_axes]
+
+    @property
+    def summary(self) -> str:
+        """Name and totals."""
+        spec = self.slice
+        peak = format_count(spec.flops_per_s("bf16"), "FLOP/s")
+        return (
+            f"{spec.name}: {spec.chips:,} chips, {spec.devices:,} devices, {spec.hosts:,} hosts, {peak} in bf16, "
+            f"{format_bytes(spec.hbm_bytes)} HBM"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ChipsResult(Result):
+    """All chips of the catalogue."""
+
+    chips: tuple[Chip, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Every chip with all its figures."""
+        return {"chips": [ChipResult(chip=spec).to_json() for spec in self.chips]}
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A chip a row, a figure a column."""
+        return [
+            {"chip": spec.name} | flat({name: figure.value for name, figure in spec.figures.items()})
+            for spec in self.chips
+        ]
+
+    @property
+    def summary(self) -> str:
+        """Names of the chips."""
+        return f"{len(self.chips)} chips: {', '.join(spec.name for spec in self.chips)}"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ModelResult(Result):
+    """A model's parameters, FLOPs per token in sequences of ``seq_len`` tokens, and KV cache.
+
+    ``source`` is where the figures of a preset come from.
+    """
+
+    config: ModelConfig
+    seq_len: int
+    source: str | None = None
+
+    @cached_property
+    def totals(self) -> dict[str, object]:
+        """The figures that a list of models shows."""
+        counts = count_params(self.config)
+        return {
+            "name": self.config.name,
+            "family": self.config.family,
+            "params": counts.total,
+            "active_params": counts.active,
+            "kv_bytes_per_token": {dtype: kv_bytes_per_token(self.config, dtype) for dtype in KV_DTYPES},
+            "max_seq_len": self.config.max_seq_len,
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """Parameters by component, FLOPs and their convention, KV bytes, and the configuration."""
+        config, seq_len = self.config, self.seq_len
+        flops = flops_per_token(config, seq_len)
+        return {
+            **self.totals,
+            "source": self.source,
+            "params_by_component": count_params(config).by_component,
+            "seq_len": seq_len,
+            "flops_per_token": {
+                "convention": flops.convention,
+                "forward": flops.forward,
+                "backward": flops.backward,
+                "total": flops.total,
+                "forward_matmul": flops.matmul,
+                "forward_attention": flops.attention,
+                "total_full_attention": flops_per_token(config, seq_len, attention="full").total,
+            },
+            "kv_cache_bytes": {dtype: kv_cache_bytes(config, dtype, seq_len) for dtype in KV_DTYPES},
+            "config": config.to_json(),
+        }
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A component a row: its parameters."""
+        parts = count_params(self.config).by_component
+        return [{"component": name, "params": count} for name, count in parts.items()]
+
+    @property
+    def summary(self) -> str:
+        """Name and size."""
+        counts = count_params(self.config)
+        active = f" ({format_count(counts.active)} active)" if counts.active != counts.total else ""
+        flops = format_count(float(flops_per_token(self.config, self.seq_len).total))
+        kv_bytes = format_bytes(float(kv_bytes_per_token(self.config, "bf16")))
+        return (
+            f"{self.config.name}: {format_count(counts.total)} parameters{active}, {flops} training FLOPs a token at "
+            f"{self.seq_len:,} tokens, {kv_bytes} KV a token in bf16"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ModelsResult(Result):
+    """All models that ship with rooftop."""
+
+    models: tuple[ModelResult, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Totals of every model."""
+        return {"models": [model.totals for model in self.models]}
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A model a row."""
+        return [flat(model.totals) for model in self.models]
+
+    @property
+    def summary(self) -> str:
+        """Names of the models."""
+        return f"{len(self.models)} models: {', '.join(model.config.name for model in self.models)}"
+
+
+def chip(name: ChipLike) -> ChipResult | SliceResult:
+    """Figures of a chip ('v5p') or of a slice ('v5e:16x16@4').
+
+    Raises RooftopError for a name that is not in the catalogue, and for a slice that cannot be built.
+    """
+    if isinstance(name, str):
+        return SliceResult(slice=slice_of(name)) if ":" in name else ChipResult(chip=chip_of(name))
+    if isinstance(name, Slice):
+        return SliceResult(slice=name)
+    return name if isinstance(name, SliceResult) else ChipResult(chip=chip_of(name))
+
+
+def chips() -> ChipsResult:
+    """All chips of the catalogue, TPUs by generation and then GPUs."""
+    return ChipsResult(chips=tuple(catalogue().values()))
+
+
+def model(name: ModelLike, *, seq: CountLike | None = None) -> ModelResult:
+    """Parameters, FLOPs per token and KV-cache bytes of a model.
+
+    Args:
+        name: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
+        seq: Tokens of a sequence; 4096, or the longest that the model takes, by default.
+
+    Raises RooftopError for a model that is not known, and for more positions than the model has learned.
+    """
+    config = model_of(name)
+    seq_len = min(_DEFAULT_SEQ, config.max_seq_len) if seq is None else parse_count(seq, "seq")
+    if config.positions == "learned" and seq_len > config.max_seq_len:
+        raise RooftopError("seq", seq, f"at most {config.max_seq_len}: the model has learned no more positions")
+    return ModelResult(config=config, seq_len=seq_len, source=preset_source(name) if isinstance(name, str) else None)
+
+
+def models() -> ModelsResult:
+    """All models that ship with rooftop."""
+    return ModelsResult(models=tuple(model(name) for name in presets()))

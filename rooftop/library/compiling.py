@@ -1,0 +1,258 @@
+"""Plans and JAX functions through XLA:TPU, without a TPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_bytes, write_text
+from rooftop.core.ledger import Ledger
+from rooftop.core.timelines import perfetto, xprof
+from rooftop.library.inputs import AxesLike, PlanLike, SliceLike, TimeLike, mesh_on, plan_of, seconds_of, slice_of
+from rooftop.library.results import Result, flat, ledger_rows
+from rooftop.runs.environment import uninterrupted
+
+if TYPE_CHECKING:
+    from rooftop.arrays import Mesh
+    from rooftop.explain.compiled.report import CompiledReport
+    from rooftop.explain.compiled.rooflines import OperationRoofline
+    from rooftop.explain.compiled.training import Refusal
+    from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport
+    from rooftop.plan.embedding.plan import EmbedPlan
+
+#: Callback of a compilation: the phase, and the seconds since it began.
+_Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CompileResult(Result):
+    """A program compiled by XLA:TPU, next to its plan if it has one, or the refusal of one that does not fit in HBM."""
+
+    report: CompiledReport | Refusal
+
+    def to_json(self, *, top: int = 20) -> dict[str, object]:
+        """Memory, FLOPs, collectives and times, planned and compiled; ``top`` operations and buffers."""
+        return self.report.to_json(top=top)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The compiled ledger, by scope and phase; empty for a refusal."""
+        return getattr(self.report, "ledger", Ledger(()))
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """The compiled ledger; for a refusal the memory at the peak."""
+        if self.refusal is None:
+            return ledger_rows(self.ledger)
+        return [flat(buffer) for buffer in self.report.to_json()["buffers"]]
+
+    @property
+    def summary(self) -> str:
+        """The verdict."""
+        return self.report.verdict
+
+    @property
+    def verdict(self) -> str:
+        """One line: does the compiler agree with the plan, or what binds."""
+        return self.report.verdict
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """The refusal of a program that does not fit; None for one that does."""
+        from rooftop.explain.compiled.training import Refusal
+
+        return self.report if isinstance(self.report, Refusal) else None
+
+    def slowest(self, count: int) -> list[OperationRoofline]:
+        """The operations that take the most time: FLOPs, bytes, intensity, bound, seconds, source."""
+        return self._program.slowest(count)
+
+    def raise_if_infeasible(self) -> None:
+        """Raise Infeasible, with the nearest plan that should fit, if the program does not fit in HBM."""
+        if self.refusal is not None:
+            raise self.refusal.infeasible
+
+    @property
+    def _program(self) -> CompiledReport:
+        from rooftop.explain.compiled.report import CompiledReport
+
+        self.raise_if_infeasible()
+        assert isinstance(self.report, CompiledReport)
+        return self.report
+
+    def page(self) -> str:
+        """An HTML page with tables, plots and timelines."""
+        from rooftop.present.report.compilation import compiled_page
+
+        return compiled_page(self.report)
+
+    def write_executable(self, path: Path | str) -> None:
+        """Write the executable of a compilation with ``save``, with the versions that compiled it."""
+        write_bytes(Path(path), self._program.compiled.executable or b"")
+
+    def write_perfetto(self, path: Path | str) -> None:
+        """Write the compiled timeline for ui.perfetto.dev."""
+        from rooftop.compiler.machine.lanes import compiled_lanes
+
+        report = self._program
+        lanes = compiled_lanes(report.compiled.module, report.timeline, title=report.compiled.module.name)
+        write_text(Path(path), json.dumps(perfetto.trace(lanes), allow_nan=False))
+
+    def write_xprof(self, folder: Path | str) -> None:
+        """Write the compiled timeline as a profile for XProf and TensorBoard."""
+        from rooftop.compiler.machine.lanes import compiled_lanes
+        from rooftop.explain.measured.modules import hlo_proto
+        from rooftop.roofline.rates import device_stats
+
+        compiled = self._program.compiled
+        lanes = compiled_lanes(compiled.module, self._program.timeline, every_trip=True)
+        space = xprof.xspace(
+            lanes,
+            program=compiled.module.name,
+            device=device_stats(compiled.mesh.slice.chip),
+            module=hlo_proto(compiled.hlo_text),
+        )
+        xprof.write(space, Path(folder), run="compiled")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EmbedCompileResult(Result):
+    """The programs of a plan of embeddings, compiled, or the refusal of a part that does not fit."""
+
+    report: EmbedReport | EmbedRefusal
+
+    def to_json(self, *, top: int = 20) -> dict[str, object]:
+        """Memory of each stack's programs and of whole steps, planned and compiled; ``top`` arrays of a heap."""
+        return self.report.to_json(top=top)
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A stack's lookup or update a row; none for a refusal."""
+        stacks = self.report.to_json().get("stacks", ())
+        return [flat(stack) for stack in stacks]
+
+    @property
+    def summary(self) -> str:
+        """The verdict."""
+        return str(self.report.to_json()["verdict"])
+
+    def raise_if_infeasible(self) -> None:
+        """Raise Infeasible, with the largest limits that compile, if a part does not fit."""
+        from rooftop.explain.embedding.compiled import EmbedRefusal
+
+        if isinstance(self.report, EmbedRefusal):
+            raise self.report.infeasible
+
+
+def compile(
+    plan: PlanLike,
+    *,
+    check: str | None = None,
+    timeout: TimeLike | None = None,
+    cache: bool = True,
+    save: bool = False,
+    on_progress: _Progress | None = None,
+) -> CompileResult | EmbedCompileResult:
+    """Compile the program of a plan ahead of time with XLA:TPU, and set it next to the plan.
+
+    Args:
+        plan: A plan, the result that has it, the content of a plan.json, or its path.
+        check: Checks to build into a plan of embeddings: 'nan,bounds,buffers'.
+        timeout: Seconds, or '10m', after which a compilation is given up.
+        cache: Take the answer of an equal compilation from the cache.
+        save: Keep the executable of a training plan.
+        on_progress: Callback (phase, seconds).
+
+    A program that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError for a
+    plan that no program can run, and for what the compiler refuses.
+    """
+    from rooftop.plan.embedding.plan import EmbedPlan
+
+    wanted, timeout_s = plan_of(plan), seconds_of(timeout, "timeout")
+    if isinstance(wanted, EmbedPlan):
+        if save:
+            raise RooftopError("save", True, "nothing with a plan of embeddings: it has many programs")
+        return _compile_embeddings(wanted, check, timeout_s, cache, on_progress)
+    if check is not None:
+        raise RooftopError("check", check, "nothing but with a plan of embeddings: its programs run on SparseCores")
+    _require_compiler()
+    from rooftop.explain.compiled.training import compile_plan
+
+    report = compile_plan(wanted, timeout_s=timeout_s, cache=cache, save=save, on_progress=on_progress)
+    return CompileResult(report=report)
+
+
+def inspect(
+    function: Callable[..., object] | str,
+    *arguments: object,
+    on: SliceLike,
+    mesh: AxesLike | Mesh | None = None,
+    layout: str | None = None,
+    dims: Mapping[str, int] | str | None = None,
+    auto: bool = False,
+    timeout: TimeLike | None = None,
+    cache: bool = True,
+    save: bool = False,
+    on_progress: _Progress | None = None,
+) -> CompileResult:
+    """Compile any JAX function ahead of time with XLA:TPU: its compiled ledger, and a roofline of every operation.
+
+    Args:
+        function: A callable, compiled in this process, or 'module:function', compiled in a process of its own.
+        arguments: Arrays, 'bf16[8192_X, D_Y]' or anything with a shape and a dtype, in any pytree.
+        on: The slice.
+        mesh: Mesh axes, 'X=4,Y=4', or a Mesh; the slice's own axes x, y, z by default.
+        layout: Axes pinned to the torus, 'X=x,Y=y[1:2]+z'.
+        dims: Sizes of the dims that arrays name, 'D=4096,F=16Ki'.
+        auto: Leave axes to the partitioner, instead of JAX's explicit mode.
+        timeout: Seconds, or '10m', after which a compilation in its own process is given up.
+        cache: Take the answer of an equal compilation from the cache.
+        save: Keep the executable.
+        on_progress: Callback (phase, seconds).
+
+    Raises OutOfMemory, an Infeasible, for a program that does not fit in HBM, and RooftopError for a wrong argument.
+    """
+    from rooftop.simulate.expressions import parse_sizes
+
+    where = slice_of(on)
+    _require_compiler()
+    from rooftop.explain.compiled import function as functions
+
+    report = functions.inspect(
+        function,
+        *arguments,
+        on=where,
+        mesh=mesh_on(where, mesh, layout),
+        dims=parse_sizes(dims) if dims is None or isinstance(dims, str) else dims,
+        auto=auto,
+        timeout_s=seconds_of(timeout, "timeout"),
+        cache=cache,
+        save=save,
+        on_progress=on_progress,
+    )
+    return CompileResult(report=report)
+
+
+def _compile_embeddings(
+    plan: EmbedPlan, check: str | None, timeout_s: float | None, cache: bool, on_progress: _Progress | None
+) -> EmbedCompileResult:
+    _require_compiler()
+    from rooftop.compiler.sparsecore import parse_checks
+    from rooftop.explain.embedding.compiled import compile_embed_plan
+    from rooftop.explain.embedding.programs import Compilation
+
+    how = Compilation(checks=parse_checks(check), timeout_s=timeout_s, cache=cache, on_progress=on_progress)
+    return EmbedCompileResult(report=compile_embed_plan(plan, how))
+
+
+def _require_compiler() -> None:
+    """Raise RooftopError if JAX or libtpu is not installed."""
+    # Interrupted while it is imported, JAX aborts the process.
+    with uninterrupted():
+        from rooftop.compiler.compiling import require_compiler
+
+    require_compiler()

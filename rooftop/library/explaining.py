@@ -1,0 +1,278 @@
+"""Traces, HLO instructions and differences explained; predictions next to published measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.library.inputs import AxesLike, ChipLike, PlanLike, axes_of, chip_of, training_plan_of
+from rooftop.library.results import Result, flat
+
+if TYPE_CHECKING:
+    from rooftop.explain.measured.difference import Difference, Side
+    from rooftop.explain.measured.report import Explained
+    from rooftop.explain.operation.inferred import Inferred
+    from rooftop.explain.operation.instruction import Operation
+    from rooftop.hardware import Chip
+    from rooftop.validation import AccuracyReport, PublishedRuns
+    from rooftop.validation.serving import ServingReport
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExplainResult(Result):
+    """A trace: measured next to compiled next to planned, the verdict, and what to try."""
+
+    explained: Explained
+
+    def to_json(self, *, top: int = 20) -> dict[str, object]:
+        """Rows by scope and phase, losses, and ``top`` operations and collectives."""
+        return self.explained.to_json(top=top)
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A scope in a phase a row: measured, compiled, planned."""
+        return [flat(row) for row in self.explained.to_json()["rows"]]
+
+    @property
+    def summary(self) -> str:
+        """The verdict."""
+        return f"{self.explained.name}: {self.explained.verdict.line}"
+
+    def page(self) -> str:
+        """An HTML page with tables, plots and timelines."""
+        from rooftop.present.report.trace import measured_page
+
+        return measured_page(self.explained)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OperationsResult(Result):
+    """HLO instructions made readable; ``inferred`` is the parallelism that they show together."""
+
+    operations: tuple[Operation, ...]
+    inferred: tuple[Inferred, ...]
+    chip: Chip | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Each instruction with its layouts and work, and its times on the chip."""
+        from rooftop.explain.operation.instruction import operation_json
+
+        return {
+            "kind": "operations",
+            "schema": 1,
+            "operations": [operation_json(operation, self.chip) for operation in self.operations],
+            "inferred": [parallelism.to_json() for parallelism in self.inferred],
+        }
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """An instruction a row."""
+        from rooftop.explain.operation.instruction import operation_json
+
+        return [flat(operation_json(operation, self.chip)) for operation in self.operations]
+
+    @property
+    def summary(self) -> str:
+        """A line for each instruction."""
+        return "\n".join(f"{operation.name}: {operation.does}" for operation in self.operations)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DiffResult(Result):
+    """Two runs, plans, compilations or reports, and the rows that differ."""
+
+    difference: Difference
+
+    def to_json(self) -> dict[str, object]:
+        """Both sides, the verdict, and the changes, the largest first."""
+        return self.difference.to_json()
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A changed scope in a phase a row."""
+        return [flat(change.to_json()) for change in self.difference.changes]
+
+    @property
+    def summary(self) -> str:
+        """The verdict."""
+        return self.difference.verdict
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ValidationResult(Result):
+    """Predictions next to published measurements of training and of serving.
+
+    ``notes`` and ``reasons`` are by run; ``unpredicted`` says of each run without a prediction why it has none.
+    """
+
+    report: AccuracyReport
+    serving: ServingReport
+    published: PublishedRuns
+    notes: Mapping[str, Sequence[str]]
+    reasons: Mapping[str, str]
+    unpredicted: Mapping[str, str]
+
+    def to_json(self) -> dict[str, object]:
+        """Every run with its levels and errors, errors by group, and the runs left out."""
+        data = self.report.to_json()
+        rows = [
+            row | {"notes": list(self.notes[row["id"]]), "reason": self.reasons.get(row["id"])} for row in data["rows"]
+        ]
+        unusable = [
+            {
+                "source": run.source,
+                "model": run.model,
+                "chip": run.chip,
+                "num_chips": run.num_chips,
+                "why": run.why,
+                "measured_memory_bytes": dict(run.measured_memory_bytes),
+                "lines": list(run.lines),
+            }
+            for run in self.published.unusable
+        ]
+        counts = {
+            "runs": len(rows),
+            "unpredicted": [{"id": run, "why": why} for run, why in self.unpredicted.items()],
+            "unusable": unusable,
+            "serving_rows": self.published.serving_rows,
+        }
+        return {"rows": rows, "summary": data["summary"] | counts, "serving": self.serving.to_json()}
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A run a row, those of training first."""
+        training = self.report.to_json()["rows"]
+        serving = [comparison.to_json() for comparison in self.serving.comparisons]
+        return [flat(row) for row in (*training, *serving)]
+
+    @property
+    def summary(self) -> str:
+        """Mean absolute error of each kind of chip."""
+        lines = [f"{len(self.report.comparisons)} training runs, {len(self.serving.comparisons)} of serving"]
+        for group in self.report.groups:
+            errors = group.errors["calibrated"] or group.errors["uncalibrated"]
+            if group.by == "chip" and errors is not None:
+                lines.append(f"{group.name}: {100 * errors.mean_absolute:.1f}% mean absolute error")
+        return "\n".join(lines)
+
+
+def explain(
+    path: Path | str,
+    *,
+    plan: PlanLike | None = None,
+    hlo: Sequence[Path | str] = (),
+    mesh: AxesLike | None = None,
+    on: ChipLike | None = None,
+    figures: Mapping[str, float | str] | None = None,
+) -> ExplainResult:
+    """Explain where the time of a run or trace goes: measured, compiled and planned by scope and phase.
+
+    Args:
+        path: A run of ``rooftop train --profile``, or a trace of JAX's profiler.
+        plan: The plan to set it next to; the run's own by default.
+        hlo: Files of compiled modules, for a trace without its own.
+        mesh: Mesh axes in the order of device ids, 'X=2,Y=4'; the run's own by default.
+        on: The chip with the roofs that count; the trace's own by default.
+        figures: Figures of that chip to override.
+
+    Raises RooftopError for a path that is neither a run nor a trace, and for a trace in which nothing ran.
+    """
+    from rooftop.explain.measured import report
+    from rooftop.explain.measured.modules import read_module
+
+    return ExplainResult(
+        explained=report.explain(
+            Path(path),
+            plan=None if plan is None else training_plan_of(plan),
+            modules=[read_module(Path(file)) for file in hlo],
+            mesh=None if mesh is None else axes_of(mesh),
+            chip=_roofs(on, figures),
+        )
+    )
+
+
+def explain_operations(
+    *lines: str, on: ChipLike | None = None, figures: Mapping[str, float | str] | None = None
+) -> OperationsResult:
+    """Make HLO instructions readable: layouts, padding, work, and the parallelism that they show together.
+
+    Args:
+        lines: Instructions as HLO text or a profile has them, one or several a text.
+        on: The chip for their times.
+        figures: Figures of that chip to override.
+
+    Raises RooftopError for a line that is no instruction.
+    """
+    from rooftop.explain.operation.inferred import infer
+    from rooftop.explain.operation.instruction import read_operation
+
+    # An empty text is refused like any other that is no instruction.
+    texts = [line for text in lines for line in text.splitlines() if line.strip()] or [""]
+    operations = tuple(read_operation(text) for text in texts)
+    return OperationsResult(operations=operations, inferred=infer(operations), chip=_roofs(on, figures))
+
+
+def diff(before: Result | Path | str, after: Result | Path | str) -> DiffResult:
+    """Compare two runs, traces, plans, compilations or reports, row by row.
+
+    Each is a result of this library or a path: a run, a trace, a plan.json, or the JSON of 'rooftop compile -o' or
+    'rooftop explain --json'. Raises RooftopError for anything else, and for a plan of training next to one of serving.
+    """
+    from rooftop.explain.measured.difference import difference
+
+    return DiffResult(difference=difference(_side(before, "before"), _side(after, "after")))
+
+
+def validate(*, runs: Path | str | None = None, assume: str | None = None) -> ValidationResult:
+    """Predict published runs of training and serving, and compare with the measured times.
+
+    Args:
+        runs: Another table of runs with the same columns (CSV).
+        assume: Shares of transfers that hide, 'weight_gather=1,tensor=0.5'.
+
+    Raises RooftopError for a table that cannot be read, naming the cell.
+    """
+    from rooftop import validation
+    from rooftop.plan.training.assumptions import Assumptions
+    from rooftop.validation.predict import predict
+    from rooftop.validation.serving import serving_report
+
+    assumptions = Assumptions() if assume is None else Assumptions().with_hidden(assume)
+    path = None if runs is None else Path(runs)
+    serving = serving_report(path)
+    published = validation.load_published(path, training=not serving.comparisons)
+    predicted, notes, unpredicted = [], {}, {}
+    for run in published.runs:
+        try:
+            prediction = predict(run, assumptions)
+        except (RooftopError, Infeasible) as error:
+            unpredicted[run.id] = str(error)
+            continue
+        predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
+        notes[run.id] = list(prediction.notes)
+    report = validation.summarise(
+        [run for run, _, _ in predicted], [bound for _, bound, _ in predicted], [seconds for _, _, seconds in predicted]
+    )
+    return ValidationResult(
+        report=report,
+        serving=serving,
+        published=published,
+        notes=notes,
+        reasons=validation.load_reasons(),
+        unpredicted=unpredicted,
+    )
+
+
+def _roofs(on: ChipLike | None, figures: Mapping[str, float | str] | None) -> Chip | None:
+    if on is None and figures:
+        raise RooftopError("figure", next(iter(figures)), "a chip to override it of: --on CHIP")
+    return None if on is None else chip_of(on, figures)
+
+
+def _side(source: Result | Path | str, name: str) -> Side:
+    from rooftop.explain.measured.difference import read_side, side_of
+
+    return side_of(name, source.to_json()) if isinstance(source, Result) else read_side(Path(source))

@@ -1,0 +1,196 @@
+"""Arguments of the library's functions: objects, or the strings that the command line takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_json_object
+from rooftop.core.quantities import parse_quantity, parse_seconds
+from rooftop.hardware import Chip, Slice, chip
+
+if TYPE_CHECKING:
+    from rooftop.arrays import Mesh
+    from rooftop.models import ModelConfig
+    from rooftop.plan.embedding.plan import EmbedPlan
+    from rooftop.plan.training.plan import TrainingPlan
+
+
+class OnSlice(Protocol):
+    """A result or plan that has a slice."""
+
+    @property
+    def slice(self) -> Slice:
+        """The slice."""
+
+
+class OfChip(Protocol):
+    """A slice, or a result, that has a chip."""
+
+    @property
+    def chip(self) -> Chip:
+        """The chip."""
+
+
+class OfModel(Protocol):
+    """A result that has a model."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+
+
+class OfPlan(Protocol):
+    """A result that has a plan."""
+
+    @property
+    def plan(self) -> TrainingPlan | EmbedPlan:
+        """The plan."""
+
+
+#: A slice, or its text: CHIP:SHAPE[@SLICES].
+SliceLike: TypeAlias = Slice | OnSlice | str
+#: A chip, its name, or a slice of it.
+ChipLike: TypeAlias = Chip | OfChip | str
+#: A model, a preset, or the path of a config.json or of its folder.
+ModelLike: TypeAlias = "ModelConfig | OfModel | str | Path"
+#: A plan, a result that has one, the content of a plan.json, or its path.
+PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] | str | Path"
+#: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
+AxesLike: TypeAlias = Mapping[str, int] | str
+#: A whole number, or its text: '4Mi'.
+CountLike: TypeAlias = int | str
+#: Seconds, or a text with a unit: '10m'.
+TimeLike: TypeAlias = float | str
+
+#: Types of JSON values by their names in schemas.
+_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
+
+
+def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
+    """The slice that is meant; ``price`` replaces its dollars per chip-hour. Raises RooftopError."""
+    if isinstance(on, str):
+        on = Slice.parse(on)
+    where = on if isinstance(on, Slice) else on.slice
+    if price is None:
+        return where
+    priced = where.chip.replace(price_usd_per_hour=parse_quantity(price, "price", largest=1e6))
+    return Slice(priced, where.shape, where.num_slices)
+
+
+def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> Chip:
+    """The chip that is meant, with ``figures`` overridden. Raises RooftopError."""
+    if isinstance(on, str):
+        on = chip(on.partition(":")[0])
+    spec = on if isinstance(on, Chip) else on.chip
+    return spec.replace(**figures_of(figures)) if figures else spec
+
+
+def model_of(model: ModelLike) -> ModelConfig:
+    """The model that is meant. Raises RooftopError."""
+    from rooftop.models import ModelConfig, load_model
+
+    if isinstance(model, (str, Path)):
+        return load_model(str(model))
+    return model if isinstance(model, ModelConfig) else model.config
+
+
+def plan_of(plan: PlanLike) -> TrainingPlan | EmbedPlan:
+    """The plan that is meant. Raises RooftopError for a file or mapping that is no plan of training or embeddings."""
+    from rooftop.plan.embedding.plan import EmbedPlan
+    from rooftop.plan.training.plan import TrainingPlan
+
+    if isinstance(plan, (TrainingPlan, EmbedPlan)):
+        return plan
+    if isinstance(plan, (str, Path)):
+        name = str(plan)
+        data: Mapping[str, object] = read_json_object(
+            Path(plan), field="plan", accepted="a plan.json written by rooftop plan"
+        )
+    elif isinstance(plan, Mapping):
+        name, data = "a mapping", plan
+    else:
+        return plan.plan
+    kind = data.get("kind")
+    if kind not in ("train", "embed"):
+        given = f"of kind {kind!r}" if "kind" in data else "without a kind"
+        raise RooftopError("plan", name, f"a plan.json written by rooftop plan train or embed (this one is {given})")
+    _require_schema(name, data, "plan" if kind == "train" else "embed")
+    return TrainingPlan.from_json(data) if kind == "train" else EmbedPlan.from_json(data)
+
+
+def training_plan_of(plan: PlanLike) -> TrainingPlan:
+    """The training plan that is meant. Raises RooftopError for anything else, a plan of embeddings among it."""
+    from rooftop.plan.training.plan import TrainingPlan
+
+    training = plan_of(plan)
+    if not isinstance(training, TrainingPlan):
+        name = str(plan) if isinstance(plan, (str, Path)) else "a plan of embeddings"
+        raise RooftopError("plan", name, "a plan.json written by rooftop plan train (this one is of kind 'embed')")
+    return training
+
+
+def _require_schema(name: str, data: Mapping[str, object], kind: str) -> None:
+    """Raise RooftopError, naming the field, if one is missing from a plan or is of another JSON type."""
+    from rooftop.core.schemas import schema
+
+    rules = schema(kind)
+    absent = [field for field in rules["required"] if field not in data]
+    if absent:
+        some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
+        raise RooftopError("plan", name, f"a plan.json written by rooftop plan (without {some})")
+    for field, rule in rules["properties"].items():
+        names = rule.get("type", ())
+        accepted = [names] if isinstance(names, str) else list(names)
+        if field in data and accepted and not any(isinstance(data[field], _JSON_TYPES[kind]) for kind in accepted):
+            raise RooftopError(f"plan {field}", data[field], f"JSON of type {' or '.join(accepted)}")
+
+
+def seconds_of(time: TimeLike | None, field: str) -> float | None:
+    """Seconds of a number or of a text with a unit; None stays None. Raises RooftopError naming ``field``."""
+    if isinstance(time, str):
+        return parse_seconds(time, field)
+    if time is not None and not 0 < time < float("inf"):
+        raise RooftopError(field, time, "a positive number of seconds, or a time with its unit: 10m")
+    return time
+
+
+def axes_of(mesh: AxesLike, known: Iterable[str] | None = None) -> dict[str, int]:
+    """Sizes of mesh axes; ``known`` are the names that are accepted, None any. Raises RooftopError."""
+    from rooftop.arrays import parse_axes
+
+    text = mesh if isinstance(mesh, str) else ",".join(f"{name}={size}" for name, size in mesh.items())
+    return parse_axes(text, known)
+
+
+def mesh_on(where: Slice, mesh: AxesLike | Mesh | None, layout: str | None) -> Mesh:
+    """A mesh laid on a slice by its ``layout``, or else as well as it can be. Raises RooftopError if they differ."""
+    from rooftop.arrays import Mesh
+
+    if isinstance(mesh, Mesh):
+        return mesh
+    sizes = None if mesh is None else axes_of(mesh)
+    if layout is None:
+        return Mesh.lay(where, sizes or {axis.name: axis.size for axis in where.physical_axes})
+    laid = Mesh.from_layout(where, layout)
+    if sizes is not None and laid.shape != sizes:
+        raise RooftopError("layout", layout, f"a layout of the mesh {mesh}; this one is of {laid.shape}")
+    return laid
+
+
+def figures_of(figures: Mapping[str, float | str]) -> dict[str, float | dict[str, float]]:
+    """Figures of a chip by name; 'flops_per_s.bf16' is that of a dtype. Raises RooftopError."""
+    numbers: dict[str, float | dict[str, float]] = {}
+    rates: dict[str, float] = {}
+    for name, value in figures.items():
+        number = parse_quantity(value, f"figure {name}")
+        if name.startswith("flops_per_s."):
+            rates[name.removeprefix("flops_per_s.")] = number
+        else:
+            numbers[name] = number
+    return numbers | ({"flops_per_s": rates} if rates else {})

@@ -1,0 +1,185 @@
+"""Plans of training runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rooftop.arrays import Mesh
+from rooftop.arrays.mesh import AXES
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.files import write_text
+from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
+from rooftop.core.timelines import perfetto, xprof
+from rooftop.library.inputs import AxesLike, CountLike, ModelLike, SliceLike, axes_of, model_of, slice_of
+from rooftop.library.results import Result, ledger_rows
+from rooftop.plan.training import answer as training
+from rooftop.plan.training.answer import TrainingAnswer
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.roofline.rates import device_stats
+from rooftop.simulate.pipeline import of_plan
+from rooftop.simulate.planned import planned_lanes
+
+_BOUNDS = ("usable", "book")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrainingPlanResult(Result):
+    """The best plan of a training run, the runners-up, and the changes that would help."""
+
+    answer: TrainingAnswer
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The best plan."""
+        return self.answer.plan
+
+    @cached_property
+    def _data(self) -> dict[str, object]:
+        data: dict[str, object] = self.answer.to_json()
+        return data | {"pipeline": of_plan(self.plan)} if self.plan.mesh.size("stage") > 1 else data
+
+    def to_json(self) -> dict[str, object]:
+        """plan.json: all that is needed to build, compile and run the program."""
+        return dict(self._data)
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """The planned ledger."""
+        return ledger_rows(self.plan.ledger)
+
+    @property
+    def summary(self) -> str:
+        """Mesh, step time, MFU and memory."""
+        plan = self.plan
+        mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items() if size > 1) or "one device"
+        fits = "" if plan.fits else "does not fit: "
+        return (
+            f"{plan.problem.model.name} on {plan.problem.slice.name}: {mesh}\n"
+            f"{fits}{format_seconds(plan.expected_s)} a step expected, bound by {plan.bound}, MFU {plan.mfu:.1%}, "
+            f"{format_bytes(plan.memory_bytes)} of {format_bytes(plan.problem.capacity)} a device"
+        )
+
+    def raise_if_infeasible(self) -> None:
+        """Raise Infeasible, with the missing bytes, if even the smallest plan does not fit."""
+        self.answer.require_fit()
+
+    def page(self) -> str:
+        """An HTML page with tables, plots and the timeline."""
+        from rooftop.present.report import Material, page
+
+        return page(Material(data=self._data, lanes=[planned_lanes(self.plan)]))
+
+    def write_plan(self, path: Path | str) -> None:
+        """Write plan.json. Raises RooftopError if the path cannot be written."""
+        write_text(Path(path), json.dumps(self._data, indent=1, allow_nan=False) + "\n")
+
+    def write_perfetto(self, path: Path | str) -> None:
+        """Write the planned timeline for ui.perfetto.dev."""
+        write_text(Path(path), json.dumps(perfetto.trace(planned_lanes(self.plan)), allow_nan=False))
+
+    def write_xprof(self, folder: Path | str) -> None:
+        """Write the planned timeline as a profile for XProf and TensorBoard."""
+        lanes = planned_lanes(self.plan, every_trip=True)
+        stats = device_stats(self.plan.problem.slice.chip)
+        xprof.write(xprof.xspace(lanes, program="planned", device=stats), Path(folder), run="planned")
+
+
+def plan_training(
+    model: ModelLike,
+    *,
+    on: SliceLike,
+    batch_tokens: CountLike | None = None,
+    batch_seqs: CountLike | None = None,
+    seq: CountLike = 4096,
+    tokens: CountLike | None = None,
+    mesh: AxesLike | Mesh | None = None,
+    layout: str | None = None,
+    remat: str | None = None,
+    microbatches: CountLike | None = None,
+    schedule: str = "1f1b",
+    chunks: CountLike = 1,
+    optimizer: str = "adamw",
+    matmul_dtype: str = "bf16",
+    weights_dtype: str = "f32",
+    moments_dtype: str = "f32",
+    assume: str | None = None,
+    bounds: str = "usable",
+    price: float | str | None = None,
+    alternatives: CountLike = 5,
+) -> TrainingPlanResult:
+    """Plan a training run: search mesh, layout, remat and microbatches, and predict time, memory and cost.
+
+    Args:
+        model: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
+        on: A slice, CHIP:SHAPE[@SLICES].
+        batch_tokens: Tokens of a step; give this or ``batch_seqs``.
+        batch_seqs: Sequences of a step.
+        seq: Tokens of a sequence.
+        tokens: Tokens in all, for days and cost.
+        mesh: Sizes of axes, or a Mesh with its layout; searched by default.
+        layout: Axes pinned to the torus, 'fsdp=x+y,tensor=z', instead of ``mesh``.
+        remat: none, matmuls, minimal, block, or changes such as 'block,qkv=offload'; searched by default.
+        microbatches: Microbatches of a step; searched by default.
+        schedule: Of pipeline stages: gpipe, 1f1b, interleaved or zero_bubble.
+        chunks: Model chunks of a stage (interleaved).
+        optimizer: adamw, adam, lion or sgd.
+        matmul_dtype: Dtype of the layers' matmuls.
+        weights_dtype: Dtype of the stored weights.
+        moments_dtype: Dtype of the optimizer's moments.
+        assume: Shares of transfers that hide behind compute: 'weight_gather=1,tensor=0.5'.
+        bounds: 'usable' HBM and XLA's memory, or the 'book' arithmetic.
+        price: Dollars per chip-hour, instead of the list price.
+        alternatives: Runners-up to keep.
+
+    A plan that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError naming
+    the argument that is wrong.
+    """
+    config, where = model_of(model), slice_of(on, price=price)
+    if mesh is not None and layout is not None:
+        raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
+    if bounds not in _BOUNDS:
+        raise unknown("bounds", bounds, _BOUNDS)
+    if layout is not None:
+        mesh = Mesh.from_layout(where, layout)
+    problem = Problem(
+        model=config,
+        slice=where,
+        workload=_workload(batch_tokens, batch_seqs, seq, tokens),
+        numerics=Numerics(
+            matmul=parse_dtype(matmul_dtype, "matmul-dtype"),
+            weights=parse_dtype(weights_dtype, "weights-dtype"),
+            moments=parse_dtype(moments_dtype, "moments-dtype"),
+            optimizer=optimizer,
+        ),
+        assumptions=Assumptions() if assume is None else Assumptions().with_hidden(assume),
+        axes=None if mesh is None or isinstance(mesh, Mesh) else axes_of(mesh, AXES),
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+        remat=remat,
+        microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
+        schedule=schedule,
+        chunks=parse_count(chunks, "chunks"),
+        bounds=bounds,
+    )
+    answer = training.plan_training(problem, alternatives=parse_count(alternatives, "alternatives"))
+    return TrainingPlanResult(answer=answer)
+
+
+def _workload(
+    batch_tokens: CountLike | None, batch_seqs: CountLike | None, seq: CountLike, tokens: CountLike | None
+) -> Workload:
+    length = parse_count(seq, "seq")
+    if batch_tokens is not None and batch_seqs is None:
+        batch = parse_count(batch_tokens, "batch-tokens")
+    elif batch_seqs is not None and batch_tokens is None:
+        batch = parse_count(batch_seqs, "batch-seqs") * length
+    else:
+        both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
+        raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
+    total = None if tokens is None else float(parse_count(tokens, "tokens"))
+    return Workload(batch_tokens=batch, seq_len=length, tokens=total)

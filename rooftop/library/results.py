@@ -1,0 +1,79 @@
+"""Results of the library's functions: their JSON, their rows as flat dicts, and a table for notebooks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from rooftop.core.ledger import Ledger
+
+#: Rows that a notebook shows.
+_SHOWN_ROWS = 40
+
+
+class Result(ABC):
+    """An answer. ``repr`` is its summary, and a notebook shows summary and rows.
+
+    Subclasses are frozen dataclasses, declared with ``repr=False``.
+    """
+
+    @abstractmethod
+    def to_json(self) -> dict[str, object]:
+        """Return the object that the verb prints with ``--json``."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> list[dict[str, object]]:
+        """The ledger or table of the answer, a flat dict a row: ready for a data frame."""
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """The answer in one to a few lines."""
+
+    def raise_if_infeasible(self) -> None:
+        """Raise Infeasible if the answer is no: the model does not fit, or a target is missed."""
+        return None
+
+    def __repr__(self) -> str:
+        return self.summary
+
+    def _repr_html_(self) -> str:
+        """Summary and rows for a notebook."""
+        from rooftop.present.report.html import table, tag
+
+        rows = self.rows
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [[_cell(row.get(name)) for name in columns] for row in rows[:_SHOWN_ROWS]]
+        caption = f"{_SHOWN_ROWS} of {len(rows)} rows" if len(rows) > _SHOWN_ROWS else f"{len(rows)} rows"
+        return str(tag("div", tag("pre", self.summary), table(columns, cells, caption=caption) if rows else None))
+
+
+def flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """``data`` without nesting: keys of mappings joined with dots, lists of plain values with commas.
+
+    Lists of mappings are left out: they are tables of their own.
+    """
+    row: dict[str, object] = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            row |= flat(value, f"{prefix}{name}.")
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            if not any(isinstance(entry, Mapping) for entry in value):
+                row[f"{prefix}{name}"] = ",".join(map(str, value))
+        else:
+            row[f"{prefix}{name}"] = value
+    return row
+
+
+def ledger_rows(ledger: Ledger) -> list[dict[str, object]]:
+    """Rows of a ledger, flat. ``collectives`` names each collective and its axes."""
+    rows = []
+    for row in ledger.to_json():
+        collectives = [f"{entry['kind']} {'+'.join(entry['axes'])}" for entry in row["collectives"]]
+        rows.append(flat(row | {"collectives": collectives}))
+    return rows
+
+
+def _cell(value: object) -> str | float | None:
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)

@@ -1,0 +1,148 @@
+"""An engine in two parts, each a process or the first of several: one prefills and answers, the other generates."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.request import ServeRequest
+from rooftop.serve.sockets import parse_address
+
+if TYPE_CHECKING:
+    from rooftop.serve.engine.engine import PagedEngine
+    from rooftop.serve.engine.replica import Replica
+    from rooftop.serve.hosts.lead import Lead
+
+_LOCAL = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The part of an engine that this process runs, and the address of the other part.
+
+    ``at`` is the other part's host and port. None: there is no other part, or it is started here with ``environment``
+    added to ours. ``key`` is the key of the link between them.
+    """
+
+    role: str = "both"
+    at: tuple[str, int] | None = None
+    key: str = field(default="", repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def requested(self, request: ServeRequest) -> ServeRequest:
+        """``request`` with the batching that two parts imply."""
+        return request if self.role == "both" else replace(request, batching="disaggregated")
+
+    def configured(self, configuration: Configuration) -> Configuration:
+        """``configuration`` of this part."""
+        return replace(configuration, role=self.role)
+
+    def engine(
+        self,
+        checkpoint: Path,
+        configuration: Configuration,
+        *,
+        draft: Path | None,
+        lead: Lead | None,
+        on_progress: Callable[[int, int], None],
+        log: logging.Logger,
+    ) -> PagedEngine:
+        """The engine of this process, not yet started; with a ``lead``, of several processes.
+
+        Raises RooftopError and Infeasible as ``rooftop.serve.engine.loading.load`` does.
+        """
+        from rooftop.serve.engine.loading import load
+        from rooftop.serve.hosts.loading import load_prefill
+        from rooftop.serve.hosts.processes import Child, Other, Remote
+        from rooftop.serve.hosts.together import load_together
+
+        if self.role == "both":
+            if lead is None:
+                return load(checkpoint, configuration, draft=draft, on_progress=on_progress)
+            followers = lead.followers(checkpoint, configuration)
+            return load_together(checkpoint, configuration, followers, draft=draft, on_progress=on_progress)
+        child: Child | None = None
+        other: Other
+        if self.at is None:
+            environment = {**_compilations(), **self.environment}
+            other = child = Child(checkpoint, replace(configuration, role="generate"), environment=environment)
+        else:
+            other = Remote(*self.at, self.key)
+
+        def on_link(event: str) -> None:
+            fields = {} if child is None else {"generate_pid": child.pid}
+            log.log(logging.INFO if event == "linked" else logging.WARNING, f"link {event}", extra={"fields": fields})
+
+        replica = replicas_of(lead, checkpoint, configuration)
+        return load_prefill(checkpoint, configuration, other, replica=replica, on_progress=on_progress, on_link=on_link)
+
+
+def choose_part(request: ServeRequest) -> Part:
+    """The part that ``request`` asks for. Call it before JAX starts: two processes here share the GPUs.
+
+    Raises RooftopError naming the option that is wrong.
+    """
+    role, at = request.role, request.generate_at
+    if role not in (None, "generate"):
+        raise unknown("role", role, ("generate",))
+    if role is None and at is None:
+        return Part()
+    for name, value in (("draft", request.draft), ("prefill-devices", request.prefill_devices or None)):
+        if value is not None:
+            accepted = "none where two processes serve: a draft's cache is not sent, and all devices do the same"
+            raise RooftopError(name, str(value), accepted)
+    if request.batching not in (None, "disaggregated"):
+        raise RooftopError("batching", request.batching, "disaggregated where two processes serve")
+    if role is not None and at is not None:
+        raise RooftopError("generate-at", at, "none with --role generate: the other process has this option")
+    if at == _LOCAL:
+        return Part(role="prefill", environment=_share_devices())
+    if not request.link_key:
+        accepted = "a word that both processes are given (or ROOFTOP_LINK_KEY): no one else may send or read KV"
+        raise RooftopError("link-key", request.link_key, accepted)
+    if role is not None:
+        return Part(role="generate", key=request.link_key)
+    assert at is not None
+    return Part(role="prefill", at=parse_address(at, "generate-at"), key=request.link_key)
+
+
+def replicas_of(lead: Lead | None, checkpoint: Path, configuration: Configuration) -> Callable[..., Replica]:
+    """The constructor of this process's replicas; with a ``lead``, of replicas over several processes."""
+    from rooftop.serve.engine.replica import Replica
+    from rooftop.serve.hosts.together import leading
+
+    return Replica if lead is None else leading(lead.followers(checkpoint, configuration))
+
+
+def _compilations() -> dict[str, str]:
+    """The variable that gives another process our compilation cache."""
+    import jax
+
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return {} if folder is None else {"JAX_COMPILATION_CACHE_DIR": str(folder)}
+
+
+def _share_devices() -> dict[str, str]:
+    """Keep half of the GPUs, and return the variable that gives another process the other half; none without GPUs."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return {}
+    devices = Path("/dev")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
+    gpus = here if visible is None else [name for name in visible.split(",") if name]
+    if not gpus and (any(devices.glob("accel*")) or any(devices.glob("vfio/[0-9]*"))):
+        accepted = "HOST:PORT of another machine; here TPUs are split with --batching disaggregated --prefill-devices N"
+        raise RooftopError("generate-at", _LOCAL, accepted)
+    if len(gpus) == 1:
+        raise RooftopError("generate-at", _LOCAL, "HOST:PORT of another machine: this one has one GPU")
+    half = len(gpus) // 2
+    if not half:
+        return {}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:half])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[half : 2 * half])}

@@ -1,0 +1,202 @@
+"""A request to serve a model. Everything in it is checked before JAX or the HTTP server is imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.programs.serving.formats import FORMATS
+from rooftop.scheduling.serving.scheduler import BATCHING, Policy
+from rooftop.serve.api.settings import Settings
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.logs import LEVELS
+
+#: Dtypes that are computed with, and stored as they are, by JAX's names.
+_COMPUTED = {"bf16": "bfloat16", "f32": "float32"}
+_WEIGHTS = (*_COMPUTED, "int8", "f8_e4m3", "int4")
+_CACHES = (*_COMPUTED, "int8")
+_GROUPS = tuple(form.group for form in FORMATS.values() if form.group is not None)
+#: Tokens of a step that are left for prompts when every sequence in progress generates one.
+_PROMPT_TOKENS = 224
+#: Options by the fields of an engine's configuration that have another name.
+_OPTIONS = {
+    "longest": "max-model-len", "cache": "kv-dtype", "weights": "weights-dtype", "dtype": "compute-dtype",
+    "guesses": "draft-length", "max_batch": "batch-seqs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest:
+    """A checkpoint to serve, the address to listen at, and how the engine runs. None: the plan's value or a default.
+
+    ``checkpoint`` is a folder (config.json, safetensors, tokenizer.json), a plan.json with ``weights_of`` as the folder
+    of its weights, or llama:N for a small random model. ``batch_seqs`` sequences are in progress at most, ``max_queue``
+    more wait. ``chunk_tokens`` 0 prefills prompts whole. With ``generate_at`` another process generates: 'local' starts
+    it here; with ``role`` 'generate' this process is the other one. Each round guesses ``draft_length`` tokens, by the
+    ``draft`` model or by n-grams. ``shrink`` reduces the mesh to the devices here; ``devices`` emulates them. With
+    ``coordinator`` this is process ``process`` of ``processes``.
+    """
+
+    checkpoint: Path
+    weights_of: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors: tuple[str, ...] = ()
+    max_queue: int = 1024
+    max_body: int = 32 * 2**20
+    chat_template: Path | None = None
+    drain_s: float = 30.0
+    log_level: str = "info"
+    log_texts: bool = False
+    batch_seqs: int | None = None
+    max_model_len: int | None = None
+    chunk_tokens: int | None = None
+    batching: str | None = None
+    prefill_devices: int = 0
+    generate_at: str | None = None
+    role: str | None = None
+    link_key: str | None = field(default=None, repr=False)
+    preemption: str | None = None
+    prefix_cache: bool = True
+    draft: Path | None = None
+    draft_length: int = 0
+    page_tokens: int = 16
+    pages: int | None = None
+    host_pages: int = 0
+    compute_dtype: str | None = None
+    weights_dtype: str | None = None
+    weight_group: int | None = None
+    kv_dtype: str | None = None
+    mesh: Mapping[str, int] | None = None
+    kv_split: str | None = None
+    shrink: bool = False
+    devices: int | None = None
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise RooftopError("port", self.port, "0 to 65535")
+        if self.log_level not in LEVELS:
+            raise unknown("log-level", self.log_level, LEVELS)
+        for name, known in (
+            ("compute_dtype", _COMPUTED), ("weights_dtype", _WEIGHTS), ("kv_dtype", _CACHES),
+            ("batching", [kind for kind in BATCHING if kind != "static"]),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise unknown(name.replace("_", "-"), value, known)
+        if self.coordinator is None:
+            for name in ("processes", "process"):
+                if getattr(self, name) is not None:
+                    accepted = "this with --coordinator, where the processes find each other"
+                    raise RooftopError(name, getattr(self, name), accepted)
+        elif self.generate_at == "local":
+            accepted = "HOST:PORT with --coordinator: the processes that generate are started as these are"
+            raise RooftopError("generate-at", "local", accepted)
+
+    def settings(self, model: str) -> Settings:
+        """Settings of the API for ``model``. Raises RooftopError."""
+        return Settings(
+            model=self.name or model,
+            keys=self.api_keys,
+            origins=self.cors,
+            body_bytes=self.max_body,
+            log_texts=self.log_texts,
+        )
+
+    def configuration(self, planned: Configuration | None) -> Configuration:
+        """The engine's configuration: this request's values, then the plan's, then defaults.
+
+        Raises RooftopError, naming the option that is wrong.
+        """
+        base = Configuration() if planned is None else planned
+        batch = self.batch_seqs or base.policy.max_batch
+        batching = self.batching or base.policy.batching
+        if self.draft is not None and not (self.draft / "config.json").is_file():
+            raise RooftopError("draft", str(self.draft), "the folder of a checkpoint (config.json, safetensors)")
+        if self.draft is not None and not self.draft_length:
+            raise RooftopError("draft-length", 0, "1 or more with a draft model")
+        if self.pages is not None and self.pages < batch:
+            accepted = f"{batch} or more: a page for each of the {batch} sequences in progress (--batch-seqs)"
+            raise RooftopError("pages", self.pages, accepted)
+        chunk = self.chunk_tokens
+        if chunk is None and batching == "interleaved":
+            chunk = max(base.policy.chunk_tokens or 0, batch + _PROMPT_TOKENS)
+        with named_as_options():
+            return Configuration(
+                policy=Policy(
+                    max_batch=batch,
+                    batching=batching,
+                    chunk_tokens=chunk or None,
+                    preemption=self.preemption or base.policy.preemption,
+                ),
+                page_tokens=self.page_tokens,
+                pages=self.pages,
+                host_pages=self.host_pages,
+                prefix_cache=self.prefix_cache,
+                longest=self.max_model_len,
+                max_queue=self.max_queue,
+                mesh=base.mesh if self.mesh is None else tuple(self.mesh.items()),
+                kv_split=self.kv_split or base.kv_split,
+                prefill_devices=self.prefill_devices,
+                dtype=self._computed(),
+                weights=self._weights() or base.weights,
+                cache=self._cache() or base.cache,
+                guesses=self.draft_length,
+            )
+
+    def _computed(self) -> str | None:
+        """JAX's name of the compute dtype. Weights and caches that are not quantised have the same."""
+        dtypes = {
+            name.replace("_", "-"): dtype
+            for name in ("compute_dtype", "weights_dtype", "kv_dtype")
+            if (dtype := getattr(self, name)) in _COMPUTED
+        }
+        if len(set(dtypes.values())) > 1:
+            given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise RooftopError("compute-dtype", given, "one dtype for all that is not quantised")
+        return _COMPUTED[next(iter(dtypes.values()))] if dtypes else None
+
+    def _weights(self) -> str | None:
+        """The engine's name of the weights' format; None where the plan decides."""
+        if self.weights_dtype != "int4":
+            if self.weight_group is not None:
+                raise RooftopError("weight-group", self.weight_group, "this with --weights-dtype int4")
+            return "plain" if self.weights_dtype in _COMPUTED else self.weights_dtype
+        if self.weight_group not in _GROUPS:
+            accepted = f"{', '.join(map(str, _GROUPS))}: weights of a column that share a scale in int4"
+            raise RooftopError("weight-group", self.weight_group, accepted)
+        return f"int4-{self.weight_group}"
+
+    def _cache(self) -> str | None:
+        """The same of the KV cache."""
+        return "plain" if self.kv_dtype in _COMPUTED else self.kv_dtype
+
+
+def shrunk(configuration: Configuration, devices: int) -> Configuration:
+    """``configuration`` with a mesh of at most ``devices``, by dividing its largest axis by its least prime."""
+    sizes = dict(configuration.mesh)
+    while math.prod(sizes.values()) > devices:
+        largest = max(sizes, key=lambda axis: sizes[axis])
+        size = sizes[largest]
+        sizes[largest] = size // next(prime for prime in range(2, size + 1) if size % prime == 0)
+    return replace(configuration, mesh=tuple(sizes.items()))
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Name the option in errors about an engine's configuration."""
+    try:
+        yield
+    except RooftopError as error:
+        options = {one.name for one in fields(ServeRequest)}
+        name = error.field.replace("_", "-") if error.field in options else error.field
+        raise RooftopError(_OPTIONS.get(error.field, name), error.given, error.accepted) from None

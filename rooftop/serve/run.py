@@ -1,0 +1,352 @@
+"""Run a server: one process, the first of several, a follower, or the process that generates for another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
+from rooftop.serve.engine.configuration import Configuration, configuration_of
+from rooftop.serve.hosts.lead import Lead, end_process, follow
+from rooftop.serve.hosts.parts import Part, choose_part, replicas_of
+from rooftop.serve.logs import start_logging
+from rooftop.serve.request import ServeRequest, named_as_options, shrunk
+from rooftop.serve.sockets import address_of, bind
+from rooftop.serve.source import ServeSource, example_model, is_example, make_example, read_source
+
+if TYPE_CHECKING:
+    import socket
+
+    from rooftop.serve.engine.requests import ServingEngine
+    from rooftop.serve.hosts.generating import Generator
+
+#: Packages that serving imports.
+_PACKAGES = (
+    "jax", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
+    "llguidance",
+)  # fmt: skip
+#: Seconds between two log lines about compilation.
+_LOG_EVERY_S = 5.0
+
+Progress = Callable[[int, int, str], None]
+
+
+class Ready(Protocol):
+    """A process that is ready: one line for people, and its JSON."""
+
+    @property
+    def line(self) -> str:
+        """One or two lines for a terminal."""
+        ...
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyServer:
+    """A server that answers at ``url``."""
+
+    url: str
+    model: str
+    max_model_len: int
+    pages: int
+    page_tokens: int
+    programs: int
+    devices: str
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        """One or two lines for a terminal."""
+        return (
+            f"{self.model} on {self.devices}: {self.pages} pages of {self.page_tokens} tokens, "
+            f"{self.max_model_len} tokens a sequence; {self.programs} programs; "
+            f"ready after {self.seconds:.1f} s\n{self.url}/v1"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values."""
+        return {
+            "kind": "serve",
+            "url": self.url,
+            "model": self.model,
+            "pid": os.getpid(),
+            "max_model_len": self.max_model_len,
+            "pages": self.pages,
+            "page_tokens": self.page_tokens,
+            "programs": self.programs,
+            "devices": self.devices,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyGenerator:
+    """A process that generates for the server that connects to ``address``."""
+
+    address: str
+    model: str
+    max_model_len: int
+    pages: int
+    page_tokens: int
+
+    @property
+    def line(self) -> str:
+        """One line for a terminal."""
+        return f"{self.model} generates at {self.address}"
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values."""
+        return {
+            "kind": "serve",
+            "role": "generate",
+            "address": self.address,
+            "model": self.model,
+            "pid": os.getpid(),
+            "max_model_len": self.max_model_len,
+            "pages": self.pages,
+            "page_tokens": self.page_tokens,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyFollower:
+    """Process ``process`` of ``processes``, which follows the first one."""
+
+    model: str
+    process: int
+    processes: int
+
+    @property
+    def line(self) -> str:
+        """One line for a terminal."""
+        return f"{self.model}: process {self.process} of {self.processes} is ready"
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON values."""
+        return {
+            "kind": "serve",
+            "role": "follow",
+            "process": self.process,
+            "processes": self.processes,
+            "model": self.model,
+            "pid": os.getpid(),
+        }
+
+
+def run(request: ServeRequest, *, on_ready: Callable[[Ready], None], on_progress: Progress | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. ``on_ready`` is called when requests are answered.
+
+    ``on_progress`` (done, total, label) hears how many programs are compiled; without it, the log says so now and then.
+    Options and the port are checked before JAX is imported. Raises RooftopError for wrong input and Infeasible if the
+    weights or the cache do not fit. Call it in the main thread of a process that has not imported JAX.
+    """
+    prepare_environment(request.devices, packages=_PACKAGES, extra="serve")
+    if request.coordinator is None:
+        _run(request, on_ready, on_progress)
+        return
+    from rooftop.runs.supervise import keep_stdout
+
+    keep_stdout()
+    try:
+        join_processes(request.coordinator, request.processes, request.process)
+        _run(request, on_ready, on_progress)
+    except (RooftopError, Infeasible) as error:
+        end_process(str(error), error.exit_status)
+
+
+def _run(request: ServeRequest, on_ready: Callable[[Ready], None], on_progress: Progress | None) -> None:
+    began_s = time.monotonic()
+    part = choose_part(request)
+    request = part.requested(request)
+    example = is_example(request.checkpoint)
+    source = None if example else read_source(request.checkpoint, request.weights_of)
+    model = example_model(request.checkpoint) if source is None else source.model
+    planned = None if source is None or source.plan is None else configuration_of(source.plan)
+    with named_as_options():
+        configuration = part.configured(request.configuration(planned))
+    request.settings(model.name)  # Checked now, used once the model is there.
+    # One of several processes does not know yet whether it listens.
+    early = bind(request.host, request.port) if request.coordinator is None else None
+    try:
+        keep_compilations()
+        import jax
+
+        if source is None:
+            folder = make_example(request.checkpoint)
+            source = read_source(folder, request.weights_of)
+        if request.shrink:
+            configuration = shrunk(configuration, len(jax.devices()))
+        if request.coordinator is not None and jax.process_index() > 0:
+            name, process, processes = source.folder.resolve().name, jax.process_index(), jax.process_count()
+            ready = ReadyFollower(model=name, process=process, processes=processes)
+            follow(source.folder, configuration, request.draft, lambda: on_ready(ready))
+            return
+        bound = early or bind(request.host, request.port)
+    except BaseException:
+        if early is not None:
+            early.close()
+        raise
+    with bound:
+        log = start_logging(request.log_level, sys.stderr)
+        lead: Lead | None = None
+        if request.coordinator is not None:
+            draft = None if part.role == "generate" else request.draft
+            lead = Lead(coordinator=request.coordinator, draft=draft, log=log)
+        if part.role == "generate":
+            _generate(source.folder, configuration, part, lead, bound, log, on_ready)
+        else:
+            _Server(
+                request=request, source=source, configuration=configuration, part=part, lead=lead, bound=bound, log=log,
+                on_ready=on_ready, on_progress=on_progress, began_s=began_s,
+            ).run()  # fmt: skip
+        if lead is not None:
+            lead.end()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Server:
+    """A process that answers requests."""
+
+    request: ServeRequest
+    source: ServeSource
+    configuration: Configuration
+    part: Part
+    lead: Lead | None
+    bound: socket.socket
+    log: logging.Logger
+    on_ready: Callable[[Ready], None]
+    on_progress: Progress | None
+    began_s: float
+
+    def run(self) -> None:
+        from rooftop.serve.api.texts import Texts
+        from rooftop.serve.engine.loading import stop_tokens
+        from rooftop.serve.server import Serving
+
+        folder = self.source.folder
+        texts = Texts.load(
+            folder,
+            vocab=self.source.model.vocab,
+            ends=tuple(stop_tokens(folder)),
+            template=self.request.chat_template,
+        )
+        serving = Serving(
+            bound=self.bound,
+            settings=self.request.settings(self.source.model.name),
+            texts=texts,
+            log=self.log,
+            load=self._load,
+            on_ready=self._ready,
+            drain_s=self.request.drain_s,
+        )
+        if self.lead is not None:
+            self.lead.serving, self.lead.stop = serving, serving.stop
+        serving.run()
+
+    def _load(self) -> ServingEngine:
+        """Load weights, compile every program and start the engine."""
+        report = self.on_progress or _log_progress(self.log)
+        report(0, 1, f"loading {self.source.model.name}")
+        with named_as_options():
+            engine = self.part.engine(
+                self.source.folder,
+                self.configuration,
+                draft=self.request.draft,
+                lead=self.lead,
+                on_progress=lambda done, total: report(done, total, "compiling"),
+                log=self.log,
+            )
+        engine.start()
+        if self.lead is not None:
+            self.lead.started(engine)
+        return engine
+
+    def _ready(self, engine: ServingEngine) -> None:
+        import jax
+
+        devices, stats = jax.devices(), engine.stats()
+        self.on_ready(
+            ReadyServer(
+                url=f"http://{address_of(self.bound)}",
+                model=self.request.name or self.source.model.name,
+                max_model_len=engine.longest,
+                pages=stats.pages,
+                page_tokens=stats.page_tokens,
+                programs=stats.programs,
+                devices=f"{len(devices)} x {devices[0].device_kind}",
+                seconds=round(time.monotonic() - self.began_s, 3),
+            )
+        )
+
+
+def _log_progress(log: logging.Logger) -> Progress:
+    """A progress callback that writes a line to the log every few seconds."""
+    logged_s = -_LOG_EVERY_S
+
+    def report(done: int, total: int, label: str) -> None:
+        nonlocal logged_s
+        if label != "compiling":
+            log.info(label)
+        elif time.monotonic() - logged_s >= _LOG_EVERY_S or done == total:
+            logged_s = time.monotonic()
+            log.info(f"compiling {done}/{total}")
+
+    return report
+
+
+def _generate(
+    checkpoint: Path,
+    configuration: Configuration,
+    part: Part,
+    lead: Lead | None,
+    bound: socket.socket,
+    log: logging.Logger,
+    on_ready: Callable[[Ready], None],
+) -> None:
+    """Generate for another process until SIGTERM or SIGINT. Raises RooftopError and Infeasible."""
+    from rooftop.serve.hosts.loading import load_generator
+
+    generator: Generator | None = None
+
+    def stop(number: int, frame: object) -> None:
+        log.info("stopped", extra={"fields": {"signal": signal.Signals(number).name}})
+        if lead is not None and generator is not None:
+            # The others are in the middle of a step, which takes all of them.
+            generator.stop(bound)
+            return
+        # The linked process has everything that it needs to go on elsewhere.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    loaded = load_generator(checkpoint, configuration, replica=replicas_of(lead, checkpoint, configuration))
+    loaded.start()
+    if lead is not None:
+        lead.started(None)
+        lead.stop = lambda: loaded.stop(bound)
+    generator = loaded
+    bound.listen()
+    on_ready(
+        ReadyGenerator(
+            address=address_of(bound),
+            model=checkpoint.resolve().name,
+            max_model_len=generator.longest,
+            pages=generator.pages,
+            page_tokens=configuration.page_tokens,
+        )
+    )
+    log.info("ready")
+    generator.serve(bound, part.key, lambda event: log.info(f"link {event}"))

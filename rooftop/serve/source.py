@@ -1,0 +1,113 @@
+"""The model that a request serves: a checkpoint, a plan and its checkpoint, or a small random model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import cache_folder, read_json_object
+from rooftop.core.quantities import parse_count
+from rooftop.models import ModelConfig, from_huggingface
+from rooftop.models.sizing import PREFIX, small_llama
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rooftop.programs.parameters import Parameter
+
+_CHECKPOINT = "the folder of a checkpoint (config.json, safetensors, tokenizer.json), a plan.json, or llama:2M to try"
+_VOCAB, _LONGEST, _SEED = 512, 2048, 0
+#: Text that the tokenizer of a random model is trained on: words of this tool.
+_TEXT = (
+    "a slice of chips, a mesh of axes: data, fsdp, tensor, context, expert; the weights, the cache and the tokens of a "
+    "model; bytes and FLOPs; prefill and generate; {\"name\": \"plan\", \"arguments\": {\"on\": \"v5e:4x4\"}}\n"
+) * 8  # fmt: skip
+#: Turns as lines, and calls of tools as Hermes and Qwen write them.
+_CHAT = (
+    "{% if tools %}Call a tool as <tool_call>{JSON of its name and arguments}</tool_call>: {{ tools | tojson }}\n"
+    "{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSource:
+    """The ``folder`` with a checkpoint of ``model``, and the content of a plan if there is one."""
+
+    folder: Path
+    model: ModelConfig
+    plan: Mapping[str, Any] | None
+
+
+def is_example(checkpoint: Path) -> bool:
+    """True if ``checkpoint`` is llama:N, the size of a random model."""
+    return str(checkpoint).startswith(PREFIX)
+
+
+def read_source(checkpoint: Path, weights_of: Path | None) -> ServeSource:
+    """The checkpoint, or the plan and the checkpoint of its model. Raises RooftopError for anything else."""
+    if checkpoint.is_dir():
+        if weights_of is not None:
+            raise RooftopError("weights-of", str(weights_of), "this with a plan only")
+        return ServeSource(folder=checkpoint, model=from_huggingface(checkpoint / "config.json"), plan=None)
+    data = read_json_object(checkpoint, field="checkpoint", accepted=_CHECKPOINT)
+    from rooftop.plan.serving.plan import ServingPlan
+
+    plan = ServingPlan.from_json(data)
+    if weights_of is None:
+        accepted = f"--weights-of DIR: the folder of a checkpoint of {plan.problem.model.name}"
+        raise RooftopError("weights-of", None, accepted)
+    model = from_huggingface(weights_of / "config.json")
+    if replace(model, name=plan.problem.model.name) != plan.problem.model:
+        accepted = f"a checkpoint of the plan's model, {plan.problem.model.name}"
+        raise RooftopError("weights-of", str(weights_of), accepted)
+    return ServeSource(folder=weights_of, model=model, plan=data)
+
+
+def example_model(checkpoint: Path, vocab: int = _VOCAB) -> ModelConfig:
+    """The model that llama:N names. Raises RooftopError for a size that no such model has."""
+    return small_llama(parse_count(str(checkpoint).removeprefix(PREFIX), "checkpoint"), vocab, _LONGEST)
+
+
+def make_example(checkpoint: Path) -> Path:
+    """The folder, in the user's cache, of the random model that llama:N names, with a tokenizer and a chat template.
+
+    The weights are the same every time. Starts JAX. Raises RooftopError for a size that no such model has.
+    """
+    import jax
+    import numpy as np
+
+    from rooftop.checkpoints.huggingface import save_weights
+    from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
+    from rooftop.programs.model.describe import describe
+
+    trained = train_bpe([_TEXT], _VOCAB)
+    model = example_model(checkpoint, trained.vocab)
+    home = cache_folder("models")
+    folder = home / f"{model.name}-random"
+    if folder.exists():
+        return folder
+    random = np.random.default_rng(_SEED)
+
+    def draw(parameter: Parameter) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        if parameter.fan_in is None:
+            return np.full(parameter.shape, parameter.value, np.float32)
+        return random.standard_normal(parameter.shape, np.float32) * np.float32(parameter.fan_in**-0.5)
+
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home) as scratch:
+        new = Path(scratch) / folder.name
+        save_weights(new, model, jax.tree.map(draw, describe(model)))
+        tokenizer: Tokenizer = replace(trained, settings={**trained.settings, "chat_template": _CHAT})
+        tokenizer.save(new)
+        try:
+            new.rename(folder)
+        except OSError:
+            # Another process was first.
+            if not folder.exists():
+                raise
+    return folder
