@@ -149,7 +149,13 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(clicks: Path, folder: Path, **changed: Any) -> Trainer:
-    asked: dict[str, Any] = {"tables": click_tables(), "data": clicks, "run": folder, "batch_samples": CLICKS, "devices": 1}
+    asked: dict[str, Any] = {
+        "tables": click_tables(),
+        "data": clicks,
+        "run": folder,
+        "batch_samples": CLICKS,
+        "devices": 1,
+    }
     trainer = Trainer(EmbeddingTrainRequest(**{**asked, "save_every": 2, **changed}))
     trainer.train()
     return trainer

@@ -43,7 +43,14 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer(clicks: Path, run: Path, **changed: Any) -> Trainer:
-    asked: dict[str, Any] = {"tables": tables(), "data": clicks, "run": run, "batch_samples": BATCH, "devices": 1, "save_every": 2}
+    asked: dict[str, Any] = {
+        "tables": tables(),
+        "data": clicks,
+        "run": run,
+        "batch_samples": BATCH,
+        "devices": 1,
+        "save_every": 2,
+    }
     return Trainer(EmbeddingTrainRequest(**{**asked, **changed}))
 
 
@@ -72,7 +79,9 @@ def test_what_was_compiled_goes_with_its_run(clicks: Path, tmp_path: Path) -> No
 def test_a_seed_is_that_of_the_run(clicks: Path, tmp_path: Path) -> None:
     begun = trainer(clicks, tmp_path / "run", seed=5, steps=2)
     begun.train()
-    with pytest.raises(RooftopError, match=r"seed of the run .*: got 4; accepted: 5, as it began; or another folder for a new run"):
+    with pytest.raises(
+        RooftopError, match=r"seed of the run .*: got 4; accepted: 5, as it began; or another folder for a new run"
+    ):
         trainer(clicks, tmp_path / "run", seed=4)
     assert trainer(clicks, tmp_path / "run").seed == trainer(clicks, tmp_path / "run", seed=5).seed == 5
     for wrong in (-1, 2**31):
@@ -87,7 +96,9 @@ def test_a_run_reads_the_data_that_it_began_with(clicks: Path, tmp_path: Path) -
     before = saved_arrays(tmp_path / "run")
     other, grown = tmp_path / "other.tsv", tmp_path / "grown.tsv"
     write_clicks(other, BATCHES * BATCH, seed=3)
-    with pytest.raises(RooftopError, match=r"data of the run .*: got '[0-9a-f]{64}'; accepted: '[0-9a-f]{64}', as it began"):
+    with pytest.raises(
+        RooftopError, match=r"data of the run .*: got '[0-9a-f]{64}'; accepted: '[0-9a-f]{64}', as it began"
+    ):
         trainer(other, tmp_path / "run")
     assert all(np.array_equal(each, before[name]) for name, each in saved_arrays(tmp_path / "run").items())
     grown.write_bytes(clicks.read_bytes() + other.read_bytes())
@@ -101,13 +112,17 @@ def test_slots_of_another_optimizer_are_refused(clicks: Path, tmp_path: Path) ->
     # As many slots of the same shape: nothing but its name tells it apart.
     other = dataclasses.replace(model.tables[0], optimizer=TableOptimizer(kind="adam"))
     before = saved_arrays(tmp_path / "run")
-    with pytest.raises(RooftopError, match=r"tables.t1.optimizer of the run .*: got 'adam'; accepted: 'adagrad', as it began"):
+    with pytest.raises(
+        RooftopError, match=r"tables.t1.optimizer of the run .*: got 'adam'; accepted: 'adagrad', as it began"
+    ):
         trainer(clicks, tmp_path / "run", tables=dataclasses.replace(model, tables=(other, *model.tables[1:])))
     fewer = dataclasses.replace(model, tables=model.tables[1:], features=model.features[1:])
     with pytest.raises(RooftopError, match=r"tables.t1 of the run .*: got nothing; accepted: {'shape': '40 x 8'"):
         trainer(clicks, tmp_path / "run", tables=fewer)
     larger = dataclasses.replace(model.tables[0], vocabulary=41)
-    with pytest.raises(RooftopError, match=r"tables.t1.shape of the run .*: got '41 x 8'; accepted: '40 x 8', as it began"):
+    with pytest.raises(
+        RooftopError, match=r"tables.t1.shape of the run .*: got '41 x 8'; accepted: '40 x 8', as it began"
+    ):
         trainer(clicks, tmp_path / "run", tables=dataclasses.replace(model, tables=(larger, *model.tables[1:])))
     # Another learning rate is no other optimizer.
     slower = dataclasses.replace(model.tables[0], optimizer=TableOptimizer(kind="adagrad", learning_rate=0.1))
@@ -152,7 +167,9 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(clicks: Path, tmp_
     trainer(clicks, run, steps=4).train()
     for manifest in run.glob("checkpoints/*/manifest.json"):
         manifest.write_text("[]")
-    with pytest.raises(RooftopError, match=r"checkpoint: got .*/4/manifest.json is a damaged file; .*/2/manifest.json is a"):
+    with pytest.raises(
+        RooftopError, match=r"checkpoint: got .*/4/manifest.json is a damaged file; .*/2/manifest.json is a"
+    ):
         trainer(clicks, run)
     assert len(list(run.glob("checkpoints/*/manifest.json"))) == 2
 
@@ -309,7 +326,7 @@ def test_one_line_for_what_a_run_cannot_be(
     monkeypatch.setattr("rooftop.runs.environment.keep_compilations", lambda: None)
     (tmp_path / "t.toml").write_text(TOML)
     answer = rooftop(
-        "embed", "train", str(tmp_path / "t.toml"), str(clicks), str(tmp_path / "run"), "--batch", str(BATCH), *words
+        "embed", "train", str(tmp_path / "t.toml"), str(clicks), str(tmp_path / "run"), "--batch-samples", str(BATCH), *words
     )
     assert answer.status == 2 and says in answer.err and answer.err.count("\n") == 1 and not answer.out
     assert not (tmp_path / "run").exists()
@@ -320,7 +337,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(clicks: Path, tmp_path: Pat
     (tmp_path / "t.toml").write_text(TOML)
     command = [
         sys.executable, "-m", "rooftop", "embed", "train", str(tmp_path / "t.toml"), str(tmp_path / "long.tsv"),
-        str(tmp_path / "run"), "--batch", str(BATCH), "--devices", "1", "--checkpoint-every", "1000000",
+        str(tmp_path / "run"), "--batch-samples", str(BATCH), "--devices", "1", "--save-every", "1000000",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:

@@ -57,7 +57,7 @@ class MetricsFile:
             write_text(path, kept)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line, NaN and infinities as null. Raises RooftopError if it cannot be written: others stay whole."""
+        """Write one line, NaN and infinities as null. Raises RooftopError if there is no room for it."""
         values = {name: None if _is_no_number(value) else value for name, value in record.items()}
         line = (json.dumps(values, allow_nan=False) + "\n").encode()
         try:

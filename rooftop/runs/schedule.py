@@ -14,7 +14,7 @@ DECAYS: tuple[str, ...] = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Shares of the largest learning rate: linear from 0 to 1 over ``warmup`` steps, then down to ``final`` at ``steps``.
+    """Shares of the largest learning rate: linear over ``warmup`` steps up to 1, then down to ``final`` at ``steps``.
 
     ``decay`` is half a cosine (Loshchilov and Hutter 2017), linear, or constant; after ``steps`` the share stays at
     ``final``. Raises RooftopError for figures out of range.

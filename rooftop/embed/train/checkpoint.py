@@ -1,4 +1,4 @@
-"""Tables, optimizer slots and dense weights in checkpoints: by table and not by stack, for any number of SparseCores."""
+"""Checkpoints of tables, slots and dense weights: by table and not by stack, for any number of SparseCores."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Array = NDArray[Any]
 class Saved:
     """The content of a checkpoint. Dims: tables [V, W] by name, slots [V, W] or [V, 1] by table; dense arrays by path.
 
-    ``step`` counts the batches that were trained, ``updates`` those that the tables have. ``job`` is the identity of the
-    run, plain JSON values. ``refused`` has one line for each newer checkpoint that is damaged.
+    ``step`` counts the batches that were trained, ``updates`` those that the tables have. ``job`` identifies the run in
+    plain JSON values. ``refused`` has one line for each newer checkpoint that is damaged.
     """
 
     step: int
