@@ -97,7 +97,10 @@ def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pyt
     # What cannot be evaluated is refused before anything is trained; another batch is no continuation.
     (tmp_path / "short.tsv").write_text("")
     for words, says in (
-        (["--batch-samples", str(BATCH), "--evaluate", str(tmp_path / "short.tsv")], f"at least one batch of {BATCH} lines"),
+        (
+            ["--batch-samples", str(BATCH), "--evaluate", str(tmp_path / "short.tsv")],
+            f"at least one batch of {BATCH} lines",
+        ),
         (["--batch-samples", "32"], f"got 32; accepted: {BATCH}, as it began"),
     ):
         wrong = call(train_command, [*paths[:3], *words])

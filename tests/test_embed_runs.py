@@ -315,7 +315,7 @@ table = "t1"
         (("--warmup", "-3"), "warmup: got -3"),
         (("--warmup", "3", "--final-lr", "nan"), "final-lr: got nan"),
         (("--lr", "nan"), "lr: got nan"),
-        (("--checkpoint-every", "0"), "save_every: got 0"),
+        (("--save-every", "0"), "save-every: got '0'"),
     ],
 )
 def test_one_line_for_what_a_run_cannot_be(
@@ -326,7 +326,14 @@ def test_one_line_for_what_a_run_cannot_be(
     monkeypatch.setattr("rooftop.runs.environment.keep_compilations", lambda: None)
     (tmp_path / "t.toml").write_text(TOML)
     answer = rooftop(
-        "embed", "train", str(tmp_path / "t.toml"), str(clicks), str(tmp_path / "run"), "--batch-samples", str(BATCH), *words
+        "embed",
+        "train",
+        str(tmp_path / "t.toml"),
+        str(clicks),
+        str(tmp_path / "run"),
+        "--batch-samples",
+        str(BATCH),
+        *words,
     )
     assert answer.status == 2 and says in answer.err and answer.err.count("\n") == 1 and not answer.out
     assert not (tmp_path / "run").exists()

@@ -198,14 +198,14 @@ def test_checks_of_sparsecores_need_sparsecores(clicks: Path, tmp_path: Path) ->
 def test_a_trace_tells_batches_tables_and_what_was_dropped(clicks: Path, tmp_path: Path) -> None:
     trainer = Trainer(options(clicks, tmp_path / "run", steps=4, profile=(2, 3), devices=2))
     trainer.train()
-    trace = read_trace(trainer.trace)
+    trace = read_trace(trainer.folder.profile)
     told = [line.read(("dropped_ids", "minibatches")) for host in trace.hosts for line in host.threads]
     dropped, passes = (
         np.concatenate([each.stats[name].values[each.stats[name].present] for each in told])
         for name in ("dropped_ids", "minibatches")
     )
     assert dropped.tolist() == [0, 0] and len(passes) == 2 and (passes >= 1).all()
-    explained = explain(trainer.trace).to_json()
+    explained = explain(trainer.folder.profile).to_json()
     assert [step["number"] for step in explained["steps"]] == [2, 3]
     scopes = {row["scope"] for row in explained["rows"]}
     assert any(scope.startswith("tables/") and scope.endswith("/lookup") for scope in scopes), scopes

@@ -264,7 +264,7 @@ def test_workers_from_the_command_line(
     toml.write_text(
         "".join(f'[tables.t{n}]\nvocabulary = 40\nwidth = 8\n[features.C{n}]\ntable = "t{n}"\n' for n in (1, 2))
     )
-    asked = ["embed", "train", str(toml), str(clicks), str(tmp_path / "run"), "--batch", str(BATCH), "--json"]
+    asked = ["embed", "train", str(toml), str(clicks), str(tmp_path / "run"), "--batch-samples", str(BATCH), "--json"]
     said = json.loads(rooftop(*asked, "--workers", "2").out)
     assert said["batches"] == 20
     refused = rooftop(*asked, "--workers", "1000")

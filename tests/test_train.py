@@ -460,6 +460,17 @@ def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
         (corpus / "moved.json").rename(plan)
 
 
+def test_a_broken_plan_is_named_before_missing_options(corpus: Path) -> None:
+    """And before JAX is imported, which takes seconds."""
+    broken = corpus / "broken.json"
+    broken.write_text('{"kind": "plan"')
+    words = ["train", str(broken), "--devices", "2"]
+    check = "import sys\ntry:\n    main(sys.argv[1:])\nfinally:\n    assert 'jax' not in sys.modules"
+    done = run([sys.executable, "-c", f"from rooftop.cli.main import main\n{check}", *words])
+    accepted = "a plan.json written by rooftop plan (not JSON: Expecting ',' delimiter: line 1 column 16 (char 15))"
+    assert (done.status, done.line) == (2, f"rooftop: plan: got '{broken}'; accepted: {accepted}")
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

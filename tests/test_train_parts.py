@@ -41,6 +41,7 @@ from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
 from rooftop.train.metrics import Divergence, TrainRates
+from rooftop.train.request import TrainRequest
 from rooftop.train.schedule import ScheduledOptimizer
 from rooftop.train.start import map_plan, shrink, shrunk_plan
 
@@ -146,7 +147,7 @@ def test_a_plan_is_only_run_elsewhere_when_that_is_asked_for() -> None:
     small = a_plan(slice={"name": "v5e:2x4"}, mesh={"axes": {"fsdp": 4, "tensor": 2}})
     assert map_plan(small, here, as_is=True, shrink=False)[0] == small
     with pytest.raises(RooftopError, match="one of the two"):
-        map_plan(small, here, as_is=True, shrink=True)
+        TrainRequest(run="run", data="corpus", steps=1, as_is=True, shrink=True)
 
 
 @pytest.mark.parametrize(

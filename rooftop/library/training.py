@@ -201,7 +201,8 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
     def __init__(
         self, build: Callable[_Parameters, _Request], run: Callable[[_Request, _Watch | None], _Answer]
     ) -> None:
-        self._build, self._run = build, run
+        self._build: Callable[..., _Request] = build
+        self._run = run
         functools.update_wrapper(self, run)
         self.__signature__ = inspect.signature(build)
 

@@ -60,7 +60,7 @@ class TrainRequest:
     """Training of a plan or a model on the devices here, in the folder ``run``. None: the plan's value, or a default.
 
     What
-        ``plan`` (a TrainingPlan, or a plan.json or its path) says model, mesh, batch and numerics. On other devices than
+        ``plan`` (a TrainingPlan, a plan.json or its path) sets model, mesh, batch and numerics. On other devices than
         planned, ``as_is`` keeps its mesh and batch and ``shrink`` reduces them. Without a plan, ``model`` is a
         preset, a config.json, 'llama:N' or a ModelConfig. ``init`` is a published checkpoint to begin with.
     Data
