@@ -71,7 +71,8 @@ def test_options_are_the_fields_of_the_request(verb, request_type, renamed) -> N
     assert set(options) == {field.name for field in fields(request_type)}
     for field in fields(request_type):
         default = options[field.name].default
-        if field.default is not MISSING and field.default not in (None, ()) and default is not None:
+        # An option without a default, and a flag, have none of their own.
+        if field.default is not MISSING and field.default not in (None, False, ()):
             assert default == field.default, field.name
 
 
