@@ -20,7 +20,7 @@ help:
 	@echo 'make test-newest  make test, on the newest Python found here, with the newest JAX'
 	@echo 'make lint         ruff, mypy, import-linter'
 	@echo 'make bench        how long a plan, and an hour of serving simulated, take on this machine'
-	@echo 'make docs         run the transcripts in the documentation again'
+	@echo 'make docs         run the transcripts in the documentation again, and write its reference pages'
 	@echo 'make lock         write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
 	@echo 'make clean        remove what the other targets made'
 
@@ -63,6 +63,7 @@ bench: $(VENV)/demo.installed
 
 docs: $(VENV)/demo.installed
 	$(BIN)/python docs/transcripts.py
+	$(BIN)/python docs/reference.py
 
 # One lock file serves every Python from 3.11 on: where releases differ, each pin says for which Python it is. Nothing
 # in it names a package index: pip asks the one that it is configured for, and the hashes decide.

@@ -53,7 +53,10 @@ def _activations() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Where arrays live. A parameter's ``embed`` axes hold it in shards, gathered while a matmul uses it (FSDP)."""
+    """Sharding of parameters and activations by dim.
+
+    A parameter's ``embed`` axes hold it in shards, gathered while a matmul uses it (FSDP).
+    """
 
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=_parameters)
     activations: Mapping[str, tuple[str, ...]] = field(default_factory=_activations)

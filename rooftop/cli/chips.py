@@ -2,73 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
-from rooftop.cli.options import json_option
+from rooftop.cli.options import HARDWARE_NAME, VerbCommand, json_option
 from rooftop.cli.output import console, emit_json
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
-from rooftop.hardware import Chip, Figure, Slice, catalogue, chip
+from rooftop.hardware import Chip, Figure, Slice
 
 
-@click.command()
-@click.argument("name", metavar="[NAME|SLICE]", required=False)
+@click.command(
+    cls=VerbCommand,
+    examples=("rooftop chips v5p", "rooftop chips v5e:16x16@4 --json", "rooftop chips h100:8x128"),
+)
+@click.argument("name", metavar="[NAME|SLICE]", required=False, type=HARDWARE_NAME)
 @json_option
-def command(name: str | None, as_json: bool) -> None:
-    r"""The hardware catalogue, every figure with its source.
+def command(*, name: str | None, as_json: bool) -> None:
+    """The hardware catalogue, every figure with its source.
 
     Alone: a table of all chips. With the NAME of a chip: each figure with unit, source and date. With a SLICE
     (CHIP:SHAPE[@SLICES]): its chips, devices, hosts, wraparound, totals and physical axes.
 
-    Rates are per chip and one-way; HBM is nominal, and usable HBM is what the compiler allows per device.
-
-    \b
-    Examples: rooftop chips v5p
-              rooftop chips v5e:16x16@4 --json
-              rooftop chips h100:8x128
+    Rates are per chip and one-way; HBM is nominal, and usable HBM is the part that the compiler allows per device.
     """
+    from rooftop.library.catalogue import SliceResult, chip, chips
+
     if name is None:
-        chips = list(catalogue().values())
-        emit_json({"chips": [_chip_figures(spec) for spec in chips]}) if as_json else _print_all(chips)
-    elif ":" in name:
-        spec = Slice.parse(name)
-        emit_json(_slice_figures(spec)) if as_json else _print_slice(spec)
+        every = chips()
+        emit_json(every.to_json()) if as_json else _print_all(every.chips)
+        return
+    result = chip(name)
+    if as_json:
+        emit_json(result.to_json())
+    elif isinstance(result, SliceResult):
+        _print_slice(result.slice)
     else:
-        one = chip(name)
-        emit_json(_chip_figures(one)) if as_json else _print_chip(one)
+        _print_chip(result.chip)
 
 
-def _chip_figures(spec: Chip) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "title": spec.title,
-        "aliases": spec.aliases,
-        "kind": spec.kind,
-        "figures": {name: vars(figure) for name, figure in spec.figures.items()},
-    }
-
-
-def _slice_figures(spec: Slice) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "chip": spec.chip.name,
-        "shape": spec.shape,
-        "num_slices": spec.num_slices,
-        "chips": spec.chips,
-        "devices": spec.devices,
-        "cores": spec.cores,
-        "hosts": spec.hosts,
-        "wraparound": spec.wraparound,
-        "flops_per_s": {dtype: spec.flops_per_s(dtype) for dtype in spec.chip.flops_per_s},
-        "hbm_bytes": spec.hbm_bytes,
-        "hbm_usable_bytes": spec.hbm_usable_bytes,
-        "price_usd_per_hour": spec.price_usd_per_hour,
-        "physical_axes": [vars(axis) for axis in spec.physical_axes],
-    }
-
-
-def _print_all(chips: list[Chip]) -> None:
+def _print_all(chips: tuple[Chip, ...]) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -171,7 +142,6 @@ def _shown(figure: Figure) -> str:
     return format_count(value, figure.unit) if figure.unit else str(value)
 
 
-def _shape(value: tuple[Any, ...]) -> str:
+def _shape(value: tuple[object, ...]) -> str:
     """A shape as people write it, or several of them."""
-    nested = isinstance(value[0], tuple)
-    return ", ".join(_shape(shape) for shape in value) if nested else "x".join(str(size) for size in value)
+    return ", ".join(_shape(shape) for shape in value if isinstance(shape, tuple)) or "x".join(map(str, value))

@@ -73,15 +73,16 @@ class _Verbs(VerbGroup):
             formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Verbs,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    examples=("rooftop plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi",),
+)
 @click.version_option(__version__, prog_name="rooftop")
 def cli() -> None:
     """Plan, compile, run and explain large-model training, serving and embedding on TPU and GPU meshes.
 
     Every verb takes --json. Exit status: 0 the answer, 1 the answer is no, 2 the input is wrong.
-
-    \b
-    Example: rooftop plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --seq 4096
     """
 
 

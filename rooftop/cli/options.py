@@ -278,7 +278,7 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
     """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
 
     def decorator(**changes: Any) -> _Decorator:
-        return option(*names, group=group, **(attributes | changes))
+        return option(*names, **({"group": group} | attributes | changes))
 
     return decorator
 

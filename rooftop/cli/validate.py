@@ -2,100 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from rooftop.cli.options import json_option
+from rooftop.cli.options import (
+    COUNT_OR_ZERO,
+    PATH,
+    WORKLOAD,
+    VerbCommand,
+    assume_option,
+    json_option,
+    option,
+    top_option,
+)
 from rooftop.cli.output import console, emit_json
-from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rooftop.validation import AccuracyReport, Errors, PublishedRuns
+    from rooftop.library.explaining import ValidationResult
+    from rooftop.validation import AccuracyReport, Errors
     from rooftop.validation.serving import ServingReport
 
 
-@click.command("validate")
-@click.option("--runs", "runs_path", type=click.Path(path_type=Path), help="Another table, with the same columns.")
-@click.option("--worst", type=click.IntRange(min=0), default=10, show_default=True, help="How many runs to list.")
-@click.option("--hidden", metavar="SHARES", help="Assume what hides: weight_gather=1,tensor=0.5 (docs/plan.md).")
+@click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))
+@option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
+@assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
+@top_option(type=COUNT_OR_ZERO, default="10", show_default=True, help="Runs to list, the worst first; 0: none.")
 @json_option
-def command(runs_path: Path | None, worst: int, hidden: str | None, as_json: bool) -> None:
+def command(*, runs: Path | None, assume: str | None, top: int, as_json: bool) -> None:
     """Predicted times beside published measurements of training and serving, misses included.
 
     Three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per chip from
     other models' runs; beside them a null model, the median FLOP/s per chip of other models. --json lists every run.
-
-    \b
-    Example: rooftop validate --worst 5
     """
-    from rooftop.plan.training.assumptions import Assumptions
-    from rooftop.validation import load_published, load_reasons, summarise
-    from rooftop.validation.predict import predict
-    from rooftop.validation.serving import serving_report
+    from rooftop.library.explaining import validate
 
-    assumptions = Assumptions() if hidden is None else Assumptions().with_hidden(hidden)
-    serving = serving_report(runs_path)
-    published = load_published(runs_path, training=not serving.comparisons)
-    predicted, notes, unpredicted = [], {}, {}
-    for run in published.runs:
-        try:
-            prediction = predict(run, assumptions)
-        except (RooftopError, Infeasible) as error:
-            unpredicted[run.id] = str(error)
-            continue
-        predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
-        notes[run.id] = list(prediction.notes)
-    report = summarise(
-        [run for run, _, _ in predicted], [bound for _, bound, _ in predicted], [seconds for _, _, seconds in predicted]
-    )
-    reasons = load_reasons()
+    result = validate(runs=runs, assume=assume)
     if as_json:
-        emit_json(_json(published, report, notes, unpredicted, reasons) | {"serving": serving.to_json()})
-    else:
-        if report.comparisons:
-            _print(published, report, unpredicted, reasons, worst)
-        if serving.comparisons:
-            print_serving(serving, worst)
+        emit_json(result.to_json())
+        return
+    if result.report.comparisons:
+        _print(result, top)
+    if result.serving.comparisons:
+        print_serving(result.serving, top)
 
 
-def _json(
-    published: PublishedRuns,
-    report: AccuracyReport,
-    notes: dict[str, list[str]],
-    unpredicted: dict[str, str],
-    reasons: dict[str, str],
-) -> dict[str, Any]:
-    data = report.to_json()
-    rows = [row | {"notes": notes[row["id"]], "reason": reasons.get(row["id"])} for row in data["rows"]]
-    unusable = [
-        {
-            "source": one.source,
-            "model": one.model,
-            "chip": one.chip,
-            "num_chips": one.num_chips,
-            "why": one.why,
-            "measured_memory_bytes": dict(one.measured_memory_bytes),
-            "lines": list(one.lines),
-        }
-        for one in published.unusable
-    ]
-    counts = {
-        "runs": len(rows),
-        "unpredicted": [{"id": run, "why": why} for run, why in unpredicted.items()],
-        "unusable": unusable,
-        "serving_rows": published.serving_rows,
-    }
-    return {"rows": rows, "summary": data["summary"] | counts}
-
-
-def _print(
-    published: PublishedRuns, report: AccuracyReport, unpredicted: dict[str, str], reasons: dict[str, str], worst: int
-) -> None:
+def _print(result: ValidationResult, worst: int) -> None:
+    report, published, unpredicted = result.report, result.published, result.unpredicted
     out = console()
     out.print(_summary_table(report))
     out.print("Errors of the step time in % (predicted / measured - 1), mean absolute where no other is named.")
@@ -103,7 +61,7 @@ def _print(
         if group.note is not None and group.by == "chip":
             out.print(f"{group.name}: {group.note}.")
     if worst and report.comparisons:
-        out.print(_worst_table(report, reasons, worst))
+        out.print(_worst_table(report, result.reasons, worst))
         if any(one.calibrated_s is None for one in report.worst(worst)):
             out.print("* not calibrated")
     for run in report.beats_bound:
@@ -160,7 +118,7 @@ def _mean(errors: Errors | None) -> str:
     return "-" if errors is None else f"{100 * errors.mean_absolute:.1f}"
 
 
-def _worst_table(report: AccuracyReport, reasons: dict[str, str], worst: int) -> Table:
+def _worst_table(report: AccuracyReport, reasons: Mapping[str, str], worst: int) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -172,7 +172,7 @@ def compile(
     """
     from rooftop.plan.embedding.plan import EmbedPlan
 
-    wanted, timeout_s = plan_of(plan), seconds_of(timeout, "timeout")
+    wanted, timeout_s = plan_of(plan), None if timeout is None else seconds_of(timeout, "timeout")
     if isinstance(wanted, EmbedPlan):
         if save:
             raise RooftopError("save", True, "nothing with a plan of embeddings: it has many programs")
@@ -229,7 +229,7 @@ def inspect(
         mesh=mesh_on(where, mesh, layout),
         dims=parse_sizes(dims) if dims is None or isinstance(dims, str) else dims,
         auto=auto,
-        timeout_s=seconds_of(timeout, "timeout"),
+        timeout_s=None if timeout is None else seconds_of(timeout, "timeout"),
         cache=cache,
         save=save,
         on_progress=on_progress,

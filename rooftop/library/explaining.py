@@ -268,7 +268,9 @@ def validate(*, runs: Path | str | None = None, assume: str | None = None) -> Va
 
 def _roofs(on: ChipLike | None, figures: Mapping[str, float | str] | None) -> Chip | None:
     if on is None and figures:
-        raise RooftopError("figure", next(iter(figures)), "a chip to override it of: --on CHIP")
+        name, value = next(iter(figures.items()))
+        given = f"{name}={value}" if isinstance(value, str) else f"{name}={value:g}"
+        raise RooftopError("figure", given, "a chip to override it of: --on CHIP")
     return None if on is None else chip_of(on, figures)
 
 

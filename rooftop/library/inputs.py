@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -60,10 +61,10 @@ ModelLike: TypeAlias = "ModelConfig | OfModel | str | Path"
 PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] | str | Path"
 #: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
 AxesLike: TypeAlias = Mapping[str, int] | str
+#: Seconds, or a time with its unit: '500ms'.
+TimeLike: TypeAlias = float | str
 #: A whole number, or its text: '4Mi'.
 CountLike: TypeAlias = int | str
-#: Seconds, or a text with a unit: '10m'.
-TimeLike: TypeAlias = float | str
 
 #: Types of JSON values by their names in schemas.
 _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
@@ -135,7 +136,7 @@ def training_plan_of(plan: PlanLike) -> TrainingPlan:
     return training
 
 
-def _require_schema(name: str, data: Mapping[str, object], kind: str) -> None:
+def _require_schema(source: str, data: Mapping[str, object], kind: str) -> None:
     """Raise RooftopError, naming the field, if one is missing from a plan or is of another JSON type."""
     from rooftop.core.schemas import schema
 
@@ -143,21 +144,21 @@ def _require_schema(name: str, data: Mapping[str, object], kind: str) -> None:
     absent = [field for field in rules["required"] if field not in data]
     if absent:
         some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
-        raise RooftopError("plan", name, f"a plan.json written by rooftop plan (without {some})")
+        raise RooftopError("plan", source, f"a plan.json written by rooftop plan (without {some})")
     for field, rule in rules["properties"].items():
         names = rule.get("type", ())
         accepted = [names] if isinstance(names, str) else list(names)
-        if field in data and accepted and not any(isinstance(data[field], _JSON_TYPES[kind]) for kind in accepted):
+        if field in data and accepted and not any(isinstance(data[field], _JSON_TYPES[name]) for name in accepted):
             raise RooftopError(f"plan {field}", data[field], f"JSON of type {' or '.join(accepted)}")
 
 
-def seconds_of(time: TimeLike | None, field: str) -> float | None:
-    """Seconds of a number or of a text with a unit; None stays None. Raises RooftopError naming ``field``."""
+def seconds_of(time: TimeLike, field: str) -> float:
+    """The seconds of a time. Raises RooftopError naming ``field``."""
     if isinstance(time, str):
         return parse_seconds(time, field)
-    if time is not None and not 0 < time < float("inf"):
-        raise RooftopError(field, time, "a positive number of seconds, or a time with its unit: 10m")
-    return time
+    if not 0 < time < math.inf:
+        raise RooftopError(field, time, "a positive number of seconds")
+    return float(time)
 
 
 def axes_of(mesh: AxesLike, known: Iterable[str] | None = None) -> dict[str, int]:

@@ -291,14 +291,12 @@ class _Server:
 
 
 def _log_progress(log: logging.Logger) -> Progress:
-    """A progress callback that writes a line to the log every few seconds."""
+    """A progress callback that logs every few seconds how many programs are compiled."""
     logged_s = -_LOG_EVERY_S
 
     def report(done: int, total: int, label: str) -> None:
         nonlocal logged_s
-        if label != "compiling":
-            log.info(label)
-        elif time.monotonic() - logged_s >= _LOG_EVERY_S or done == total:
+        if label == "compiling" and (time.monotonic() - logged_s >= _LOG_EVERY_S or done == total):
             logged_s = time.monotonic()
             log.info(f"compiling {done}/{total}")
 

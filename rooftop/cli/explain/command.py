@@ -36,9 +36,7 @@ from rooftop.core.errors import RooftopError
 @click.argument("path", metavar="[RUN|TRACE]", type=PATH, required=False)
 @on_option(help="The chip, or a slice of it, whose roofs count. [default: the trace's own]")
 @figure_option()
-@option(
-    "--plan", group=HARDWARE, type=PATH, metavar="FILE", help="The plan to set it next to. [default: the run's own]"
-)
+@option("--plan", group=HARDWARE, type=PATH, metavar="FILE", help="The plan next to it. [default: the run's own]")
 @mesh_option(help="Mesh axes in the order of device ids: X=2,Y=4. [default: the run's own]")
 @option(
     "--hlo", group=RUN, multiple=True, type=PATH, metavar="FILE", help="A compiled module, for a trace without its own."

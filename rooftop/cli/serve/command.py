@@ -97,7 +97,7 @@ _EXAMPLES = (
     "--prefix-cache/--no-prefix-cache", group=CACHE, default=True, show_default=True, help="Share KV of equal prefixes."
 )
 @draft_length_option(default="0", show_default=True, help="Tokens guessed a round: by --draft, or by n-grams.")
-@draft_option(type=PATH, metavar="DIR", help="Smaller model of the same vocabulary that guesses tokens.")
+@draft_option(type=PATH, metavar="MODEL", help="Smaller model of the same vocabulary that guesses tokens.")
 @option("--page-tokens", group=CACHE, default="16", show_default=True, type=COUNT, help="Tokens of a page.")
 @option("--pages", group=CACHE, type=COUNT, help="Pages on the devices. [default: what memory allows]")
 @option(
@@ -128,6 +128,7 @@ _EXAMPLES = (
 @option("--log-texts", group=SERVER, is_flag=True, help="Put prompts and answers into the log.")
 @json_option
 def command(
+    *,
     checkpoint: Path,
     weights_of: Path | None,
     host: str,

@@ -30,6 +30,8 @@ from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
 LOAD = 0.8
 #: Larger slices are not searched: heads and hidden columns split no further.
 MOST_CHIPS = 64
+#: Chips of the largest fleet that is recommended: more have never been built.
+LARGEST_FLEET = 10_000_000
 OBJECTIVES = ("cost", "chips")
 
 
@@ -185,6 +187,13 @@ def recommend(
     best = found[0]
     if _excess(best) > 1:
         raise Infeasible(_targets(problem), _nearest(best))
+    rate = problem.workload.requests_per_second
+    if rate is not None and best.chips > LARGEST_FLEET:
+        most = rate * LARGEST_FLEET / best.chips
+        raise Infeasible(
+            f"{problem.model.name} at {rate:,.4g} requests a second",
+            f"takes {best.chips:,.4g} chips, more than {LARGEST_FLEET:,}; those serve {most:,.4g} a second",
+        )
     others = [fleet for fleet in found[1:] if _excess(fleet) <= 1]
     return Recommendation(best=best, others=others, objective=objective, searched=searched)
 

@@ -25,7 +25,6 @@ from rooftop.plan.serving.times import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.plan.training.reasons import Reason
 from rooftop.roofline import rules
-from rooftop.scheduling.serving.times import StepTimes
 
 SCHEMA = 1
 #: How the measures are defined, as the serving benchmarks do.
@@ -169,7 +168,7 @@ class ServingPlan:
             return [f"JAX shards evenly: {self.batch} sequences cannot be split {spread} ways"]
         return []
 
-    def step_times(self) -> StepTimes:
+    def step_times(self) -> PlannedTimes:
         """What any step of these servers takes: what a simulation of requests asks.
 
         Raises RooftopError on a plan with a draft model, whose rounds yield a number of tokens that varies.

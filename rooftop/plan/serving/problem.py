@@ -74,7 +74,7 @@ class ServingProblem:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise unknown("mode", self.mode, MODES)
+            raise unknown("batching", self.mode, MODES)
         if self.bounds not in BOUNDS:
             raise unknown("bounds", self.bounds, BOUNDS)
         if self.link not in LINKS:
@@ -93,7 +93,13 @@ class ServingProblem:
                 raise RooftopError("prefill-on", self.prefill_slice.name, f"one slice of {self.slice.chip.name}")
         if self.numerics.flops not in self.slice.chip.flops_per_s:
             accepted = ", ".join(self.slice.chip.flops_per_s)
-            raise RooftopError(f"flops dtype on {self.slice.chip.name}", self.numerics.flops, accepted)
+            raise RooftopError(f"matmul-dtype on {self.slice.chip.name}", self.numerics.flops, accepted)
+        held = self.workload.held_tokens
+        if not self.book and self.workload.context is not None and self.workload.context > held:
+            raise RooftopError("context", self.workload.context, f"at most {held:,}: the prompt and its answer")
+        if self.draft is not None and count_params(self.draft.model).total > self.params[0]:
+            accepted = f"a model with fewer parameters than {self.model.name}, for which it guesses"
+            raise RooftopError("draft", self.draft.model.name, accepted)
 
     @property
     def book(self) -> bool:

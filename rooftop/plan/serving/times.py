@@ -123,6 +123,11 @@ class PlannedTimes:
         rate = self._problem.slice.chips * self._problem.slice.chip.pcie_bytes_per_s
         return tokens * self._stored_per_token / rate
 
+    def host_tokens(self, host_bytes: float) -> int:
+        """Tokens whose KV fits the hosts of a server, with ``host_bytes`` for it on each host."""
+        hosts = min(self._problem.slice.hosts, self._problem.prefill_server.hosts)
+        return int(host_bytes * hosts / self._stored_per_token)
+
     def _without_cache(self, batches: npt.NDArray[np.float64]) -> list[tuple[float, float, float]]:
         """By batch, of a step without a cache: its seconds, those of collectives' latency, those of HBM streams."""
         plain = self._plain.generate(self._generate, batches, context=0.0)

@@ -16,6 +16,8 @@ from rooftop.roofline.rules import speculated_tokens
 
 #: Bytes of one scale of a quantised weight or cache entry: bf16.
 SCALE_BYTES = 2.0
+#: Tokens of the longest sequence that is planned: a longer one is a slip of the keyboard.
+LONGEST = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,10 @@ class ServingWorkload:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RooftopError(name, value, "a positive whole number")
+        for name in ("context", "prompt", "generate"):
+            value = getattr(self, name)
+            if value is not None and value > LONGEST:
+                raise RooftopError(name, value, f"at most {LONGEST:,} tokens")
         for name in ("requests_per_second", "ttft_s", "tpot_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -81,10 +87,11 @@ class ServingNumerics:
     kv_sharing: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("weights", "kv", "flops"):
-            dtype_bytes(getattr(self, name), name)
+        dtype_bytes(self.weights, "weights-dtype")
+        dtype_bytes(self.kv, "kv-dtype")
+        dtype_bytes(self.flops, "matmul-dtype")
         if self.embeddings is not None:
-            dtype_bytes(self.embeddings, "embeddings")
+            dtype_bytes(self.embeddings, "embeddings-dtype")
         for name in ("weight_group", "kv_sharing"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -117,9 +117,9 @@ class Link:
         self._sent += 1
         size = sum(len(part) for part in payload)
         lengths = _LENGTHS.pack(len(head), size)
-        found = [lengths, self._digest(self._send_key, number, b"lengths", lengths).digest()]
-        found += [head, self._digest(self._send_key, number, b"head", head).digest()]
-        self._connection.sendall(b"".join(found))
+        result = [lengths, self._digest(self._send_key, number, b"lengths", lengths).digest()]
+        result += [head, self._digest(self._send_key, number, b"head", head).digest()]
+        self._connection.sendall(b"".join(result))
         if size:
             digest = self._digest(self._send_key, number, b"payload", b"")
             for part in payload:
@@ -207,8 +207,8 @@ def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
 
 def _exactly(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytearray:
     """``count`` bytes, until then. Raises LinkLost where they do not come."""
-    found = bytearray(count)
-    view, at = memoryview(found), 0
+    exactly = bytearray(count)
+    view, at = memoryview(exactly), 0
     while at < count:
         try:
             if until_s is not None:
@@ -220,4 +220,4 @@ def _exactly(connection: socket.socket, count: int, *, until_s: float | None = N
         if not more:
             raise LinkLost("the other side has closed the link")
         at += more
-    return found
+    return exactly

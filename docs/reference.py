@@ -1,0 +1,205 @@
+"""Reference pages that are generated: ``docs/library.md`` from signatures, ``docs/options.md`` from commands.
+
+``python docs/reference.py`` (or ``make docs``) writes both; the tests check that nothing would change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+import rooftop
+from rooftop.cli import options
+from rooftop.cli.main import cli
+from rooftop.cli.options import GROUPS, GroupedOption
+from rooftop.library.results import Result
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Options of the process that every verb has.
+_EVERYWHERE = ("--help",)
+
+
+def library_page() -> str:
+    """The page of the library's functions and results."""
+    names = [name for name in rooftop.__all__ if not name.startswith("__")]
+    functions = {name: getattr(rooftop, name) for name in names}
+    modules = sorted({function.__module__ for function in functions.values()})
+    text = """# The library
+
+Every verb of the command line is a function of `rooftop`. Functions take objects or the strings of the command line.
+They raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`.
+Results are frozen; all of them have
+
+| member | value |
+|---|---|
+"""
+    for name, member in _members(Result):
+        text += f"| `{name}` | {_first_line(member)} |\n"
+    text += """| `repr`, notebooks | the summary; in a notebook the rows below it |
+
+```python
+import rooftop
+
+plan = rooftop.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=16)
+plan  # mesh, step time, MFU and memory
+plan.rows  # the ledger, ready for a data frame
+plan.to_json()  # plan.json, as `rooftop plan train --json` prints it
+rooftop.compile(plan)  # the real XLA:TPU compiler, without a TPU
+```
+
+This page is written by `docs/reference.py` from signatures and docstrings.
+
+"""
+    for name, function in functions.items():
+        text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{_docstring(function)}\n\n"
+    text += "## Results\n\n"
+    for module in modules:
+        for name, kind in vars(importlib.import_module(module)).items():
+            if inspect.isclass(kind) and issubclass(kind, Result) and kind.__module__ == module:
+                text += f"### {name}\n\n{_docstring(kind)}\n\n"
+                members = [f"- `{member}`: {_first_line(value)}" for member, value in _members(kind)]
+                text += "\n".join(members) + "\n\n"
+    return text.rstrip() + "\n"
+
+
+def options_page() -> str:
+    """The page of the command line's options: one name, one meaning."""
+    verbs: dict[str, list[str]] = {}
+    first: dict[str, tuple[str, str, str]] = {}
+    for verb, option in every_option():
+        name = long_name(option)
+        verbs.setdefault(name, []).append(verb)
+        group = option.group if isinstance(option, GroupedOption) and option.group else "Other options"
+        first.setdefault(name, (group, metavar(option), option.help or ""))
+    shared = shared_help()
+    text = """# Options
+
+An option means the same in every verb that has it. Numbers take suffixes (`4M` is 4,000,000, `4Mi` is 4,194,304), a
+TIME has its unit (`500ms`, `1.5s`, `10m`), BYTES are `400G`, `32Mi` or `512B`, and a DTYPE is one of bf16, f32, f16,
+int8, int4, f8_e4m3 and f8_e5m2 (bfloat16, fp32, half, fp8, e4m3 and the like are understood). A shell completes
+presets, chips, slices, dtypes, axes and names once it has run
+`eval "$(_ROOFTOP_COMPLETE=bash_source rooftop)"`.
+
+This page is written by `docs/reference.py` from the commands.
+"""
+    for group in (*GROUPS, "Other options"):
+        names = sorted(name for name, (own, _, _) in first.items() if own == group and name not in _EVERYWHERE)
+        if names:
+            text += f"\n## {group}\n\n| option | meaning | verbs |\n|---|---|---|\n"
+        for name in names:
+            _, value, help_text = first[name]
+            meaning = re.sub(r"\s+", " ", shared.get(name, help_text)).replace("|", "\\|")
+            written = f"{name} {value}".strip().replace("|", "\\|")
+            text += f"| `{written}` | {meaning} | {', '.join(verbs[name])} |\n"
+    return text
+
+
+def every_option(group: click.Group = cli, prefix: str = "") -> Iterator[tuple[str, click.Option]]:
+    """(verb, option) of every command."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from every_option(command, f"{prefix}{name} ")
+        elif command is not None:
+            for param in command.params:
+                if isinstance(param, click.Option):
+                    yield f"{prefix}{name}", param
+
+
+def shared_help() -> dict[str, str]:
+    """The help of each shared option, as the vocabulary has it."""
+    texts: dict[str, str] = {}
+    for name, factory in vars(options).items():
+        if name.endswith("_option") and name != "json_option":
+            function = factory()(lambda: None)
+            (option,) = function.__click_params__
+            texts[long_name(option)] = option.help or ""
+    return texts
+
+
+def long_name(option: click.Option) -> str:
+    """The long name of an option."""
+    return max(option.opts, key=len)
+
+
+def metavar(option: click.Option) -> str:
+    """The value of an option as the help shows it; '' for a flag."""
+    if option.is_flag or option.count:
+        return ""
+    return option.make_metavar(click.Context(click.Command("rooftop")))
+
+
+def _members(kind: type) -> Iterator[tuple[str, object]]:
+    """Public methods and properties of a class itself, with their docstrings; a method is named with ``()``."""
+    for name, value in vars(kind).items():
+        if not name.startswith("_") and (callable(value) or (hasattr(value, "__doc__") and _is_property(value))):
+            yield (name if _is_property(value) else f"{name}()"), value
+
+
+def _is_property(value: object) -> bool:
+    return isinstance(value, property) or type(value).__name__ == "cached_property"
+
+
+def _first_line(value: object) -> str:
+    return (inspect.getdoc(value) or "").partition("\n")[0].replace("``", "`")
+
+
+def _signature(name: str, function: Callable[..., object]) -> str:
+    signature = inspect.signature(function)
+    lines: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(line.startswith("    *") for line in lines):
+            lines.append("    *,")
+        stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        lines.append(f"    {stars}{parameter.name}: {_annotation(parameter.annotation)}{default},")
+    result = _annotation(signature.return_annotation)
+    inside = "".join(f"{line}\n" for line in lines)
+    return f"rooftop.{name}(\n{inside}) -> {result}" if lines else f"rooftop.{name}() -> {result}"
+
+
+def _annotation(annotation: object) -> str:
+    """An annotation as it is written, without quotes around the whole."""
+    return str(annotation).strip("\"'")
+
+
+def _docstring(value: object) -> str:
+    """The docstring in Markdown: arguments as a list."""
+    text = inspect.getdoc(value) or ""
+    shown: list[str] = []
+    arguments = False
+    for line in text.splitlines():
+        if line == "Args:":
+            arguments = True
+        elif arguments and line.startswith("    ") and not line.startswith("     "):
+            name, _, about = line.strip().partition(": ")
+            shown.append(f"- `{name}`: {about}")
+        elif arguments and line.startswith("     "):
+            shown[-1] += f" {line.strip()}"
+        else:
+            arguments = False
+            shown.append(line.replace("``", "`"))
+    return "\n".join(shown)
+
+
+PAGES = {"library.md": library_page, "options.md": options_page}
+
+
+def main() -> None:
+    """Write both pages."""
+    for name, page in PAGES.items():
+        path = ROOT / "docs" / name
+        text = page()
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"rewritten: docs/{name}")
+
+
+if __name__ == "__main__":
+    main()

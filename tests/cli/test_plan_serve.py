@@ -1,0 +1,217 @@
+"""``rooftop plan serve`` as people type it: the answer, the file and the picture it writes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from rooftop.core.schemas import schema
+from rooftop.plan.serving.plan import ServingPlan
+
+Run = Callable[..., Any]
+JOB = (
+    *("plan", "serve", "llama3-70b", "--on", "v5e:4x4", "--prompt", "8192", "--generate", "512"),
+    *("--weights-dtype", "int8", "--kv-dtype", "int8", "--batch-seqs", "32"),
+)  # fmt: skip
+
+
+def test_json_is_one_object_that_follows_the_schema(rooftop: Run) -> None:
+    answer = rooftop(*JOB, "--json")
+    assert (answer.status, answer.err) == (0, "")
+    data = answer.json
+    jsonschema.validate(data, schema("serving"))
+    assert data["generate"]["batch"] == 32
+    assert data["memory"]["kv_per_token"] == 163840
+    assert data["smallest_slice"] == "v5e:2x4"
+    assert data["generate"]["tokens_per_s"] == pytest.approx(32 / data["generate"]["step_s"]["expected_s"])
+    hours = 1e6 / data["generate"]["tokens_per_s"] / 3600
+    assert data["cost_per_million_tokens"]["output"] == pytest.approx(hours * 16 * 1.2)
+
+
+def test_book_bounds_and_mfu_are_the_books_arithmetic(rooftop: Run) -> None:
+    data = rooftop(*JOB, "--bounds", "book", "--mfu", "0.4", "--json").json
+    jsonschema.validate(data, schema("serving"))
+    assert data["memory"]["kv"] == pytest.approx(4.29497e10, rel=1e-5)
+    assert data["memory"]["capacity"] == 256e9
+    assert data["generate"]["step_s"]["lower_s"] == pytest.approx(8.76e-3 * 8.1 / 8.2, rel=1e-3)
+    assert data["generate"]["breakdown"]["ici_s"] == 0
+    assert data["prefill"]["seconds"] == pytest.approx(0.9096, rel=0.01)
+    # The efficiency alone fixes the prefill, not the rest.
+    usable = rooftop(*JOB, "--mfu", "0.4", "--json").json
+    assert usable["prefill"]["seconds"] == data["prefill"]["seconds"]
+    assert usable["generate"]["step_s"]["expected_s"] > data["generate"]["step_s"]["expected_s"]
+
+
+def test_tables_say_the_answer_first(rooftop: Run) -> None:
+    answer = rooftop(*JOB)
+    assert answer.status == 0
+    lines = [line for line in answer.out.splitlines() if line.strip()]
+    assert lines[0].startswith("llama3-70b on v5e:4x4: batch 32")
+    for part in ("TTFT", "TPOT", "Where a generate step goes", "layers/attn/core", "Why", "Batches worth having"):
+        assert part in answer.out
+
+
+def test_plan_file_is_what_json_prints(rooftop: Run, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    printed = rooftop(*JOB, "-o", str(file), "--json").json
+    data = json.loads(file.read_text())
+    assert data == printed
+    assert ServingPlan.from_json(data).step_s == data["generate"]["step_s"]["expected_s"]
+
+
+def test_the_front_as_data_and_as_a_picture(rooftop: Run, tmp_path: Path) -> None:
+    file = tmp_path / "front.svg"
+    data = rooftop(*JOB, "--bounds", "book", "--contexts", "2k,8k,32k", "--plot", str(file), "--json").json
+    contexts = {point["context"] for point in data["pareto"]}
+    assert contexts == {2000, 8000, 32000}
+    assert "prefers-color-scheme: dark" in file.read_text()
+    drawing = ElementTree.fromstring(file.read_text())
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [text.text or "" for text in drawing.findall(f"{space}text")]
+    assert texts[0] == "llama3-70b: generation on v5e:4x4, int8 weights, int8 KV"
+    assert {"step, ms (logarithmic)", "tokens/s per chip", "numbers beside points: batch"} <= set(texts)
+    assert len(drawing.findall(f"{space}polyline")) == 3
+    assert len(drawing.findall(f"{space}circle")) == len(data["pareto"])
+    assert {f"context {size:,}" for size in (2000, 8000, 32000)} <= set(texts)
+
+
+def test_given_placements_are_kept(rooftop: Run) -> None:
+    options = ("--mesh", "context=4,tensor=4", "--kv-split", "seq", "--prefill-mesh", "tensor=16")
+    data = rooftop(*JOB, *options, "--json").json
+    assert {name: size for name, size in data["mesh"]["axes"].items() if size > 1} == {"context": 4, "tensor": 4}
+    assert data["kv_split"] == "seq"
+    assert data["prefill"]["mesh"]["axes"]["tensor"] == 16
+
+
+def test_recommendation_over_chips(rooftop: Run) -> None:
+    target = ("plan", "serve", "--requests-per-second", "40", "--ttft", "500ms", "--tpot", "30ms", "--on", "v5e,v6e")
+    data = rooftop(*target, "--json").json
+    jsonschema.validate(data, schema("serving"))
+    found = data["recommendation"]
+    assert found["best"]["ttft_s"] <= 0.5
+    assert found["best"]["tpot_s"] <= 0.03
+    assert "dollars an hour against" in found["others"][0]["why"]
+    assert {fleet["chip"] for fleet in (found["best"], *found["others"])} == {"v5e", "v6e"}
+    text = rooftop(*target).out
+    assert "Recommended: " in text
+    assert "Runner-up: " in text
+
+
+def test_without_a_rate_servers_are_those_of_one_request_a_second(rooftop: Run) -> None:
+    target = ("plan", "serve", "--on", "v5e", "--weights-dtype", "int8", "--kv-dtype", "int8", "--tpot", "30ms")
+    one = rooftop(*target, "--json").json["recommendation"]["best"]
+    many = rooftop(*target, "--requests-per-second", "1000", "--json").json["recommendation"]["best"]
+    assert many["generate_servers"] == pytest.approx(1000 * one["generate_servers"], abs=1)
+    assert "chips, $" in rooftop(*target).out
+    assert "for each request a second; TTFT" in " ".join(rooftop(*target).out.split())
+
+
+def test_a_rate_on_one_slice_counts_servers(rooftop: Run) -> None:
+    data = rooftop(*JOB, "--requests-per-second", "10", "--json").json
+    best = data["recommendation"]["best"]
+    assert (best["generate_slice"], best["prefill_slice"], best["batch"]) == ("v5e:4x4", "v5e:4x4", 32)
+    assert best["generate_servers"] == pytest.approx(
+        10 * 512 / 32 / 0.8 * data["generate"]["step_s"]["expected_s"], abs=1
+    )
+
+
+def test_whole_front_over_chips(rooftop: Run) -> None:
+    data = rooftop("plan", "serve", "--on", "v5e,v6e", "--for", "pareto", "--weights-dtype", "int8", "--json").json
+    assert {"slice", "weights", "kv", "step_s"} <= set(data["pareto"][0])
+
+
+def test_speculation_and_prefix_cache_are_shown(rooftop: Run) -> None:
+    options = ("--draft", "llama3-8b", "--acceptance", "0.8", "--hit-rate", "0.5", "--host-dram", "400G")
+    text = rooftop(*JOB, *options).out
+    assert "speculation" in text
+    assert "prefix cache" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--batch-seqs", "4000"), "at most 136 sequences fit"),
+        (("--tpot", "1ms"), "misses its TPOT of 1 ms: nearest is 1"),
+        (("--ttft", "10ms"), "misses its TTFT of 10 ms: nearest is"),
+    ],
+)
+def test_no_is_status_one_and_one_line(rooftop: Run, options: tuple[str, ...], message: str) -> None:
+    answer = rooftop(*JOB, *options, "--json")
+    assert answer.status == 1
+    assert answer.json["kind"] == "serve"
+    (line,) = answer.err.strip().splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "option", [("--mesh", "tensor=8"), ("--prefill-mesh", "tensor=8"), ("--prefill-on", "v5e:4x4")]
+)
+def test_placements_are_not_fixed_where_chips_are_searched(rooftop: Run, option: tuple[str, str]) -> None:
+    answer = rooftop("plan", "serve", "--on", "v5e", "--requests-per-second", "1", *option)
+    assert answer.status == 2
+    assert f"{option[0][2:]}: got {option[1]!r}; accepted: this with one slice" in answer.err
+
+
+def test_an_unreachable_target_names_the_nearest(rooftop: Run) -> None:
+    answer = rooftop("plan", "serve", "--on", "v5e", "--ttft", "1ms", "--tpot", "10us", "--requests-per-second", "1")
+    assert answer.status == 1
+    (line,) = answer.err.strip().splitlines()
+    assert "nearest is TTFT" in line
+
+
+def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
+    answer = rooftop("plan", "serve", "llama3-8b", "--on", "v5e", "--requests-per-second", "1e9")
+    assert (answer.status, answer.out) == (1, "")
+    (line,) = answer.err.strip().splitlines()
+    assert "chips, more than 10,000,000; those serve" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--on", "v5e:4x4@2"), "one slice (v5e:4x4)"),
+        (("--on", "v5e:4x4,v6e:4x4"), "chips without shapes"),
+        (("--on", "v5x"), "v5e"),
+        (("--weights-dtype", "int3"), "int8"),
+        (("--weights-dtype", "int8,bf16"), "one dtype each"),
+        (("--matmul-dtype", "fp8"), "matmul-dtype on v5e: got 'f8_e4m3'; accepted: "),
+        (("--prompt", "0"), "positive number"),
+        (("--ttft", "soon"), "500ms"),
+        (("--ttft", "500"), "ttft: got '500'; accepted: a time with its unit: 500ms, 1.5s, 10m"),
+        (("--context", "1e15"), "context: got 1000000000000000; accepted: at most 8,704: the prompt and its answer"),
+        (("--context", "1e15", "--bounds", "book"), "context"),
+        (("--contexts", "1e15"), "context"),
+        (("--draft", "llama3.1-405b"), "draft: got 'llama3.1-405b'; accepted: a model with fewer parameters than"),
+        (("--mfu", "1.5"), "between 0 and 1"),
+        (("--mfu", "0"), "between 0 and 1"),
+        (("--hit-rate", "1"), "not including"),
+        (("--batching", "apart"), "disaggregated"),
+        (("--kv-split", "head"), "batch"),
+        (("--link", "pcie"), "ici"),
+        (("--bounds", "loose"), "book"),
+        (("--mesh", "tensor=8"), "product is the 16 devices"),
+        (("--mesh", "tensr=16"), "did you mean tensor"),
+        (("--mesh", "expert=2,tensor=8"), "no experts"),
+        (("--prefill-mesh", "fsdp=2,tensor=8"), "no fsdp axis in a prefill"),
+        (("--prefill-on", "v6e:4x4"), "one slice of v5e"),
+        (("--assume", "hbm=1"), "hbm_read"),
+        (("--draft", "llama3-8b", "--acceptance", "2"), "between 0 and 1"),
+        (("--draft", "llama3-8b", "--bounds", "book"), "usable with a draft"),
+        (("--for", "fun", "--requests-per-second", "1"), "cost"),
+        (("--contexts", "1"), "two tokens"),
+        (("--price", "-1"), "positive number"),
+    ],
+)
+def test_bad_options_are_one_line(rooftop: Run, options: tuple[str, ...], message: str) -> None:
+    answer = rooftop(*JOB, *options)
+    assert answer.status == 2
+    assert answer.out == ""
+    (line,) = answer.err.strip().splitlines()
+    assert line.startswith("rooftop: ")
+    assert message in line

@@ -1,0 +1,468 @@
+"""Published runs: how the table is read, what the null model scores, and how calibration leaves a model out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.models import count_params
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
+from rooftop.validation.readings import source_facts
+from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
+from rooftop.validation.table import COLUMNS, read_table
+
+PUBLISHED = load_published()
+RUNS = PUBLISHED.runs
+DENSE = [run for run in RUNS if run.dense_tpu]
+BF16 = [run for run in DENSE if run.dtype == "bf16"]
+
+
+def table(*changes: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> str:
+    """A table of rows that differ from one good row by ``changes``."""
+    good = dict.fromkeys(columns, "") | {
+        **{"source": "mine", "model": "small", "layers": "8", "d_model": "1024", "d_ff": "4096", "heads": "8"},
+        **{"kv_heads": "8", "d_head": "128", "vocab": "32000", "seq_len": "2048", "global_batch_seqs": "64"},
+        **{"chip": "v5e", "num_chips": "16", "dp": "1", "fsdp": "16", "tp": "1", "pp": "1", "dtype": "bf16"},
+        **{"phase": "train", "recompute": "full", "measured_metric": "step_time", "measured_value": "0.5", "unit": "s"},
+    }
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns)
+    writer.writeheader()
+    writer.writerows(good | change for change in changes)
+    return out.getvalue()
+
+
+def load(tmp_path: Path, text: str) -> Any:
+    path = tmp_path / "mine.csv"
+    path.write_text(text, encoding="utf-8")
+    return load_published(path)
+
+
+def only(tmp_path: Path, **change: str) -> PublishedRun:
+    published = load(tmp_path, table(change, columns=tuple({**dict.fromkeys(COLUMNS), **change})))
+    assert not published.unusable
+    (run,) = published.runs
+    assert isinstance(run, PublishedRun)
+    return run
+
+
+# --- the table that comes with rooftop ---
+
+
+def test_every_training_row_is_in_one_run_or_is_said_to_be_unusable() -> None:
+    rows = read_table()
+    assert len(rows) == 239
+    training = sorted(row.number for row in rows if row.cells["phase"] == "train")
+    used = [line for found in (*RUNS, *PUBLISHED.unusable) for line in found.lines]
+    assert sorted(used) == training
+    assert (len(RUNS), len(PUBLISHED.unusable), PUBLISHED.serving_rows) == (72, 23, 42)
+    assert len({run.id for run in RUNS}) == len(RUNS)
+
+
+def test_the_dense_tpu_runs() -> None:
+    chips = Counter(run.slice.chip.name for run in DENSE)
+    assert chips == {"v5e": 12, "v5p": 11, "v4": 6, "v6e": 14}
+    assert [run.id for run in DENSE if run.dtype != "bf16"] == [
+        "tpu-recipes/gpt3-175b/v6e:16x16/768x2048/int8/full",
+        "tpu-recipes/gpt3-175b/v5p:8x8x8/2048x2048/int8/full",
+    ]
+    assert Counter(run.over_dcn for run in DENSE) == {False: 24, True: 19}
+
+
+def test_flop_conventions_reproduce_the_logs_that_give_both_time_and_rate() -> None:
+    deviations = []
+    for run in RUNS:
+        if {"step_time", "tflops_per_chip"} <= run.measured.keys():
+            flops = CONVENTIONS[source_facts(run.source)["flops"]](run.model, run.seq_len) * run.batch_tokens
+            rate = flops / run.slice.chips / run.step_s
+            deviations.append(abs(rate / run.measured["tflops_per_chip"] - 1))
+            tokens = run.batch_tokens / run.slice.chips / run.step_s
+            assert tokens == pytest.approx(run.measured["tokens_per_s_per_chip"], rel=2e-4)
+    # 15 logs of dense models and one of a mixture; step times are printed to the millisecond.
+    assert len(deviations) == 16
+    assert max(deviations) < 2e-4
+
+
+def test_model_flops_reproduce_the_published_mfu() -> None:
+    published = [run for run in RUNS if run.source == "Korthikanti2022 T5" and "mfu" in run.measured]
+    assert len(published) == 4
+    for run in published:
+        # Step times and MFU have three digits; the papers' peak is 312 TFLOP/s.
+        assert run.flops_per_s_per_chip / 312e12 == pytest.approx(run.measured["mfu"], rel=5e-3)
+
+
+def test_narayanans_equation_3() -> None:
+    published = [run for run in RUNS if run.source == "Narayanan2021 T1"]
+    assert len(published) == 10
+    for run in published:
+        model, s = run.model, run.seq_len
+        h, layers, vocab = model.d_model, model.layers, model.vocab
+        printed = 96 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
+        assert full_attention_and_remat(model, s) * s == pytest.approx(printed, rel=1e-12)
+
+
+def test_null_model_on_the_43_dense_tpu_runs() -> None:
+    errors = np.abs(accuracy.null_seconds(DENSE) / [run.step_s for run in DENSE] - 1)
+    assert (len(errors), round(100 * errors.mean(), 1), round(100 * np.median(errors), 1)) == (43, 6.7, 6.0)
+    errors = np.abs(accuracy.null_seconds(BF16) / [run.step_s for run in BF16] - 1)
+    assert (len(errors), round(100 * errors.mean(), 1), round(100 * np.median(errors), 1)) == (41, 5.9, 5.7)
+
+
+def test_models_have_the_published_number_of_parameters() -> None:
+    published = {row.number: row.cells["params"] for row in read_table()}
+    exact = rounded = 0
+    for run in RUNS:
+        params = published[run.lines[0]]
+        counted = count_params(run.model)
+        if run.source in ("MaxText v5e table", "MaxText v5p table"):
+            exact += 1
+            assert counted.total - counted.by_component["norms"] == int(params)
+        elif params:
+            rounded += 1
+            assert counted.total == pytest.approx(float(params), rel=0.03)
+    assert (exact, rounded) == (22, 17)
+
+
+@pytest.mark.parametrize(
+    ("identity", "mesh"),
+    [
+        ("maxtext-v5e-table/maxtext-default-16b/v5e:16x16@32/49152x2048/bf16/full", {"data": 32, "fsdp": 256}),
+        (
+            "maxtext-v5p-table/maxtext-default-128b/v5p:4x8x8@2/512x2048/bf16/minimal",
+            {"data": 2, "fsdp": 32, "tensor": 8},
+        ),
+        ("maxtext-v4-table/maxtext-52b-nominal/v4:4x4x12@2/2688x2048/bf16/full", {"data": 2, "fsdp": 192}),
+        (
+            "narayanan2021-t1/gpt-310.1b/a100:8x240/2160x2048/f16/full",
+            {"stage": 16, "data": 15, "tensor": 8},
+        ),
+        (
+            "torchtitan-t2/llama3.1-8b/h100:8/4x65536/f8_e4m3+compile/full",
+            {"fsdp": 4, "context": 2},
+        ),
+    ],
+)
+def test_slices_and_meshes(identity: str, mesh: dict[str, int]) -> None:
+    (run,) = (run for run in RUNS if run.id == identity)
+    assert run.mesh == mesh
+    assert list(run.mesh) == list(mesh)
+    assert math.prod(mesh.values()) == run.slice.devices
+
+
+def test_what_was_offloaded_and_what_was_measured() -> None:
+    by_id = {run.id: run for run in RUNS}
+    run = by_id["tpu-recipes/llama3.1-8b/v6e:2x4/24x8192/bf16/custom"]
+    assert run.remat.offloaded == ("layer_input", "qkv", "out_proj")
+    assert by_id["tpu-recipes/llama2-70b/v6e:16x16/512x4096/bf16/custom"].remat.offloaded == ("qkv",)
+    log = by_id["maxtext-logs-guide/deepseek2-16b/v5p:2x2x1/96x2048/bf16/full"]
+    assert log.model.moe is not None
+    assert log.measured_memory_bytes["xla_total"] == pytest.approx(100.4 * 2**30)
+    titan = by_id["torchtitan-t1/llama3.1-8b/h100:8/16x8192/bf16/selective"]
+    assert titan.slice.chip.hbm_bytes_per_s == 2.4e12
+    assert titan.measured_memory_bytes == {"peak": 82.4 * 2**30}
+    assert (titan.compiled, by_id[titan.id.replace("bf16", "bf16+compile")].compiled) == (False, True)
+
+
+def test_unusable_runs_say_why_and_keep_their_memory() -> None:
+    why = Counter(one.why for one in PUBLISHED.unusable)
+    assert why == {
+        "not stated: global batch": 16,
+        "not stated: sequence length, global batch": 5,
+        "no preset 'llama4-17b-128e', and d_head not stated": 1,
+        "no preset 'llama4-17b-16e', and d_head not stated": 1,
+    }
+    memory = [one.measured_memory_bytes for one in PUBLISHED.unusable if one.source == "Korthikanti2022 Fig1"]
+    assert memory[1] == {"activation": 59.25 * 2**30}
+
+
+# --- other tables ---
+
+
+def test_a_run_from_another_table(tmp_path: Path) -> None:
+    run = only(tmp_path)
+    assert (run.id, run.step_s, run.mesh) == ("mine/small/v5e:4x4/64x2048/bf16/full", 0.5, {"fsdp": 16})
+    assert (run.model.mlp_matrices, run.model.tied_embeddings) == (3, False)
+
+
+def test_metrics_of_one_run_are_merged_and_the_most_direct_gives_the_time(tmp_path: Path) -> None:
+    rate = {"measured_metric": "tokens_per_s_per_chip", "measured_value": "1024", "unit": "tok/s/chip"}
+    peak = {"measured_metric": "peak_memory_per_chip", "measured_value": "2", "unit": "GB"}
+    (run,) = load(tmp_path, table(rate, peak)).runs
+    assert (run.step_s, run.step_from, run.measured_memory_bytes) == (8.0, "tokens_per_s_per_chip", {"peak": 2e9})
+    (run,) = load(tmp_path, table(rate, {}, peak)).runs
+    assert (run.step_s, run.step_from, run.lines) == (0.5, "step_time", (2, 3, 4))
+
+
+def test_time_from_mfu_and_from_nothing() -> None:
+    given_mfu = step_seconds({"mfu": 0.5}, tokens=1.0, chips=4, flops=8e12, peak_flops_per_s=1e12)
+    assert given_mfu == (4.0, "mfu")
+    assert step_seconds({"mfu": 0.5}, tokens=1.0, chips=4, flops=8e12, peak_flops_per_s=None) is None
+    assert step_seconds({"tflops_per_chip": 1e12}, tokens=1.0, chips=4, flops=None, peak_flops_per_s=1e12) is None
+
+
+def test_the_optional_column_slice(tmp_path: Path) -> None:
+    run = only(tmp_path, slice="v5e:2x4@2", dp="2", fsdp="8")
+    assert (run.slice.name, run.over_dcn) == ("v5e:2x4@2", True)
+    with pytest.raises(RooftopError, match=r"mine\.csv line 2 slice: got 'v5e:4x8'; accepted: a slice of 16 v5e chips"):
+        only(tmp_path, slice="v5e:4x8")
+    with pytest.raises(RooftopError, match=r"mine\.csv line 2 slice: got 'v5e'; accepted: CHIP:SHAPE"):
+        only(tmp_path, slice="v5e")
+
+
+def test_more_chips_than_a_pod_are_several_slices(tmp_path: Path) -> None:
+    assert only(tmp_path, num_chips="1024", fsdp="1024").slice.name == "v5e:16x16@4"
+
+
+def test_two_runs_alike_but_for_where_they_were_found(tmp_path: Path) -> None:
+    published = load(tmp_path, table({"where_found": "a"}, {"where_found": "b"}, {"where_found": "c"}))
+    first = "mine/small/v5e:4x4/64x2048/bf16/full"
+    assert [run.id for run in published.runs] == [first, f"{first}#2", f"{first}#3"]
+
+
+def test_experts_and_presets(tmp_path: Path) -> None:
+    moe = only(tmp_path, experts="16", active_experts="2").model.moe
+    assert moe is not None
+    assert (moe.experts, moe.active, moe.d_ff) == (16, 2, 4096)
+    sizes = {"layers": "", "vocab": "", "d_model": "4096", "d_ff": "11008", "heads": "32", "kv_heads": "32"}
+    run = only(tmp_path, model="llama2-7b", **sizes)
+    assert (run.model.layers, run.model.vocab) == (32, 32000)
+    assert "architecture of the preset llama2-7b" in run.assumed
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"global_batch_seqs": ""}, "not stated: global batch"),
+        ({"num_chips": "48", "fsdp": "48"}, "no standard slice of 48 v5e chips: name it in a column `slice`"),
+        ({"layers": ""}, "no preset 'small', and layers not stated"),
+        ({"dtype": ""}, "dtype not stated"),
+        ({"experts": "8"}, "experts and active_experts are not both stated"),
+        ({"chip": "a100", "num_chips": "12", "fsdp": "12"}, "12 GPUs are not whole nodes of 8, nor a part of one"),
+        (
+            {"measured_metric": "tflops_per_chip", "unit": "TFLOP/s/chip"},
+            "no step_time or tokens_per_s_per_chip, and no rate whose FLOP count is known",
+        ),
+    ],
+)
+def test_rows_that_say_too_little(tmp_path: Path, change: dict[str, str], why: str) -> None:
+    published = load(tmp_path, table(change))
+    assert not published.runs
+    assert [one.why for one in published.unusable] == [why]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"num_chips": "many"}, "line 2 num_chips: got 'many'"),
+        ({"num_chips": ""}, "line 2 num_chips: got ''; accepted: a value: this column may not be empty"),
+        ({"seq_len": "20.5"}, "line 2 seq_len: got '20.5'"),
+        ({"measured_value": "-1"}, "line 2 measured_value: got '-1'"),
+        ({"measured_value": "nan"}, "line 2 measured_value: got 'nan'"),
+        ({"measured_metric": "stap_time"}, "line 2 measured_metric: got 'stap_time'; accepted: did you mean step_time"),
+        ({"unit": "h"}, "line 2 unit: got 'h'; accepted: s or ms"),
+        ({"chip": "v9"}, "line 2 chip: got 'v9'"),
+        ({"dtype": "half"}, "line 2 dtype: got 'half'"),
+        ({"recompute": "some"}, "line 2 recompute: got 'some'"),
+        ({"sp": "maybe"}, "line 2 sp: got 'maybe'; accepted: yes or no, or nothing"),
+        ({"mlp_matrices": "5"}, "line 2 mlp_matrices: got 5; accepted: 3 (gated) or 2"),
+        ({"fsdp": "8"}, "line 2 mesh: got 'pp 1 x dp 1 x fsdp 8 x tp 1'; accepted: axes that multiply to 16 devices"),
+        (
+            {"model": "llama2-7b", "layers": ""},
+            "line 2 d_model: got '1024'; accepted: 4096, as in the preset llama2-7b",
+        ),
+        ({"phase": "tran"}, "line 2 phase: got 'tran'; accepted: train, prefill, decode, serve"),
+        ({"experts": "2", "active_experts": "4"}, "line 2 moe.active: got 4"),
+    ],
+)
+def test_bad_cells_are_named(tmp_path: Path, change: dict[str, str], line: str) -> None:
+    with pytest.raises(RooftopError) as error:
+        load(tmp_path, table(change))
+    message = str(error.value)
+    assert "mine.csv " + line in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "mine.csv header: got ''; accepted: every column; missing: source,"),
+        (table({}).replace("num_chips", "chips"), "every column; missing: num_chips"),
+        (table({}) + "one,two\n", "mine.csv line 3: got '2 cells'; accepted: 32 cells, as in the header"),
+        (table({}, {}), "mine.csv line 3 measured_metric: got 'step_time'; accepted: each metric once per run"),
+        (table({"phase": "decode"}), "a table with at least one row whose phase is train"),
+        (table({}) + '"open', "a CSV file (unexpected end of data)"),
+    ],
+)
+def test_bad_tables(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RooftopError) as error:
+        load(tmp_path, text)
+    assert message in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RooftopError, match="No such file"):
+        load_published(tmp_path / "none.csv")
+    (tmp_path / "latin.csv").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(RooftopError, match="not UTF-8"):
+        load_published(tmp_path / "latin.csv")
+
+
+# --- accuracy ---
+
+times = st.lists(st.floats(0.5, 2.0), min_size=len(RUNS), max_size=len(RUNS))
+
+
+def report_for(factors: Any) -> AccuracyReport:
+    """A report for uncalibrated predictions of measured x factors, and bounds at half of the measured time."""
+    measured = np.array([run.step_s for run in RUNS])
+    return summarise(RUNS, 0.5 * measured, measured * np.asarray(factors))
+
+
+def sizes(run: PublishedRun) -> tuple[int, ...]:
+    model = run.model
+    return (model.layers, model.d_model, model.d_ff, model.heads, model.kv_heads, model.d_head, model.vocab)
+
+
+@given(st.floats(0.1, 10.0))
+def test_one_factor_per_chip_makes_up_for_a_common_one(factor: float) -> None:
+    calibrated = [one for one in report_for(np.full(len(RUNS), factor)).comparisons if one.calibrated_s is not None]
+    assert len(calibrated) == 62
+    for one in calibrated:
+        assert one.error("uncalibrated") == pytest.approx(factor - 1)
+        assert one.error("calibrated") == pytest.approx(0.0, abs=1e-9)
+
+
+@given(times, st.integers(0, len(RUNS) - 1))
+def test_a_models_own_runs_do_not_calibrate_it(factors: list[float], index: int) -> None:
+    own = sizes(RUNS[index])
+    changed = [factor * 3 if sizes(run) == own else factor for run, factor in zip(RUNS, factors, strict=True)]
+    before, after = report_for(factors).comparisons[index], report_for(changed).comparisons[index]
+    if before.calibrated_s is None:
+        assert after.calibrated_s is None
+    else:
+        assert after.calibrated_s == pytest.approx(3 * before.calibrated_s)
+    assert after.null_s == before.null_s
+
+
+def test_one_architecture_under_two_names_is_one_model() -> None:
+    pair = [run for run in RUNS if run.model.name in ("gpt-1008.0b", "megatron-1T")]
+    assert len(pair) == 3
+    assert np.isnan(accuracy.leave_one_model_out(np.ones(3), pair)).all()
+
+
+def test_a_model_alone_on_its_chip_stays_uncalibrated_and_says_so() -> None:
+    report = report_for(np.full(len(RUNS), 0.8))
+    (h100,) = (group for group in report.groups if group.name == "h100")
+    assert (h100.errors["calibrated"], h100.errors["null"]) == (None, None)
+    assert h100.errors["uncalibrated"] is not None
+    assert h100.errors["uncalibrated"].mean == pytest.approx(-0.2)
+    assert h100.note == "no other dense model on h100: uncalibrated only, and no null"
+
+
+def test_groups_and_their_statistics() -> None:
+    report = report_for([0.9 if run.over_dcn else 1.2 for run in RUNS])
+    groups = {(group.by, group.name): group for group in report.groups}
+    names = ("dense TPU", "dense TPU, bf16", "dense TPU, single slice", "dense TPU, over DCN", "v5p", "v5p, experts")
+    counts = [group.runs for name in names for group in report.groups if group.name == name]
+    assert counts == [43, 41, 24, 19, 11, 1]
+    over_dcn = groups["slices", "dense TPU, over DCN"].errors["uncalibrated"]
+    assert over_dcn is not None
+    assert (over_dcn.mean, over_dcn.mean_absolute) == (pytest.approx(-0.1), pytest.approx(0.1))
+    dense = groups["cohort", "dense TPU"].errors["uncalibrated"]
+    assert dense is not None
+    assert dense.mean == pytest.approx((24 * 0.2 - 19 * 0.1) / 43)
+    assert (dense.median_absolute, dense.largest_absolute) == (pytest.approx(0.2), pytest.approx(0.2))
+    null = groups["cohort", "dense TPU"].errors["null"], groups["cohort", "dense TPU, bf16"].errors["null"]
+    assert [round(100 * errors.mean_absolute, 1) for errors in null if errors is not None] == [6.7, 5.9]
+
+
+def test_a_measurement_below_the_bound_is_flagged() -> None:
+    measured = np.array([run.step_s for run in RUNS])
+    bound = np.where(np.arange(len(RUNS)) == 5, 1.01, 0.9) * measured
+    assert summarise(RUNS, bound, 1.1 * measured).beats_bound == (RUNS[5].id,)
+
+
+@pytest.mark.parametrize("bad", [[1.0], [0.0] * len(RUNS), [math.nan] * len(RUNS)])
+def test_predictions_must_be_one_positive_number_per_run(bad: list[float]) -> None:
+    with pytest.raises(RooftopError, match=r"bound_s: .* accepted: 72 positive numbers, one per run"):
+        summarise(RUNS, bad, np.ones(len(RUNS)))
+
+
+def test_reasons(tmp_path: Path) -> None:
+    assert load_reasons().keys() <= {run.id for run in RUNS}
+    assert load_reasons(tmp_path / "none.toml") == {}
+    path = tmp_path / "reasons.toml"
+    path.write_text('[reasons]\n"a/b" = "stragglers"\n', encoding="utf-8")
+    assert load_reasons(path) == {"a/b": "stragglers"}
+
+
+# --- the verb ---
+
+
+@pytest.fixture
+def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A predictor that is 20 % too fast, 40 % on one run, and refuses mixtures of experts."""
+
+    def predict(run: PublishedRun, assumptions: Assumptions) -> SimpleNamespace:
+        if run.model.moe is not None:
+            raise Infeasible("does not fit", "1 GB too many")
+        factor = 0.6 if run.slice.num_slices == 32 and run.model.d_model == 8192 else 0.8
+        return SimpleNamespace(bound_s=0.5 * run.step_s, uncalibrated_s=factor * run.step_s, notes=("a stub",))
+
+    module = ModuleType("rooftop.validation.predict")
+    module.predict = predict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rooftop.validation.predict", module)
+    yield
+
+
+@pytest.mark.usefixtures("predictor")
+def test_validate_json(rooftop: Callable[..., Any]) -> None:
+    answer = rooftop("validate", "--json")
+    assert (answer.status, answer.err) == (0, "")
+    rows, summary = answer.json["rows"], answer.json["summary"]
+    assert (len(rows), summary["runs"], len(summary["unusable"]), summary["serving_rows"]) == (71, 71, 23, 42)
+    assert [one["why"] for one in summary["unpredicted"]] == ["does not fit: 1 GB too many"]
+    row = rows[0]
+    assert row["error"]["uncalibrated"] == pytest.approx(-0.2)
+    assert row["error"]["calibrated"] == pytest.approx(0.0, abs=1e-12)
+    assert (row["notes"], row["beats_bound"]) == (["a stub"], False)
+    group = next(group for group in summary["groups"] if group["name"] == "dense TPU")
+    assert group["errors"]["null"]["mean_absolute"] == pytest.approx(0.067, abs=5e-4)
+
+
+@pytest.mark.usefixtures("predictor")
+def test_validate_prints_the_worst_runs_first(rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worst = "maxtext-v5e-table/maxtext-default-32b/v5e:16x16@32/32768x2048/bf16/full"
+    monkeypatch.setattr("rooftop.validation.load_reasons", lambda: {worst: "because of the stub"})
+    answer = rooftop("validate", "--top", "1")
+    assert answer.status == 0
+    assert answer.out.index("Predicted worst") < answer.out.index("maxtext-v5e-table/maxtext-default-32b/v5e:16x16@32")
+    assert "-25.0 " in answer.out
+    assert "because of the stub" in answer.out
+    assert "h100: no other dense model on h100: uncalibrated only, and no null." in answer.out
+    assert "71 runs compared, 1 not predicted, 23 say too little; 42 rows of serving are" in answer.out
+    assert "Predicted worst" not in rooftop("validate", "--top", "0").out
+
+
+@pytest.mark.usefixtures("predictor")
+def test_validate_names_the_bad_cell(rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(table({}, {"where_found": "b", "heads": "x"}), encoding="utf-8")
+    answer = rooftop("validate", "--runs", str(path))
+    assert (answer.status, answer.out) == (2, "")
+    assert f"rooftop: {path} line 3 heads: got 'x'; accepted: " in answer.err
+    assert answer.err.count("\n") == 1
