@@ -219,7 +219,15 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
         return self._run(requests[0] if requests else self._build(**fields), watch)
 
 
-def _train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
+def _of_request(
+    build: Callable[_Parameters, _Request],
+) -> Callable[[Callable[[_Request, _Watch | None], _Answer]], RequestFunction[_Parameters, _Request, _Watch, _Answer]]:
+    """Let a function of a request also take the request's fields as keywords."""
+    return lambda run: RequestFunction(build, run)
+
+
+@_of_request(TrainRequest)
+def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
     """Train a plan or a model on the devices here, or resume the run in the folder ``run``.
 
     Takes a TrainRequest, and a ``watch`` for its progress, or the request's fields as keywords. In the main thread
@@ -278,7 +286,8 @@ def _train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
             )
 
 
-def _train_embedding(request: EmbeddingTrainRequest, watch: OnBatch | None = None) -> EmbeddingTrainResult:
+@_of_request(EmbeddingTrainRequest)
+def train_embedding(request: EmbeddingTrainRequest, watch: OnBatch | None = None) -> EmbeddingTrainResult:
     """Train a DLRM on embedding tables, or resume the run in the folder ``run``.
 
     Takes an EmbeddingTrainRequest, and a ``watch`` (done, last) called before each batch, or the request's fields as
@@ -320,10 +329,6 @@ def _train_embedding(request: EmbeddingTrainRequest, watch: OnBatch | None = Non
             auc=auc,
             refused=trainer.refused,
         )
-
-
-train = RequestFunction(TrainRequest, _train)
-train_embedding = RequestFunction(EmbeddingTrainRequest, _train_embedding)
 
 
 def export_embedding(
