@@ -12,7 +12,7 @@ from test_profile_synthetic import Event, fusion, measured, plane, seconds, tpu,
 
 from rooftop.core.schemas import schema
 from rooftop.explain.measured.report import explain
-from rooftop.present.report.trace import measured_lanes
+from rooftop.present.traced import measured_lanes
 
 LOOKUP = '%lookup.1 = f32[1024,16] custom-call(%ids), custom_call_target="SparseDenseMatmulWithMinibatchingOp"'
 UPDATE = '%update.2 = f32[4096,16] custom-call(%gradients), custom_call_target="SparseDenseMatmulGradOptimizerUpdate"'

@@ -15,7 +15,8 @@ from test_ui_browser import DESKTOP, PHONE, browser, serving
 from test_ui_reading import write_run
 
 from rooftop.explain.measured.report import explain
-from rooftop.present.report.trace import measured_page
+from rooftop.present.html import page as whole_page
+from rooftop.present.traced import measured_document
 from rooftop.ui.explorers import EXPLORERS
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     where = tmp_path_factory.mktemp("files")
     run = write_run(where / "run")
-    (where / "report.html").write_text(measured_page(explain(run)), encoding="utf-8")
+    (where / "report.html").write_text(whole_page(measured_document(explain(run))), encoding="utf-8")
     commands = {
         "train": "train llama3-8b --on v5e:4x4 --batch-seqs 16 --seq 2048 --mesh fsdp=4,tensor=4 --remat block",
         "serve": "serve llama3-8b --on v5e:2x2 --weights int8 --kv int8 --batch-seqs 8",

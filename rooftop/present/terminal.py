@@ -20,7 +20,8 @@ _NARROW = 16
 
 def printed(document: Document, width: int) -> Text:
     """The document as lines of at most ``width`` characters, without blanks at their ends."""
-    return Text("\n").join(_lines(document, width))
+    lines = list(_lines(document, width))
+    return Text("\n").join(lines[1:] if lines and not lines[0] else lines)
 
 
 def _lines(document: Document, width: int) -> Iterator[Text]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, read_plan_file
+from rooftop.cli.output import emit_json, json_option, read_plan_file, show
 from rooftop.cli.process import uninterrupted
 
 if TYPE_CHECKING:
@@ -211,9 +211,10 @@ def _give(answer: CompiledReport | Refusal, *, top: int, as_json: bool, files: M
     if (output := files["report"]) is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
     if (page := files["page"]) is not None:
-        from rooftop.present.report.compilation import compiled_page
+        from rooftop.present import html
+        from rooftop.present.traced import compiled_document
 
-        write_text(page, compiled_page(answer))
+        write_text(page, html.page(compiled_document(answer)))
     if not isinstance(answer, Refusal):
         if (save := files["executable"]) is not None:
             write_bytes(save, answer.compiled.executable or b"")
@@ -221,9 +222,11 @@ def _give(answer: CompiledReport | Refusal, *, top: int, as_json: bool, files: M
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.compile import tables as compile_tables
-
-        compile_tables.show(answer, data, {name: str(path) for name, path in files.items() if path is not None})
+        plan = None if answer.plan is None else answer.plan.to_json()
+        if isinstance(answer, Refusal):
+            show(data, {name: files[name] for name in ("report", "page")}, plan=plan)
+        else:
+            show(data, files, plan=plan, cached=answer.compiled.cached)
     if isinstance(answer, Refusal):
         raise answer.infeasible
     return 0

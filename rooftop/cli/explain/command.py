@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rooftop.cli.output import emit_json, json_option
+from rooftop.cli.output import emit_json, json_option, show
 
 if TYPE_CHECKING:
     from rooftop.hardware import Chip
@@ -111,9 +111,7 @@ def _operations(lines: tuple[str, ...], chip: Chip | None, as_json: bool) -> Non
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.explain import tables as explain_tables
-
-        explain_tables.show_operations(data, inferred)
+        show(data)
 
 
 def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
@@ -123,9 +121,7 @@ def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
     if as_json:
         emit_json(found.to_json())
     else:
-        from rooftop.cli.explain import tables as explain_tables
-
-        explain_tables.show_difference(found, count)
+        show(found.to_json(), top=count)
 
 
 def _trace(
@@ -153,12 +149,11 @@ def _trace(
     )
     if report is not None:
         from rooftop.core.files import write_text
-        from rooftop.present.report.trace import measured_page
+        from rooftop.present import html
+        from rooftop.present.traced import measured_document
 
-        write_text(report, measured_page(found))
+        write_text(report, html.page(measured_document(found)))
     if as_json:
         emit_json(found.to_json(top=count))
     else:
-        from rooftop.cli.explain import tables as explain_tables
-
-        explain_tables.show_trace(found.to_json(top=count), count)
+        show(found.to_json(top=count), top=count)

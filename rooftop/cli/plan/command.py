@@ -115,9 +115,10 @@ def _write_timeline(
         drawn = planned_lanes(plan, every_trip=True)
         write(xspace(drawn, program="planned", device=device_stats(plan.problem.slice.chip)), xprof, run="planned")
     if report is not None:
-        from rooftop.present.report import Material, page
+        from rooftop.present import html
+        from rooftop.present.documents import document
 
-        write_text(report, page(Material(data=data, lanes=[planned_lanes(plan)])))
+        write_text(report, html.page(document(data, lanes=[planned_lanes(plan)])))
 
 
 def _problem(

@@ -117,14 +117,10 @@ def serve(
         title = ", ".join(part for part in (f"{problem.model.name}: generation on {on}", dtypes) if part)
         write_text(plot, pareto_svg(data["pareto"], title))
     if report is not None:
-        from rooftop.core.ledger import Ledger
-        from rooftop.present.report import Material, page
-        from rooftop.simulate.planned import step_lanes
+        from rooftop.present import html
+        from rooftop.present.documents import document
 
-        phases = [] if answer is None else ["generate", "prefill"]
-        titles = {"generate": "planned: a step of generation", "prefill": "planned: a prefill"}
-        lanes = [step_lanes(Ledger.from_json(data[name]["ledger"]), title=titles[name]) for name in phases]
-        write_text(report, page(Material(data=data, lanes=lanes)))
+        write_text(report, html.page(document(data)))
     if output is not None:
         write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
     if as_json:
