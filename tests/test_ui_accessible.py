@@ -114,6 +114,6 @@ def test_a_report_has_no_violation(folder: Path, page: Any, violations: Callable
 def test_axe_sees_what_is_wrong(site: str, page: Any, violations: Callable[[], list[str]]) -> None:
     page.goto(site)
     page.wait_for_selector("body[data-ready]")
-    page.evaluate("document.querySelector('.mark').removeAttribute('aria-label')")
-    page.evaluate("document.querySelector('.mark span').remove()")
+    page.evaluate("document.querySelector('.logo').removeAttribute('aria-label')")
+    page.evaluate("document.querySelector('.logo span').remove()")
     assert [each.partition(":")[0] for each in violations()] == ["link-name"]

@@ -544,10 +544,10 @@ def chart_table(chart: Chart) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     if isinstance(chart, Table):
         return tuple(column.name for column in chart.columns), [row for row in chart.rows if row]
     if isinstance(chart, Items):
-        lines = [(item.mark, item.text.replace("\n", "; "), item.note) for item in chart.items]
-        used = [at for at in range(3) if any(line[at] for line in lines)]
-        names = ("", chart.title, "source")
-        return tuple(names[at] for at in used), [tuple(line[at] for at in used) for line in lines]
+        items = [(item.mark, " ".join(item.text.split()), item.note) for item in chart.items]
+        used = [at for at in range(3) if any(item[at] for item in items)]
+        headings = ("", chart.title, "source")
+        return tuple(headings[at] for at in used), [tuple(item[at] for at in used) for item in items]
     return (), []
 
 

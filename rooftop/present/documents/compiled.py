@@ -51,7 +51,7 @@ def compilation(
     data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, cached: bool | None = None
 ) -> Document:
     """A compilation, next to its ``plan`` in JSON if there is one. ``cached`` says whether it was compiled before."""
-    where = data["slice"]["name"]
+    where, ledger = data["slice"]["name"], Ledger.from_json(data.get("ledger", ()))
     subject = f"{where}: {mesh_text(data['mesh']['axes'])}"
     if plan is not None:
         count = microbatches_text(plan["microbatches"])
@@ -66,7 +66,7 @@ def compilation(
             details=_versions(data, cached),
         ),
         figures=tuple(_figures(data)),
-        charts=tuple(_charts(data, plan)),
+        charts=tuple(_charts(data, ledger, plan)),
         sources=written_by(data, "; XLA's schedule, priced at the chip's named fractions"),
     )
 
@@ -104,7 +104,7 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         )  # fmt: skip
 
 
-def _charts(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Iterator[Chart]:
+def _charts(data: Mapping[str, Any], ledger: Ledger, plan: Mapping[str, Any] | None) -> Iterator[Chart]:
     sides = {
         side: classes
         for side, classes in (("compiled", data.get("memory")), ("planned", data.get("planned_memory")))
@@ -122,7 +122,7 @@ def _charts(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> Iterator
     ledgers = {"compiled": data["ledger"]} | ({"planned": plan["ledger"]} if plan is not None else {})
     notes = {(row["scope"], row["phase"]): row["verdict"] for row in data["joined"] if row["verdict"] != "as planned"}
     lines = of_ledgers(ledgers, notes)
-    yield ledger_bars(Ledger.from_json(data["ledger"]), section="Ledger")
+    yield ledger_bars(ledger, section="Ledger")
     yield ledger_table(lines, "The ledger", about="Per device and step, counts applied.")
     yield from rooflines(lines, roofs_of_slice(data["slice"]["name"]), section="Roofline")
     yield from filled
