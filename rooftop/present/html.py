@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 
 from rooftop import __version__
 from rooftop.present.document import Chart, Document, Items, ShownFigure, Table
-from rooftop.present.markup import Content, Html, join, tag
+from rooftop.present.markup import Content, Html, asset, join, tag
 from rooftop.present.svg import chart_table, picture
 
 #: Pixels that charts are drawn for.
@@ -152,8 +151,3 @@ def _rows(
     ]
     whole = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
-
-
-def asset(name: str) -> str:
-    """A style or script that pages share."""
-    return (files(__package__) / "static" / name).read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from importlib.resources import files
 
 #: Elements without an end.
 _VOID = ("br", "line", "rect", "circle", "path", "polyline", "meta", "col")
@@ -50,3 +51,8 @@ def _attribute(name: str) -> str:
 
 def _number(value: Content | bool) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def asset(name: str) -> str:
+    """A style or script that pages share."""
+    return (files(__package__) / "static" / name).read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ meaning: phases, resources, memory classes and sides of a ledger have the same o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from rooftop.present.document import (
     Timeline,
     format_value,
 )
-from rooftop.present.markup import Content, Html, join, tag
+from rooftop.present.markup import Content, Html, asset, join, tag
 
 #: Colours of the palette; charts.css has the values.
 PALETTE = 8
@@ -211,13 +212,23 @@ def _tick_text(value: float, axis: ChartAxis) -> str:
 def axis_label(axis: ChartAxis) -> str:
     """The label of an axis, with its unit where ticks have no room for it."""
     known = not axis.unit or axis.unit in ("s", "B", "%") or axis.unit in axis.label
-    return axis.label if known else f"{axis.label}, {axis.unit}"
+    label = axis.label if known else f"{axis.label}, {axis.unit}"
+    return f"{label}, logarithmic" if axis.scale == "log" else label
 
 
 # ---- lines ----------------------------------------------------------------------------------------------------------
 
 
 def _lines(chart: Lines, width: float, identifier: str) -> Html:
+    shown = [series for series in chart.series if series.points]
+    palette = colours(series.name for series in shown)
+    shapes = {"line": "line", "dashed": "dashed", "marked": "line"}
+    legend = [(series.name, palette[series.name], shapes.get(series.style, "dot")) for series in shown]
+    return join(_legend(legend), _drawing(chart, identifier, draw_lines(chart, width)))
+
+
+def draw_lines(chart: Lines, width: float, *, named: bool = False) -> Drawing:
+    """Series over two axes; where they are ``named``, points have their names next to them if there is room."""
     shown = [series for series in chart.series if series.points]
     height = round(min(380.0, max(230.0, width * 0.5)))
     left, right, top, bottom = _EDGE_LEFT, width - _EDGE_RIGHT, _EDGE_TOP, height - _EDGE_BOTTOM
@@ -248,9 +259,64 @@ def _lines(chart: Lines, width: float, identifier: str) -> Html:
     # Points that stand for a choice lie on top of all others.
     for series in sorted(shown, key=lambda series: series.style == "point"):
         parts += _series(chart, series, palette[series.name], across, up)
-    shapes = {"line": "line", "dashed": "dashed", "marked": "line"}
-    legend = [(series.name, palette[series.name], shapes.get(series.style, "dot")) for series in shown]
-    return join(_legend(legend), _drawing(chart, identifier, Drawing(parts=parts, width=width, height=height)))
+    if named:
+        parts += _names(shown, across, up)
+    return Drawing(parts=parts, width=width, height=height)
+
+
+#: A name next to a point keeps this far from every other, in pixels across and down.
+_NAME_ROOM = 22, 12
+
+
+def _names(shown: Sequence[ChartSeries], across: ChartScale, up: ChartScale) -> Iterator[Html]:
+    """Names of points below them and to their right, each where it is clear of other names and of all points."""
+    dots = [(across.at(x), up.at(y)) for series in shown for x, y in series.points]
+    placed: list[tuple[float, float]] = []
+    for series in shown:
+        for (px, py), name in zip(series.points, series.names, strict=False):
+            short = name.rpartition(" ")[2]
+            x, y = across.at(px) + 5, up.at(py) + 11
+            apart = all(abs(x - u) > _NAME_ROOM[0] or abs(y - v) > _NAME_ROOM[1] for u, v in placed)
+            if apart and not any(x - 3 < u < x + 6 * len(short) + 3 and y - 10 < v < y + 3 for u, v in dots):
+                placed.append((x, y))
+                yield tag("text", short, x=x, y=y)
+
+
+def lines_file(chart: Lines, title: str, note: str = "") -> str:
+    """An SVG file of a chart, for light and dark pages: title, legend, and the names of points."""
+    width, room, above = 660.0, 200.0, 40.0
+    drawn = draw_lines(chart, width, named=True)
+    series = [each for each in chart.series if each.points]
+    palette = colours(each.name for each in series)
+    legend: list[Content] = []
+    for at, each in enumerate(series):
+        y = above + 20 + 20 * at
+        legend.append(tag("line", class_=f"series s{palette[each.name]}", x1=width + 8, x2=width + 28, y1=y, y2=y))
+        legend.append(tag("text", each.name, x=width + 34, y=y + 4))
+    if note:
+        legend.append(tag("text", note, x=width + 8, y=above + 30 + 20 * len(series)))
+    height = drawn.height + above
+    svg = tag(
+        "svg", tag("style", Html(_standalone())), tag("rect", class_="paper", width=width + room, height=height),
+        tag("text", title, class_="strong", x=_EDGE_LEFT, y=26),
+        tag("g", drawn.parts, transform=f"translate(0 {above:g})"), legend,
+        xmlns="http://www.w3.org/2000/svg", viewbox=f"0 0 {width + room:g} {height:g}", width=width + room,
+        height=height, class_="plot",
+    )  # fmt: skip
+    return f"{svg}\n"
+
+
+def _standalone() -> str:
+    """The style of charts for a file of its own: colours by the scheme of the page that shows it."""
+    style = asset("charts.css")
+    pairs = re.findall(r"--([a-z0-9-]+): light-dark\((#[0-9a-f]+), (#[0-9a-f]+)\)", style)
+    light, dark = ("; ".join(f"--{name}: {value}" for name, *both in pairs for value in [both[at]]) for at in (0, 1))
+    rules = "\n".join(line for line in style.splitlines() if re.match(r"\.(plot|series|[sf]\d)", line))
+    fonts = "--sans: system-ui, sans-serif"
+    return (
+        f"svg {{ {light}; {fonts} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}\n"
+        f".paper {{ fill: var(--panel) }}\n{rules}\n"
+    )
 
 
 def _series(chart: Lines, series: ChartSeries, colour: int, across: ChartScale, up: ChartScale) -> Iterator[Html]:

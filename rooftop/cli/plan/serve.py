@@ -110,12 +110,13 @@ def serve(
         answer = plan_serving(problem, contexts=sizes) if found is None else _answer(found, sizes)
         data = answer.to_json() | {"recommendation": None if found is None else found.to_json()}
     if plot is not None:
-        from rooftop.cli.plan.pareto_plot import pareto_svg
+        from rooftop.present.documents.parts import front_chart
+        from rooftop.present.svg import lines_file
 
         kinds = {(kind.weights, kind.kv) for kind in numerics}
         dtypes = "; ".join(f"{weights} weights, {kv} KV" for weights, kv in kinds) if len(kinds) == 1 else ""
         title = ", ".join(part for part in (f"{problem.model.name}: generation on {on}", dtypes) if part)
-        write_text(plot, pareto_svg(data["pareto"], title))
+        write_text(plot, lines_file(front_chart(data["pareto"]), title, "numbers next to points: batch"))
     if report is not None:
         from rooftop.present import html
         from rooftop.present.documents import document

@@ -291,7 +291,7 @@ def _collectives(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
         for each in data["collectives"]
     ]  # fmt: skip
     headings = (
-        TableColumn(name="collective", kind="text", wrap=True),
+        TableColumn(name="collective", kind="text"),
         TableColumn(name="scope", kind="text", wrap=True),
         *(TableColumn(name=name) for name in ("bytes", "under way", "exposed")),
         *(TableColumn(name=name, drop=3) for name in ("sent", "of the links")),
