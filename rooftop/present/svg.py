@@ -311,7 +311,7 @@ def _standalone() -> str:
     style = asset("charts.css")
     pairs = re.findall(r"--([a-z0-9-]+): light-dark\((#[0-9a-f]+), (#[0-9a-f]+)\)", style)
     light, dark = ("; ".join(f"--{name}: {value}" for name, *both in pairs for value in [both[at]]) for at in (0, 1))
-    rules = "\n".join(line for line in style.splitlines() if re.match(r"\.(plot|series|[sf]\d)", line))
+    rules = "\n".join(line for line in style.splitlines() if re.match(r"\.(plot [a-z.]|series|[sf]\d)", line))
     fonts = "--sans: system-ui, sans-serif"
     return (
         f"svg {{ {light}; {fonts} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}\n"

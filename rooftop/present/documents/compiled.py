@@ -51,7 +51,7 @@ def compilation(
     data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, cached: bool | None = None
 ) -> Document:
     """A compilation, next to its ``plan`` in JSON if there is one. ``cached`` says whether it was compiled before."""
-    where, ledger = data["slice"]["name"], Ledger.from_json(data.get("ledger", ()))
+    where, ledger = data["slice"]["name"], Ledger.from_json(data.get("ledger", []))
     subject = f"{where}: {mesh_text(data['mesh']['axes'])}"
     if plan is not None:
         count = microbatches_text(plan["microbatches"])
