@@ -36,11 +36,13 @@ class Widths:
 def to_data(document: Document, widths: Widths | None = None) -> dict[str, Any]:
     """The document as plain JSON values; each chart with its ``place``, its ``svg`` and its table."""
     sizes = widths or Widths()
+    prose = [chart.about for chart in document.charts if isinstance(chart, Items) and not chart.items]
+    shown = [chart for chart in document.charts if not isinstance(chart, Items) or chart.items]
     charts = [
         _chart(chart, place, sizes, f"chart-{at}")
-        for at, (chart, place) in enumerate(zip(document.charts, places(document.charts), strict=True))
+        for at, (chart, place) in enumerate(zip(shown, places(shown), strict=True))
     ]
-    return document.to_json() | {"charts": charts}
+    return document.to_json() | {"charts": charts, "notes": [*document.notes, *prose]}
 
 
 def _chart(chart: Chart, place: Place, sizes: Widths, identifier: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _chart(chart: Chart, names: _Names) -> Html:
     name = names.of(chart.title)
     if isinstance(chart, (Table, Items)):
         about = tag("p", chart.about, class_="quiet") if chart.about else None
-        return tag("div", table(chart), about, id=name)
+        return tag("div", table(chart) if isinstance(chart, Table) or chart.items else None, about, id=name)
     columns, rows = chart_table(chart)
     under = _rows(columns, rows, chart.title, text=1)
     return tag(

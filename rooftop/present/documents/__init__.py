@@ -17,7 +17,7 @@ from rooftop.present.document import MOST_LANES, Document, Timeline
 from rooftop.simulate.planned import step_lanes
 
 #: Kind of an answer -> its name in words, and its builder.
-KINDS: Mapping[str, tuple[str, str]] = {
+KINDS: dict[str, tuple[str, str]] = {
     "train": ("a plan of a training run", "training:training_plan"),
     "serve": ("a plan of a server", "serving:serving_plan"),
     "pareto": ("a front of servers", "serving:front"),
@@ -33,10 +33,10 @@ KINDS: Mapping[str, tuple[str, str]] = {
 
 def _planned(data: Mapping[str, Any]) -> Iterator[Lanes]:
     """The timelines of a plan that its ledgers tell alone. That of a pipeline needs the plan itself."""
-    if data["kind"] == "serve":
+    if data.get("kind") == "serve":
         for name, title in (("generate", "planned: a step of generation"), ("prefill", "planned: a prefill")):
             yield step_lanes(Ledger.from_json(data[name]["ledger"]), title=title)
-    elif data["kind"] == "train" and data["mesh"]["axes"].get("stage", 1) == 1:
+    elif data.get("kind") == "train" and data["mesh"]["axes"].get("stage", 1) == 1:
         title = f"planned: {data['model']['name']} on {data['slice']['name']}"
         yield step_lanes(Ledger.from_json(data["ledger"]), title=title, microbatches=data["microbatches"])
 
@@ -48,15 +48,26 @@ def timeline_about(lanes: Lanes) -> str:
     return "; ".join(part for part in parts if part) or f"{lanes.source}, one step"
 
 
-def document(data: Mapping[str, Any], *, lanes: Sequence[Lanes] = (), **context: Any) -> Document:
+#: Kinds that only their verb prints: their data does not name them.
+_NAMELESS: dict[str, tuple[str, str]] = {
+    "validation": ("a validation", "validation:validation"),
+}
+
+
+def document(
+    data: Mapping[str, Any], *, kind: str | None = None, lanes: Sequence[Lanes] = (), **context: Any
+) -> Document:
     """The document of an answer, with timelines. ``context`` goes to the builder, such as the ``plan`` next to it.
+
+    ``kind`` is that of data that does not name its own.
 
     Raises RooftopError for a kind that has no document.
     """
-    kind = data.get("kind")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise unknown("document", str(kind), KINDS)
-    module, _, name = KINDS[kind][1].partition(":")
+    kind = kind or str(data.get("kind"))
+    builders = KINDS | _NAMELESS
+    if kind not in builders:
+        raise unknown("document", kind, builders)
+    module, _, name = builders[kind][1].partition(":")
     builder: Callable[..., Document] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     built = builder(data, **context)
     drawn = tuple(

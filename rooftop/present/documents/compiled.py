@@ -11,8 +11,6 @@ from rooftop.core.scopes import UNSCOPED
 from rooftop.present.document import (
     Chart,
     Document,
-    Item,
-    Items,
     ShownFigure,
     ShownVerdict,
     Table,
@@ -28,6 +26,7 @@ from rooftop.present.documents.parts import (
     milliseconds,
     of_ledgers,
     place,
+    prose,
     rooflines,
     roofs_of_slice,
     sentence,
@@ -193,7 +192,7 @@ def _nearest(data: Mapping[str, Any]) -> tuple[Chart, ...]:
         f"The nearest plan that should fit, by what XLA asked for here: {mesh}, remat {near['remat']}, "
         f"{near['microbatches']} microbatches: {format_seconds(near['expected_s'])} a step."
     )
-    return (Items(title="", about=text, items=(), section="Nearest"),)
+    return (prose(text),)
 
 
 def _rows(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Table, ...]:
@@ -268,18 +267,14 @@ def _findings(data: Mapping[str, Any]) -> Iterator[Chart]:
     renamed = [finding for finding in data["unexpected"] if finding["rule"] == "named"]
     if renamed:
         moved = format_bytes(sum(finding["bytes"] for finding in renamed))
-        yield _line(f"As planned, but under another scope or phase in XLA's names: {len(renamed)} items, {moved}.")
+        yield prose(f"As planned, but under another scope or phase in XLA's names: {len(renamed)} items, {moved}.")
     # The rows have the recomputation that the remat policy asks for.
     strange = [finding for finding in data["recomputed"] if finding["rule"] != "policy"]
     if strange:
         yield _finding_table("Recomputed, not as planned", strange)
     elif data["recomputed"]:
         cost = sum(finding["cost_s"] for finding in data["recomputed"])
-        yield _line(f"Recomputed as the remat policy asks: {format_seconds(cost)} a step.")
-
-
-def _line(text: str) -> Items:
-    return Items(title="", items=(Item(text=text),))
+        yield prose(f"Recomputed as the remat policy asks: {format_seconds(cost)} a step.")
 
 
 def _finding_table(title: str, findings: Sequence[Mapping[str, Any]]) -> Table:
@@ -318,7 +313,7 @@ def _alone(data: Mapping[str, Any]) -> Iterator[Chart]:
     rows += [(title, format_seconds(data["step"][name])) for name, title in _TIMES if data["step"][name]]
     yield table("Per execution on one device", ("", ""), rows, section="Execution")
     if not data["collectives"]:
-        yield _line("No collectives.")
+        yield prose("No collectives.")
         return
     moved = [
         (
@@ -342,7 +337,7 @@ def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
     whole = data["step"]["expected_s"]
     listed = [op for op in data["operations"] if op["count"] * op["expected_s"] > _WORTH * whole]
     if not listed:
-        yield _line("No operation takes a thousandth of the time.")
+        yield prose("No operation takes a thousandth of the time.")
         return
     # A program with scopes is known by them, any other by XLA's names.
     scoped = any(op["scope"] != UNSCOPED for op in listed)
