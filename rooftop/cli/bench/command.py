@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.cli.bench.serve import command as serve
-from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.output import emit_json, json_option, progress_bar, show
 from rooftop.cli.usage import VerbGroup
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def collectives(as_json: bool, output: Path | None, **options: Any) -> int:
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.bench.tables import show_collectives
-
-        show_collectives(data, output)
+        show(data, {"report": output}, kind="bench collectives")
     return 0
 
 

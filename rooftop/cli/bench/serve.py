@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, progress_bar, read_plan_file
+from rooftop.cli.output import emit_json, json_option, progress_bar, read_plan_file, show
 
 if TYPE_CHECKING:
     from rooftop.serve.client.prediction import PredictionInput
@@ -66,9 +66,7 @@ def command(as_json: bool, output: Path | None, **options: Any) -> int:
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.bench.tables import show_serving
-
-        show_serving(data, output)
+        show(data, {"report": output}, kind="bench serve")
     return 0
 
 

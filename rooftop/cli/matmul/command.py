@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rooftop.cli.output import emit_json, json_option, progress_bar
+from rooftop.cli.output import emit_json, json_option, progress_bar, show
 
 
 @click.command()
@@ -47,9 +47,7 @@ def command(as_json: bool, **options: Any) -> int:
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.matmul.tables import show
-
-        show(data)
+        show(data, kind="matmul")
     return 0
 
 

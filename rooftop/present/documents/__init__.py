@@ -51,6 +51,9 @@ def timeline_about(lanes: Lanes) -> str:
 #: Kinds that only their verb prints: their data does not name them.
 _NAMELESS: dict[str, tuple[str, str]] = {
     "validation": ("a validation", "validation:validation"),
+    "matmul": ("a sharded product", "matmul:matmul"),
+    "bench collectives": ("measured collectives", "bench:collectives"),
+    "bench serve": ("a measured server", "bench:server"),
 }
 
 
