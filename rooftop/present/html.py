@@ -113,11 +113,18 @@ def _chart(chart: Chart, names: _Names) -> Html:
         about = tag("p", chart.about, class_="quiet") if chart.about else None
         return tag("div", table(chart) if isinstance(chart, Table) or chart.items else None, about, id=name)
     columns, rows = chart_table(chart)
-    under = _rows(columns, rows, chart.title, text=1)
+    under = _rows(columns, rows, f"Figures: {chart.title}", text=1)
     return tag(
         "figure",
         tag("h3", chart.title, id=f"{name}-heading"),
-        tag("div", picture(chart, _WIDTH, name), class_="scroll", tabindex="0", role="region", aria_label=chart.title),
+        tag(
+            "div",
+            picture(chart, _WIDTH, name),
+            class_="scroll",
+            tabindex="0",
+            role="region",
+            aria_label=f"Plot: {chart.title}",
+        ),
         tag("figcaption", chart.about) if chart.about else None,
         tag("details", tag("summary", f"Table: {chart.title}"), under),
         id=name,

@@ -113,8 +113,8 @@ def _table(table: Table, width: int) -> Iterator[Text]:
     columns, rows, left_out = _fitting(table.columns, shown, width)
     indent, gap = _spacing(columns, rows, width)
     widths = _widths(columns, rows, width - indent, gap)
+    yield Text("")
     if table.title:
-        yield Text("")
         yield from _wrapped(table.title, width, style="bold")
     if any(column.name for column in columns):
         headings = [_heading(column.name, size) for column, size in zip(columns, widths, strict=True)]
@@ -210,8 +210,8 @@ def _widths(columns: Sequence[TableColumn], rows: Rows, width: int, gap: int) ->
     while _total(sizes, gap) > width:
         over = [at for at in range(len(sizes)) if sizes[at] > least[at]]
         if not over:
-            # Nothing that may wrap is left: the widest text is folded.
-            over = [at for at in range(len(sizes)) if columns[at].kind == "text" and sizes[at] > _NARROW]
+            # Nothing that may wrap is left: the widest text is folded anyway.
+            over = [at for at in range(len(sizes)) if columns[at].kind == "text" and sizes[at] > _NARROW // 4]
         if not over:
             break
         widest = max(over, key=lambda at: sizes[at])

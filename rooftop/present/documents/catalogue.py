@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
@@ -123,7 +123,7 @@ def _shape(value: tuple[Any, ...]) -> str:
     return ", ".join(_shape(shape) for shape in value) if nested else "x".join(str(size) for size in value)
 
 
-def models(every: list[Mapping[str, Any]]) -> Document:
+def models(every: Sequence[Mapping[str, Any]]) -> Document:
     """All models that ship with rooftop."""
     rows = [
         (
@@ -145,7 +145,7 @@ def model(config: ModelConfig, figures: Mapping[str, Any]) -> Document:
     flops = figures["flops_per_token"]
     counts = [("total", figures["params"]), ("active per token", figures["active_params"])]
     counts += [(f"  {part}", count) for part, count in figures["params_by_component"].items()]
-    rows = [(title, f"{count:,}", format_count(count)) for title, count in counts]
+    rows: list[tuple[str, ...]] = [(title, f"{count:,}", format_count(count)) for title, count in counts]
     rows += [(), (f"FLOPs per token at S = {figures['seq_len']:,}", "", "")]
     rows += [
         (title, f"{flops[key]:,.0f}", format_count(flops[key]))
