@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rooftop.algebra.einsums import Einsum, Strategy
 from rooftop.algebra.expression import Reshard, parse
@@ -17,6 +17,9 @@ from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, CountLike, SliceLike, axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.simulate.expressions import array_facts, parse_sizes, price_expression, simulate_strategies
+
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,6 +42,13 @@ class MatmulResult(Result):
         """A strategy a row; an array alone is the only row."""
         strategies = [flat(strategy.to_json()) for strategy in self.strategies]
         return strategies or [flat(array) for array in self.arrays]
+
+    @property
+    def document(self) -> Document:
+        """Arrays and strategies."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json(), kind="matmul")
 
     @property
     def summary(self) -> str:

@@ -27,6 +27,7 @@ from rooftop.simulate.serving.metrics import Targets
 from rooftop.simulate.serving.traces import RequestTrace
 
 if TYPE_CHECKING:
+    from rooftop.present.document import Document
     from rooftop.profile.microbench.collectives import Measurement
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
@@ -69,6 +70,13 @@ class CollectivesResult(Result):
     def rows(self) -> list[dict[str, object]]:
         """A collective of a size a row."""
         return [flat(one.to_json()) for one in self.measurements]
+
+    @property
+    def document(self) -> Document:
+        """The measured collectives."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json(), kind="bench collectives")
 
     @property
     def summary(self) -> str:
@@ -226,6 +234,13 @@ class ServingBenchResult(Result):
             for source, figures in sources.items()
             if isinstance(values := figures.get(name), Mapping)
         ]
+
+    @property
+    def document(self) -> Document:
+        """Measured and predicted latencies."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json(), kind="bench serve")
 
     @property
     def summary(self) -> str:

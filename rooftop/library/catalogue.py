@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_count, parse_count
@@ -19,6 +20,9 @@ from rooftop.models import (
     preset_source,
     presets,
 )
+
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
 
 #: Tokens of the sequence for which FLOPs are counted by default; fewer for models with shorter sequences.
 _DEFAULT_SEQ = 4096
@@ -46,6 +50,13 @@ class ChipResult(Result):
     def rows(self) -> list[dict[str, object]]:
         """A figure a row."""
         return [{"figure": name} | vars(figure) for name, figure in self.chip.figures.items()]
+
+    @property
+    def document(self) -> Document:
+        """Every figure with its source."""
+        from rooftop.present.documents import catalogue
+
+        return catalogue.chip(self.chip)
 
     @property
     def summary(self) -> str:
@@ -92,6 +103,13 @@ class SliceResult(Result):
         return [dict(vars(axis)) for axis in self.slice.physical_axes]
 
     @property
+    def document(self) -> Document:
+        """Totals and physical axes."""
+        from rooftop.present.documents import catalogue
+
+        return catalogue.slice_document(self.slice)
+
+    @property
     def summary(self) -> str:
         """Name and totals."""
         spec = self.slice
@@ -119,6 +137,13 @@ class ChipsResult(Result):
             {"chip": spec.name} | flat({name: figure.value for name, figure in spec.figures.items()})
             for spec in self.chips
         ]
+
+    @property
+    def document(self) -> Document:
+        """A chip a row."""
+        from rooftop.present.documents import catalogue
+
+        return catalogue.chips(list(self.chips))
 
     @property
     def summary(self) -> str:
@@ -179,6 +204,13 @@ class ModelResult(Result):
         return [{"component": name, "params": count} for name, count in parts.items()]
 
     @property
+    def document(self) -> Document:
+        """Parameters, FLOPs and KV bytes."""
+        from rooftop.present.documents import catalogue
+
+        return catalogue.model(self.config, self.to_json())
+
+    @property
     def summary(self) -> str:
         """Name and size."""
         counts = count_params(self.config)
@@ -205,6 +237,13 @@ class ModelsResult(Result):
     def rows(self) -> list[dict[str, object]]:
         """A model a row."""
         return [flat(model.totals) for model in self.models]
+
+    @property
+    def document(self) -> Document:
+        """A model a row."""
+        from rooftop.present.documents import catalogue
+
+        return catalogue.models([entry.totals for entry in self.models])
 
     @property
     def summary(self) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rooftop.explain.compiled.training import Refusal
     from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport
     from rooftop.plan.embedding.plan import EmbedPlan
+    from rooftop.present.document import Document
 
 #: Callback of a compilation: the phase, and the seconds since it began.
 _Progress = Callable[[str, float], None]
@@ -67,6 +68,11 @@ class CompileResult(Result):
 
         return self.report if isinstance(self.report, Refusal) else None
 
+    @property
+    def cached(self) -> bool:
+        """True if the program had been compiled before."""
+        return self._program.compiled.cached
+
     def slowest(self, count: int) -> list[OperationRoofline]:
         """The operations that take the most time: FLOPs, bytes, intensity, bound, seconds, source."""
         return self._program.slowest(count)
@@ -84,11 +90,12 @@ class CompileResult(Result):
         assert isinstance(self.report, CompiledReport)
         return self.report
 
-    def page(self) -> str:
-        """An HTML page with tables, plots and timelines."""
-        from rooftop.present.report.compilation import compiled_page
+    @property
+    def document(self) -> Document:
+        """The compilation next to its plan, with both timelines."""
+        from rooftop.present.traced import compiled_document
 
-        return compiled_page(self.report)
+        return compiled_document(self.report)
 
     def write_executable(self, path: Path | str) -> None:
         """Write the executable of a compilation with ``save``, with the versions that compiled it."""
@@ -134,6 +141,13 @@ class EmbedCompileResult(Result):
         """A stack's lookup or update a row; none for a refusal."""
         stacks = self.report.to_json().get("stacks", ())
         return [flat(stack) for stack in stacks]
+
+    @property
+    def document(self) -> Document:
+        """Planned and compiled memory of each stack."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json(), plan=self.report.plan.to_json())
 
     @property
     def summary(self) -> str:

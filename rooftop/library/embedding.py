@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
@@ -36,6 +36,9 @@ from rooftop.models.embedding_tables.tables import Tables
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
 
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
+
 _Batch = TypeVar("_Batch")
 #: Tables, or the path of a TOML file of them.
 TablesLike: TypeAlias = Tables | Path | str
@@ -62,6 +65,13 @@ class EmbeddingPlanResult(Result):
     def rows(self) -> list[dict[str, object]]:
         """A stack of tables a row."""
         return [flat(stack) for stack in self.plan.to_json()["stacks"]]
+
+    @property
+    def document(self) -> Document:
+        """The plan of each stack, and its bounds."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json())
 
     @property
     def summary(self) -> str:

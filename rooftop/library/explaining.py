@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rooftop.explain.operation.inferred import Inferred
     from rooftop.explain.operation.instruction import Operation
     from rooftop.hardware import Chip
+    from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRuns
     from rooftop.validation.serving import ServingReport
 
@@ -41,11 +42,12 @@ class ExplainResult(Result):
         """The verdict."""
         return f"{self.explained.name}: {self.explained.verdict.line}"
 
-    def page(self) -> str:
-        """An HTML page with tables, plots and timelines."""
-        from rooftop.present.report.trace import measured_page
+    @property
+    def document(self) -> Document:
+        """The trace next to its compilation and plan, with their timelines."""
+        from rooftop.present.traced import measured_document
 
-        return measured_page(self.explained)
+        return measured_document(self.explained)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -75,6 +77,13 @@ class OperationsResult(Result):
         return [flat(operation_json(operation, self.chip)) for operation in self.operations]
 
     @property
+    def document(self) -> Document:
+        """The operations, made readable."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json())
+
+    @property
     def summary(self) -> str:
         """A line for each instruction."""
         return "\n".join(f"{operation.name}: {operation.does}" for operation in self.operations)
@@ -94,6 +103,13 @@ class DiffResult(Result):
     def rows(self) -> list[dict[str, object]]:
         """A changed scope in a phase a row."""
         return [flat(change.to_json()) for change in self.difference.changes]
+
+    @property
+    def document(self) -> Document:
+        """The rows that differ."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json())
 
     @property
     def summary(self) -> str:
@@ -147,6 +163,13 @@ class ValidationResult(Result):
         training = self.report.to_json()["rows"]
         serving = [comparison.to_json() for comparison in self.serving.comparisons]
         return [flat(row) for row in (*training, *serving)]
+
+    @property
+    def document(self) -> Document:
+        """Errors by group, and the worst runs."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json(), kind="validation")
 
     @property
     def summary(self) -> str:

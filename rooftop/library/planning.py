@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES
@@ -26,6 +27,9 @@ from rooftop.roofline.rates import device_stats
 from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
+
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -69,11 +73,12 @@ class TrainingPlanResult(Result):
         """Raise Infeasible, with the missing bytes, if even the smallest plan does not fit."""
         self.answer.require_fit()
 
-    def page(self) -> str:
-        """An HTML page with tables, plots and the timeline."""
-        from rooftop.present.report import Material, page
+    @property
+    def document(self) -> Document:
+        """The plan, its reasons and alternatives, and the planned timeline."""
+        from rooftop.present.documents import document
 
-        return page(Material(data=self._data, lanes=[planned_lanes(self.plan)]))
+        return document(self._data, lanes=[planned_lanes(self.plan)])
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""

@@ -1,18 +1,22 @@
-"""Results of the library's functions: their JSON, their rows as flat dicts, and a table for notebooks."""
+"""Results of the library's functions: their JSON, their rows as flat dicts, and their document."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rooftop.core.ledger import Ledger
+
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
 
 #: Rows that a notebook shows.
 _SHOWN_ROWS = 40
 
 
 class Result(ABC):
-    """An answer. ``repr`` is its summary, and a notebook shows summary and rows.
+    """An answer. ``repr`` is its summary, and a notebook shows its document.
 
     Subclasses are frozen dataclasses, declared with ``repr=False``.
     """
@@ -38,15 +42,29 @@ class Result(ABC):
     def __repr__(self) -> str:
         return self.summary
 
-    def _repr_html_(self) -> str:
-        """Summary and rows for a notebook."""
-        from rooftop.present.report.html import table, tag
+    @property
+    def document(self) -> Document:
+        """The answer as the verb prints it: verdict, figures, tables and charts. By default a table of the rows."""
+        from rooftop.present.document import Document, ShownVerdict, Table, columns
 
         rows = self.rows
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        cells = [[_cell(row.get(name)) for name in columns] for row in rows[:_SHOWN_ROWS]]
-        caption = f"{_SHOWN_ROWS} of {len(rows)} rows" if len(rows) > _SHOWN_ROWS else f"{len(rows)} rows"
-        return str(tag("div", tag("pre", self.summary), table(columns, cells, caption=caption) if rows else None))
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        cells = tuple(tuple(_cell(row.get(name)) for name in names) for row in rows[:_SHOWN_ROWS])
+        title = f"{_SHOWN_ROWS} of {len(rows)} rows" if len(rows) > _SHOWN_ROWS else f"{len(rows)} rows"
+        charts = (Table(title=title, columns=columns(*names), rows=cells),) if rows else ()
+        return Document(verdict=ShownVerdict(says=self.summary), charts=charts)
+
+    def page(self) -> str:
+        """The document as one HTML file that needs no network."""
+        from rooftop.present import html
+
+        return html.page(self.document)
+
+    def _repr_html_(self) -> str:
+        """The document for a cell of a notebook."""
+        from rooftop.present import html
+
+        return html.fragment(self.document)
 
 
 def flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -75,5 +93,5 @@ def ledger_rows(ledger: Ledger) -> list[dict[str, object]]:
     return rows
 
 
-def _cell(value: object) -> str | float | None:
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

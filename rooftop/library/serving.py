@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from rooftop.capabilities import KV_SPLITS
 from rooftop.core.errors import Infeasible, RooftopError, one_of, unknown
 from rooftop.core.files import read_json_object, write_text
-from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import (
     format_bytes,
     format_seconds,
@@ -52,7 +51,6 @@ from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWo
 from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.request import ServeRequest
-from rooftop.simulate.planned import step_lanes
 from rooftop.simulate.serving import engine as simulator
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.metrics import ServingMetrics, Targets
@@ -60,6 +58,7 @@ from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
 
 if TYPE_CHECKING:
+    from rooftop.present.document import Document
     from rooftop.serve.run import Ready
 
 #: A server's slice, or chips that are searched: 'v5e:4x4', 'v5e,v6e', or a list of chips.
@@ -130,14 +129,12 @@ class ServingPlanResult(Result):
         if self.recommendation is None:
             self.plan.require_targets()
 
-    def page(self) -> str:
-        """An HTML page with tables, plots and the timelines of a step and of a prefill."""
-        from rooftop.present.report import Material, page
+    @property
+    def document(self) -> Document:
+        """The plan, its reasons, and the timelines of a step and of a prefill."""
+        from rooftop.present.documents import document
 
-        titles = {"generate": "planned: a step of generation", "prefill": "planned: a prefill"}
-        ledgers: dict[str, Ledger] = {"generate": self.plan.generate, "prefill": self.plan.prefill}
-        lanes = [step_lanes(ledger, title=titles[name]) for name, ledger in ledgers.items()]
-        return page(Material(data=self._data, lanes=lanes))
+        return document(self._data)
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
@@ -165,11 +162,12 @@ class ServingFrontResult(Result):
         """The model and the number of points."""
         return f"{self.model}: {len(self.points)} ways to generate, none both slower and dearer than another"
 
-    def page(self) -> str:
-        """An HTML page with the front."""
-        from rooftop.present.report import Material, page
+    @property
+    def document(self) -> Document:
+        """The front as a picture and a table."""
+        from rooftop.present.documents import document
 
-        return page(Material(data=self.to_json()))
+        return document(self.to_json())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,6 +526,13 @@ class SimulationResult(Result):
             | {name: None if math.isnan(value) else value for name, value in zip(times, spent, strict=True)}
             for number, (counts, spent) in enumerate(zip(lengths, seconds, strict=True))
         ]
+
+    @property
+    def document(self) -> Document:
+        """Latencies that users feel, and the work of servers."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json())
 
     @property
     def summary(self) -> str:

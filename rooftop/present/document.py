@@ -17,6 +17,12 @@ from rooftop.core.timelines import Lanes
 #: The evidence of a figure: a bound, an expectation, an exact count, a measurement, a simulation, a rule of thumb.
 Level = Literal["bound", "expected", "exact", "measured", "simulated", "rule"]
 
+#: A place where a heading may be hyphened.
+HYPHEN = "\N{SOFT HYPHEN}"
+#: A price of ``rooftop.algebra.pricing`` -> the evidence of its figures. The book's forms are no bounds.
+PRICE_LEVELS: Mapping[str, Level] = {"bound": "bound", "expected": "expected", "book": "rule"}
+#: Lanes of a timeline that are drawn.
+MOST_LANES = 40
 #: Units that are words, which take no prefix.
 _WORDS = ("tokens", "ids")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from rooftop.present.document import Document, Items, ShownFigure, Table, TableColumn
+from rooftop.present.document import HYPHEN, Document, Items, ShownFigure, Table, TableColumn
 
 #: A text column wraps to no fewer characters than this.
 _NARROW = 16
@@ -20,7 +20,8 @@ _NARROW = 16
 
 def printed(document: Document, width: int) -> Text:
     """The document as lines of at most ``width`` characters, without blanks at their ends."""
-    return Text("\n").join(_lines(document, width))
+    lines = list(_lines(document, width))
+    return Text("\n").join(lines[1:] if lines and not lines[0] else lines)
 
 
 def _lines(document: Document, width: int) -> Iterator[Text]:
@@ -56,7 +57,7 @@ def _wrapped(text: str, width: int, *, style: str = "", indent: int = 0) -> Iter
 def _fold(text: str, width: int, *, whole: bool = False) -> list[str]:
     if len(text) <= width:
         return [text]
-    return textwrap.wrap(text, max(width, 8), break_long_words=not whole, break_on_hyphens=False) or [""]
+    return textwrap.wrap(text, max(width, 1), break_long_words=not whole, break_on_hyphens=False) or [""]
 
 
 def _figures(figures: Sequence[ShownFigure], width: int) -> Iterator[Text]:
@@ -83,8 +84,9 @@ def _figures(figures: Sequence[ShownFigure], width: int) -> Iterator[Text]:
 def _items(chart: Items, width: int) -> Iterator[Text]:
     """A titled list; lines hang under their text."""
     style = "yellow" if chart.warns else ""
-    if chart.title:
+    if chart.title or chart.about:
         yield Text("")
+    if chart.title:
         yield from _wrapped(chart.title, width, style=style or "bold")
     if chart.about:
         yield from _wrapped(chart.about, width)
@@ -111,8 +113,8 @@ def _table(table: Table, width: int) -> Iterator[Text]:
     columns, rows, left_out = _fitting(table.columns, shown, width)
     indent, gap = _spacing(columns, rows, width)
     widths = _widths(columns, rows, width - indent, gap)
+    yield Text("")
     if table.title:
-        yield Text("")
         yield from _wrapped(table.title, width, style="bold")
     if any(column.name for column in columns):
         headings = [_heading(column.name, size) for column, size in zip(columns, widths, strict=True)]
@@ -154,7 +156,7 @@ def _row(
 def _natural(columns: Sequence[TableColumn], rows: Rows) -> list[int]:
     """Characters of each column if nothing wraps."""
     return [
-        max([len(column.name), *(len(line) for row in rows if row for line in row[at].split("\n"))])
+        max([len(_plain(column.name)), *(len(line) for row in rows if row for line in row[at].split("\n"))])
         for at, column in enumerate(columns)
     ]
 
@@ -164,9 +166,18 @@ def _least(columns: Sequence[TableColumn], rows: Rows) -> list[int]:
     sizes = []
     for at, column in enumerate(columns):
         cells = max((len(line) for row in rows if row for line in row[at].split("\n")), default=0)
-        head = max(map(len, column.name.split()), default=0)
+        head = max(map(len, _hyphened(column.name).split()), default=0)
         sizes.append(max(head, min(cells, _NARROW) if column.wrap else cells))
     return sizes
+
+
+def _plain(name: str) -> str:
+    """A heading without the places where it may be hyphened."""
+    return name.replace(HYPHEN, "")
+
+
+def _hyphened(name: str) -> str:
+    return name.replace(HYPHEN, "- ")
 
 
 def _total(widths: Sequence[int], gap: int) -> int:
@@ -184,11 +195,12 @@ def _fitting(columns: Sequence[TableColumn], rows: Rows, width: int) -> tuple[tu
     while (
         _total(_least([columns[at] for at in kept], [tuple(row[at] for at in kept) for row in rows if row]), 1) > width
     ):
-        droppable = [at for at in kept if columns[at].drop]
+        # Where nothing else is left, figures go from the right: those on the left name a row.
+        droppable = [at for at in kept if columns[at].drop] or [at for at in kept[2:] if columns[at].kind == "number"]
         if not droppable:
             break
         kept.remove(max(droppable, key=lambda at: (columns[at].drop, at)))
-    left_out = [columns[at].name for at in range(len(columns)) if at not in kept]
+    left_out = [_plain(columns[at].name) for at in range(len(columns)) if at not in kept]
     return tuple(columns[at] for at in kept), [tuple(row[at] for at in kept) if row else () for row in rows], left_out
 
 
@@ -198,8 +210,8 @@ def _widths(columns: Sequence[TableColumn], rows: Rows, width: int, gap: int) ->
     while _total(sizes, gap) > width:
         over = [at for at in range(len(sizes)) if sizes[at] > least[at]]
         if not over:
-            # Nothing that may wrap is left: the widest text is folded.
-            over = [at for at in range(len(sizes)) if columns[at].kind == "text" and sizes[at] > _NARROW]
+            # Nothing that may wrap is left: the widest text is folded anyway.
+            over = [at for at in range(len(sizes)) if columns[at].kind == "text" and sizes[at] > _NARROW // 4]
         if not over:
             break
         widest = max(over, key=lambda at: sizes[at])
@@ -208,4 +220,6 @@ def _widths(columns: Sequence[TableColumn], rows: Rows, width: int, gap: int) ->
 
 
 def _heading(name: str, size: int) -> list[str]:
-    return [line for part in name.split("\n") for line in _fold(part, size, whole=True)] or [""]
+    if len(_plain(name)) <= size:
+        return [_plain(name)]
+    return _fold(_hyphened(name), size, whole=True) or [""]

@@ -6,13 +6,14 @@ quantity ('4096', '4Ki').
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import parse_count
+from rooftop.present.document import Document
 
 Kind = Literal["slider", "select", "text", "area"]
 #: The longest text that a control takes.
@@ -170,3 +171,25 @@ def text(
         help=help,
         fields=fields,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explorer:
+    """One page: its controls, and the function from their state to a document. ``chapter`` is the book's."""
+
+    name: str
+    title: str
+    summary: str
+    chapter: str
+    controls: tuple[Control, ...]
+    answer: Callable[[State], Document]
+
+    def to_json(self) -> dict[str, Any]:
+        """The declaration that the page builds its form from."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "summary": self.summary,
+            "chapter": self.chapter,
+            "controls": [control.to_json() for control in self.controls],
+        }

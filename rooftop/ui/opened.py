@@ -1,16 +1,17 @@
-"""Files that rooftop wrote, shown: plans, compilations, explained runs. Each becomes an answer like an explorer's."""
+"""Files that rooftop wrote, shown: plans, compilations, explained runs. Each becomes a document like an explorer's."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.ui import plans, reports
-from rooftop.ui.answers import Answer
+from rooftop.present.browser import Widths, to_data
+from rooftop.present.document import Document
+from rooftop.present.documents import KINDS, document
 
 _ACCEPTED = "a plan, a compilation, a simulation or an explained run: what rooftop wrote with -o or --json"
 #: Rows of the tables of an explained run.
@@ -23,12 +24,12 @@ class Opened:
 
     name: str
     what: str
-    answer: Answer
+    answer: Document
     pending: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"name": self.name, "what": self.what, "pending": self.pending} | self.answer.to_json()
+    def to_json(self, widths: Widths | None = None) -> dict[str, Any]:
+        """Plain JSON values, with charts drawn at some widths."""
+        return {"name": self.name, "what": self.what, "pending": self.pending} | to_data(self.answer, widths)
 
 
 def opened(path: Path) -> Opened:
@@ -59,27 +60,15 @@ def opened_text(name: str, body: bytes) -> Opened:
 def opened_json(name: str, data: Any) -> Opened:
     """What JSON values say. Raises RooftopError on what rooftop did not write, or did not write so."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
-    if not isinstance(kind, str) or kind not in _READERS:
-        raise RooftopError("file", name, f"{_ACCEPTED}; its kind one of {', '.join(_READERS)}")
-    what, read = _READERS[kind]
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise RooftopError("file", name, f"{_ACCEPTED}; its kind one of {', '.join(KINDS)}")
+    what, _ = KINDS[kind]
     try:
-        answer = read(data)
-        json.dumps(answer.to_json(), allow_nan=False)
+        answer = document(data)
+        json.dumps(to_data(answer), allow_nan=False)
     except Infeasible as no:
         raise RooftopError("file", name, str(no)) from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         accepted = f"{what} as rooftop writes it ({type(error).__name__}: {str(error)[:120]})"
         raise RooftopError("file", name, accepted) from None
     return Opened(name=name, what=what, answer=answer)
-
-
-#: Kind of a file -> what it is called, and what reads it.
-_READERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Answer]]] = {
-    "train": ("a plan of a training run", plans.train),
-    "serve": ("a plan of a server", plans.serve),
-    "pareto": ("a front of servers", plans.pareto),
-    "embed": ("a plan of embedding tables", plans.embed),
-    "compiled": ("a compilation", reports.compiled),
-    "explained": ("an explained run", reports.explained),
-    "simulation": ("a simulation", reports.simulation),
-}

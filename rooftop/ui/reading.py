@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.quantities import format_bytes
-from rooftop.ui.answers import Answer, Axis, Chart, Figure, Lines, Series
+from rooftop.present.document import Chart, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
 from rooftop.ui.opened import Opened, opened
 
 #: What a file was when it was read: path, time of its last change and size of each part.
@@ -52,7 +52,7 @@ class Shelf:
         if not traces or self._reading(path).done():
             return self.whole(path)
         pending = f"Reading {format_bytes(sum(each.stat().st_size for each in traces))} of trace"
-        first = first_look(path) or Opened(name=path.name, what="a trace", answer=Answer(verdict=""))
+        first = first_look(path) or Opened(name=path.name, what="a trace", answer=Document(verdict=ShownVerdict()))
         return replace(first, pending=pending)
 
     def _reading(self, path: Path) -> Future[Opened]:
@@ -107,33 +107,43 @@ def first_look(path: Path) -> Opened | None:
         return None
 
 
-def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Answer:
+def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Document:
     program = about["job"]["program"]
     mesh = ", ".join(f"{name} {size}" for name, size in about.get("mesh", {}).items() if size > 1) or "one device"
     steps = [each for each in records if "loss" in each]
     where = f"{program['computation']['model']['name']} on {about.get('devices', {}).get('name', 'devices')}, {mesh}"
     if not steps:
-        return Answer(verdict=f"{where}; no step is recorded yet.")
+        return Document(verdict=ShownVerdict(says=f"{where}; no step is recorded yet."))
     last = steps[-1]
     figures = (
-        Figure(name="step", label="Steps done", value=float(last["step"]), level="measured"),
-        Figure(name="loss", label="Loss", value=f"{last['loss']:.4f}", level="measured", formula="nats a token"),
-        Figure(name="step_s", label="Step", value=last["seconds"], unit="s", level="measured", formula="the last one"),
-        Figure(name="tokens_per_s", label="Throughput", value=last["tokens_per_s"], unit="tok/s", level="measured"),
-        Figure(name="mfu", label="MFU", value=last["mfu"], unit="%", level="measured",
-               formula="of the chip's peak" if last["mfu"] is not None else "no peak is known of these devices"),
-    )  # fmt: skip
-    return Answer(verdict=f"{where}: step {last['step']}.", figures=figures, charts=_loss(records))
+        ShownFigure(name="step", label="Steps done", value=float(last["step"]), level="measured"),
+        ShownFigure(name="loss", label="Loss", value=f"{last['loss']:.4f}", level="measured", formula="nats a token"),
+        ShownFigure(
+            name="step_s", label="Step", value=last["seconds"], unit="s", level="measured", formula="the last one"
+        ),
+        ShownFigure(
+            name="tokens_per_s", label="Throughput", value=last["tokens_per_s"], unit="tok/s", level="measured"
+        ),
+        ShownFigure(
+            name="mfu",
+            label="MFU",
+            value=last["mfu"],
+            unit="%",
+            level="measured",
+            formula="of the chip's peak" if last["mfu"] is not None else "no peak is known of these devices",
+        ),
+    )
+    return Document(verdict=ShownVerdict(says=f"{where}: step {last['step']}."), figures=figures, charts=_loss(records))
 
 
 def _loss(records: list[Mapping[str, Any]]) -> tuple[Chart, ...]:
     kinds = (("training", "loss"), ("held out", "eval_loss"))
     series = tuple(
-        Series(name=name, points=points, style="line" if len(points) > 1 else "point")
+        ChartSeries(name=name, points=points, style="line" if len(points) > 1 else "point")
         for name, key in kinds
         if (points := tuple((float(each["step"]), float(each[key])) for each in records if key in each))
     )
-    step, loss = Axis(label="step", zero=False), Axis(label="loss, nats a token", zero=False)
+    step, loss = ChartAxis(label="step", zero=False), ChartAxis(label="loss, nats a token", zero=False)
     return (Lines(title="Loss", x=step, y=loss, series=series),) if series else ()
 
 

@@ -27,13 +27,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rooftop import __version__
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.ui.answers import Answer
+from rooftop.present.browser import Widths, to_data
+from rooftop.present.document import Document, ShownVerdict
 from rooftop.ui.controls import read_state
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.opened import opened_text
 from rooftop.ui.reading import Shelf
 
 _STATIC = Path(__file__).with_name("static")
+#: Style and script of charts, which pages that are files have too.
+_SHARED = Path(__file__).parents[1] / "present" / "static"
 #: The largest file that can be dropped on the page, in bytes.
 LARGEST = 32 << 20
 _HEADERS = {
@@ -77,7 +80,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
     def show(request: Request) -> Response:
         # A trace takes seconds: not on the thread that answers all others.
         read = shelf.now if "now" in request.query_params else shelf.whole
-        return _answered(lambda: read(_named(files, request.path_params["index"])).to_json())
+        return _answered(lambda: read(_named(files, request.path_params["index"])).to_json(_widths(request)))
 
     async def drop(request: Request) -> Response:
         body = bytearray()
@@ -87,7 +90,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
                 accepted = f"a file of at most {LARGEST >> 20} MiB; name larger ones on the command line"
                 return _refused(RooftopError("file", "more", accepted))
         name = request.query_params.get("name", "the file")
-        return _answered(lambda: opened_text(name, bytes(body)).to_json())
+        return _answered(lambda: opened_text(name, bytes(body)).to_json(_widths(request)))
 
     app = Starlette(
         routes=[
@@ -98,6 +101,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
             Route("/api/{name}/controls", declare),
             Route("/api/{name}", ask),
             Mount("/static", StaticFiles(directory=_STATIC)),
+            Mount("/shared", StaticFiles(directory=_SHARED)),
             Route("/{name}", page),
         ],
         middleware=[Middleware(_Guard, names=accepted_names(host))],
@@ -112,8 +116,13 @@ def _asked(request: Request) -> dict[str, Any]:
     try:
         answer = found.answer(state)
     except Infeasible as no:
-        answer = Answer(verdict=str(no), no=str(no))
-    return answer.to_json()
+        answer = Document(verdict=ShownVerdict(says=str(no), no=str(no)))
+    return to_data(answer, _widths(request))
+
+
+def _widths(request: Request) -> Widths:
+    """The pixels that the page has for charts, as its header says."""
+    return Widths.parse(request.headers.get("chart-widths", ""))
 
 
 def _named(files: Sequence[Path], index: int) -> Path:

@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 from jax import P
 
-from rooftop.cli.explain.tables import show_trace
 from rooftop.cli.main import VERBS
+from rooftop.cli.output import show
 from rooftop.compiler.machine.run import COMPUTE
 from rooftop.core.errors import RooftopError
 from rooftop.core.schemas import schema
@@ -202,7 +202,7 @@ def test_what_to_try_has_its_evidence(tmp_path: Path) -> None:
 def test_what_helps_against_several_things_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = explained(tmp_path).to_json()
     first, *others = data["advice"]
-    show_trace(data | {"advice": [first, *others[:2], first | {"evidence": "another reason"}]}, 3)
+    show(data | {"advice": [first, *others[:2], first | {"evidence": "another reason"}]}, top=3)
     printed = " ".join(capsys.readouterr().out.split())
     what = f"{first['what'][0].upper()}{first['what'][1:]}."
     assert printed.count(what) == 1

@@ -24,12 +24,14 @@ from rooftop.models import load_model
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
-from rooftop.present.report import Material, page
-from rooftop.present.report.html import Html, join, table, tag
-from rooftop.present.report.ledgers import of_explained, of_ledgers
-from rooftop.present.report.plots import linear_ticks, log_ticks
-from rooftop.present.report.timeline import MOST_BARS, timeline
-from rooftop.present.report.trace import measured_lanes, measured_page, typical_step
+from rooftop.present.document import Table, Timeline, columns
+from rooftop.present.documents import document
+from rooftop.present.documents.explained import of_explained
+from rooftop.present.documents.parts import of_ledgers
+from rooftop.present.html import page, table
+from rooftop.present.markup import Html, join, tag
+from rooftop.present.svg import MOST_BARS, linear_ticks, log_ticks, picture
+from rooftop.present.traced import measured_document, measured_lanes, typical_step
 from tests.explain.test_traces import MODULE, V5E
 from tests.profile.test_synthetic import Event, plane, tpu, xspace
 
@@ -79,6 +81,11 @@ HOST = plane(
 )
 
 
+def measured_page(found: Any) -> str:
+    """The page of a trace."""
+    return page(measured_document(found))
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """The synthetic step of a v5e, with its memory."""
@@ -116,7 +123,7 @@ def test_every_plot_says_what_it_shows_and_has_a_table(trace: Path) -> None:
         assert each["tabindex"] == "0"
         assert set(str(each["aria-labelledby"]).split()) <= names
     figures = {each["id"] for each in found.all("figure")}
-    assert figures >= {"step", "roofline-plot", "timeline-0", "memory-plot"}
+    assert figures >= {"where-a-step-goes", "roofline-2", "measured-step-7", "memory-over-time"}
     assert len(found.all("summary")) >= len(figures)
     identifiers = [each["id"] for _, each in found.elements if "id" in each]
     assert len(identifiers) == len(set(identifiers))
@@ -180,7 +187,7 @@ def test_elements() -> None:
         == '<text text-anchor="end" class="quiet">x</text>'
     )
     assert tag("line", x1=1) == '<line x1="1"/>'
-    assert "&lt;td" in table(["a"], [["<td"]], caption="c")
+    assert "&lt;td" in table(Table(title="c", columns=columns("a"), rows=(("<td",),)))
 
 
 @given(st.floats(0, 1e9, allow_subnormal=False), st.floats(1e-9, 1e12))
@@ -260,14 +267,14 @@ def test_a_long_timeline_stays_small() -> None:
         for at in range(40_000)
     )
     drawn = Lanes(title="long", source="measured", total_s=0.04, lanes=(Lane(name="TPU 0", spans=spans),))
-    found = Outline(timeline("long", drawn))
+    found = Outline(picture(Timeline(title="long", lanes=drawn), 860, "long"))
     assert 100 < len(found.all("rect")) <= MOST_BARS + 10
     assert "short ones" in "".join(found.text["title"])
 
 
 def test_what_no_page_is_made_of_is_refused() -> None:
-    with pytest.raises(RooftopError, match="report"):
-        page(Material(data={"kind": "embed"}))
+    with pytest.raises(RooftopError, match="document"):
+        document({"kind": "novel"})
 
 
 def test_a_page_of_a_serving_plan_has_its_front(rooftop: Callable[..., Any], tmp_path: Path) -> None:
@@ -354,12 +361,12 @@ def test_a_page_opens_from_disk(browser: Any, trace: Path, tmp_path: Path, width
     assert (light == "rgb(255, 255, 255)") is (scheme == "light")
 
     # A mouse and a keyboard are told the same figures.
-    points = seen.locator("#roofline-plot .mark")
+    points = seen.locator("#roofline-2 .mark")
     points.first.scroll_into_view_if_needed()
     points.first.hover()
     by_mouse = seen.locator("#tip").inner_text()
     assert "FLOP/s" in by_mouse
-    seen.locator("#roofline-plot svg").focus()
+    seen.locator("#roofline-2 svg.plot").focus()
     seen.keyboard.press("ArrowRight")
     assert seen.locator("#tip").inner_text() == by_mouse
     assert points.first.get_attribute("aria-label") == by_mouse.replace("\n", "; ")
@@ -367,7 +374,7 @@ def test_a_page_opens_from_disk(browser: Any, trace: Path, tmp_path: Path, width
     assert seen.locator("#tip").is_hidden()
 
     # From mark to mark with the arrows, wherever they are on the page.
-    seen.locator("#step svg").focus()
+    seen.locator("#where-a-step-goes svg.plot").focus()
     told = []
     for _ in range(3):
         seen.keyboard.press("ArrowRight")
@@ -378,11 +385,11 @@ def test_a_page_opens_from_disk(browser: Any, trace: Path, tmp_path: Path, width
     seen.keyboard.press("Escape")
 
     # The timeline zooms: a bar that stays in sight becomes wider, and one that does not is gone.
-    bar = seen.locator("#timeline-0 .bars .mark rect").first
+    bar = seen.locator("#measured-step-7 .bars .mark rect").first
     before = float(bar.get_attribute("width"))
-    seen.locator("#timeline-0 button[data-zoom=in]").click()
+    seen.locator("#measured-step-7 button[data-zoom=in]").click()
     assert float(bar.get_attribute("width")) == pytest.approx(2 * before, rel=1e-2)
-    seen.locator("#timeline-0 svg.plot").focus()
+    seen.locator("#measured-step-7 svg.plot").focus()
     seen.keyboard.press(".")
     seen.keyboard.press(".")
     assert bar.is_hidden()

@@ -11,7 +11,7 @@ import pytest
 
 from rooftop.core.schemas import schema
 from rooftop.explain.measured.report import explain
-from rooftop.present.report.trace import measured_lanes
+from rooftop.present.traced import measured_lanes
 from tests.profile.test_synthetic import Event, fusion, measured, plane, seconds, tpu, xspace
 
 LOOKUP = '%lookup.1 = f32[1024,16] custom-call(%ids), custom_call_target="SparseDenseMatmulWithMinibatchingOp"'

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rooftop.explain.measured.report import explain
-from rooftop.present.report.trace import measured_page
+from rooftop.present.html import page as whole_page
+from rooftop.present.traced import measured_document
 from rooftop.ui.explorers import EXPLORERS
 from tests.ui.test_browser import DESKTOP, PHONE, browser, serving
 from tests.ui.test_reading import write_run
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     where = tmp_path_factory.mktemp("files")
     run = write_run(where / "run")
-    (where / "report.html").write_text(measured_page(explain(run)), encoding="utf-8")
+    (where / "report.html").write_text(whole_page(measured_document(explain(run))), encoding="utf-8")
     commands = {
         "train": "train llama3-8b --on v5e:4x4 --batch-seqs 16 --seq 2048 --mesh fsdp=4,tensor=4 --remat block",
         "serve": "serve llama3-8b --on v5e:2x2 --weights-dtype int8 --kv-dtype int8 --batch-seqs 8",
@@ -113,6 +114,6 @@ def test_a_report_has_no_violation(folder: Path, page: Any, violations: Callable
 def test_axe_sees_what_is_wrong(site: str, page: Any, violations: Callable[[], list[str]]) -> None:
     page.goto(site)
     page.wait_for_selector("body[data-ready]")
-    page.evaluate("document.querySelector('.mark').removeAttribute('aria-label')")
-    page.evaluate("document.querySelector('.mark span').remove()")
+    page.evaluate("document.querySelector('.logo').removeAttribute('aria-label')")
+    page.evaluate("document.querySelector('.logo span').remove()")
     assert [each.partition(":")[0] for each in violations()] == ["link-name"]

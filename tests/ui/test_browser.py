@@ -16,7 +16,7 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
-from rooftop.ui.answers import format_value
+from rooftop.present.document import format_value
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.server import address, application, bind
 from tests.conftest import Answer
@@ -191,9 +191,8 @@ def test_a_mistake_is_said_beside_its_field(site: str, page: Page) -> None:
 
 def test_points_and_animations_are_read_by_keyboard(site: str, page: Page) -> None:
     _open(page, f"{site}systolic")
-    chart = page.locator("figure:has-text('Utilisation over rows') svg[role=img]")
+    chart = page.locator("figure:has-text('Utilisation over rows') svg.plot")
     chart.focus()
-    page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowRight")
     assert "% at" in page.inner_text(".tip:visible")
     player = page.locator("input[aria-label='Step of the animation']")

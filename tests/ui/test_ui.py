@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from starlette.testclient import TestClient
 
+import rooftop.present
 import rooftop.ui
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError
@@ -28,6 +29,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
+from rooftop.present.browser import to_data
 from rooftop.roofline.matmul import attainable
 from rooftop.simulate.network.rounds import KINDS, rounds, torus_rounds
 from rooftop.simulate.systolic import SystolicArray
@@ -93,7 +95,7 @@ def test_the_command_that_is_shown_gives_the_same_figure(
     ran = rooftop(*answer.command[1:], "--json")
     assert shown == pytest.approx(found(name, state, ran.json), rel=1e-12)
     assert ran.status in (0, 1)
-    assert bool(answer.no) == (ran.status == 1)
+    assert bool(answer.verdict.no) == (ran.status == 1)
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
@@ -175,7 +177,7 @@ def test_whatever_the_page_offers_is_an_answer_or_one_line(name: str, draw: st.D
     except RooftopError as error:
         assert "\n" not in str(error)
         return
-    assert json.dumps(answer.to_json(), allow_nan=False)
+    assert json.dumps(to_data(answer), allow_nan=False)
 
 
 def test_what_does_not_fit_is_an_answer_that_says_so(client: TestClient) -> None:
@@ -208,7 +210,8 @@ def test_the_page_keeps_to_itself(client: TestClient) -> None:
         assert response.headers["x-content-type-options"] == "nosniff"
     assert client.get("/nothing").status_code == 404
     page = client.get("/").text
-    parts = sorted(Path(rooftop.ui.__file__).with_name("static").iterdir())
+    folders = [Path(room.__file__).with_name("static") for room in (rooftop.ui, rooftop.present)]
+    parts = sorted(part for folder in folders for part in folder.iterdir())
     assert len(parts) > 8
     for part in parts:
         page += part.read_text(encoding="utf-8")
@@ -304,8 +307,8 @@ def test_a_compilation_that_does_not_fit_is_shown() -> None:
     }  # fmt: skip
     Draft202012Validator({**schema("compiled"), "properties": {"kind": {"const": "compiled"}}}).validate(data)
     shown = opened_json("x.json", data).answer
-    assert shown.no == "3.1 GB too much"
-    assert [chart.title for chart in shown.charts] == ["Memory of a device"]
+    assert shown.verdict.no == "3.1 GB too much"
+    assert [chart.title for chart in shown.charts] == ["Memory of a device", "HBM of a device at the peak"]
 
 
 def test_an_explained_run_is_shown_beside_its_plan() -> None:
@@ -337,18 +340,19 @@ def test_an_explained_run_is_shown_beside_its_plan() -> None:
         "sparse_cores": {"cores": [], "overlap": None, "minibatches": 0, "dropped_ids": 0},
     }  # fmt: skip
     Draft202012Validator(schema("explain")).validate(data)
-    shown = opened_json("x.json", data).answer.to_json()
+    shown = to_data(opened_json("x.json", data).answer)
     assert _figures(shown)["attributed"] == 0.96
     table = next(chart for chart in shown["charts"] if chart["kind"] == "table")
-    assert table["rows"][0][2:5] == ("500 ms", "200 ms", "250 ms")
+    row = dict(zip(table["columns"], table["rows"][0], strict=True))
+    assert (row["measured"], row["exposed"], row["planned"]) == ("500 ms", "200 ms", "250 ms")
     assert any(chart["title"] == "Memory over time" for chart in shown["charts"])
     (advice,) = (chart for chart in shown["charts"] if chart["title"] == "What to try")
-    assert advice["rows"] == (
-        ("run it beside", "an all_gather waits", "mlp.py:3"),
-        ("", "an all_reduce waits", "mlp.py:9"),
-        ("dispatch earlier", "the host is late", ""),
-    )
-    assert shown["notes"] == ["The plan is for v5e:2x2."]
+    exposed = "exposed_collective: an all_gather waits [mlp.py:3]. exposed_collective: an all_reduce waits [mlp.py:9]."
+    assert advice["rows"] == [
+        ("-", f"Run it beside. {exposed}"),
+        ("-", "Dispatch earlier. host_bound: the host is late."),
+    ]
+    assert "Note: the plan is for v5e:2x2." in shown["details"]
 
 
 def test_sliders_stop_at_round_numbers() -> None:

@@ -18,7 +18,7 @@ from rooftop.cli.options import (
     option,
     output_option,
 )
-from rooftop.cli.output import emit_json, progress_bar
+from rooftop.cli.output import emit_json, progress_bar, show
 from rooftop.cli.usage import VerbGroup
 
 
@@ -80,7 +80,5 @@ def collectives(
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.bench.tables import show_collectives
-
-        show_collectives(data, output)
+        show(data, {"report": output}, kind="bench collectives")
     return 0

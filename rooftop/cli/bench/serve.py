@@ -23,7 +23,7 @@ from rooftop.cli.options import (
     tpot_option,
     ttft_option,
 )
-from rooftop.cli.output import emit_json, progress_bar
+from rooftop.cli.output import emit_json, progress_bar, show
 
 _EXAMPLES = (
     "rooftop bench serve --url http://127.0.0.1:8000 --requests-per-second 4 --prompt 128:512 --generate 64",
@@ -111,7 +111,5 @@ def command(
     if as_json:
         emit_json(data)
     else:
-        from rooftop.cli.bench.tables import show_serving
-
-        show_serving(data, output)
+        show(data, {"report": output}, kind="bench serve")
     return 0

@@ -31,7 +31,7 @@ from rooftop.cli.options import (
     top_option,
     xprof_option,
 )
-from rooftop.cli.output import emit_json
+from rooftop.cli.output import emit_json, show
 from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:
@@ -164,14 +164,14 @@ def command(
     if as_json:
         emit_json(data)
     elif isinstance(result, CompileResult):
-        from rooftop.cli.compile import tables as compile_tables
-
         names = {"report": output, "page": report, "executable": save, "timeline": perfetto, "profile": xprof}
-        compile_tables.show(result.report, data, {name: str(path) for name, path in names.items() if path is not None})
+        planned = None if result.report.plan is None else result.report.plan.to_json()
+        if result.refusal is not None:
+            show(data, {name: names[name] for name in ("report", "page")}, plan=planned)
+        else:
+            show(data, names, plan=planned, cached=result.cached)
     else:
-        from rooftop.cli.compile import embed as compile_embed
-
-        compile_embed.show(result.report, data, None if output is None else str(output))
+        show(data, {"report": output}, plan=result.report.plan.to_json())
     result.raise_if_infeasible()
     return 0
 

@@ -20,7 +20,7 @@ from rooftop.cli.options import (
     report_option,
     top_option,
 )
-from rooftop.cli.output import emit_json
+from rooftop.cli.output import emit_json, show
 from rooftop.core.errors import RooftopError
 
 
@@ -90,9 +90,7 @@ def _operations(lines: tuple[str, ...], on: str | None, figures: dict[str, float
     if as_json:
         emit_json(result.to_json())
     else:
-        from rooftop.cli.explain import tables as explain_tables
-
-        explain_tables.show_operations(result.to_json(), result.inferred)
+        show(result.to_json())
 
 
 def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
@@ -102,9 +100,7 @@ def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
     if as_json:
         emit_json(result.to_json())
     else:
-        from rooftop.cli.explain import tables as explain_tables
-
-        explain_tables.show_difference(result.difference, count)
+        show(result.to_json(), top=count)
 
 
 def _trace(
@@ -128,6 +124,4 @@ def _trace(
     if as_json:
         emit_json(result.to_json(top=count))
     else:
-        from rooftop.cli.explain import tables as explain_tables
-
-        explain_tables.show_trace(result.to_json(top=count), count)
+        show(result.to_json(top=count), top=count)

@@ -22,7 +22,7 @@ from rooftop.cli.options import (
     option,
     top_option,
 )
-from rooftop.cli.output import emit_json, progress_bar
+from rooftop.cli.output import emit_json, progress_bar, show
 
 
 @click.command(
@@ -99,7 +99,5 @@ def command(
     if as_json:
         emit_json(result.to_json())
     else:
-        from rooftop.cli.matmul.tables import show
-
-        show(result.to_json())
+        show(result.to_json(), kind="matmul")
     return 0

@@ -179,10 +179,11 @@ def serve(
         )  # fmt: skip
     data = result.to_json()
     if plot is not None:
-        from rooftop.cli.plan.pareto_plot import pareto_svg
+        from rooftop.present.documents.parts import front_chart
+        from rooftop.present.svg import lines_file
 
         points = list(result.points) if isinstance(result, ServingFrontResult) else result.answer.front
-        write_text(plot, pareto_svg(points, _title(result, on)))
+        write_text(plot, lines_file(front_chart(points), _title(result, on), "numbers next to points: batch"))
     if report is not None:
         write_text(report, result.page())
     if output is not None:

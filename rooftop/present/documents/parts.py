@@ -444,6 +444,11 @@ def exposed_text(exposed: Mapping[str, float], step_s: float) -> str:
     return ", ".join(f"{name} {format_seconds(s)} ({s / step_s:.0%})" for name, s in exposed.items())
 
 
+def prose(text: str) -> Items:
+    """Lines of text between tables."""
+    return Items(title="", about=text, items=())
+
+
 def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1, section: str = "",
           detail: bool = False) -> Table:  # fmt: skip
     """A table whose first ``text`` columns are text."""

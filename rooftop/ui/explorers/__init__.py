@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 
 from rooftop.core.errors import unknown
-from rooftop.ui.answers import Explorer
+from rooftop.ui.controls import Explorer
 
 #: Explorer -> what the menu says.
 EXPLORERS: dict[str, str] = {

@@ -13,10 +13,22 @@ from rooftop.arrays import Mesh, parse_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_count
 from rooftop.hardware import Slice
+from rooftop.present.document import (
+    PRICE_LEVELS,
+    Bar,
+    Bars,
+    Chart,
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Frames,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+)
 from rooftop.simulate.network.collectives import simulate
 from rooftop.simulate.network.rounds import KINDS, Rounds, torus_rounds
-from rooftop.ui.answers import PRICE_LEVELS, Answer, Axis, Bar, Bars, Chart, Explorer, Figure, Frames, Lines, Series
-from rooftop.ui.controls import Control, State, select, slider, text
+from rooftop.ui.controls import Control, Explorer, State, select, slider, text
 
 #: One-byte elements along dim I, so that bytes are its size; an AllToAll splits J, which has one element a device.
 _WRITTEN: Mapping[str, str] = {
@@ -68,7 +80,7 @@ class _Asked:
         return Prices(mesh=self.mesh, dims=dims, kind=price).cost(step), dims, expression
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """What a collective of so many bytes takes, by each price and at each size; and its rounds."""
     where, shape = Slice.parse(state["on"]), parse_axes(state["mesh"], None)
     kind, nbytes = state["kind"], state.count("bytes")
@@ -93,18 +105,18 @@ def answer(state: State) -> Answer:
     )  # fmt: skip
     simulated = _simulated(kind, asked, nbytes)
     figures = [
-        Figure(name="time_s", label="Time", value=cost.time_s, unit="s", level=level,
+        ShownFigure(name="time_s", label="Time", value=cost.time_s, unit="s", level=level,
                formula=formula, source="chapter 3"),
-        Figure(name="latency_s", label="Latency", value=cost.latency_s, unit="s", level="bound",
+        ShownFigure(name="latency_s", label="Latency", value=cost.latency_s, unit="s", level="bound",
                formula="hops x time of a hop", source="chapter 3"),
-        Figure(name="bandwidth", label="Bytes/s", value=nbytes / cost.time_s, unit="B/s", level=level,
+        ShownFigure(name="bandwidth", label="Bytes/s", value=nbytes / cost.time_s, unit="B/s", level=level,
                formula="payload / time"),
-        Figure(name="devices", label="Devices of a group", value=float(size), formula=f"along {', '.join(axes)}"),
-        Figure(name="ring", label="Shape of the group", value=_shape(where, ring, int((group.size > 1).sum())),
+        ShownFigure(name="devices", label="Devices of a group", value=float(size), formula=f"along {', '.join(axes)}"),
+        ShownFigure(name="ring", label="Shape of the group", value=_shape(where, ring, int((group.size > 1).sum())),
                formula=asked.mesh.layout),
     ]  # fmt: skip
     if simulated is not None:
-        by_link = Figure(
+        by_link = ShownFigure(
             name="simulated_s",
             label="Link by link",
             value=simulated,
@@ -113,20 +125,33 @@ def answer(state: State) -> Answer:
             formula="messages on the links of the torus, simulated",
         )
         figures.insert(1, by_link)
-    return Answer(
-        verdict=f"{_NAMES[kind]} of {format_count(nbytes, 'B')} over {size} devices is bound by {binds}.",
+    return Document(
+        verdict=ShownVerdict(
+            says=f"{_NAMES[kind]} of {format_count(nbytes, 'B')} over {size} devices is bound by {binds}."
+        ),
         figures=tuple(figures),
         charts=(
-            _over_bytes(asked, kind, nbytes, cost), _kinds(asked, nbytes, state["price"]), *_rounds(kind, asked),
+            _over_bytes(asked, kind, nbytes, cost),
+            _kinds(asked, nbytes, state["price"]),
+            *_rounds(kind, asked),
         ),
         notes=(f"The payload is {_PAYLOAD[kind]} on one device, as in every ledger.",),
         command=(
-            "rooftop", "matmul", expression, "--dims", ",".join(f"{name}={value}" for name, value in dims.items()),
-            "--mesh", state["mesh"], "--on", where.name, "--level", state["price"],
+            "rooftop",
+            "matmul",
+            expression,
+            "--dims",
+            ",".join(f"{name}={value}" for name, value in dims.items()),
+            "--mesh",
+            state["mesh"],
+            "--on",
+            where.name,
+            "--level",
+            state["price"],
             *(("--simulate",) if simulated is not None else ()),
         ),
         sources=("Chapter 3; chapter 2 for which axes are rings. Expected times: docs/achievable.md.",),
-    )  # fmt: skip
+    )
 
 
 def _shape(where: Slice, ring: bool, axes: int) -> str:
@@ -154,18 +179,18 @@ def _over_bytes(asked: _Asked, kind: str, nbytes: int, here: Cost) -> Lines:
     return Lines(
         title="Time over bytes",
         about="Flat where hops bind, straight where bytes do.",
-        x=Axis(label="payload, bytes", unit="B", scale="log"),
-        y=Axis(label="time", unit="s", scale="log"),
+        x=ChartAxis(label="payload, bytes", unit="B", scale="log"),
+        y=ChartAxis(label="time", unit="s", scale="log"),
         series=(
             *(
-                Series(
+                ChartSeries(
                     name=price,
                     points=tuple((float(each), prices[price].collective_s(kind, asked.axes, each)) for each in sizes),
                     style="line" if price == "bound" else "dashed",
                 )
                 for price in PRICES
             ),
-            Series(name="here", points=((float(nbytes), here.time_s),), style="point"),
+            ChartSeries(name="here", points=((float(nbytes), here.time_s),), style="point"),
         ),
     )
 

@@ -11,9 +11,20 @@ from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.files import tables_from_toml
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
-from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series, Table
-from rooftop.ui.controls import Control, State, slider, text
-from rooftop.ui.ledgers import embedding_memory
+from rooftop.present.document import (
+    Bar,
+    Bars,
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+    Table,
+    columns,
+)
+from rooftop.present.documents.embedding import memory_bars as embedding_memory
+from rooftop.ui.controls import Control, Explorer, State, slider, text
 
 _TABLES = """[tables.user]
 vocabulary = 50_000_000
@@ -44,7 +55,7 @@ ids_per_sample = 5
 _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """Limits, memory and step of the tables on a slice; the same over batches."""
     where, batch = Slice.parse(state["on"]), state.count("batch")
     tables = tables_from_toml(state["tables"])
@@ -60,33 +71,78 @@ def answer(state: State) -> Answer:
     plan = EmbedPlan(problem=problem)
     memory, step, obstacles = plan.memory, plan.step, plan.obstacles
     sequential, pipelined = step["sequential"], step["pipelined"]
-    return Answer(
-        verdict=obstacles[0][0].upper() + obstacles[0][1:]
-        if obstacles
-        else f"A pipelined step takes {format_seconds(pipelined['expected_s'])}, bound by {pipelined['bound']}; "
-        f"a tile's memory is {memory['tile'] / memory['tile_capacity']:.0%} full.",
-        no=obstacles[0] if obstacles else "",
+    return Document(
+        verdict=ShownVerdict(
+            says=obstacles[0][0].upper() + obstacles[0][1:]
+            if obstacles
+            else f"A pipelined step takes {format_seconds(pipelined['expected_s'])}, bound by {pipelined['bound']}; "
+            f"a tile's memory is {memory['tile'] / memory['tile_capacity']:.0%} full.",
+            no=obstacles[0] if obstacles else "",
+        ),
         figures=(
-            Figure(name="pipelined_s", label="Step, pipelined", value=pipelined["expected_s"], unit="s",
-                   level="expected", formula=f"bound by {pipelined['bound']}", source="deep dive, 9"),
-            Figure(name="sequential_s", label="Step, sequential", value=sequential["expected_s"], unit="s",
-                   level="expected", formula=f"bound by {sequential['bound']}", source="deep dive, 9"),
-            Figure(name="tile_bytes", label="A tile's memory", value=memory["tile"], unit="B", level="expected",
-                   formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}", source="deep dive, 7"),
-            Figure(name="memory_bytes", label="HBM of a device", value=memory["total"]["sequential"], unit="B",
-                   level="expected", formula=f"of {format_bytes(memory['capacity'])}", source="deep dive, 7"),
-            Figure(name="host_ids", label="Ids a host prepares", value=plan.host["ids"], unit="ids",
-                   formula="a step, all features"),
-            Figure(name="sparse_cores", label="SparseCores", value=float(problem.cores), formula="of the slice"),
+            ShownFigure(
+                name="pipelined_s",
+                label="Step, pipelined",
+                value=pipelined["expected_s"],
+                unit="s",
+                level="expected",
+                formula=f"bound by {pipelined['bound']}",
+                source="deep dive, 9",
+            ),
+            ShownFigure(
+                name="sequential_s",
+                label="Step, sequential",
+                value=sequential["expected_s"],
+                unit="s",
+                level="expected",
+                formula=f"bound by {sequential['bound']}",
+                source="deep dive, 9",
+            ),
+            ShownFigure(
+                name="tile_bytes",
+                label="A tile's memory",
+                value=memory["tile"],
+                unit="B",
+                level="expected",
+                formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}",
+                source="deep dive, 7",
+            ),
+            ShownFigure(
+                name="memory_bytes",
+                label="HBM of a device",
+                value=memory["total"]["sequential"],
+                unit="B",
+                level="expected",
+                formula=f"of {format_bytes(memory['capacity'])}",
+                source="deep dive, 7",
+            ),
+            ShownFigure(
+                name="host_ids",
+                label="Ids a host prepares",
+                value=plan.host["ids"],
+                unit="ids",
+                formula="a step, all features",
+            ),
+            ShownFigure(name="sparse_cores", label="SparseCores", value=float(problem.cores), formula="of the slice"),
         ),
         charts=(_limits(plan), _units(plan), _over_batches(problem), _tiles(plan), embedding_memory(memory)),
         notes=("Limits follow from ids_per_sample, spread evenly; rooftop embed stats finds them in data.",),
         command=(
-            "rooftop", "plan", "embed", "tables.toml", "--on", where.name, "--batch-samples", str(batch),
-            "--dense-flops", str(state.count("dense_flops")), "--host-threads", str(state.count("host_threads")),
+            "rooftop",
+            "plan",
+            "embed",
+            "tables.toml",
+            "--on",
+            where.name,
+            "--batch-samples",
+            str(batch),
+            "--dense-flops",
+            str(state.count("dense_flops")),
+            "--host-threads",
+            str(state.count("host_threads")),
         ),
         sources=("The SparseCore deep dive. Save the tables of this page as tables.toml; docs/plan-embed.md.",),
-    )  # fmt: skip
+    )
 
 
 def _limits(plan: EmbedPlan) -> Table:
@@ -94,7 +150,7 @@ def _limits(plan: EmbedPlan) -> Table:
     return Table(
         title="Limits of each stack",
         about="What the SparseCores are compiled for: ids and different rows of a partition, and ids of a buffer.",
-        columns=("stack", "tables", "width", "max_ids", "max_unique_ids", "buffer", "tile"),
+        columns=columns("stack", "tables", "width", "max_ids", "max_unique_ids", "buffer", "tile"),
         rows=tuple(
             (
                 stack.name,
@@ -147,9 +203,9 @@ def _over_batches(problem: EmbedProblem) -> Lines:
             seconds.append((float(batch), plan.step[mode]["expected_s"]))
     return Lines(
         title="Step over the batch",
-        x=Axis(label="samples of a step", scale="log"),
-        y=Axis(label="step", unit="s", scale="log"),
-        series=tuple(Series(name=mode, points=tuple(found)) for mode, found in points.items()),
+        x=ChartAxis(label="samples of a step", scale="log"),
+        y=ChartAxis(label="step", unit="s", scale="log"),
+        series=tuple(ChartSeries(name=mode, points=tuple(found)) for mode, found in points.items()),
         marks=((float(problem.batch), "this batch"),),
     )
 

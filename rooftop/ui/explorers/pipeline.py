@@ -9,10 +9,20 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
+from rooftop.present.document import (
+    Bar,
+    Bars,
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+    Spans,
+)
 from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
 from rooftop.simulate.pipeline import PipelineTimeline, bubble, durations_of, lockstep, run
-from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series, Spans
-from rooftop.ui.controls import Control, State, select, slider
+from rooftop.ui.controls import Control, Explorer, State, select, slider
 
 #: The smallest v5p slice with so many chips, by stages.
 _SLICES = {"2": "2x2x1", "4": "2x2x1", "8": "2x2x2", "16": "2x2x4"}
@@ -28,7 +38,7 @@ _FORMULA = {
 }
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """The schedule's timeline, its bubble and what stages hold; the other schedules beside it."""
     schedule, stages = state["schedule"], int(state["stages"])
     microbatches, chunks = state.count("microbatches"), state.count("chunks")
@@ -56,24 +66,24 @@ def answer(state: State) -> Answer:
     timeline = run(pipeline_table(schedule, **sizes), durations)
     waiting, held = float(timeline.bubble.max()), float(timeline.in_flight.max())
     counts = sorted({stages * 2**power for power in range(-1, 6)})
-    return Answer(
-        verdict=f"Every stage waits {waiting:.1%} of the step; the first one holds {held:.3g} "
-        f"microbatch{'' if held == 1 else 'es'} at once.",
+    return Document(
+        verdict=ShownVerdict(says=f"Every stage waits {waiting:.1%} of the step; the first one holds {held:.3g} "
+        f"microbatch{'' if held == 1 else 'es'} at once."),
         figures=(
-            Figure(name="bubble", label="Bubble", value=waiting, unit="%", level="expected",
+            ShownFigure(name="bubble", label="Bubble", value=waiting, unit="%", level="expected",
                    formula="the longest wait of a stage / passes", source="chapter 5"),
-            Figure(name="bubble_closed_form", label="Bubble, closed form", unit="%",
+            ShownFigure(name="bubble_closed_form", label="Bubble, closed form", unit="%",
                    value=float(bubble(schedule, durations=durations, **sizes)),
                    level="rule", formula=_FORMULA[schedule], source="chapter 5"),
-            Figure(name="passes_s", label="Passes", value=timeline.makespan, unit="s", level="expected",
+            ShownFigure(name="passes_s", label="Passes", value=timeline.makespan, unit="s", level="expected",
                    formula="first start to last end"),
-            Figure(name="lockstep_s", label="In lockstep", value=lockstep(timeline.table, durations), unit="s",
+            ShownFigure(name="lockstep_s", label="In lockstep", value=lockstep(timeline.table, durations), unit="s",
                    level="expected", formula="neighbours exchange in every slot"),
-            Figure(name="in_flight", label="Microbatches held", value=held,
+            ShownFigure(name="in_flight", label="Microbatches held", value=held,
                    formula="activations held at once, most of any stage"),
-            Figure(name="forward_s", label="Forward of a microbatch", value=float(durations.forward), unit="s",
+            ShownFigure(name="forward_s", label="Forward of a microbatch", value=float(durations.forward), unit="s",
                    level="expected", formula="the plan's rows"),
-            Figure(name="backward_s", label="Backward of a microbatch", level="expected", unit="s",
+            ShownFigure(name="backward_s", label="Backward of a microbatch", level="expected", unit="s",
                    value=float(durations.input_gradient + durations.weight_gradient),
                    formula="dX, with what is recomputed, and dW"),
         ),
@@ -82,11 +92,11 @@ def answer(state: State) -> Answer:
             Lines(
                 title="Bubble over microbatches",
                 about="More microbatches fill the pipeline; interleaving and split gradients shorten its ends.",
-                x=Axis(label="microbatches", scale="log"),
-                y=Axis(label="bubble", unit="%"),
+                x=ChartAxis(label="microbatches", scale="log"),
+                y=ChartAxis(label="bubble", unit="%"),
                 series=(
                     *(
-                        Series(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if each > 1 else name,
+                        ChartSeries(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if each > 1 else name,
                                points=tuple((float(count), float(bubble(name, stages=stages, microbatches=count,
                                                                         chunks=each, durations=durations)))
                                             for count in counts if count >= stages),
@@ -95,7 +105,7 @@ def answer(state: State) -> Answer:
                         if name != "gpipe"
                         for each in ((chunks if chunks > 1 else 2) if name == "interleaved" else 1,)
                     ),
-                    Series(name="here", points=((float(microbatches), waiting),), style="point"),
+                    ChartSeries(name="here", points=((float(microbatches), waiting),), style="point"),
                 ),
             ),
             Bars(

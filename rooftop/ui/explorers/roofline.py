@@ -11,11 +11,11 @@ from rooftop.arrays import Mesh
 from rooftop.core.quantities import DTYPE_BYTES, format_count
 from rooftop.hardware import Slice, chip
 from rooftop.hardware.chips import catalogue
+from rooftop.present.document import PRICE_LEVELS, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
 from rooftop.roofline.matmul import attainable
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import critical_batch
-from rooftop.ui.answers import PRICE_LEVELS, Answer, Axis, Explorer, Figure, Lines, Series
-from rooftop.ui.controls import Control, State, select, slider
+from rooftop.ui.controls import Control, Explorer, State, select, slider
 
 _SOURCES = ("Chapter 1: rooflines; chapter 2: chips. Peaks: the hardware catalogue (rooftop chips NAME).",)
 #: Batches of the curves: two to every doubling.
@@ -24,7 +24,7 @@ _BATCHES = tuple(sorted({round(2 ** (power / 2)) for power in range(2 * 16 + 1)}
 _SQUARES = (1024, 4096)
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """Time, intensity and what binds for [B, D] x [D, F]; the roofline, and FLOP/s over B."""
     b, d, f = (state.count(name) for name in ("B", "D", "F"))
     spec = chip(state["chip"])
@@ -46,52 +46,116 @@ def answer(state: State) -> Answer:
     level = PRICE_LEVELS[state["price"]]
     binds = {"mxu": "compute", "hbm": "memory"}[here.bound]
     rate = here.flops / here.time_s
-    return Answer(
-        verdict=f"Bound by {binds}: {rate / peak:.0%} of {format_count(peak, 'FLOP/s')}, the peak of {spec.title} "
-        f"in {dtype}{', on one of its devices' if spec.devices > 1 else ''}.",
+    return Document(
+        verdict=ShownVerdict(
+            says=f"Bound by {binds}: {rate / peak:.0%} of {format_count(peak, 'FLOP/s')}, the peak of {spec.title} "
+            f"in {dtype}{', on one of its devices' if spec.devices > 1 else ''}."
+        ),
         figures=(
-            Figure(name="time_s", label="Time", value=here.time_s, unit="s", level=level,
-                   formula="max(2BDF / C, bytes / W)", source="chapter 1"),
-            Figure(name="mxu_s", label="Compute", value=here.resources["mxu"], unit="s", level="bound",
-                   formula="2BDF / C", source="chapter 1"),
-            Figure(name="hbm_s", label="HBM", value=here.resources["hbm"], unit="s", level="bound",
-                   formula="(BD + DF + BF bytes) / W", source="chapter 1"),
-            Figure(name="intensity", label="Arithmetic intensity", value=here.flops / here.hbm_bytes, unit="FLOP/B",
-                   formula="FLOPs / bytes", source="chapter 1"),
-            Figure(name="critical_intensity", label="Critical intensity", value=peak / bandwidth, unit="FLOP/B",
-                   level="rule", formula="C / W", source="chapter 1"),
-            Figure(name="critical_batch", label="Critical batch",
-                   value=critical if critical != float("inf") else "none: memory binds at any B", unit="tokens",
-                   level="rule", formula="B at which 2BDF / C = bytes / W", source="chapter 1"),
-            Figure(name="flops_per_s", label="FLOP/s", value=rate, unit="FLOP/s", level=level, formula="2BDF / time"),
-            Figure(name="flops", label="FLOPs", value=here.flops, unit="FLOP", formula="2BDF", source="chapter 1"),
-            Figure(name="hbm_bytes", label="Bytes through HBM", value=here.hbm_bytes, unit="B",
-                   formula="operands read once, result written once", source="chapter 1"),
+            ShownFigure(
+                name="time_s",
+                label="Time",
+                value=here.time_s,
+                unit="s",
+                level=level,
+                formula="max(2BDF / C, bytes / W)",
+                source="chapter 1",
+            ),
+            ShownFigure(
+                name="mxu_s",
+                label="Compute",
+                value=here.resources["mxu"],
+                unit="s",
+                level="bound",
+                formula="2BDF / C",
+                source="chapter 1",
+            ),
+            ShownFigure(
+                name="hbm_s",
+                label="HBM",
+                value=here.resources["hbm"],
+                unit="s",
+                level="bound",
+                formula="(BD + DF + BF bytes) / W",
+                source="chapter 1",
+            ),
+            ShownFigure(
+                name="intensity",
+                label="Arithmetic intensity",
+                value=here.flops / here.hbm_bytes,
+                unit="FLOP/B",
+                formula="FLOPs / bytes",
+                source="chapter 1",
+            ),
+            ShownFigure(
+                name="critical_intensity",
+                label="Critical intensity",
+                value=peak / bandwidth,
+                unit="FLOP/B",
+                level="rule",
+                formula="C / W",
+                source="chapter 1",
+            ),
+            ShownFigure(
+                name="critical_batch",
+                label="Critical batch",
+                value=critical if critical != float("inf") else "none: memory binds at any B",
+                unit="tokens",
+                level="rule",
+                formula="B at which 2BDF / C = bytes / W",
+                source="chapter 1",
+            ),
+            ShownFigure(
+                name="flops_per_s", label="FLOP/s", value=rate, unit="FLOP/s", level=level, formula="2BDF / time"
+            ),
+            ShownFigure(name="flops", label="FLOPs", value=here.flops, unit="FLOP", formula="2BDF", source="chapter 1"),
+            ShownFigure(
+                name="hbm_bytes",
+                label="Bytes through HBM",
+                value=here.hbm_bytes,
+                unit="B",
+                formula="operands read once, result written once",
+                source="chapter 1",
+            ),
         ),
         charts=(
             _roofline(spec.title, peak, rates, here, [cost(each, d, f) for each in _BATCHES]),
             Lines(
                 title="Speed over the batch",
                 about="The batch at which a curve bends is the critical one: below it the weights' bytes bind.",
-                x=Axis(label="B, tokens", scale="log"),
-                y=Axis(label="FLOP/s", unit="FLOP/s"),
+                x=ChartAxis(label="B, tokens", scale="log"),
+                y=ChartAxis(label="FLOP/s", unit="FLOP/s"),
                 series=(
                     *(
-                        Series(name=name, points=tuple((float(n), _rate(cost(n, *sizes))) for n in _BATCHES),
-                               style="line" if sizes == (d, f) else "dashed")
+                        ChartSeries(
+                            name=name,
+                            points=tuple((float(n), _rate(cost(n, *sizes))) for n in _BATCHES),
+                            style="line" if sizes == (d, f) else "dashed",
+                        )
                         for name, sizes in _weights(d, f)
                     ),
-                    Series(name="here", points=((float(b), rate),), style="point"),
+                    ChartSeries(name="here", points=((float(b), rate),), style="point"),
                 ),
                 marks=((critical, "critical B"),) if critical <= _BATCHES[-1] else (),
             ),
         ),
         command=(
-            "rooftop", "matmul", expression, "--dims", f"B={b},D={d},F={f}", "--mesh", f"X={where.devices}",
-            "--on", where.name, "--level", state["price"], "--top", "all",
+            "rooftop",
+            "matmul",
+            expression,
+            "--dims",
+            f"B={b},D={d},F={f}",
+            "--mesh",
+            f"X={where.devices}",
+            "--on",
+            where.name,
+            "--level",
+            state["price"],
+            "--top",
+            "all",
         ),
         sources=_SOURCES,
-    )  # fmt: skip
+    )
 
 
 def _multiply(expression: str) -> Step:
@@ -124,18 +188,18 @@ def _roofline(title: str, peak: float, rates: Rates, here: Cost, others: list[Co
     return Lines(
         title=f"Roofline of a {title}",
         about="Left of the ridge memory binds, right of it compute. The dots are the same weights with other B.",
-        x=Axis(label="FLOPs per byte", scale="log"),
-        y=Axis(label="FLOP/s", unit="FLOP/s", scale="log"),
+        x=ChartAxis(label="FLOPs per byte", scale="log"),
+        y=ChartAxis(label="FLOP/s", unit="FLOP/s", scale="log"),
         series=(
-            Series(name="roof, from HBM", points=roof(rates.hbm_bytes_per_s)),
-            Series(name="roof, from VMEM", points=roof(vmem), style="dashed"),
-            Series(
+            ChartSeries(name="roof, from HBM", points=roof(rates.hbm_bytes_per_s)),
+            ChartSeries(name="roof, from VMEM", points=roof(vmem), style="dashed"),
+            ChartSeries(
                 name="other B",
                 points=tuple((each.flops / each.hbm_bytes, _rate(each)) for each in others),
                 names=tuple(f"B={n}" for n in _BATCHES),
                 style="dots",
             ),
-            Series(name="this matmul", points=((here.flops / here.hbm_bytes, _rate(here)),), style="point"),
+            ChartSeries(name="this matmul", points=((here.flops / here.hbm_bytes, _rate(here)),), style="point"),
         ),
         marks=((peak / rates.hbm_bytes_per_s, "ridge"),),
     )

@@ -19,15 +19,15 @@ from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.search import at_context, best_prefill, pareto, sweep_generate
 from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
-from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series
-from rooftop.ui.controls import Control, State, select, slider, text
+from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
+from rooftop.ui.controls import Control, Explorer, State, select, slider, text
 
 #: Contexts of the curves beside the one that was chosen.
 _CONTEXTS = (2048, 8192, 32768, 131072)
 _ANSWER = 512
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """One step at the chosen batch and context, and the fronts of batches at several contexts."""
     batch, context = state.count("batch"), state.count("context")
     kind = tuple(state[name].strip() for name in ("model", "on", "weights", "kv", "bounds", "mesh"))
@@ -43,9 +43,8 @@ def answer(state: State) -> Answer:
     memory = plan.memory_json()["per_device"]
     work = sized.workload
     rate = plan.tokens_per_s / sized.slice.chips
-    return Answer(
-        verdict=_verdict(plan, rate),
-        no="" if plan.fits else "It does not fit.",
+    return Document(
+        verdict=ShownVerdict(says=_verdict(plan, rate), no="" if plan.fits else "It does not fit."),
         figures=_figures(plan, rate, memory),
         charts=(_front(fronts, context, plan, rate), _batches(fronts, context), _step(plan), _memory(plan, memory)),
         notes=tuple(reason.text for reason in plan.reasons),
@@ -132,37 +131,81 @@ def _verdict(plan: ServingPlan, rate: float) -> str:
     )
 
 
-def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[Figure, ...]:
+def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[ShownFigure, ...]:
     cost = plan.cost_per_million_tokens["output"]
     return (
-        Figure(name="step_s", label="Step", value=plan.step_s, unit="s", level="expected",
-               formula="KV / W + max(2 B P / C, weights / W)" if plan.problem.book else "rows of the ledger",
-               source="chapter 7"),
-        Figure(name="tokens_per_s_per_chip", label="Throughput of a chip", value=rate, unit="tok/s", level="expected",
-               formula="batch / step / chips", source="chapter 8"),
-        Figure(name="tokens_per_s", label="Throughput", value=plan.tokens_per_s, unit="tok/s", level="expected",
-               formula="batch / step", source="chapter 8"),
-        Figure(name="ttft_s", label="Prefill (TTFT)", value=plan.ttft_s, unit="s", level="expected",
-               formula=f"{plan.problem.workload.prompt:,} tokens, no queue", source="chapter 8"),
-        Figure(name="max_batch", label="Largest batch", value=float(plan.max_batch), formula="what memory holds"),
-        Figure(name="memory_bytes", label="Memory of a device", value=memory["total"], unit="B", level="expected",
-               formula=f"of {format_bytes(memory['capacity'])}"),
-        Figure(name="kv_bytes", label="KV of a device", value=memory["kv"], unit="B",
-               formula="2 K H L x context x batch x bytes / devices", source="chapter 4"),
-        Figure(name="usd_per_million_tokens", label="Cost of a million tokens",
-               value=None if cost is None else f"${cost:,.2f}", level="expected", formula="generation, list price"),
-    )  # fmt: skip
+        ShownFigure(
+            name="step_s",
+            label="Step",
+            value=plan.step_s,
+            unit="s",
+            level="expected",
+            formula="KV / W + max(2 B P / C, weights / W)" if plan.problem.book else "rows of the ledger",
+            source="chapter 7",
+        ),
+        ShownFigure(
+            name="tokens_per_s_per_chip",
+            label="Throughput of a chip",
+            value=rate,
+            unit="tok/s",
+            level="expected",
+            formula="batch / step / chips",
+            source="chapter 8",
+        ),
+        ShownFigure(
+            name="tokens_per_s",
+            label="Throughput",
+            value=plan.tokens_per_s,
+            unit="tok/s",
+            level="expected",
+            formula="batch / step",
+            source="chapter 8",
+        ),
+        ShownFigure(
+            name="ttft_s",
+            label="Prefill (TTFT)",
+            value=plan.ttft_s,
+            unit="s",
+            level="expected",
+            formula=f"{plan.problem.workload.prompt:,} tokens, no queue",
+            source="chapter 8",
+        ),
+        ShownFigure(name="max_batch", label="Largest batch", value=float(plan.max_batch), formula="what memory holds"),
+        ShownFigure(
+            name="memory_bytes",
+            label="Memory of a device",
+            value=memory["total"],
+            unit="B",
+            level="expected",
+            formula=f"of {format_bytes(memory['capacity'])}",
+        ),
+        ShownFigure(
+            name="kv_bytes",
+            label="KV of a device",
+            value=memory["kv"],
+            unit="B",
+            formula="2 K H L x context x batch x bytes / devices",
+            source="chapter 4",
+        ),
+        ShownFigure(
+            name="usd_per_million_tokens",
+            label="Cost of a million tokens",
+            value=None if cost is None else f"${cost:,.2f}",
+            level="expected",
+            formula="generation, list price",
+        ),
+    )
 
 
 def _front(fronts: dict[int, list[dict[str, Any]]], context: int, plan: ServingPlan, rate: float) -> Lines:
     return Lines(
         title="Latency against throughput",
         about="A point for each batch: up is cheaper, left is faster. Long contexts cost both.",
-        x=Axis(label="step", unit="s", scale="log"),
-        y=Axis(label="tokens/s per chip"),
+        x=ChartAxis(label="step", unit="s", scale="log"),
+        y=ChartAxis(label="tokens/s per chip"),
         series=(
             *(
-                Series(
+                ChartSeries(
                     name=f"context {each:,}",
                     points=tuple((point["step_s"], point["tokens_per_s_per_chip"]) for point in points),
                     names=tuple(f"batch {point['batch']}" for point in points),
@@ -171,7 +214,7 @@ def _front(fronts: dict[int, list[dict[str, Any]]], context: int, plan: ServingP
                 for each, points in fronts.items()
                 if points
             ),
-            Series(name=f"batch {plan.batch}", points=((plan.step_s, rate),), style="point"),
+            ChartSeries(name=f"batch {plan.batch}", points=((plan.step_s, rate),), style="point"),
         ),
     )
 
@@ -180,10 +223,10 @@ def _batches(fronts: dict[int, list[dict[str, Any]]], context: int) -> Lines:
     return Lines(
         title="Step over the batch",
         about="Flat while the weights' bytes bind; it rises with the caches.",
-        x=Axis(label="batch, sequences", scale="log"),
-        y=Axis(label="step", unit="s", scale="log"),
+        x=ChartAxis(label="batch, sequences", scale="log"),
+        y=ChartAxis(label="step", unit="s", scale="log"),
         series=tuple(
-            Series(
+            ChartSeries(
                 name=f"context {each:,}",
                 points=tuple((float(point["batch"]), point["step_s"]) for point in points),
                 style="line" if each == context else "dashed",

@@ -15,9 +15,20 @@ from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
+from rooftop.present.document import (
+    PRICE_LEVELS,
+    Blocks,
+    Chart,
+    Document,
+    Held,
+    ShownFigure,
+    ShownVerdict,
+    Spans,
+    Table,
+    columns,
+)
 from rooftop.simulate.expressions import parse_sizes, price_expression
-from rooftop.ui.answers import PRICE_LEVELS, Answer, Blocks, Chart, Explorer, Figure, Held, Spans, Table
-from rooftop.ui.controls import Control, State, select, slider, text
+from rooftop.ui.controls import Control, Explorer, State, select, slider, text
 
 #: Devices that are drawn along each side of a mesh, arrays that are drawn, and strategies that are listed.
 _SIDE, _ARRAYS, _LISTED = 8, 3, 6
@@ -43,7 +54,7 @@ _SOURCE = (
 )
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """Blocks of each array on the mesh; the best strategy step by step, and the ones after it."""
     named = ("expression", "dtype", "dims", "mesh", "on", "price")
     asked, prices, facts, found = _priced(*(state[name] for name in named))
@@ -55,8 +66,8 @@ def answer(state: State) -> Answer:
     )  # fmt: skip
     blocks = tuple(_blocks(array, dims, shape) for array in arrays[:_ARRAYS] if not array.at)
     if isinstance(asked, ShardedArray):
-        return Answer(
-            verdict=_held(asked, dims, shape),
+        return Document(
+            verdict=ShownVerdict(says=_held(asked, dims, shape)),
             figures=_sizes(asked, dims, shape),
             charts=blocks,
             command=command,
@@ -66,8 +77,8 @@ def answer(state: State) -> Answer:
     if way > len(found):
         raise RooftopError("way", way, f"1 to {len(found)}: there are no more")
     chosen = found[way - 1]
-    return Answer(
-        verdict=_verdict(chosen, found, way),
+    return Document(
+        verdict=ShownVerdict(says=_verdict(chosen, found, way)),
         figures=(*_times(chosen, prices.kind), *_sizes(arrays[-1], dims, shape)),
         charts=(*blocks, *_programs(found, max(way, _LISTED)), _steps(chosen, way)),
         notes=tuple(
@@ -121,29 +132,56 @@ def _verdict(chosen: Strategy, found: Sequence[Strategy], way: int) -> str:
     return f"{first}: {format_seconds(chosen.time_s)}, bound by {chosen.bound or 'nothing'}.{others}"
 
 
-def _times(chosen: Strategy, price: str) -> tuple[Figure, ...]:
+def _times(chosen: Strategy, price: str) -> tuple[ShownFigure, ...]:
     level = PRICE_LEVELS[price]
     moving = sum(cost.time_s for step, cost in zip(chosen.steps, chosen.costs, strict=True) if step.collective)
     return (
-        Figure(name="time_s", label="Time", value=chosen.time_s, unit="s", level=level,
-               formula="the steps, one after another", source="chapter 3"),
-        Figure(name="collectives_s", label="In collectives", value=moving, unit="s", level=level,
-               formula="hops, or bytes / links", source="chapter 3"),
-        Figure(name="lower_s", label="If all overlapped", value=chosen.lower_s, unit="s", level="bound",
-               formula="the busiest resource"),
-        Figure(name="flops", label="FLOPs of a device", value=chosen.flops, unit="FLOP", formula="2 I J K of shards"),
-        Figure(name="memory_bytes", label="Memory of a device", value=chosen.memory_bytes, unit="B",
-               formula="most held at once"),
-    )  # fmt: skip
+        ShownFigure(
+            name="time_s",
+            label="Time",
+            value=chosen.time_s,
+            unit="s",
+            level=level,
+            formula="the steps, one after another",
+            source="chapter 3",
+        ),
+        ShownFigure(
+            name="collectives_s",
+            label="In collectives",
+            value=moving,
+            unit="s",
+            level=level,
+            formula="hops, or bytes / links",
+            source="chapter 3",
+        ),
+        ShownFigure(
+            name="lower_s",
+            label="If all overlapped",
+            value=chosen.lower_s,
+            unit="s",
+            level="bound",
+            formula="the busiest resource",
+        ),
+        ShownFigure(
+            name="flops", label="FLOPs of a device", value=chosen.flops, unit="FLOP", formula="2 I J K of shards"
+        ),
+        ShownFigure(
+            name="memory_bytes",
+            label="Memory of a device",
+            value=chosen.memory_bytes,
+            unit="B",
+            formula="most held at once",
+        ),
+    )
 
 
-def _sizes(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> tuple[Figure, ...]:
+def _sizes(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> tuple[ShownFigure, ...]:
     return (
-        Figure(name="device_bytes", label=f"{array} on a device", value=array.device_bytes(dims, shape), unit="B",
+        ShownFigure(name="device_bytes", label=f"{array} on a device", value=array.device_bytes(dims, shape), unit="B",
                formula="local shape x bytes", source="chapter 3"),
-        Figure(name="total_bytes", label="on all devices", value=array.total_bytes(dims, shape), unit="B",
+        ShownFigure(name="total_bytes", label="on all devices", value=array.total_bytes(dims, shape), unit="B",
                formula="copies and partial sums counted"),
-        Figure(name="replication", label="Copies", value=float(array.replication(shape)),
+        ShownFigure(name="replication", label="Copies", value=float(array.replication(shape)),
                formula="devices along unused axes"),
     )  # fmt: skip
 
@@ -222,7 +260,7 @@ def _programs(found: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
         return ()
     table = Table(
         title="Ways to do it",
-        columns=("way", "time", "binds", "memory", "steps"),
+        columns=columns("way", "time", "binds", "memory", "steps"),
         rows=tuple(
             (
                 str(rank),
@@ -246,7 +284,7 @@ def _programs(found: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
 def _steps(chosen: Strategy, way: int) -> Table:
     return Table(
         title="The best way, step by step" if way == 1 else f"Way {way}, step by step",
-        columns=("step", "axes", "in", "out", "bytes", "FLOPs", "time"),
+        columns=columns("step", "axes", "in", "out", "bytes", "FLOPs", "time", text=4),
         rows=tuple(
             (
                 step.op,

@@ -5,44 +5,78 @@ from __future__ import annotations
 from rooftop.core.quantities import format_count
 from rooftop.hardware import chip
 from rooftop.hardware.chips import catalogue
+from rooftop.present.document import ChartAxis, ChartSeries, Document, Frames, Lines, ShownFigure, ShownVerdict, Spans
 from rooftop.simulate.systolic import Cycles, SystolicArray
-from rooftop.ui.answers import Answer, Axis, Explorer, Figure, Frames, Lines, Series, Spans
-from rooftop.ui.controls import Control, State, select, slider
+from rooftop.ui.controls import Control, Explorer, State, select, slider
 
 _ROWS = tuple(sorted({round(2 ** (power / 2)) for power in range(29)}))
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """Cycles and utilisation of [m, k] x [k, n] on a chip; cycle by cycle on a small array."""
     m, k, n, side = (state.count(name) for name in ("m", "k", "n", "side"))
     spec = chip(state["chip"])
     array = SystolicArray.of(spec)
     found = array.cycles(m, k, n)
     seconds = float(found.total) / spec.clock_hz
-    return Answer(
-        verdict=f"{float(found.utilisation):.1%} of what {_arrays(array)} can do: "
-        f"{format_count(float(found.total))} cycles.",
+    return Document(
+        verdict=ShownVerdict(
+            says=f"{float(found.utilisation):.1%} of what {_arrays(array)} can do: "
+            f"{format_count(float(found.total))} cycles."
+        ),
         figures=(
-            Figure(name="utilisation", label="MXU utilisation", value=float(found.utilisation), unit="%",
-                   level="bound", formula="2mkn / (cycles x FLOPs of a cycle)", source="chapter 2"),
-            Figure(name="cycles", label="Cycles", value=float(found.total), level="bound",
-                   formula="fill + stream + wait + drain", source="chapter 2"),
-            Figure(name="time_s", label="Time", value=seconds, unit="s", level="bound", formula="cycles / clock"),
-            Figure(name="stream", label="Stream", value=float(found.stream), formula="a row of activations a cycle"),
-            Figure(name="wait", label="Wait for weights", value=float(found.wait),
-                   formula="blocks that stream for less than the next weights load"),
-            Figure(name="ends", label="Fill and drain", value=float(found.fill + found.drain),
-                   formula="rows, and rows + columns - 2"),
-            Figure(name="arrays", label="Arrays", value=_arrays(array), formula="bf16 peak / (2 side^2 clock)"),
+            ShownFigure(
+                name="utilisation",
+                label="MXU utilisation",
+                value=float(found.utilisation),
+                unit="%",
+                level="bound",
+                formula="2mkn / (cycles x FLOPs of a cycle)",
+                source="chapter 2",
+            ),
+            ShownFigure(
+                name="cycles",
+                label="Cycles",
+                value=float(found.total),
+                level="bound",
+                formula="fill + stream + wait + drain",
+                source="chapter 2",
+            ),
+            ShownFigure(name="time_s", label="Time", value=seconds, unit="s", level="bound", formula="cycles / clock"),
+            ShownFigure(
+                name="stream", label="Stream", value=float(found.stream), formula="a row of activations a cycle"
+            ),
+            ShownFigure(
+                name="wait",
+                label="Wait for weights",
+                value=float(found.wait),
+                formula="blocks that stream for less than the next weights load",
+            ),
+            ShownFigure(
+                name="ends",
+                label="Fill and drain",
+                value=float(found.fill + found.drain),
+                formula="rows, and rows + columns - 2",
+            ),
+            ShownFigure(name="arrays", label="Arrays", value=_arrays(array), formula="bf16 peak / (2 side^2 clock)"),
         ),
         charts=(_wave(side, state.count("stream")), _utilisation(array, m, k, n), _cycles(found)),
         command=(
-            "rooftop", "matmul", "bf16[M, K] @ bf16[K, N] -> bf16[M, N]", "--dims", f"M={m},K={k},N={n}",
-            "--mesh", "X=1", "--on", f"{spec.name}:{'x'.join('1' for _ in range(spec.ici_axes))}",
-            "--simulate", "--top", "all",
+            "rooftop",
+            "matmul",
+            "bf16[M, K] @ bf16[K, N] -> bf16[M, N]",
+            "--dims",
+            f"M={m},K={k},N={n}",
+            "--mesh",
+            "X=1",
+            "--on",
+            f"{spec.name}:{'x'.join('1' for _ in range(spec.ici_axes))}",
+            "--simulate",
+            "--top",
+            "all",
         ),
         sources=("Chapter 2, appendix B: weight-stationary, weights double-buffered; the array's memory delivers.",),
-    )  # fmt: skip
+    )
 
 
 def _arrays(array: SystolicArray) -> str:
@@ -83,12 +117,12 @@ def _utilisation(array: SystolicArray, m: int, k: int, n: int) -> Lines:
     return Lines(
         title="Utilisation over rows of activations",
         about="Few rows leave the array waiting for the next weights.",
-        x=Axis(label="m, rows of activations", scale="log"),
-        y=Axis(label="utilisation", unit="%"),
+        x=ChartAxis(label="m, rows of activations", scale="log"),
+        y=ChartAxis(label="utilisation", unit="%"),
         series=(
-            Series(name=f"k={k}, n={n}",
+            ChartSeries(name=f"k={k}, n={n}",
                    points=tuple((float(rows), float(array.cycles(rows, k, n).utilisation)) for rows in _ROWS)),
-            Series(name="here", points=((float(m), here),), style="point"),
+            ChartSeries(name="here", points=((float(m), here),), style="point"),
         ),
         marks=((float(array.rows), "side of the array"),),
     )  # fmt: skip

@@ -11,15 +11,15 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
-from rooftop.ui.answers import Answer, Axis, Bar, Bars, Explorer, Figure, Lines, Series
-from rooftop.ui.controls import Control, State, select, slider, text
+from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
+from rooftop.ui.controls import Control, Explorer, State, select, slider, text
 
 #: Curves that are drawn, and sequences a step of their points.
 _DRAWN = 6
 _SEQS = tuple(2**power for power in range(0, 15, 1))
 
 
-def answer(state: State) -> Answer:
+def answer(state: State) -> Document:
     """The chosen mesh at the chosen batch, and every strategy of chapter 5 over batches."""
     where, model = Slice.parse(state["on"]), load_model(state["model"])
     seqs, seq, tensor = state.count("batch_seqs"), state.count("seq"), state.count("tensor")
@@ -44,37 +44,93 @@ def answer(state: State) -> Answer:
     network = seconds["ici"] + seconds["dcn"]
     curves = _shown(priced, seqs * seq, axes)
     exposed = plan.exposed_s()
-    return Answer(
-        verdict=_verdict(plan, seconds["mxu"], network),
-        no="" if plan.fits else "It does not fit.",
+    return Document(
+        verdict=ShownVerdict(says=_verdict(plan, seconds["mxu"], network), no="" if plan.fits else "It does not fit."),
         figures=(
-            Figure(name="expected_s", label="Step", value=plan.expected_s, unit="s", level="expected",
-                   formula="compute and what is not hidden"),
-            Figure(name="mxu_s", label="Compute", value=seconds["mxu"], unit="s", level="bound",
-                   formula="matmul FLOPs / C", source="chapter 5"),
-            Figure(name="network_s", label="Communication", value=network, unit="s", level="bound",
-                   formula="bytes / links, every collective", source="chapter 5"),
-            Figure(name="ratio", label="Compute over communication",
-                   value=seconds["mxu"] / network if network else "no communication", level="bound",
-                   formula="above 1: communication can hide", source="chapter 5"),
-            Figure(name="mfu", label="MFU", value=plan.mfu, unit="%", level="expected",
-                   formula="model FLOPs / (step x C)"),
-            Figure(name="tokens_per_chip", label="Tokens per chip", value=seqs * seq / where.chips, unit="tokens",
-                   formula="B / N", source="chapter 5"),
-            Figure(name="memory_bytes", label="Memory of a device", value=plan.memory_bytes, unit="B", level="expected",
-                   formula=f"of {format_count(problem.capacity, 'B')}"),
-            Figure(name="exposed_s", label="Not hidden", value=sum(exposed.values()), unit="s", level="expected",
-                   formula=", ".join(f"{name} {format_seconds(each)}" for name, each in exposed.items()) or "nothing"),
+            ShownFigure(
+                name="expected_s",
+                label="Step",
+                value=plan.expected_s,
+                unit="s",
+                level="expected",
+                formula="compute and what is not hidden",
+            ),
+            ShownFigure(
+                name="mxu_s",
+                label="Compute",
+                value=seconds["mxu"],
+                unit="s",
+                level="bound",
+                formula="matmul FLOPs / C",
+                source="chapter 5",
+            ),
+            ShownFigure(
+                name="network_s",
+                label="Communication",
+                value=network,
+                unit="s",
+                level="bound",
+                formula="bytes / links, every collective",
+                source="chapter 5",
+            ),
+            ShownFigure(
+                name="ratio",
+                label="Compute over communication",
+                value=seconds["mxu"] / network if network else "no communication",
+                level="bound",
+                formula="above 1: communication can hide",
+                source="chapter 5",
+            ),
+            ShownFigure(
+                name="mfu", label="MFU", value=plan.mfu, unit="%", level="expected", formula="model FLOPs / (step x C)"
+            ),
+            ShownFigure(
+                name="tokens_per_chip",
+                label="Tokens per chip",
+                value=seqs * seq / where.chips,
+                unit="tokens",
+                formula="B / N",
+                source="chapter 5",
+            ),
+            ShownFigure(
+                name="memory_bytes",
+                label="Memory of a device",
+                value=plan.memory_bytes,
+                unit="B",
+                level="expected",
+                formula=f"of {format_count(problem.capacity, 'B')}",
+            ),
+            ShownFigure(
+                name="exposed_s",
+                label="Not hidden",
+                value=sum(exposed.values()),
+                unit="s",
+                level="expected",
+                formula=", ".join(f"{name} {format_seconds(each)}" for name, each in exposed.items()) or "nothing",
+            ),
         ),
         charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), _steps(curves, problem, seqs)),
         notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
         command=(
-            "rooftop", "plan", "train", state["model"], "--on", where.name, "--mesh",
+            "rooftop",
+            "plan",
+            "train",
+            state["model"],
+            "--on",
+            where.name,
+            "--mesh",
             ",".join(f"{name}={size}" for name, size in problem.axes.items()) if problem.axes else "",
-            "--batch-seqs", str(seqs), "--seq", str(seq), "--remat", state["remat"], "--microbatches", "1",
+            "--batch-seqs",
+            str(seqs),
+            "--seq",
+            str(seq),
+            "--remat",
+            state["remat"],
+            "--microbatches",
+            "1",
         ),
         sources=("Chapter 5. Curves: bounds at peak rates on the fastest layout of each mesh; steps: docs/plan.md.",),
-    )  # fmt: skip
+    )
 
 
 def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
@@ -124,11 +180,11 @@ def _times(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> Lines
     return Lines(
         title="Communication over the batch, by strategy",
         about="Where a strategy's curve runs above compute, communication binds it.",
-        x=Axis(label="tokens of a step", scale="log"),
-        y=Axis(label="time of a step", unit="s", scale="log"),
+        x=ChartAxis(label="tokens of a step", scale="log"),
+        y=ChartAxis(label="time of a step", unit="s", scale="log"),
         series=(
-            Series(name="compute", points=_points(here.batch_tokens, here.compute_s), style="dashed"),
-            *(Series(name=_name(curve), points=_points(curve.batch_tokens, curve.network_s)) for curve in curves),
+            ChartSeries(name="compute", points=_points(here.batch_tokens, here.compute_s), style="dashed"),
+            *(ChartSeries(name=_name(curve), points=_points(curve.batch_tokens, curve.network_s)) for curve in curves),
         ),
         marks=((float(tokens), "this batch"),),
     )
@@ -138,19 +194,22 @@ def _ratios(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> Line
     return Lines(
         title="Compute over communication",
         about="Above 1 communication can hide behind compute. FSDP grows with the batch, tensor parallelism does not.",
-        x=Axis(label="tokens of a step", scale="log"),
-        y=Axis(label="ratio", scale="log"),
+        x=ChartAxis(label="tokens of a step", scale="log"),
+        y=ChartAxis(label="ratio", scale="log"),
         series=(
-            Series(name="1", points=((float(curves[0].batch_tokens[0]), 1.0), (float(curves[0].batch_tokens[-1]), 1.0)),
-                   style="dashed"),
+            ChartSeries(
+                name="1",
+                points=((float(curves[0].batch_tokens[0]), 1.0), (float(curves[0].batch_tokens[-1]), 1.0)),
+                style="dashed",
+            ),
             *(
-                Series(name=_name(curve), points=_points(curve.batch_tokens, curve.compute_s / curve.network_s))
+                ChartSeries(name=_name(curve), points=_points(curve.batch_tokens, curve.compute_s / curve.network_s))
                 for curve in curves
                 if curve.network_s.all()
             ),
         ),
         marks=((float(tokens), "this batch"),),
-    )  # fmt: skip
+    )
 
 
 def _points(x: object, y: object) -> tuple[tuple[float, float], ...]:

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 
-export function openedPage(main, catalogue, answerView, json) {
+export function openedPage(main, catalogue, answerView, json, resized) {
   const answer = h("section", { class: "answer", "aria-label": "What the file says", hidden: true });
   const title = h("h2", { tabindex: -1 });
   const wrong = h("p", { class: "wrong control", role: "alert", hidden: true });
@@ -50,7 +50,10 @@ export function openedPage(main, catalogue, answerView, json) {
 
   const buttons = catalogue.files.map((file, index) =>
     h("button", { type: "button", onclick: () => choose(index, true) }, file));
+  let chosen = null;
+  resized(() => { if (chosen !== null) choose(chosen, false); });
   function choose(index, byHand) {
+    chosen = index;
     history.replaceState(null, "", `/open?file=${index}`);
     buttons.forEach((button, at) => button.setAttribute("aria-pressed", at === index));
     show(json(`/api/files/${index}?now`), byHand, `/api/files/${index}`);

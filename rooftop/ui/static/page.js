@@ -9,8 +9,16 @@ const main = document.getElementById("main");
 const live = document.getElementById("live");
 const name = location.pathname.slice(1);
 
-async function json(address, options) {
-  const response = await fetch(address, options);
+/** Pixels inside a chart that has a row for itself, half of one, or a third: page.css says how rows are cut. */
+function widths() {
+  const controls = name && name !== "open" && !matchMedia("(max-width: 860px)").matches ? 368 : 0;
+  const room = main.clientWidth - 2 * parseFloat(getComputedStyle(main).paddingLeft) - controls;
+  const columns = matchMedia("(max-width: 1080px)").matches ? [1, 1, 1] : [1, 2, 3];
+  return columns.map((count) => Math.floor((room - 18 * (count - 1)) / count - 36)).join(",");
+}
+
+async function json(address, options = {}) {
+  const response = await fetch(address, { ...options, headers: { "Chart-Widths": widths() } });
   if (response.headers.get("content-type") !== "application/json") {
     return { error: { field: "", message: "rooftop could not answer this; its terminal says why" } };
   }
@@ -91,7 +99,17 @@ async function explorerPage() {
     h("p", { class: "lede" }, declared.summary, h("span", { class: "chapter" }, declared.chapter)),
     h("div", { class: "layout" }, form.form, answer),
   );
+  resized(ask);
   await ask();
+}
+
+/** Pictures are drawn again where their width has changed. */
+function resized(again) {
+  let before = innerWidth, waiting = 0;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => { if (innerWidth !== before) { before = innerWidth; again(); } }, 200);
+  });
 }
 
 let remembering = 0;
@@ -104,6 +122,7 @@ function remember(query) {
 /** Shows answers in one place: figures that change keep their element, charts are drawn anew. */
 export function answerView(place) {
   const verdict = h("p", { class: "verdict", role: "status", "aria-live": "polite" });
+  const details = h("p", { class: "details" });
   const figures = h("dl", { class: "figures panel" });
   const charts = h("div", { class: "charts" });
   const notes = h("ul", { class: "notes panel" });
@@ -114,11 +133,13 @@ export function answerView(place) {
     h("div", { class: "line" }, command, copy));
   const source = h("p", { class: "source" });
   const shown = new Map();
-  place.append(verdict, figures, charts, notes, same, source);
+  place.append(verdict, details, figures, charts, notes, same, source);
 
   function show(found, address) {
     if (verdict.textContent !== found.verdict) verdict.textContent = found.verdict;
     verdict.classList.toggle("no", Boolean(found.no));
+    details.textContent = [found.verdict === found.no ? "" : found.no, ...found.details].filter(Boolean).join("\n");
+    details.hidden = !details.textContent;
     const changed = [];
     const kept = new Set(found.figures.map((figure) => figure.name));
     for (const [key, tile] of shown) if (!kept.has(key)) { tile.element.remove(); shown.delete(key); }
@@ -131,7 +152,7 @@ export function answerView(place) {
       tile.value.classList.toggle("words", figure.text.length > 14);
       tile.label.textContent = figure.label;
       tile.level.textContent = figure.level === "exact" ? "" : figure.level;
-      tile.formula.textContent = [figure.formula, figure.source].filter(Boolean).join(" · ");
+      tile.formula.textContent = [figure.note, figure.formula, figure.source].filter(Boolean).join(" · ");
       figures.append(tile.element);
       shown.set(figure.name, tile);
     }
@@ -184,24 +205,12 @@ function drawAll(place, charts) {
     place.append(drawn.get(key).element);
     drawn.get(key).show(chart);
   });
-  fillRows(place);
-}
-
-/** A half that has no other half beside it takes the whole row. */
-function fillRows(place) {
-  let waiting = null;
-  for (const element of place.children) {
-    element.classList.remove("alone");
-    if (element.classList.contains("half")) waiting = waiting ? null : element;
-    else { waiting?.classList.add("alone"); waiting = null; }
-  }
-  waiting?.classList.add("alone");
 }
 
 const catalogue = await json("/api");
 menu(catalogue);
 theme();
 if (!name) await home(catalogue);
-else if (name === "open") openedPage(main, catalogue, answerView, json);
+else if (name === "open") openedPage(main, catalogue, answerView, json, resized);
 else await explorerPage();
 document.body.dataset.ready = "yes";

@@ -1,4 +1,4 @@
-"""The page of a trace: its ledger beside what was compiled and planned, with the timelines of all three."""
+"""Documents of compilations and traces with their timelines. They need JAX, unlike all other documents."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from rooftop.compiler.machine.lanes import compiled_lanes
 from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import RooftopError
 from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
+from rooftop.explain.compiled.report import CompiledReport
+from rooftop.explain.compiled.training import Refusal
 from rooftop.explain.measured.report import Explained
-from rooftop.present.report import Material, page
+from rooftop.present.document import Document
+from rooftop.present.documents import document
 from rooftop.profile.facts import COLLECTIVE, CONTROL, HOST, Facts
 from rooftop.profile.measured import StepTime
 from rooftop.profile.trace import SECONDS, Device, Track
@@ -23,13 +26,22 @@ DRAWN_DEVICES, _DEEP = 8, 4
 _SORTS = {COLLECTIVE: WAIT, HOST: WAIT, CONTROL: MORE}
 
 
-def measured_page(found: Explained) -> str:
-    """The page as HTML."""
+def compiled_document(answer: CompiledReport | Refusal) -> Document:
+    """A compilation next to its plan, with both timelines; of a refusal, what fills the memory that is too small."""
+    plan = answer.plan
+    lanes = [] if plan is None else [planned_lanes(plan)]
+    if isinstance(answer, CompiledReport):
+        lanes.append(compiled_lanes(answer.compiled.module, answer.timeline, title="compiled: the schedule of XLA"))
+    return document(answer.to_json(), plan=None if plan is None else plan.to_json(), lanes=lanes)
+
+
+def measured_document(found: Explained) -> Document:
+    """A trace next to its compilation and plan, with the timelines of all three."""
     lanes = [measured_lanes(found), *_compiled(found)]
     if found.plan is not None:
         lanes.append(planned_lanes(found.plan))
     plan = None if found.plan is None else found.plan.to_json()
-    return page(Material(data=found.to_json(), plan=plan, lanes=lanes))
+    return document(found.to_json(), plan=plan, lanes=lanes)
 
 
 def measured_lanes(found: Explained) -> Lanes:

@@ -1,0 +1,372 @@
+"""The document of a compilation: planned next to compiled, the differences, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rooftop.core.ledger import Ledger
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.scopes import UNSCOPED
+from rooftop.present.document import (
+    Chart,
+    Document,
+    ShownFigure,
+    ShownVerdict,
+    Table,
+    TableColumn,
+    columns,
+)
+from rooftop.present.documents.parts import (
+    ledger_bars,
+    ledger_table,
+    memory_bars,
+    mesh_text,
+    microbatches_text,
+    milliseconds,
+    of_ledgers,
+    place,
+    prose,
+    rooflines,
+    roofs_of_slice,
+    sentence,
+    table,
+    written_by,
+)
+
+#: The text of a compiled figure that equals the planned one.
+SAME = "="
+#: Operations that take a smaller share of the time are not listed.
+_WORTH = 1e-3
+_TIMES = (
+    ("mxu_s", "matrix unit at peak"),
+    ("hbm_s", "HBM at peak"),
+    ("exposed_ici_s", "exposed on ICI"),
+    ("exposed_dcn_s", "exposed on DCN"),
+)
+
+
+def compilation(
+    data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, cached: bool | None = None
+) -> Document:
+    """A compilation, next to its ``plan`` in JSON if there is one. ``cached`` says whether it was compiled before."""
+    where, ledger = data["slice"]["name"], Ledger.from_json(data.get("ledger", []))
+    subject = f"{where}: {mesh_text(data['mesh']['axes'])}"
+    if plan is not None:
+        count = microbatches_text(plan["microbatches"])
+        subject = f"{plan['model']['name']} on {subject}; remat {plan['remat']['name']}; {count}"
+    return Document(
+        title=f"Compiled for {where}",
+        verdict=ShownVerdict(
+            subject=subject,
+            says=sentence(data["verdict"]),
+            no="" if data["fits"] else data["verdict"],
+            differs=not data.get("agrees", True),
+            details=_versions(data, cached),
+        ),
+        figures=tuple(_figures(data)),
+        charts=tuple(_charts(data, ledger, plan)),
+        sources=written_by(data, "; XLA's schedule, priced at the chip's named fractions"),
+    )
+
+
+def _versions(data: Mapping[str, Any], cached: bool | None) -> tuple[str, ...]:
+    if not data["fits"] or "versions" not in data:
+        return ()
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    took = f", {'once ' if cached else ''}compiled in {data['compile_s']:.0f} s" if cached is not None else ""
+    return (f"XLA:TPU ({versions}){took}",)
+
+
+def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
+    if data["fits"]:
+        step = data["step"]
+        exposed = step["exposed_ici_s"] + step["exposed_dcn_s"]
+        waits = f"{format_seconds(exposed)} waiting for collectives" if exposed else "no collective waits"
+        yield ShownFigure(
+            name="compiled_s", label="expected time", value=step["expected_s"], unit="s", level="expected",
+            note=f"of the compiled schedule; {waits}",
+        )  # fmt: skip
+        if data.get("planned_step") is not None:
+            yield ShownFigure(
+                name="planned_s", label="as planned", value=data["planned_step"]["expected_s"], unit="s",
+                level="expected",
+            )  # fmt: skip
+    yield ShownFigure(
+        name="peak_bytes", label="peak memory", value=data["peak_bytes"], unit="B",
+        note=f"of {format_bytes(data['capacity_bytes'])} a device, as the compiler allocates",
+    )  # fmt: skip
+    if data.get("planned_peak_bytes") is not None:
+        yield ShownFigure(
+            name="planned_peak_bytes", label="peak, planned", value=data["planned_peak_bytes"], unit="B",
+            level="expected",
+        )  # fmt: skip
+
+
+def _charts(data: Mapping[str, Any], ledger: Ledger, plan: Mapping[str, Any] | None) -> Iterator[Chart]:
+    sides = {
+        side: classes
+        for side, classes in (("compiled", data.get("memory")), ("planned", data.get("planned_memory")))
+        if classes
+    }
+    filled = (memory_bars(sides, data["capacity_bytes"], section="Memory"),) if sides else ()
+    if not data["fits"]:
+        yield from filled
+        yield _memory(data)
+        yield from _buffers(data)
+        yield from _nearest(data)
+        return
+    planned = data.get("planned_step") is not None
+    yield from (_checks(data), _memory(data), *_rows(data, plan), *_findings(data)) if planned else _alone(data)
+    ledgers = {"compiled": data["ledger"]} | ({"planned": plan["ledger"]} if plan is not None else {})
+    notes = {(row["scope"], row["phase"]): row["verdict"] for row in data["joined"] if row["verdict"] != "as planned"}
+    lines = of_ledgers(ledgers, notes)
+    yield ledger_bars(ledger, section="Ledger")
+    yield ledger_table(lines, "The ledger", about="Per device and step, counts applied.")
+    yield from rooflines(lines, roofs_of_slice(data["slice"]["name"]), section="Roofline")
+    yield from filled
+    yield from _operations(data)
+    yield from _buffers(data, detail=planned)
+
+
+def _checks(data: Mapping[str, Any]) -> Table:
+    rows = []
+    formats: Mapping[str, Callable[[float], str]] = {"matmul FLOPs": format_count, "expected time": format_seconds}
+    for check in data["checks"]:
+        write = formats.get(check["name"], format_bytes)
+        ratio = "" if check["ratio"] is None else f"{check['ratio']:.3f}"
+        holds = "" if check["holds"] else "differs"
+        rows.append((check["name"], write(check["planned"]), write(check["compiled"]), ratio, holds))
+        if check["name"] == "matmul FLOPs" and (data["kernel_flops"] or data["planned_kernel_flops"]):
+            kernels = (format_count(data["planned_kernel_flops"]), format_count(data["kernel_flops"]))
+            rows.append(("kernels' FLOPs", *kernels, "", ""))
+    for name, title in _TIMES:
+        both = data["planned_step"][name], data["step"][name]
+        if any(both):
+            rows.append((title, format_seconds(both[0]), format_seconds(both[1]), "", ""))
+    names = ("", "planned", "compiled", "ratio", "")
+    return table("Per step on one device", names, rows, section="Planned and compiled")
+
+
+def _memory(data: Mapping[str, Any]) -> Table:
+    """HBM at the peak by class."""
+    planned, compiled = data["planned_memory"] or {}, data["memory"] or {}
+    rows = [
+        (name, *(format_bytes(side[name]) if name in side else "" for side in (planned, compiled)))
+        for name in dict.fromkeys([*planned, *compiled])
+    ]
+    peaks = (data["planned_peak_bytes"], data["peak_bytes"])
+    rows.append(("all", *("" if size is None else format_bytes(size) for size in peaks)))
+    return table("HBM of a device at the peak", ("", "planned", "compiled"), rows)
+
+
+def _buffers(data: Mapping[str, Any], *, detail: bool = False) -> tuple[Chart, ...]:
+    rows = [
+        (
+            # An argument, or an array without a scope, goes by its name.
+            buffer["name"] if buffer["scope"] in ("", UNSCOPED) else f"{buffer['scope']} {buffer['phase']}",
+            buffer["shape"],
+            buffer["memory_class"],
+            format_bytes(buffer["bytes"]),
+            place(buffer["source"]),
+        )
+        for buffer in data["buffers"]
+    ]
+    headings = (
+        TableColumn(name="array", kind="text", wrap=True),
+        TableColumn(name="shape", kind="text", wrap=True),
+        TableColumn(name="class", kind="text", drop=2),
+        TableColumn(name="bytes"),
+        TableColumn(name="from", kind="text", drop=1),
+    )
+    title = "The largest arrays at the peak"
+    return (Table(title=title, columns=headings, rows=tuple(rows), detail=detail),) if rows else ()
+
+
+def _nearest(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    near = data["nearest"]
+    if near is None:
+        return ()
+    mesh = " x ".join(f"{name} {size}" for name, size in near["mesh"].items())
+    text = (
+        f"The nearest plan that should fit, by what XLA asked for here: {mesh}, remat {near['remat']}, "
+        f"{near['microbatches']} microbatches: {format_seconds(near['expected_s'])} a step."
+    )
+    return (prose(text),)
+
+
+def _rows(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Table, ...]:
+    """Planned and compiled figures by scope and phase."""
+    planned = _seconds([] if plan is None else plan["ledger"])
+    compiled, before = _seconds(data["ledger"]), ""
+    rows: list[tuple[str, ...]] = []
+    for row in data["joined"]:
+        moved = [
+            (f"{each['kind']} {','.join(each['axes'])}", each["planned_bytes"] or 0.0, each["compiled_bytes"] or 0.0)
+            for each in row["collectives"]
+        ]
+        key = row["scope"], row["phase"]
+        rows.append(
+            (
+                "" if row["scope"] == before else row["scope"],
+                row["phase"],
+                "\n".join(name for name, _, _ in moved),
+                "\n".join(format_bytes(ours) if ours else "" for _, ours, _ in moved),
+                "\n".join(_next_to(ours, theirs, format_bytes) for _, ours, theirs in moved),
+                format_count(row["planned_flops"]) if row["planned_flops"] else "",
+                _next_to(row["planned_flops"], row["compiled_flops"], format_count),
+                milliseconds(planned.get(key, 0.0)),
+                milliseconds(compiled.get(key, 0.0)),
+            )
+        )
+        before = row["scope"]
+    shown = {(row["scope"], row["phase"]) for row in data["joined"]}
+    rest = [sum(seconds for key, seconds in side.items() if key not in shown) for side in (planned, compiled)]
+    rows.append(("elementwise, other", "", "", "", "", "", "", *map(milliseconds, rest)))
+    return (
+        Table(
+            title="By scope, planned and then as XLA compiled it ('=': as planned; ms with what collectives expose)",
+            columns=(
+                TableColumn(name="scope", kind="text"),
+                TableColumn(name="phase", kind="text"),
+                TableColumn(name="collective", kind="text", wrap=True),
+                *(TableColumn(name=name) for name in ("bytes", "XLA")),
+                *(TableColumn(name=name, drop=1) for name in ("FLOPs", "XLA")),
+                *(TableColumn(name=name) for name in ("ms", "XLA")),
+            ),
+            rows=tuple(rows),
+        ),
+    )
+
+
+def _seconds(ledger: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """Expected seconds per step by scope and phase."""
+    seconds: dict[tuple[str, str], float] = {}
+    for row in ledger:
+        key = row["scope"], row["phase"]
+        seconds[key] = seconds.get(key, 0.0) + float(row["count"]) * float(row["expected_s"])
+    return seconds
+
+
+def _next_to(planned: float, compiled: float, write: Callable[[float], str]) -> str:
+    if not planned and not compiled:
+        return ""
+    return SAME if abs(planned - compiled) <= 1e-6 * max(planned, compiled) else write(compiled)
+
+
+def _findings(data: Mapping[str, Any]) -> Iterator[Chart]:
+    titles = {
+        "unexpected": "Unexpected: compiled, not planned",
+        "missing": "Missing: planned, not compiled",
+        "spelled": "As planned, under another name",
+    }
+    for name, title in titles.items():
+        listed = [finding for finding in data[name] if finding["rule"] != "named"]
+        if listed:
+            yield _finding_table(title, listed)
+    renamed = [finding for finding in data["unexpected"] if finding["rule"] == "named"]
+    if renamed:
+        moved = format_bytes(sum(finding["bytes"] for finding in renamed))
+        yield prose(f"As planned, but under another scope or phase in XLA's names: {len(renamed)} items, {moved}.")
+    # The rows have the recomputation that the remat policy asks for.
+    strange = [finding for finding in data["recomputed"] if finding["rule"] != "policy"]
+    if strange:
+        yield _finding_table("Recomputed, not as planned", strange)
+    elif data["recomputed"]:
+        cost = sum(finding["cost_s"] for finding in data["recomputed"])
+        yield prose(f"Recomputed as the remat policy asks: {format_seconds(cost)} a step.")
+
+
+def _finding_table(title: str, findings: Sequence[Mapping[str, Any]]) -> Table:
+    """Findings; a reason that several share is said once, below."""
+    whys = list(dict.fromkeys(finding["why"] or "no reason is known" for finding in findings))
+    rows = []
+    for finding in findings:
+        much = format_bytes(finding["bytes"])
+        if finding["kind"] == "matmul":
+            much = format_count(finding["flops"], "FLOPs")
+        number = f"{whys.index(finding['why'] or 'no reason is known') + 1}"
+        rows.append(
+            (
+                finding["scope"], finding["phase"], f"{finding['kind']} {','.join(finding['axes'])}".strip(), much,
+                format_seconds(finding["cost_s"]), place(finding["source"]), number,
+            )
+        )  # fmt: skip
+    headings = (
+        TableColumn(name="scope", kind="text"),
+        TableColumn(name="phase", kind="text"),
+        TableColumn(name="what", kind="text", wrap=True),
+        TableColumn(name="how much"),
+        TableColumn(name="time"),
+        TableColumn(name="from", kind="text", drop=1),
+        TableColumn(name="why"),
+    )
+    about = "\n".join(f"{number}: {why}" for number, why in enumerate(whys, start=1))
+    return Table(title=title, about=about, columns=headings, rows=tuple(rows))
+
+
+def _alone(data: Mapping[str, Any]) -> Iterator[Chart]:
+    """A program that nobody planned: its figures and collectives."""
+    rows = [("matmul FLOPs", format_count(data["flops"]))]
+    if data["kernel_flops"]:
+        rows.append(("kernels' FLOPs", format_count(data["kernel_flops"])))
+    rows += [(title, format_seconds(data["step"][name])) for name, title in _TIMES if data["step"][name]]
+    yield table("Per execution on one device", ("", ""), rows, section="Execution")
+    if not data["collectives"]:
+        yield prose("No collectives.")
+        return
+    moved = [
+        (
+            each["kind"] + (" (ring)" if each["ring"] else ""),
+            ",".join(each["axes"]),
+            format_bytes(each["bytes"]),
+            str(each["count"]),
+            format_seconds(each["expected_s"]),
+            format_seconds(each["exposed_s"]),
+            place(each["source"]),
+        )
+        for each in sorted(data["collectives"], key=lambda each: -each["count"] * each["expected_s"])
+    ]
+    headings = columns("collective", "axes", "bytes", "times", "time", "exposed", text=2)
+    yield Table(
+        title="Collectives", columns=(*headings, TableColumn(name="from", kind="text", drop=1)), rows=tuple(moved)
+    )
+
+
+def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
+    whole = data["step"]["expected_s"]
+    listed = [op for op in data["operations"] if op["count"] * op["expected_s"] > _WORTH * whole]
+    if not listed:
+        yield prose("No operation takes a thousandth of the time.")
+        return
+    # A program with scopes is known by them, any other by XLA's names.
+    scoped = any(op["scope"] != UNSCOPED for op in listed)
+    rows = [
+        (
+            *((op["scope"], op["phase"]) if scoped else (op["op"],)),
+            op["matmul"] or op["shape"].split(", ")[0],
+            format_count(op["flops"]) if op["flops"] else "",
+            format_bytes(op["hbm_bytes"]),
+            f"{op['intensity']:.0f}" if op["intensity"] else "",
+            op["bound"],
+            format_seconds(op["count"] * op["expected_s"]),
+            place(op["source"]),
+        )
+        for op in listed
+    ]
+    names = ("scope", "phase") if scoped else ("operation",)
+    yield Table(
+        title=f"The {len(listed)} operations that take the longest (time of all executions)",
+        section="Operations",
+        columns=(
+            *(TableColumn(name=name, kind="text", wrap=name == "operation") for name in names),
+            TableColumn(name="M x K x N, or result", kind="text", wrap=True, drop=2),
+            TableColumn(name="FLOPs", drop=3),
+            TableColumn(name="HBM", drop=3),
+            TableColumn(name="FLOPs/B"),
+            TableColumn(name="bound", kind="text"),
+            TableColumn(name="time"),
+            TableColumn(name="from", kind="text", drop=1),
+        ),
+        rows=tuple(rows),
+    )

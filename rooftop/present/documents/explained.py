@@ -1,0 +1,532 @@
+"""The documents of ``rooftop explain``: a trace, the difference of two sides, and single operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.present.document import (
+    Bar,
+    Bars,
+    Chart,
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Item,
+    Items,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+    Table,
+    TableColumn,
+)
+from rooftop.present.documents.parts import (
+    LedgerLine,
+    Roof,
+    SideFigures,
+    ledger_table,
+    mesh_text,
+    place,
+    rooflines,
+    roofs_of_slice,
+    sentence,
+    table,
+    written_by,
+)
+
+_PARTS = (
+    ("compute_s", "computing"), ("exposed_s", "waiting for collectives"), ("held_s", "between the ops of loops"),
+    ("idle_s", "idle"),
+)  # fmt: skip
+#: Steps and SparseCores that are drawn, rows that bars show, losses and changes that are listed.
+_STEPS, _CORES, _BARS, _LISTED = 12, 16, 12, 6
+
+
+def explained(data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, top: int = 0) -> Document:
+    """A trace: measured next to compiled next to planned. ``top`` rows of each table are printed (0: all)."""
+    lines = of_explained(data)
+    sides = [side for side in ("measured", "compiled", "planned") if any(side in line.sides for line in lines)]
+    return Document(
+        title=f"{data['trace']}: {', '.join(data['programs']) or 'a trace'}",
+        verdict=ShownVerdict(
+            subject=_subject(data),
+            says=sentence(data["verdict"]),
+            differs=(data["roofline"] or 0) <= 0.5,
+            details=(
+                *(f"Note: {note}." for note in data["notes"]),
+                f"Steps: {data['marked']}; {sum(step['counted'] for step in data['steps'])} of {len(data['steps'])} "
+                "counted.",
+            ),
+        ),
+        figures=tuple(_figures(data)),
+        charts=(
+            _step(data),
+            *_achieved(data),
+            _rows(data, top),
+            ledger_table(lines, f"By scope and phase: {' beside '.join(sides)}"),
+            _longest(data),
+            *_roofline(data, plan, lines),
+            *_memory(data, plan),
+            *_collectives(data, top),
+            *_sparse_cores(data),
+            *_operations(data, top),
+            *_losses(data, top),
+            *_advice(data),
+            *_empty(data),
+        ),
+        sources=written_by(data),
+    )
+
+
+def of_explained(data: Mapping[str, Any]) -> list[LedgerLine]:
+    """The rows of ``rooftop explain --json``."""
+    lines = []
+    for row in data["rows"]:
+        measured, compiled, planned = row["measured"], row["compiled"], row["planned"]
+        sides: dict[str, SideFigures] = {}
+        if measured:
+            rates = {name: measured[f"{name}_per_s"] for name in ("flops", "hbm_bytes")}
+            amounts = {name: None if rate is None else rate * measured["time_s"] for name, rate in rates.items()}
+            sides["measured"] = SideFigures(time_s=measured["time_s"], exposed_s=measured["exposed_s"], **amounts)
+        if compiled:
+            peak = max(compiled["bound_s"].values(), default=None)
+            sides["compiled"] = SideFigures(flops=compiled["flops"], hbm_bytes=compiled["hbm_bytes"], at_peak_s=peak)
+        if planned:
+            sides["planned"] = SideFigures(**planned)
+        lines.append(
+            LedgerLine(
+                scope=row["scope"], phase=row["phase"], sides=sides, moves=tuple(map(_move, row["collectives"])),
+                slowest=(measured or {}).get("slowest") or "", source=(measured or {}).get("source") or "",
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _move(moved: Mapping[str, Any]) -> str:
+    texts = [
+        f"{format_seconds(moved['exposed_s'])} exposed of {format_seconds(moved['in_flight_s'])}"
+        if moved["in_flight_s"] is not None
+        else "not measured",
+        f"{format_bytes(moved['compiled_bytes'])} compiled" if moved["compiled_bytes"] is not None else "not compiled",
+        f"{format_bytes(moved['planned_bytes'])} planned" if moved["planned_bytes"] is not None else "",
+    ]
+    return f"{moved['kind']} over {','.join(moved['axes'])}: {', '.join(text for text in texts if text)}"
+
+
+def _subject(data: Mapping[str, Any]) -> str:
+    devices = data["devices"]
+    kind = f"{devices['count']} {'emulated ' if devices['emulated'] else ''}{devices['kind']} devices"
+    kind += f" of {devices['hosts']} hosts" if devices["hosts"] > 1 else ""
+    mesh = mesh_text(data["mesh"])
+    programs = ", ".join(data["programs"])
+    mesh = "" if mesh == "one device" else f", {mesh}"
+    return f"{data['trace']}: {kind}{mesh}" + (f"; {programs}" if programs else "")
+
+
+def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
+    step = data["step_s"]
+    yield ShownFigure(name="step_s", label="step", value=step, unit="s", level="measured")
+    for name, title in _PARTS:
+        if data[name]:
+            share = f"{data[name] / step:.1%}" if step else ""
+            yield ShownFigure(name=name, label=title, value=data[name], unit="s", level="measured", note=share)
+    if data["roofline"] is not None:
+        yield ShownFigure(
+            name="roofline", label="of the roofline", value=data["roofline"], unit="%", level="measured",
+            note=data["bound"],
+        )  # fmt: skip
+    yield ShownFigure(
+        name="attributed", label="in a scope", value=data["attributed"], unit="%", level="measured",
+        note="of the busy time",
+    )  # fmt: skip
+
+
+def _achieved(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    if data["roofs"] is None or not data["achieved"]:
+        return ()
+    rows = []
+    for each in data["achieved"]:
+        unit = "FLOP/s" if each["resource"] == "mxu" else "B/s"
+        cells = [format_count(each[name], unit) if each[name] else "" for name in ("per_s", "peak")]
+        rows.append((each["resource"], *cells, f"{each['of_roof']:.0%}" if each["of_roof"] is not None else ""))
+    return (table(f"Achieved, next to {data['roofs']['source']} roofs", ("", "a second", "roof", "of it"), rows),)
+
+
+def _step(data: Mapping[str, Any]) -> Bars:
+    """The mean of the counted steps, then each of them."""
+    bars = [Bar(name="a step", parts=tuple((title, float(data[name])) for name, title in _PARTS))]
+    for step in data["steps"]:
+        if step["counted"] and step["busy_s"] is not None and len(bars) < _STEPS:
+            idle, busy = step["seconds"] - step["busy_s"], step["busy_s"] - step["exposed_s"]
+            parts = ("computing", busy), ("waiting for collectives", step["exposed_s"]), ("idle", max(0.0, idle))
+            bars.append(Bar(name=f"step {step['number']}", parts=parts))
+    about = f"The mean of the counted steps, then each: {data['marked']}"
+    return Bars(title="Where a step goes", section="Step", about=about, unit="s", bars=tuple(bars))
+
+
+def _rows(data: Mapping[str, Any], top: int) -> Table:
+    planned = any(row["planned"] for row in data["rows"])
+    bound = any(row["compiled"] and row["compiled"]["bound_s"] for row in data["rows"])
+    rows = []
+    for row in data["rows"]:
+        measured, compiled, plan = row["measured"], row["compiled"], row["planned"]
+        cells = ["", "", ""]
+        if measured:
+            exposed = format_seconds(measured["exposed_s"]) if measured["exposed_s"] else ""
+            cells = [format_seconds(measured["time_s"]), f"{measured['share']:.1%}", exposed]
+        if bound:
+            cells.append(format_seconds(max(compiled["bound_s"].values(), default=0.0)) if compiled else "")
+        if planned:
+            cells.append(format_seconds(plan["time_s"]) if plan else "")
+        flops = compiled["flops"] if compiled else 0.0
+        moved = compiled["hbm_bytes"] if compiled else 0.0
+        rows.append(
+            (
+                row["scope"], row["phase"], *cells, format_count(flops) if flops else "",
+                format_bytes(moved) if moved else "", (measured or {}).get("slowest") or "",
+                place(measured["source"]) if measured else "",
+            )
+        )  # fmt: skip
+    return Table(
+        title="By scope, measured next to compiled" + (" next to planned" if planned else ""),
+        section="Ledger",
+        columns=(
+            TableColumn(name="scope", kind="text", wrap=True),
+            TableColumn(name="phase", kind="text"),
+            *(TableColumn(name=name) for name in ("measured", "share", "exposed")),
+            *((TableColumn(name="at peak", drop=2),) if bound else ()),
+            *((TableColumn(name="planned"),) if planned else ()),
+            TableColumn(name="FLOPs", drop=3),
+            TableColumn(name="HBM", drop=3),
+            # The source line says enough where room is short.
+            TableColumn(name="slowest op", kind="text", drop=4),
+            TableColumn(name="from", kind="text", drop=1),
+        ),
+        rows=tuple(rows),
+        top=top,
+    )
+
+
+def _longest(data: Mapping[str, Any]) -> Bars:
+    rows = [row for row in data["rows"] if row["measured"] is not None]
+    longest = sorted(rows, key=lambda row: -float(row["measured"]["time_s"]))[:_BARS]
+    return Bars(
+        title="The longest rows",
+        about="Measured seconds of a step, by scope and phase.",
+        unit="s",
+        bars=tuple(
+            Bar(
+                name=f"{row['scope']} {row['phase']}",
+                parts=(
+                    ("not waiting", max(0.0, row["measured"]["time_s"] - row["measured"]["exposed_s"])),
+                    ("waiting for collectives", min(row["measured"]["exposed_s"], row["measured"]["time_s"])),
+                ),
+            )
+            for row in longest
+        ),
+    )
+
+
+def _roofline(
+    data: Mapping[str, Any], plan: Mapping[str, Any] | None, lines: Sequence[LedgerLine]
+) -> tuple[Chart, ...]:
+    roofs = list[Roof]()
+    if own := data["roofs"]:
+        bf16 = own["flops_per_s"]["bf16"]
+        roofs.append(
+            Roof(name=f"{own['source']} roofs, bf16", flops_per_s=bf16, hbm_bytes_per_s=own["hbm_bytes_per_s"])
+        )
+    elif plan is not None:
+        roofs += roofs_of_slice(plan["slice"]["name"], "that of the plan")
+    return rooflines(lines, roofs, section="Roofline")
+
+
+def _memory(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Chart, ...]:
+    taken = [entry for entry in data["memory"] if entry["points"]]
+    if not taken:
+        return ()
+    series = [
+        ChartSeries(
+            name=f"{entry['host']} {entry['allocator']}",
+            points=tuple((float(at_s), float(size)) for at_s, size in entry["points"]),
+            style="line" if len(entry["points"]) > 1 else "point",
+        )
+        for entry in taken
+    ]
+    times = [point[0] for entry in taken for point in entry["points"]]
+    limits = {
+        f"capacity of {entry['allocator']}": entry["capacity_bytes"] for entry in taken if entry["capacity_bytes"]
+    }
+    if plan is not None:
+        limits["planned"] = plan["memory"]["total"]
+    series += [
+        ChartSeries(
+            name=f"{name}, {format_bytes(size)}", style="dashed",
+            points=tuple((float(at_s), float(size)) for at_s in (min(times), max(times))),
+        )
+        for name, size in limits.items()
+    ]  # fmt: skip
+    return (
+        Lines(
+            title="Memory over time",
+            section="Memory",
+            about="Bytes taken in each allocator, the highest of each span of time.",
+            x=ChartAxis(label="time from the beginning of the trace", unit="s"),
+            y=ChartAxis(label="taken", unit="B"),
+            series=tuple(series),
+        ),
+    )
+
+
+def _collectives(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
+    rows = [
+        (
+            f"{each['kind']} {','.join(each['axes'])}", f"{each['scope']} {each['phase']}",
+            format_bytes(each["bytes"]) if each["bytes"] is not None else "", format_seconds(each["in_flight_s"]),
+            format_seconds(each["exposed_s"]),
+            f"{format_bytes(each['wire_bytes_per_s'])}/s" if each["wire_bytes_per_s"] else "",
+            f"{each['of_roof']:.0%}" if each["of_roof"] else "", each["op"], place(each["source"]),
+        )
+        for each in data["collectives"]
+    ]  # fmt: skip
+    headings = (
+        TableColumn(name="collective", kind="text"),
+        TableColumn(name="scope", kind="text", wrap=True),
+        *(TableColumn(name=name) for name in ("bytes", "under way", "exposed")),
+        *(TableColumn(name=name, drop=3) for name in ("sent", "of the links")),
+        TableColumn(name="op", kind="text", drop=2),
+        TableColumn(name="from", kind="text", drop=1),
+    )
+    title = "Collectives, the most exposed first"
+    return (Table(title=title, section="Collectives", columns=headings, rows=tuple(rows), top=top),) if rows else ()
+
+
+def _sparse_cores(data: Mapping[str, Any]) -> Iterator[Chart]:
+    sparse = data["sparse_cores"]
+    if not sparse["cores"]:
+        return
+    parts = (("beside_s", "busy beside compute"), ("alone_s", "busy alone"), ("idle_s", "idle"))
+    yield Bars(
+        title="SparseCores, a step",
+        section="SparseCores",
+        about="Busy while the TensorCore computes, busy while it does not, idle.",
+        unit="s",
+        bars=tuple(
+            Bar(
+                name=f"TPU {core['device']} SC {core['core']}",
+                parts=tuple((title, float(core[name])) for name, title in parts),
+            )
+            for core in sparse["cores"][:_CORES]
+        ),
+    )
+    rows = [
+        (
+            f"TPU {core['device']} SparseCore {core['core']}",
+            *(format_seconds(core[name]) for name in ("busy_s", "beside_s", "alone_s", "idle_s")),
+            core["ops"][0]["name"] if core["ops"] else "",
+        )
+        for core in sparse["cores"]
+    ]
+    dropped = (
+        "nothing tells of dropped ids" if sparse["dropped_ids"] is None else f"{sparse['dropped_ids']} ids dropped"
+    )
+    yield Table(
+        title="SparseCores, a step",
+        about=f"At most {sparse['minibatches'] or 'an unknown number of'} passes over the tables a step; {dropped}.",
+        columns=(
+            TableColumn(name="core", kind="text"),
+            *(TableColumn(name=name) for name in ("busy", "beside compute", "alone", "idle")),
+            TableColumn(name="slowest op", kind="text", wrap=True, drop=1),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _operations(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
+    """The ops that take longest. They are printed where there are roofs, or no scopes to know them by."""
+    unscoped = data["attributed"] < 0.5
+    listed = data["operations"]
+    if not listed:
+        return ()
+    rows = [
+        (
+            op["op"], f"{op['scope']} {op['phase']}", format_seconds(op["time_s"]),
+            format_count(op["flops_per_s"]) if op["flops_per_s"] else "",
+            format_bytes(op["hbm_bytes_per_s"]) if op["hbm_bytes_per_s"] else "", op["bound"],
+            f"{op['of_roof']:.0%}" if op["of_roof"] else "", place(op["source"]),
+        )
+        for op in listed
+    ]  # fmt: skip
+    headings = (
+        TableColumn(name="op", kind="text", wrap=True),
+        TableColumn(name="scope", kind="text", wrap=True),
+        *(TableColumn(name=name) for name in ("time", "FLOP/s", "HBM/s")),
+        TableColumn(name="bound", kind="text"),
+        TableColumn(name="of roof"),
+        TableColumn(name="from", kind="text", drop=1),
+    )
+    roofs = "" if data["roofs"] is None else f", next to {data['roofs']['source']} roofs"
+    useful = unscoped or any(op["of_roof"] for op in listed)
+    return (
+        Table(
+            title=f"The ops that take longest{roofs}", section="Operations", columns=headings, rows=tuple(rows),
+            top=top, detail=not useful,
+        ),
+    )  # fmt: skip
+
+
+def _losses(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
+    rows = [
+        (
+            format_seconds(loss["seconds"]), f"{loss['seconds'] / data['step_s']:.1%}" if data["step_s"] else "",
+            loss["what"], loss["waits_for"], place(loss["source"]),
+        )
+        for loss in data["losses"]
+    ]  # fmt: skip
+    headings = (
+        TableColumn(name="time"),
+        TableColumn(name="share"),
+        *(TableColumn(name=name, kind="text", wrap=True) for name in ("what", "waits for", "from")),
+    )
+    most = min(top or _LISTED, _LISTED)
+    title = "The largest losses"
+    return (Table(title=title, section="Losses", columns=headings, rows=tuple(rows[:most])),) if rows else ()
+
+
+def _advice(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """Changes to try. A change that helps against several losses is said once."""
+    evidence: dict[str, list[str]] = {}
+    for each in data["advice"][:_LISTED]:
+        source = f" [{place(each['source'])}]" if each["source"] else ""
+        evidence.setdefault(each["what"], []).append(f"  {each['rule']}: {each['evidence']}{source}.")
+    items = tuple(Item(mark="-", text="\n".join((sentence(what), *lines))) for what, lines in evidence.items())
+    return (Items(title="What to try", section="What to try", items=items),) if items else ()
+
+
+def _empty(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    items = tuple(Item(text=f"{name}: {why}") for name, why in data["empty"].items())
+    return (Items(title="Not there", section="Not there", items=items),) if items else ()
+
+
+# ---- differences ----------------------------------------------------------------------------------------------------
+
+
+def difference(data: Mapping[str, Any], *, top: int = 0) -> Document:
+    """Two sides and the rows that differ."""
+    before, after = data["before"], data["after"]
+    rows = []
+    for change in data["changes"]:
+        seconds = change["change_s"]
+        sides = ("" if change[side] is None else format_seconds(change[side]["time_s"]) for side in ("before", "after"))
+        sign = "+" if seconds > 0 else "-"
+        rows.append(
+            (
+                change["scope"], change["phase"], *sides, f"{sign}{format_seconds(abs(seconds))}",
+                "; ".join(change["collectives"]),
+            )
+        )  # fmt: skip
+    headings = (
+        *(TableColumn(name=name, kind="text") for name in ("scope", "phase")),
+        *(TableColumn(name=name) for name in ("before", "after", "change")),
+        TableColumn(name="collectives", kind="text", wrap=True),
+    )
+    title = "Rows that differ, the largest change first"
+    return Document(
+        title="What changed",
+        verdict=ShownVerdict(
+            subject=f"{before['name']} ({before['kind']}), then {after['name']} ({after['kind']})",
+            says=sentence(data["verdict"]),
+        ),
+        charts=(Table(title=title, columns=headings, rows=tuple(rows), top=top),) if rows else (),
+    )
+
+
+# ---- operations -----------------------------------------------------------------------------------------------------
+
+
+def operations(data: Mapping[str, Any]) -> Document:
+    """HLO instructions made readable, and what they say together."""
+    charts = [chart for op in data["operations"] for chart in _operation(op)]
+    for inferred in data["inferred"]:
+        apart = "" if inferred["step"] is None else f", {inferred['step']} devices apart"
+        title = (
+            f"{inferred['ways']}-way model parallelism: {inferred['summed_by']} sums over {inferred['ways']} "
+            f"devices{apart}, of {inferred['devices']}"
+        )
+        items = [Item(text=_matmul(matmul)) for matmul in inferred["matmuls"]]
+        if any(len(matmul["left"]) == 1 for matmul in inferred["matmuls"]):
+            items.append(Item(text="B: the batch, of which these lines show one row on a device"))
+        charts.append(Items(title=title, items=tuple(items)))
+    return Document(title="Operations", verdict=ShownVerdict(), charts=tuple(charts))
+
+
+def _matmul(matmul: Mapping[str, Any]) -> str:
+    sizes = " x ".join(_array(matmul[side]) for side in ("left", "right"))
+    dim = "contracted" if matmul["contracts"] else "output"
+    return f"{matmul['name']}: {sizes} -> {_array(matmul['result'])}, the {dim} dim of {matmul['split']} split"
+
+
+def _array(sizes: Sequence[int]) -> str:
+    """Sizes, with a batch dim that one row on a device leaves no trace of."""
+    return f"[{','.join(map(str, sizes))}]" if len(sizes) > 1 else f"[B,{sizes[0]}]" if sizes else "[B]"
+
+
+def _operation(op: Mapping[str, Any]) -> Iterator[Chart]:
+    texts = [sentence(op["does"])]
+    rows = [("result", *_layout(result)) for result in op["results"]]
+    for operand in op["operands"]:
+        empty = ("", "", "", "", "")
+        rows.append((f"%{operand['name']}", *(_layout(operand["layout"]) if operand["layout"] else empty)))
+    after = []
+    if matmul := op["matmul"]:
+        batch = f"{matmul['batch']} x " if matmul["batch"] > 1 else ""
+        sizes = f"{batch}[{matmul['m']}, {matmul['k']}] x [{matmul['k']}, {matmul['n']}]"
+        after.append(f"As its shapes tell, a matmul {sizes}: {format_count(matmul['flops'], 'FLOPs')}.")
+    if moved := op["collective"]:
+        over = f" over {moved['members']} devices" if moved["members"] else ""
+        after.append(f"It moves as {moved['kind']}{over} {format_bytes(moved['bytes'])} a device.")
+    if op["times"]:
+        after += _times(op["times"], op["hbm_bytes"])
+    title = f"{op['op']}: {op['opcode']}" + (f", calls {op['calls']}" if op["calls"] else "")
+    yield Items(title=title, items=tuple(Item(text=text) for text in texts))
+    headings = (
+        TableColumn(name="", kind="text"),
+        TableColumn(name="array", kind="text"),
+        TableColumn(name="stored as", kind="text", wrap=True),
+        TableColumn(name="memory", kind="text"),
+        TableColumn(name="elements"),
+        TableColumn(name="in memory"),
+    )
+    yield Table(title="", columns=headings, rows=tuple(rows))
+    if after:
+        yield Items(title="", items=tuple(Item(text=text) for text in after))
+
+
+def _layout(layout: Mapping[str, Any]) -> tuple[str, ...]:
+    order = "row-major" if layout["order"] == list(range(len(layout["shape"]))) else f"order {layout['order']}"
+    tiles = "".join(f"({','.join(map(str, tile))})" for tile in layout["tiles"])
+    padded = layout["padded_shape"] != layout["shape"]
+    stored = order + (f" in tiles of {tiles}" if tiles else "")
+    stored += (
+        f", padded to [{','.join(map(str, layout['padded_shape']))}], {layout['expansion']:.2f}x" if padded else ""
+    )
+    return (
+        f"{layout['dtype']}[{','.join(map(str, layout['shape']))}]",
+        stored,
+        layout["memory"].upper() if layout["memory"].isalpha() else f"space {layout['memory']}",
+        format_bytes(layout["element_bytes"]),
+        format_bytes(layout["bytes"]),
+    )
+
+
+def _times(times: Mapping[str, Any], hbm_bytes: float) -> Iterator[str]:
+    parts = [f"{name} {format_seconds(seconds)}" for name, seconds in times["bound_s"].items() if seconds]
+    wrapped = "" if times["wrapped_s"] is None else f" ({format_seconds(times['wrapped_s'])} on a ring)"
+    bound = f": bound by {times['bound']}" if times["bound"] else ""
+    yield f"On a device of {times['chip']} at least {', '.join(parts) or 'no time'}{wrapped}{bound}."
+    if times["intensity"] is not None:
+        yield (
+            f"{times['intensity']:.0f} FLOPs a byte of HBM ({format_bytes(hbm_bytes)}); the chip needs "
+            f"{times['critical_intensity']:.0f} to be bound by its matrix unit."
+        )

@@ -1,0 +1,158 @@
+"""The document of ``rooftop matmul``: arrays on their mesh, the strategies, and the check by compiler or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.present.document import Chart, Document, ShownVerdict, Table, TableColumn, columns
+from rooftop.present.documents.parts import prose
+
+_PRICES = {
+    "bound": "times are lower bounds at peak rates, each step after the one before",
+    "expected": "times are expected, at the named fractions of docs/achievable.md",
+    "book": "times follow the book: whole shards on even rings",
+}
+
+
+def matmul(data: Mapping[str, Any]) -> Document:
+    """A sharded array, product or collective."""
+    place = f" on {data['slice']}" if "slice" in data else ""
+    axes = ", ".join(f"{name}={size}" for name, size in data["mesh"]["axes"].items())
+    return Document(
+        title=data["expression"],
+        verdict=ShownVerdict(subject=data["expression"], details=(f"mesh {axes}{place}",)),
+        charts=tuple(_charts(data)),
+    )
+
+
+def _charts(data: Mapping[str, Any]) -> Iterator[Chart]:
+    yield _arrays(data["arrays"], layouts=data["kind"] == "array")
+    for case in data.get("cases", ()):
+        over = f" over {','.join(case['axes'])}" if case["axes"] else ""
+        yield prose(f"Case {case['case']}{over}: {case['rule']}.")
+    if data.get("strategies"):
+        yield from _strategies(data)
+    if "backward" in data:
+        parts = data["backward"]
+        for name in ("output", "left", "right") if "left" in parts else ():
+            yield _steps(parts[name]["steps"], f"Backward: derivative of the {name}")
+        if "left" not in parts:
+            yield _steps(parts["steps"], "Backward")
+    if "compiled" in data:
+        yield from _compiled(data)
+    if "measured" in data:
+        yield from _measured(data["measured"])
+
+
+def _arrays(arrays: Sequence[Mapping[str, Any]], *, layouts: bool) -> Table:
+    rows = [
+        (
+            array["array"],
+            "x".join(map(str, array["local_shape"])),
+            format_bytes(array["device_bytes"]),
+            format_bytes(array["total_bytes"]),
+            format_bytes(array["copy_bytes"]),
+            str(array["replication"]),
+            *((f"{array['tpu_layout']} {format_bytes(array['tpu_padded_bytes'])}",) if layouts else ()),
+        )
+        for array in arrays
+    ]
+    layout = (TableColumn(name="TPU layout, padded", kind="text", wrap=True),) if layouts else ()
+    names = columns("array", "local shape", "per device", "on all devices", "one copy", "copies", text=2)
+    return Table(title="", columns=(*names, *layout), rows=tuple(rows))
+
+
+def _strategies(data: Mapping[str, Any]) -> Iterator[Chart]:
+    count, listed = data["strategies_found"], data["strategies"]
+    if count > 1:
+        rows = [
+            (
+                str(rank),
+                format_seconds(strategy["time_s"]),
+                strategy["bound"],
+                format_bytes(strategy["memory_bytes"]) + ("" if strategy["fits"] else " too much"),
+                strategy["rule"],
+            )
+            for rank, strategy in enumerate(listed, start=1)
+        ]
+        headings = (
+            *columns("", "time", text=0),
+            TableColumn(name="binds", kind="text"),
+            TableColumn(name="memory"),
+            TableColumn(name=f"strategy ({len(listed)} of {count}, best first)", kind="text", wrap=True),
+        )
+        yield Table(title="", columns=headings, rows=tuple(rows))
+    best = listed[0]
+    if not best["steps"]:
+        yield prose("Nothing to do: it already is sharded so.")
+        return
+    yield _steps(best["steps"], "")
+    yield prose(f"{format_seconds(best['time_s'])} in all, {best['bound']} binds; {_PRICES[data['price']]}.")
+
+
+def _steps(steps: Sequence[Mapping[str, Any]], title: str) -> Table:
+    simulated = any("simulated_s" in step or "mxu_utilisation" in step for step in steps)
+    rows = []
+    for step in steps:
+        shown = format_seconds(step["simulated_s"]) if "simulated_s" in step else ""
+        if "mxu_utilisation" in step:
+            shown = f"MXU {step['mxu_utilisation']:.1%}"
+        rows.append(
+            (
+                step["op"],
+                ",".join(step["axes"]),
+                " * ".join(step["in"]),
+                step["out"],
+                format_bytes(step["bytes"]) if step["bytes"] else "",
+                format_count(step["flops"]) if step["flops"] else "",
+                format_seconds(step["time_s"]) if step["time_s"] else "free",
+                *((shown,) if simulated else ()),
+            )
+        )
+    headings = (
+        *columns("step", "axes", text=2),
+        *(TableColumn(name=name, kind="text", wrap=True) for name in ("in", "out")),
+        *columns("bytes", "FLOPs", "time", *(("simulated",) if simulated else ()), text=0),
+    )
+    return Table(title=title, columns=headings, rows=tuple(rows))
+
+
+def _compiled(data: Mapping[str, Any]) -> Iterator[Chart]:
+    compiled = data["compiled"]
+    versions = ", ".join(f"{name} {version}" for name, version in compiled["versions"].items())
+    rows = [
+        (
+            moved["kind"] + (" (ring)" if moved.get("ring") else ""),
+            ",".join(moved["axes"]),
+            format_bytes(moved["bytes"]),
+            str(moved["count"]),
+            format_seconds(moved["expected_s"]),
+            format_seconds(moved["exposed_s"]),
+        )
+        for moved in compiled["collectives"]
+    ]
+    verdict = ("Agrees: " if data["agrees"] else "Differs: ") + data["verdict"]
+    title = f"XLA:TPU ({versions})"
+    if rows:
+        names = columns("collective", "axes", "bytes", "times", "price", "exposed", text=2)
+        yield Table(title=title, columns=names, rows=tuple(rows))
+        yield prose(verdict)
+    else:
+        yield prose(f"{title}: no collectives\n{verdict}")
+
+
+def _measured(measured: Mapping[str, Any]) -> Iterator[Chart]:
+    rows = [
+        (format_seconds(strategy["median_s"]), format_seconds(strategy["fastest_s"]), strategy["rule"])
+        for strategy in measured["strategies"]
+    ]
+    headings = (*columns("median", "fastest", text=0), TableColumn(name="strategy", kind="text", wrap=True))
+    yield Table(title=f"Measured on {measured['devices']}", columns=headings, rows=tuple(rows))
+    if measured["emulated"]:
+        yield prose(EMULATED)
+
+
+#: A caution about times of devices that a CPU emulates.
+EMULATED = "The devices are emulated on CPU: these times say that it runs, nothing about an accelerator."

@@ -1,0 +1,215 @@
+"""The document of ``rooftop validate``: predicted next to published times, of training and of serving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rooftop.core.quantities import format_seconds
+from rooftop.present.document import HYPHEN, Chart, Document, Item, Items, ShownVerdict, Table, TableColumn, columns
+from rooftop.present.documents.parts import prose
+
+_SERVING = {
+    "max_hbm_flops": "max(HBM, FLOPs)",
+    "bound": "bound",
+    "uncalibrated": f"uncali{HYPHEN}brated",
+    "expected": f"expec{HYPHEN}ted",
+    "left_out": "left out",
+    "null": "null model",
+}
+
+
+def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
+    """Errors of predictions by group, the ``worst`` runs, and what is missing."""
+    return Document(
+        title="Predictions next to published measurements",
+        verdict=ShownVerdict(),
+        charts=(
+            *(_training(data, worst) if data["rows"] else ()),
+            *(_serving(data["serving"], worst) if data["serving"]["rows"] else ()),
+        ),
+    )
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
+    summary = data["summary"]
+    yield _groups(summary["groups"])
+    notes = [
+        f"{group['name']}: {group['note']}."
+        for group in summary["groups"]
+        if group["note"] is not None and group["by"] == "chip"
+    ]
+    about = "Errors of the step time in % (predicted / measured - 1), mean absolute where no other is named."
+    yield prose("\n".join((about, *notes)))
+    if worst:
+        yield _worst(data["rows"], worst)
+    lines = [f"measured below the bound, so an input is wrong: {run}" for run in summary["beats_bound"]]
+    lines += [f"not predicted: {entry['id']}: {entry['why']}" for entry in summary["unpredicted"]]
+    lines.append(
+        f"{summary['runs']} runs compared, {len(summary['unpredicted'])} not predicted, {len(summary['unusable'])} say "
+        f"too little; {summary['serving_rows']} rows of serving are in tables of their own. --json has every run, "
+        "reading and reason."
+    )
+    yield prose("\n".join(lines))
+
+
+def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    by = None
+    for group in groups:
+        if by is not None and group["by"] != by:
+            rows.append(())
+        by = group["by"]
+        bound, uncalibrated, calibrated, null = (
+            group["errors"][level] for level in ("bound", "uncalibrated", "calibrated", "null")
+        )
+        rows.append(
+            (
+                group["name"],
+                str(group["runs"]),
+                *map(_mean, (bound, uncalibrated, calibrated)),
+                "-" if calibrated is None else f"{100 * calibrated['median_absolute']:.1f}",
+                "-" if calibrated is None else f"{100 * calibrated['mean']:+.1f}",
+                _mean(null),
+                "-" if null is None else f"{100 * null['median_absolute']:.1f}",
+            )
+        )
+    names = (
+        "runs",
+        "bound",
+        f"uncali{HYPHEN}brated",
+        f"cali{HYPHEN}brated",
+        "median",
+        "signed",
+        "null model",
+        "median",
+    )
+    return Table(
+        title="Predicted against published step times",
+        section="Training",
+        columns=(
+            TableColumn(name="runs of", kind="text", wrap=True),
+            *(TableColumn(name=name, drop=1 if name in ("median", "signed") else 0) for name in names),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _mean(errors: Mapping[str, Any] | None) -> str:
+    return "-" if errors is None else f"{100 * errors['mean_absolute']:.1f}"
+
+
+def _worst(runs: Sequence[Mapping[str, Any]], worst: int) -> Table:
+    """The runs with the largest errors, each with its reason below it."""
+
+    def level(run: Mapping[str, Any]) -> str:
+        return "uncalibrated" if run["calibrated_s"] is None else "calibrated"
+
+    listed = sorted(runs, key=lambda run: -abs(run["error"][level(run)] or 0.0))[:worst]
+    rows = [
+        (
+            run["id"] if run["reason"] is None else f"{run['id']}\n{run['reason']}",
+            format_seconds(run["measured_s"]),
+            format_seconds(run[f"{level(run)}_s"]),
+            _percent(run["error"][level(run)]) + ("*" if run["calibrated_s"] is None else " "),
+            _percent(run["error"]["null"]),
+        )
+        for run in listed
+    ]
+    return Table(
+        title="Predicted worst",
+        about="* not calibrated" if any(run["calibrated_s"] is None for run in listed) else "",
+        columns=(
+            TableColumn(name="run, and the reason", kind="text", wrap=True),
+            *columns("measured", "predicted", "error %", "null %", text=0),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:+.1f}"
+
+
+# ---- serving --------------------------------------------------------------------------------------------------------
+
+
+def _serving(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
+    """Errors by phase, every decode row, what beats its bound, and reasons for the ``worst`` rows."""
+    yield _phases(data["summary"])
+    # Some figures were chosen with measurements in sight: what the levels next to them take instead.
+    lines = ["Errors of the time of a step or prefill in %, mean absolute; in parentheses the largest."]
+    lines += [
+        f"{chip} {name} {share['expected']:g}: {share['source']}. Uncalibrated {share['uncalibrated']:g}; left out: as "
+        "the decode rows of other shardings have it."
+        for chip, shares in data["shares"].items()
+        for name, share in shares.items()
+        if share["calibrated"]
+    ]
+    yield prose("\n".join(lines))
+    yield _decode(data)
+    # A reason once, however many runs it explains.
+    reasons: dict[str, list[float]] = {}
+    for run in sorted(data["rows"], key=lambda run: -abs(run["error"]["expected"] or 0.0))[:worst]:
+        why = f"{run['source']}, {run['phase']}: {run['reason'] or 'no reason is known'}"
+        reasons.setdefault(why, []).append(run["error"]["expected"] or 0.0)
+    items = [Item(text=f"{', '.join(map(_percent, errors))} %: {why}") for why, errors in reasons.items()]
+    items += [
+        Item(text=f"not predicted: {missing['source']} {missing['model']}: {missing['why']}")
+        for missing in data["unusable"]
+    ]
+    if items:
+        yield Items(title="Reasons", items=tuple(items))
+
+
+def _phases(summary: Mapping[str, Any]) -> Table:
+    rows = []
+    for name, levels in summary.items():
+        counts = [errors["runs"] for errors in levels.values() if errors is not None]
+        cells = [
+            "-" if errors is None else f"{100 * errors['mean_absolute']:.1f} ({100 * errors['largest_absolute']:.1f})"
+            for errors in (levels[level] for level in _SERVING)
+        ]
+        rows.append((name, str(max(counts)), *cells))
+    return Table(
+        title="Predicted against published times of serving",
+        section="Serving",
+        columns=(TableColumn(name="phase", kind="text", wrap=True), *columns("runs", *_SERVING.values(), text=0)),
+        rows=tuple(rows),
+    )
+
+
+def _decode(data: Mapping[str, Any]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    before = None
+    for run in data["rows"]:
+        if run["phase"] != "decode":
+            continue
+        if before != (before := f"{run['model']} on {run['slice']}"):
+            rows.append((before, *[""] * (len(_SERVING) + 2)))
+        mesh = " ".join(f"{axis} {size}" for axis, size in (run["mesh"] or {}).items()) or "mesh searched"
+        rows.append(
+            (
+                f"{mesh}, {run['batch']} x {run['context']}",
+                format_seconds(run["measured_s"]),
+                *(
+                    _percent(run["error"][level]) + ("!" if level == "bound" and run["beats_bound"] else "")
+                    for level in _SERVING
+                ),
+                "-" if run["implied_context"] is None else f"{run['implied_context']:,.0f}",
+            )
+        )
+    about = "! measured below the bound, so an input is wrong." if data["beats_bound"] else ""
+    return Table(
+        title="Decode steps: errors in %",
+        about=about,
+        columns=(
+            TableColumn(name="run", kind="text", wrap=True),
+            TableColumn(name="measured"),
+            *columns(*_SERVING.values(), "tokens meant", text=0),
+        ),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,160 @@
+"""A document as HTML: a fragment for notebooks, or a whole page that needs no network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rooftop import __version__
+from rooftop.present.document import Chart, Document, Items, ShownFigure, Table
+from rooftop.present.markup import Content, Html, asset, join, tag
+from rooftop.present.svg import chart_table, picture
+
+#: Pixels that charts are drawn for.
+_WIDTH = 860
+#: Nothing may be loaded.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def page(document: Document) -> str:
+    """One HTML file that opens from a disk."""
+    sections = list(_sections(document.charts))
+    names = _Names()
+    parts = [(names.of(title), title, charts) for title, charts in sections]
+    links = [tag("li", tag("a", title, href=f"#{name}")) for name, title, _ in parts]
+    body = tag(
+        "body",
+        tag("header", tag("h1", document.title or document.verdict.text), _head(document)),
+        tag("nav", tag("ul", links), aria_label="sections"),
+        tag(
+            "main",
+            [
+                tag("section", tag("h2", title), [_chart(chart, names) for chart in charts], id=name)
+                for name, title, charts in parts
+            ],
+        ),
+        tag("footer", *(f"{source} " for source in document.sources), f"rooftop {__version__}. SI units."),
+        tag("div", id="tip", class_="tip", role="tooltip", hidden=True, data_page="file"),
+        tag("script", Html(asset("charts.js"))),
+    )
+    metas = [
+        tag("meta", charset="utf-8"),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="color-scheme", content="light dark"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+    ]
+    style = Html(asset("charts.css") + asset("page.css"))
+    head = tag("head", metas, tag("title", f"rooftop: {document.title}"), tag("style", style))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def fragment(document: Document) -> str:
+    """Verdict, figures, tables and charts without a script, for a cell of a notebook."""
+    names = _Names(prefix="rooftop-")
+    parts = [_chart(chart, names) for chart in document.charts if not chart.detail]
+    style = tag("style", Html(asset("charts.css")))
+    return tag("div", style, _head(document), parts, class_="rooftop")
+
+
+@dataclass(kw_only=True)
+class _Names:
+    """Identifiers, each used once."""
+
+    prefix: str = ""
+    used: set[str] = field(default_factory=set)
+
+    def of(self, title: str) -> str:
+        """An identifier made of a title."""
+        stem = self.prefix + (re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "part")
+        name, number = stem, 2
+        while name in self.used:
+            name, number = f"{stem}-{number}", number + 1
+        self.used.add(name)
+        return name
+
+
+def _sections(charts: Sequence[Chart]) -> Iterator[tuple[str, list[Chart]]]:
+    """Titles of sections with their charts. Neighbours under one title are together."""
+    title, members = "", list[Chart]()
+    for chart in charts:
+        if chart.section and chart.section != title:
+            if members:
+                yield title or members[0].title, members
+            title, members = chart.section, []
+        members.append(chart)
+    if members:
+        yield title or members[0].title, members
+
+
+def _head(document: Document) -> Html:
+    verdict = document.verdict
+    lines: list[Content] = []
+    if verdict.no:
+        lines.append(tag("p", f"{verdict.no[0].upper()}{verdict.no[1:]}", class_="verdict no"))
+    if verdict.text and verdict.text != verdict.no:
+        lines.append(tag("p", verdict.text, class_="verdict differs" if verdict.differs else "verdict"))
+    lines += [tag("p", detail, class_="quiet") for detail in verdict.details]
+    shown = tag("dl", [_figure(figure) for figure in document.figures], class_="figures") if document.figures else None
+    notes = tag("ul", [tag("li", note) for note in document.notes], class_="notes") if document.notes else None
+    return join(lines, shown, notes)
+
+
+def _figure(figure: ShownFigure) -> Html:
+    level = None if figure.level == "exact" else tag("span", figure.level, class_="level")
+    more = " \N{MIDDLE DOT} ".join(text for text in (figure.note, figure.formula, figure.source) if text)
+    note = tag("dd", more, class_="formula") if more else None
+    return tag("div", tag("dt", figure.label, " ", level), tag("dd", figure.text), note)
+
+
+def _chart(chart: Chart, names: _Names) -> Html:
+    name = names.of(chart.title)
+    if isinstance(chart, (Table, Items)):
+        about = tag("p", chart.about, class_="quiet") if chart.about else None
+        return tag("div", table(chart) if isinstance(chart, Table) or chart.items else None, about, id=name)
+    columns, rows = chart_table(chart)
+    under = _rows(columns, rows, f"Figures: {chart.title}", text=1)
+    return tag(
+        "figure",
+        tag("h3", chart.title, id=f"{name}-heading"),
+        tag(
+            "div",
+            picture(chart, _WIDTH, name),
+            class_="scroll",
+            tabindex="0",
+            role="region",
+            aria_label=f"Plot: {chart.title}",
+        ),
+        tag("figcaption", chart.about) if chart.about else None,
+        tag("details", tag("summary", f"Table: {chart.title}"), under),
+        id=name,
+    )
+
+
+def table(chart: Table | Items) -> Html:
+    """A table, or a list as one, that scrolls on a narrow screen."""
+    columns, rows = chart_table(chart)
+    if isinstance(chart, Items):
+        return _rows(columns, rows, chart.title, text=len(columns))
+    text = [column.kind == "text" for column in chart.columns]
+    return _rows(columns, rows, chart.title, text=text)
+
+
+def _rows(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str, *, text: int | Sequence[bool] = 1
+) -> Html:
+    kinds = [at < text if isinstance(text, int) else text[at] for at in range(len(columns))]
+    classes = [None if kind else "number" for kind in kinds]
+    head = tag(
+        "tr",
+        [
+            # A column without a name has no header: its cells say what it is.
+            tag("th", name, scope="col", class_=class_) if name else tag("td")
+            for name, class_ in zip(columns, classes, strict=True)
+        ],
+    )
+    body = [
+        tag("tr", [tag("td", cell, class_=class_) for cell, class_ in zip(row, classes, strict=True)]) for row in rows
+    ]
+    whole = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
+    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
