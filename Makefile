@@ -10,19 +10,23 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 DEMO := plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --seq 4096 --tokens 15T
 DEMO_COMPILED := plan train llama3.2-1b --on v5e:2x2 --mesh fsdp=2,tensor=2 --batch-seqs 8 --seq 2048 -o build/plan.json
 
-.PHONY: help demo test test-all test-newest lint bench docs lock clean
+# A module's tests stay in one process, which compiles their programs once; tests/conftest.py begins with the longest.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+.PHONY: help demo test test-durations test-all test-newest lint bench docs lock clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo         plan a LLaMA-3 70B run on 4,096 TPU v5p chips; plan and compile a 1B one for four v5e'
-	@echo 'make test         the tests, slow ones left out'
-	@echo 'make test-all     the tests, slow ones included'
-	@echo 'make test-newest  make test, on the newest Python found here, with the newest JAX'
-	@echo 'make lint         ruff, mypy, import-linter'
-	@echo 'make bench        how long a plan, and an hour of serving simulated, take on this machine'
-	@echo 'make docs         run the transcripts in the documentation again, and write its reference pages'
-	@echo 'make lock         write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
-	@echo 'make clean        remove what the other targets made'
+	@echo 'make demo            plan a LLaMA-3 70B run on 4,096 TPU v5p chips; plan and compile a 1B one for four v5e'
+	@echo 'make test            the quick tests'
+	@echo 'make test-durations  the same, and the 50 slowest'
+	@echo 'make test-all        all tests'
+	@echo 'make test-newest     make test, on the newest Python found here, with the newest JAX'
+	@echo 'make lint            ruff, mypy, import-linter'
+	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
+	@echo 'make docs            run the transcripts in the documentation again, and write its reference pages'
+	@echo 'make lock            write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
+	@echo 'make clean           remove what the other targets made'
 
 # The compiler of TPUs exists for Linux only.
 demo: $(VENV)/demo.installed
@@ -36,10 +40,13 @@ demo: $(VENV)/demo.installed
 	fi
 
 test: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
+
+test-durations:
+	@$(MAKE) --no-print-directory test PYTEST_FLAGS=--durations=50
 
 test-all: $(VENV)/dev.installed
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 test-newest:
 	@for version in $(NEWER_PYTHONS); do \

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 from rooftop.cli.main import main
+from tests.support.chromium import NO_BROWSER
 from tests.support.quickly import QUICK_FLAGS
 
 # JAX and libtpu read these when they are first used, which is after this file. The tests run on eight CPU devices
@@ -40,11 +42,38 @@ def pytest_configure(config: pytest.Config) -> None:
     """Where slow tests are left out, XLA's compiler for CPUs hurries: most of the time is its."""
     if "not slow" in config.getoption("markexpr"):
         os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
+        settings.load_profile("quick")
+    else:
+        settings.load_profile("all")
+
+
+#: Modules that take longest, in that order: started first, so that no process is left with one at the end.
+LONGEST = (
+    "train/test_train", "programs/test_packed_training", "programs/test_pipeline", "programs/test_training",
+    "programs/test_families", "explain/test_thin_thread", "programs/test_sharded_einsum", "programs/test_embedding",
+    "programs/test_attention", "serve/test_processes", "embed/test_train", "programs/test_embedding_passes",
+    "embed/test_workers", "programs/test_curves", "serve/test_engine", "train/test_parts", "embed/test_runs",
+    "serve/test_engine_choices", "embed/test_host", "programs/test_moe", "ui/test_browser", "ui/test_accessible",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the modules that take longest; the order within a module stays."""
+    places = {f"{name}.py": place for place, name in enumerate(LONGEST)}
+    folder = Path(__file__).parent
+    items.sort(key=lambda item: places.get(item.path.relative_to(folder).as_posix(), len(places)))
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Count tests that lack a browser by themselves, so that the closing line tells of them."""
+    if report.skipped and NO_BROWSER in str(report.longrepr):
+        return "no browser", "s", "NO BROWSER"
+    return None
 
 
 # The same examples on every run and no deadline: a failure is then due to the change, not to a slow machine.
-settings.register_profile("rooftop", derandomize=True, deadline=None)
-settings.load_profile("rooftop")
+settings.register_profile("quick", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("all", derandomize=True, deadline=None)
 
 
 @pytest.fixture(scope="module", autouse=True)

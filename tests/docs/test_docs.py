@@ -43,7 +43,5 @@ def test_every_verb_has_a_page_with_a_transcript(verb: str) -> None:
 
 @pytest.mark.parametrize("page", TRANSCRIPTS.pages(), ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = [
-        target for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")) if "://" not in target
-    ]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +32,7 @@ from rooftop.present.svg import MOST_BARS, linear_ticks, log_ticks, picture
 from rooftop.present.traced import measured_document, measured_lanes, typical_step
 from tests.explain.test_traces import MODULE, V5E
 from tests.profile.test_synthetic import Event, plane, tpu, xspace
+from tests.support.chromium import CHROMIUM, needs_browser
 
 VOID = {"meta", "br", "link", "img"}
 
@@ -327,11 +326,6 @@ def test_explain_writes_a_page_beside_what_it_prints(rooftop: Callable[..., Any]
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------
 
-CHROMIUM = shutil.which("chromium")
-browsing = pytest.mark.skipif(
-    CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs Chromium and playwright"
-)
-
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
@@ -344,7 +338,7 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-@browsing
+@needs_browser
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "light"), (1280, "dark")])
 def test_a_page_opens_from_disk(browser: Any, trace: Path, tmp_path: Path, width: int, scheme: str) -> None:
     file = tmp_path / "report.html"
@@ -399,7 +393,7 @@ def test_a_page_opens_from_disk(browser: Any, trace: Path, tmp_path: Path, width
     context.close()
 
 
-@browsing
+@needs_browser
 def test_a_printed_page_opens_its_tables(browser: Any, trace: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(measured_page(explained(trace)))

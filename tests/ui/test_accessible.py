@@ -1,7 +1,7 @@
 """Every page under axe-core: explorers, files that were opened, reports; light at a desk and dark on a phone.
 
 What axe-core cannot see (whether a text says what it should) is for people; what it sees is wrong for certain. It is
-skipped where Chromium, playwright or axe-playwright-python is not there.
+skipped where there is no Chromium.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python import sync_playwright as axe
 
 from rooftop.explain.measured.report import explain
 from rooftop.present.html import page as whole_page
 from rooftop.present.traced import measured_document
 from rooftop.ui.explorers import EXPLORERS
+from tests.support.chromium import needs_browser
 from tests.ui.test_browser import DESKTOP, PHONE, browser, serving
 from tests.ui.test_reading import write_run
 
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
-
 __all__ = ["browser"]
+pytestmark = needs_browser
 #: What makes an answer stale: a text that the first field of an explorer does not take.
 WRONG = "() => { const field = document.querySelector('form input[type=text]'); field.value = '['; "
 WRONG += "field.dispatchEvent(new Event('input', { bubbles: true })); }"

@@ -6,7 +6,6 @@ It drives Debian's Chromium through Playwright, and is skipped where there is no
 from __future__ import annotations
 
 import shlex
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,20 +14,16 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Error, Page, sync_playwright
 
 from rooftop.present.document import format_value
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.server import address, application, bind
 from tests.conftest import Answer
+from tests.support.chromium import CHROMIUM, needs_browser
 from tests.support.ui_figures import FIGURES, found
 
-pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test installs it")
-from playwright.sync_api import Browser, ConsoleMessage, Error, Page, sync_playwright
-
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("no chromium on the PATH (Debian: apt install chromium)", allow_module_level=True)
-
+pytestmark = needs_browser
 Call = Callable[..., Answer]
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}

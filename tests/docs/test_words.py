@@ -1,0 +1,97 @@
+"""English that a program can check: how docstrings begin, names that say nothing, sizes of folders.
+
+A folder is named in CLEAN once it passes, and passes from then on.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "rooftop"
+#: Folders, without those below them, whose docstrings and local names follow the rules.
+CLEAN = [".", "present", "serve"]
+#: Names that more than one class has, and folders of more than MOST_MODULES modules: none is added.
+SHARED_NAMES = {"Axis", "Chunk", "Figure", "Series"}
+LARGE = {"embed"}
+#: A docstring begins with a noun phrase or an imperative verb.
+BEGINNINGS = {"What", "Whether", "How"}
+#: Participles that do not say what a variable holds.
+EMPTY_NAMES = {"found", "given", "told", "held", "each", "made", "kept", "wanted"}
+MOST_MODULES = 15
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def modules(folder: str) -> list[Path]:
+    return sorted((PACKAGE / folder).glob("*.py"))
+
+
+def packages() -> list[str]:
+    return sorted(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("__init__.py"))
+
+
+def place(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(PACKAGE.parent)}:{getattr(node, 'lineno', 1)}"
+
+
+def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, Definition) and (docstring := ast.get_docstring(node)):
+            yield node, docstring
+
+
+def local_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Variables and parameters; fields of classes are not local."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node, node.id
+        elif isinstance(node, ast.arg):
+            yield node, node.arg
+
+
+@pytest.mark.parametrize("folder", CLEAN)
+def test_docstrings_begin_with_a_noun_or_a_verb(folder: str) -> None:
+    wrong = [
+        f"{place(path, node)}: {docstring.splitlines()[0]}"
+        for path in modules(folder)
+        for node, docstring in docstrings(path)
+        if docstring.split()[0] in BEGINNINGS
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", CLEAN)
+def test_local_names_say_what_they_hold(folder: str) -> None:
+    names = [(place(path, node), name) for path in modules(folder) for node, name in local_names(path)]
+    assert [f"{where}: {name}" for where, name in names if name in EMPTY_NAMES] == []
+
+
+def test_clean_folders_exist() -> None:
+    assert set(CLEAN) <= set(packages())
+
+
+@pytest.mark.parametrize("folder", packages())
+def test_packages_say_what_lives_in_them(folder: str) -> None:
+    docstring = ast.get_docstring(tree(PACKAGE / folder / "__init__.py")) or ""
+    assert docstring.partition("\n\n")[0].endswith(".")
+
+
+def test_class_names_are_unique() -> None:
+    nodes = [node for folder in packages() for path in modules(folder) for node in tree(path).body]
+    times = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert {name for name in times if times[name] > 1} <= SHARED_NAMES
+
+
+def test_folders_are_small() -> None:
+    sizes = {folder: len(modules(folder)) - 1 for folder in packages()}
+    assert {folder for folder in sizes if sizes[folder] > MOST_MODULES} <= LARGE
