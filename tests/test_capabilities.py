@@ -79,7 +79,7 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
     return TrainingPlan(problem=problem, mesh=mesh, choice=choice)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(plans())
 def test_a_plan_is_executable_exactly_if_its_program_is_built(plan: TrainingPlan) -> None:
     if plan.obstacles:
