@@ -59,7 +59,7 @@ def main() -> None:
         train_bpe(["the quick brown fox jumps over the lazy dog"] * 9, 300).save(folder)
         command = [
             sys.executable, "-m", "rooftop", "serve", str(folder), "--port", str(options.port),
-            "--max-batch", str(options.max_batch), "--max-model-len", "512", "--json",
+            "--batch-seqs", str(options.max_batch), "--max-model-len", "512", "--json",
             *shlex.split(options.engine),
         ]  # fmt: skip
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -6,27 +6,28 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.options import json_option
+from rooftop.cli.options import OUTPUT, PATH, SERVER, VerbCommand, json_option, option
 from rooftop.cli.output import console, emit_json
 
 
-@click.command()
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, metavar="N", type=click.IntRange(0, 65535), help="0: any.")
-@click.option("--no-open", is_flag=True, help="Open no browser.")
-@click.option("--list", "listed", is_flag=True, help="Say which explorers there are, and leave.")
+@click.command(
+    cls=VerbCommand,
+    examples=("rooftop ui", "rooftop ui plan.json report.json --port 0", "rooftop ui --list --json"),
+)
+@click.argument("files", nargs=-1, type=PATH)
+@option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@option(
+    "--port", group=SERVER, default=8080, show_default=True, metavar="N", type=click.IntRange(0, 65535),
+    help="Where to listen; 0: a free port.",
+)  # fmt: skip
+@option("--no-open", group=SERVER, is_flag=True, help="Open no browser.")
+@option("--list", "listed", group=OUTPUT, is_flag=True, help="List the explorers and exit.")
 @json_option
-def command(as_json: bool, files: tuple[Path, ...], host: str, port: int, no_open: bool, listed: bool) -> int:
+def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, listed: bool, as_json: bool) -> int:
     """Open a local page with explorers: rooflines, shardings, collectives, training, serving, pipelines, embeddings.
 
-    FILES are shown beside them: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of
+    FILES are shown next to them: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of
     runs. The page talks to this machine alone. Ctrl-C ends it.
-
-    \b
-    Examples: rooftop ui
-              rooftop ui plan.json report.json --port 0
-              rooftop ui --list --json
     """
     from rooftop.core.errors import RooftopError
     from rooftop.ui.explorers import EXPLORERS, explorer

@@ -49,6 +49,7 @@ from rooftop.plan.serving.search import pareto, smallest_slice
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.request import ServeRequest
 from rooftop.simulate.planned import step_lanes
 from rooftop.simulate.serving import engine as simulator
 from rooftop.simulate.serving.deployment import Deployment
@@ -57,7 +58,6 @@ from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
 
 if TYPE_CHECKING:
-    from rooftop.serve.request import ServeRequest
     from rooftop.serve.run import Ready
 
 #: A server's slice, or chips that are searched: 'v5e:4x4', 'v5e,v6e', or a list of chips.
@@ -754,7 +754,6 @@ def serve(
     Call it in the main thread, before JAX is imported. Raises RooftopError naming the field that is wrong, and
     Infeasible if weights or cache do not fit the devices here.
     """
-    from rooftop.serve.request import ServeRequest
     from rooftop.serve.run import run
 
     if not isinstance(request, ServeRequest):

@@ -221,6 +221,7 @@ def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: 
     status, log = served.stop()
     assert status == 0
     assert [line["event"] for line in log if line["level"] == "error"] == []
+    assert [line["event"].partition(" ")[0] for line in log].count("compiling") >= 1
     assert log[-1] == log[-1] | {"event": "drained", "all_finished": True}
 
 

@@ -72,12 +72,12 @@ def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables, data, limits = (str(tmp_path / name) for name in ("tables.toml", "data.parquet", "limits.json"))
     Path(tables).write_text(TOML)
     write(Path(data), 200, 0)
-    stats(tables, data, "--on", "v6e:2x2", "--batch", "64", "-o", limits)
+    stats(tables, data, "--on", "v6e:2x2", "--batch-samples", "64", "-o", limits)
     shown = capsys.readouterr().out
     assert "3 batches of 64 samples, 8 SparseCores" in shown and "max_unique_ids" in shown
     stacking = stack_tables(tables_from_toml(TOML), cores=8, cores_per_device=2, batch=64)
     found = read_limits(Path(limits), stacking, batch=64)
-    stats(tables, data, "--on", "v6e:2x2", "--batch", "64", "--limits", limits, "--batches", "2", "--json")
+    stats(tables, data, "--on", "v6e:2x2", "--batch-samples", "64", "--limits", limits, "--batches", "2", "--json")
     answer = json.loads(capsys.readouterr().out)
     assert answer["kept"] is True and answer["batches"] == 2 and answer["cores"] == 8
     for stack in answer["stacks"]:
@@ -91,7 +91,9 @@ def test_stats_of_passes_over_samples(tmp_path: Path, capsys: pytest.CaptureFixt
     write(Path(data), 256, 0)
     found = []
     for passes in ("1", "4"):
-        stats(tables, data, "--on", "v6e:2x2", "--batch", "256", "--sample-passes", passes, "-o", limits, "--json")
+        stats(
+            tables, data, "--on", "v6e:2x2", "--batch-samples", "256", "--sample-passes", passes, "-o", limits, "--json"
+        )
         found.append(json.loads(capsys.readouterr().out))
     assert [one["sample_passes"] for one in found] == [1, 4]
     for whole, part in zip(found[0]["stacks"], found[1]["stacks"], strict=True):
@@ -101,7 +103,7 @@ def test_stats_of_passes_over_samples(tmp_path: Path, capsys: pytest.CaptureFixt
     stacking = stack_tables(tables_from_toml(TOML), cores=8, cores_per_device=2, batch=256)
     assert read_limits(Path(limits), stacking, batch=256, sample_passes=4)
     with pytest.raises(RooftopError, match="limits: sample_passes: got 4; accepted: 1, as here"):
-        stats(tables, data, "--on", "v6e:2x2", "--batch", "256", "--limits", limits)
+        stats(tables, data, "--on", "v6e:2x2", "--batch-samples", "256", "--limits", limits)
 
 
 def test_ids_that_are_left_out_are_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +113,7 @@ def test_ids_that_are_left_out_are_named_in_one_line(tmp_path: Path, capsys: pyt
     with warnings.catch_warnings():
         # pytest makes errors of them.
         warnings.simplefilter("default")
-        stats(str(tables), str(data), "--on", "v6e:2x2", "--batch", "64", "--out-of-range", "warn")
+        stats(str(tables), str(data), "--on", "v6e:2x2", "--batch-samples", "64", "--out-of-range", "warn")
     out, err = capsys.readouterr()
     assert err.startswith("rooftop: features.user_id: ") and "left out" in err and err.count("\n") == 1
     assert "ids of user_id out of range" in out
@@ -125,21 +127,24 @@ def test_ids_that_are_none_are_named_with_their_batch(tmp_path: Path) -> None:
     users[130] = -7
     pq.write_table(pa.table({**columns, "user_id": users}), data)
     with pytest.raises(RooftopError, match=r"^batch 3: features.user_id: got '1 ids out of range, first -7 in row 2'"):
-        stats(str(tables), str(data), "--on", "v6e:2x2", "--batch", "64")
+        stats(str(tables), str(data), "--on", "v6e:2x2", "--batch-samples", "64")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--on", "v5e:2x2", "--batch", "64"), "on: got 'v5e:2x2'; accepted: chips with SparseCores"),
-        (("--on", "v6e:2x2", "--batch", "63"), "batch: got 63; accepted: a multiple of 8"),
-        (("--on", "v6e:2x2", "--batch", "6400"), "data: got '100 samples'; accepted: at least one batch of 6400"),
+        (("--on", "v5e:2x2", "--batch-samples", "64"), "on: got 'v5e:2x2'; accepted: a chip with SparseCores"),
+        (("--on", "v6e:2x2", "--batch-samples", "63"), "batch-samples: got 63; accepted: a multiple of 8"),
         (
-            ("--on", "v6e:2x2", "--batch", "64", "--out-of-range", "warm"),
-            "out_of_range: got 'warm'; accepted: did you mean warn",
+            ("--on", "v6e:2x2", "--batch-samples", "6400"),
+            "data: got '100 samples'; accepted: at least one batch of 6400",
         ),
-        (("--on", "v6e:2x2", "--batch", "64", "--headroom", "-1"), "headroom: got -1"),
-        (("--on", "v6e:2x2", "--batch", "64", "--limits", "none.json"), "limits: got 'none.json'"),
+        (
+            ("--on", "v6e:2x2", "--batch-samples", "64", "--out-of-range", "warm"),
+            "out-of-range: got 'warm'; accepted: did you mean warn",
+        ),
+        (("--on", "v6e:2x2", "--batch-samples", "64", "--headroom", "-1"), "headroom: got -1"),
+        (("--on", "v6e:2x2", "--batch-samples", "64", "--limits", "none.json"), "limits: got 'none.json'"),
     ],
 )
 def test_stats_that_cannot_be(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:

@@ -35,7 +35,7 @@ from tests.support.embedding_programs import HLO, TOML
 def plan_file(rooftop: Callable[..., Answer], tmp_path: Path) -> Path:
     (tmp_path / "tables.toml").write_text(TOML)
     file = tmp_path / "plan.json"
-    job = ("plan", "embed", str(tmp_path / "tables.toml"), "--on", "v5p:2x2x1", "--batch", "4096")
+    job = ("plan", "embed", str(tmp_path / "tables.toml"), "--on", "v5p:2x2x1", "--batch-samples", "4096")
     assert rooftop(*job, "--dense-flops", "1M", "-o", str(file)).status == 0
     return file
 
@@ -243,7 +243,7 @@ def test_a_tower_learns_on_any_number_of_devices() -> None:
 @pytest.mark.parametrize("on", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_compilers_marks_stand_beside_the_plans(rooftop: Callable[..., Answer], plan_file: Path, on: str) -> None:
     folder = plan_file.parent
-    job = ("plan", "embed", str(folder / "tables.toml"), "--on", on, "--batch", "4096", "-o", str(plan_file))
+    job = ("plan", "embed", str(folder / "tables.toml"), "--on", on, "--batch-samples", "4096", "-o", str(plan_file))
     assert rooftop(*job).status == 0
     answer = rooftop("compile", str(plan_file), "--json")
     assert answer.status == 0, answer.err
@@ -259,7 +259,7 @@ def test_the_compilers_marks_stand_beside_the_plans(rooftop: Callable[..., Answe
 @pytest.mark.slow
 def test_what_no_tile_holds_is_refused_by_the_compiler_too(rooftop: Callable[..., Answer], plan_file: Path) -> None:
     # A narrow table for small tiles: next to a full one programs take long to compile.
-    job = ("plan", "embed", str(plan_file.with_name("tables.toml")), "--on", "v6e:2x2", "--batch", "4096")
+    job = ("plan", "embed", str(plan_file.with_name("tables.toml")), "--on", "v6e:2x2", "--batch-samples", "4096")
     assert rooftop(*job, "-o", str(plan_file)).status == 0
     data = json.loads(plan_file.read_text())
     data["limits"]["tag"] = {"max_ids": 16384, "max_unique_ids": 16384, "buffer": 16384 * 8}

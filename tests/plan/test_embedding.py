@@ -269,8 +269,8 @@ def test_the_command_writes_what_the_schema_says(rooftop: Callable[..., Answer],
     ("arguments", "status", "text"),
     [
         (("--on", "v5e:2x2"), 2, "SparseCores"),
-        (("--on", "v5p:2x2x1", "--batch", "100"), 2, "batch"),
-        (("--on", "v6e:2x2", "--batch", "8Mi"), 1, "at most max_unique_ids"),
+        (("--on", "v5p:2x2x1", "--batch-samples", "100"), 2, "batch"),
+        (("--on", "v6e:2x2", "--batch-samples", "8Mi"), 1, "at most max_unique_ids"),
         (("--on", "v5p:2x2x1", "--limits", "none.json"), 2, "limits"),
     ],
 )

@@ -175,7 +175,7 @@ def tables_file(tmp_path: Path) -> Path:
 
 
 def test_the_command_plans_the_passes_that_it_proposes(rooftop: Callable[..., Answer], tables_file: Path) -> None:
-    job = ("plan", "embed", str(tables_file), "--on", "v6e:2x2", "--batch", "512Ki")
+    job = ("plan", "embed", str(tables_file), "--on", "v6e:2x2", "--batch-samples", "512Ki")
     no = rooftop(*job)
     assert no.status == 1 and no.err.count("\n") == 1
     passes = re.findall(r"or --sample-passes (\d+)", no.err)
@@ -209,7 +209,7 @@ def test_limits_are_those_of_as_many_passes(rooftop: Callable[..., Answer], tabl
     answer = rooftop(*job)
     assert answer.status == 2 and "limits: sample_passes: got 4; accepted: 1" in answer.err
     answer = rooftop(*job[:-2], "--sample-passes", "65")
-    assert answer.status == 2 and answer.err.startswith("rooftop: sample_passes: got 65")
+    assert answer.status == 2 and answer.err.startswith("rooftop: sample-passes: got 65")
 
 
 def test_what_is_compiled_is_in_as_many_passes() -> None:
@@ -225,7 +225,19 @@ def test_the_compilers_marks_stand_beside_those_of_passes(
     rooftop: Callable[..., Answer], tables_file: Path, on: str
 ) -> None:
     file = tables_file.with_name("plan.json")
-    job = ("plan", "embed", str(tables_file), "--on", on, "--batch", "4096", "--sample-passes", "4", "-o", str(file))
+    job = (
+        "plan",
+        "embed",
+        str(tables_file),
+        "--on",
+        on,
+        "--batch-samples",
+        "4096",
+        "--sample-passes",
+        "4",
+        "-o",
+        str(file),
+    )
     assert rooftop(*job).status == 0
     answer = rooftop("compile", str(file), "--json")
     assert answer.status == 0, answer.err

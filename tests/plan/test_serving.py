@@ -336,7 +336,7 @@ def test_narrow_dtypes_are_chosen_apart() -> None:
 
     assert step(weights="int4", kv="int8") < step(weights="int8", kv="int8") < step(weights="int8", kv="bf16")
     assert step(weights="int8", kv="bf16") < step()
-    with pytest.raises(RooftopError, match="flops dtype on v5e"):
+    with pytest.raises(RooftopError, match="matmul-dtype on v5e"):
         problem(numerics=ServingNumerics(flops="f8_e4m3"))
 
 

@@ -297,7 +297,7 @@ def test_a_table_says_that_devices_are_emulated(bench: Callable[..., Answer]) ->
         (("--mesh", "X=16"), 2, "mesh: got 'X=16'; accepted: at most the 8 x cpu"),
         (("--mesh", "X=4", "--on", "v5e:2x4"), 2, "mesh: got 'X=4'; accepted: sizes that multiply to the 8 devices"),
         (("--sizes", "4Ki,x"), 2, "sizes: got 'x'"),
-        (("--dtype", "fp8"), 2, "dtype: got 'fp8'"),
+        (("--dtype", "fp7"), 2, "dtype: got 'fp7'"),
         (("--sizes", "1P", "--kinds", "permute"), 1, "permute of 1000000000000000 bytes: needs "),
     ],
 )

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / "report.html").write_text(measured_page(explain(run)), encoding="utf-8")
     commands = {
         "train": "train llama3-8b --on v5e:4x4 --batch-seqs 16 --seq 2048 --mesh fsdp=4,tensor=4 --remat block",
-        "serve": "serve llama3-8b --on v5e:2x2 --weights int8 --kv int8 --batch-seqs 8",
+        "serve": "serve llama3-8b --on v5e:2x2 --weights-dtype int8 --kv-dtype int8 --batch-seqs 8",
         "embed": "embed docs/tables.toml --on v5p:2x2x1",
     }
     for name, command in commands.items():

@@ -229,7 +229,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
     commands = {
         "train": "plan train llama3.2-1b --on v5e:2x2 --mesh fsdp=2,tensor=2 --batch-seqs 8 --seq 2048",
-        "serve": "plan serve llama3-8b --on v5e:2x2 --weights int8 --kv int8 --batch-seqs 8",
+        "serve": "plan serve llama3-8b --on v5e:2x2 --weights-dtype int8 --kv-dtype int8 --batch-seqs 8",
         "embed": "plan embed docs/tables.toml --on v5p:2x2x1",
     }
     for name, command in commands.items():

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from rooftop.cli.options import json_option
+from rooftop.cli.options import (
+    COUNT,
+    PATH,
+    QUANTITY,
+    WORKLOAD,
+    VerbCommand,
+    batch_samples_option,
+    host_threads_option,
+    json_option,
+    on_option,
+    option,
+    output_option,
+)
 from rooftop.cli.output import console, emit_json
 
 if TYPE_CHECKING:
@@ -17,65 +28,49 @@ if TYPE_CHECKING:
     from rooftop.plan.embedding.plan import EmbedPlan
 
 
-@click.command(name="embed")
-@click.argument("tables", type=click.Path(path_type=Path))
-@click.option("--on", "slice_", required=True, metavar="SLICE", help="A slice with SparseCores, such as v5p:2x2x1.")
-@click.option("--batch", default="16384", show_default=True, metavar="N", help="Samples of a step, on all devices.")
-@click.option("--limits", type=click.Path(path_type=Path), help="A limits file. Default: from ids_per_sample.")
-@click.option(
-    "--sample-passes", default="1", show_default=True, metavar="N", help="Look up a batch in N parts of its samples."
+@click.command(
+    name="embed", cls=VerbCommand, examples=("rooftop plan embed tables.toml --on v5p:2x2x1 --batch-samples 16384",)
 )
-@click.option("--dense-flops", metavar="N", help="Matmul FLOPs of a sample in the dense part, forward: 30M.")
-@click.option("--host-threads", metavar="N", help="Threads that prepare the batches of a host.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write plan.json here.")
+@click.argument("tables", type=PATH)
+@on_option(required=True, help="A slice with SparseCores, such as v5p:2x2x1.")
+@batch_samples_option(default="16384", show_default=True)
+@option("--limits", group=WORKLOAD, type=PATH, help="A limits file. Default: from ids_per_sample.")
+@option(
+    "--sample-passes", group=WORKLOAD, type=COUNT, default="1", show_default=True,
+    help="Look up a batch in N parts of its samples.",
+)  # fmt: skip
+@option(
+    "--dense-flops", group=WORKLOAD, type=QUANTITY, help="Matmul FLOPs of a sample in the dense part, forward: 30M."
+)
+@host_threads_option()
+@output_option(help="Write plan.json here.")
 @json_option
 def embed(
+    *,
     tables: Path,
-    slice_: str,
-    batch: str,
+    on: str,
+    batch_samples: int,
     limits: Path | None,
-    sample_passes: str,
-    dense_flops: str | None,
-    host_threads: str | None,
+    sample_passes: int,
+    dense_flops: float | None,
+    host_threads: int | None,
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds.
+    """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds."""
+    from rooftop.library.embedding import plan_embedding
 
-    \b
-    Example: rooftop plan embed tables.toml --on v5p:2x2x1 --batch 16384
-    """
-    from rooftop.core.files import write_text
-    from rooftop.core.quantities import parse_count, parse_quantity
-    from rooftop.embed.limits import expected, read_limits
-    from rooftop.hardware import Slice
-    from rooftop.models.embedding_tables.files import load_tables
-    from rooftop.plan.embedding.plan import EmbedPlan
-    from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
-
-    where, samples, given = Slice.parse(slice_), parse_count(batch, "batch"), load_tables(tables)
-    stacking, passes = stacking_on(given, where, samples), parse_count(sample_passes, "sample_passes")
-    plan = EmbedPlan(
-        problem=EmbedProblem(
-            tables=given,
-            slice=where,
-            batch=samples,
-            limits=expected(stacking, batch=samples, sample_passes=passes)
-            if limits is None
-            else read_limits(limits, stacking, batch=samples, sample_passes=passes),
-            dense_flops=0.0 if dense_flops is None else parse_quantity(dense_flops, "dense-flops"),
-            host_threads=None if host_threads is None else parse_count(host_threads, "host-threads"),
-            sample_passes=passes,
-        )
-    )
-    data = plan.to_json()
+    result = plan_embedding(
+        tables, on=on, batch_samples=batch_samples, limits=limits, sample_passes=sample_passes,
+        dense_flops=dense_flops, host_threads=host_threads,
+    )  # fmt: skip
     if output is not None:
-        write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        result.write_plan(output)
     if as_json:
-        emit_json(data)
+        emit_json(result.to_json())
     else:
-        _show(plan, output)
-    plan.require_fit()
+        _show(result.plan, output)
+    result.raise_if_infeasible()
     return 0
 
 

@@ -82,8 +82,8 @@ def answer(state: State) -> Answer:
         charts=(_limits(plan), _units(plan), _over_batches(problem), _tiles(plan), embedding_memory(memory)),
         notes=("Limits follow from ids_per_sample, spread evenly; rooftop embed stats finds them in data.",),
         command=(
-            "rooftop", "plan", "embed", "tables.toml", "--on", where.name, "--batch", str(batch), "--dense-flops",
-            str(state.count("dense_flops")), "--host-threads", str(state.count("host_threads")),
+            "rooftop", "plan", "embed", "tables.toml", "--on", where.name, "--batch-samples", str(batch),
+            "--dense-flops", str(state.count("dense_flops")), "--host-threads", str(state.count("host_threads")),
         ),
         sources=("The SparseCore deep dive. Save the tables of this page as tables.toml; docs/plan-embed.md.",),
     )  # fmt: skip

@@ -49,9 +49,10 @@ def answer(state: State) -> Answer:
         charts=(_front(fronts, context, plan, rate), _batches(fronts, context), _step(plan), _memory(plan, memory)),
         notes=tuple(reason.text for reason in plan.reasons),
         command=(
-            "rooftop", "plan", "serve", state["model"], "--on", sized.slice.name, "--weights", state["weights"], "--kv",
-            state["kv"], "--bounds", state["bounds"], "--prompt", str(work.prompt), "--generate", str(work.generate),
-            "--context", str(context), "--batch-seqs", str(batch), *_meshes(sized), "--contexts", f"{context}",
+            "rooftop", "plan", "serve", state["model"], "--on", sized.slice.name, "--weights-dtype", state["weights"],
+            "--kv-dtype", state["kv"], "--bounds", state["bounds"], "--prompt", str(work.prompt),
+            "--generate", str(work.generate), "--context", str(context),
+            "--batch-seqs", str(batch), *_meshes(sized), "--contexts", f"{context}",
         ),
         sources=("Chapters 7 and 8. 'book': everything spread evenly, no network; 'usable': docs/plan-serve.md.",),
     )  # fmt: skip

@@ -1,0 +1,359 @@
+"""Measurements: collectives on the devices here, and a server under load next to its simulation."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from rooftop.algebra.pricing import Prices
+from rooftop.arrays import Mesh
+from rooftop.core.errors import Infeasible, RooftopError, unknown
+from rooftop.core.ledger import COLLECTIVES
+from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype
+from rooftop.hardware import Slice
+from rooftop.library.inputs import AxesLike, CountLike, SliceLike, TimeLike, axes_of, slice_of
+from rooftop.library.results import Result, flat
+from rooftop.library.serving import LengthsLike, Progress, read_serving_plan, targets_of, trace_of
+from rooftop.plan.serving.plan import ServingPlan
+from rooftop.runs.environment import prefer_cpus, require_packages, uninterrupted
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.simulate.serving.metrics import Targets
+from rooftop.simulate.serving.traces import RequestTrace
+
+if TYPE_CHECKING:
+    from rooftop.profile.microbench.collectives import Measurement
+    from rooftop.serve.client.prediction import PredictionInput
+    from rooftop.serve.client.replay import Replayed
+
+#: Names, or a comma-separated text of them.
+NamesLike: TypeAlias = Sequence[str] | str
+#: Packages that ``bench_serving`` imports.
+_CLIENT = ("httpx", "prometheus_client")
+#: Token ids of prompts for a server that does not tell its vocabulary.
+_VOCAB = 1000
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CollectivesResult(Result):
+    """Times of collectives over ``axes`` of a mesh; with a slice, next to what is planned for it."""
+
+    axes: Mapping[str, int]
+    over: Sequence[str]
+    dtype: str
+    slice: Slice | None
+    command: str
+    provenance: Mapping[str, object]
+    empty_call_s: float
+    measurements: Sequence[Measurement]
+
+    def to_json(self) -> dict[str, object]:
+        """Mesh, versions and date, and every measurement."""
+        return {
+            "kind": "collectives",
+            "mesh": {"axes": dict(self.axes)},
+            "axes": list(self.over),
+            "dtype": self.dtype,
+            "slice": None if self.slice is None else self.slice.name,
+            "measured": {"command": self.command}
+            | dict(self.provenance)
+            | {"empty_call_s": self.empty_call_s, "collectives": [one.to_json() for one in self.measurements]},
+        }
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A collective of a size a row."""
+        return [flat(one.to_json()) for one in self.measurements]
+
+    @property
+    def summary(self) -> str:
+        """Every collective at its largest size."""
+        largest = {one.kind: one for one in sorted(self.measurements, key=lambda one: one.bytes)}
+        times = [
+            f"{kind} of {format_bytes(one.bytes)} {format_seconds(one.timing.median_s)}"
+            for kind, one in largest.items()
+        ]
+        return f"{self.provenance['devices']}, over {','.join(self.over)}: {'; '.join(times)}"
+
+
+def bench_collectives(
+    *,
+    mesh: AxesLike | None = None,
+    axis: NamesLike | None = None,
+    kinds: NamesLike | None = None,
+    sizes: Sequence[CountLike] | str = "64Ki,1Mi,16Mi",
+    dtype: str = "bf16",
+    on: SliceLike | None = None,
+    on_progress: Progress | None = None,
+) -> CollectivesResult:
+    """Time collectives over the axes of a mesh of the devices here, for several sizes.
+
+    Args:
+        mesh: Axes and their sizes; by default one axis X of all devices.
+        axis: Axes that collectives run over; all by default.
+        kinds: all_gather, reduce_scatter, all_reduce, all_to_all, permute; all by default.
+        sizes: Payloads of one device, in bytes.
+        dtype: Dtype of the elements.
+        on: A slice; its planned times stand next to those that are measured.
+        on_progress: Called with collectives done, collectives in all, and a label.
+
+    Everything is checked before JAX is imported, except the number of devices. Raises RooftopError naming the argument
+    that is wrong.
+    """
+    payloads = [float(parse_bytes(size, "sizes")) for size in (sizes.split(",") if isinstance(sizes, str) else sizes)]
+    names = _names(kinds) or list(COLLECTIVES)
+    for name in names:
+        if name not in COLLECTIVES:
+            raise unknown("kinds", name, COLLECTIVES)
+    dtype, where = parse_dtype(dtype), None if on is None else slice_of(on)
+    shape = None if mesh is None else axes_of(mesh)
+    if shape is not None:
+        _require_axes(_names(axis) or list(shape), shape)
+        _prices(where, shape)
+
+    prefer_cpus()
+    with uninterrupted():
+        from rooftop.profile.microbench.collectives import measure
+    from rooftop.profile.microbench.timing import device_mesh, devices, empty_call, provenance
+
+    shape = shape or {"X": len(devices())}
+    axes = _names(axis) or list(shape)
+    _require_axes(axes, shape)
+    prices = _prices(where, shape)
+    used = device_mesh(shape)
+    written = {
+        "--mesh": ",".join(f"{name}={size}" for name, size in shape.items()),
+        "--axis": ",".join(axes),
+        "--kinds": ",".join(names),
+        "--sizes": sizes if isinstance(sizes, str) else ",".join(map(str, sizes)),
+        "--dtype": dtype,
+        **({} if where is None else {"--on": where.name}),
+    }
+    return CollectivesResult(
+        axes=shape,
+        over=axes,
+        dtype=dtype,
+        slice=where,
+        command=shlex.join(
+            ["rooftop", "bench", "collectives", *(word for option in written.items() for word in option)]
+        ),
+        measurements=list(measure(names, axes, payloads, dtype, used, prices=prices, on_progress=on_progress)),
+        provenance=provenance(list(used.devices.flat)),
+        empty_call_s=empty_call(used).median_s,
+    )
+
+
+def _names(names: NamesLike | None) -> list[str]:
+    if names is None:
+        return []
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def _require_axes(axes: Sequence[str], shape: Mapping[str, int]) -> None:
+    for axis in axes:
+        if axis not in shape:
+            raise unknown("axis", axis, shape)
+    if len(set(axes)) < len(axes):
+        raise RooftopError("axis", ",".join(axes), "each axis once")
+    if all(shape[axis] == 1 for axis in axes):
+        given = ",".join(f"{axis}={shape[axis]}" for axis in axes)
+        accepted = "two devices or more: one alone sends nothing (JAX_PLATFORMS=cpu emulates eight)"
+        raise RooftopError("axis", given, accepted)
+
+
+def _prices(where: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
+    """Prices that a slice is planned by; none without a slice."""
+    if where is None:
+        return []
+    laid = Mesh.lay(where, shape)
+    return [Prices(mesh=laid, dims={}, kind=kind) for kind in ("bound", "expected")]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServingBenchResult(Result):
+    """Latencies that clients of a server measured, next to a simulation of the same requests.
+
+    ``predicted_by`` names the step times of the simulation, or says why there is none. ``outside_engine_ttft_s`` is the
+    part of the mean TTFT that the engine did not measure; None if the server does not tell.
+    """
+
+    command: str
+    date: str
+    url: str
+    model: str
+    trace: RequestTrace
+    replayed: Replayed
+    predicted: Mapping[str, object] | None
+    predicted_by: str
+    outside_engine_ttft_s: float | None
+
+    def to_json(self) -> dict[str, object]:
+        """Command, trace, measured and predicted latencies."""
+        from rooftop import __version__
+
+        return {
+            "kind": "bench serve",
+            "schema": 1,
+            "rooftop_version": __version__,
+            "command": self.command,
+            "date": self.date,
+            "url": self.url,
+            "model": self.model,
+            "trace": {
+                "requests": len(self.trace),
+                "seconds": float(self.trace.arrival_s[-1]),
+                "mean_prompt_tokens": float(self.trace.prompt_tokens.mean()),
+                "mean_output_tokens": float(self.trace.output_tokens.mean()),
+            },
+            "measured": self.replayed.to_json(),
+            "outside_engine_ttft_s": self.outside_engine_ttft_s,
+            "predicted": None if self.predicted is None else dict(self.predicted),
+            "predicted_by": self.predicted_by,
+        }
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A latency a row, measured and predicted."""
+        sources = {"measured": self.replayed.to_json(), "predicted": self.predicted or {}}
+        return [
+            {"time": name, "source": source} | dict(values)
+            for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+            for source, figures in sources.items()
+            if isinstance(values := figures.get(name), Mapping)
+        ]
+
+    @property
+    def summary(self) -> str:
+        """Requests served and mean latencies."""
+        measured = self.replayed.to_json()
+        means = [
+            f"{name} {format_seconds(measured[key]['mean'])}"
+            for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
+            if measured[key] is not None
+        ]
+        requests = measured["requests"]
+        return (
+            f"{self.model} at {self.url}: {requests['finished']:,} of {requests['offered']:,} requests; "
+            f"{', '.join(means)}, mean; predicted by {self.predicted_by}"
+        )
+
+
+def bench_serving(
+    url: str,
+    *,
+    trace: RequestTrace | Path | str | None = None,
+    requests_per_second: float | str | None = None,
+    duration: TimeLike = 60.0,
+    prompt: LengthsLike = 512,
+    generate: LengthsLike = 128,
+    burstiness: float | str = 1.0,
+    seed: int = 0,
+    hash_tokens: CountLike = 512,
+    model: str | None = None,
+    api_key: str | None = None,
+    vocab: CountLike | None = None,
+    ignore_eos: bool = True,
+    plan: ServingPlan | Path | str | None = None,
+    ttft: TimeLike | None = None,
+    tpot: TimeLike | None = None,
+    on_progress: Progress | None = None,
+) -> ServingBenchResult:
+    """Replay requests against a server with OpenAI's API, and simulate the same requests.
+
+    Args:
+        url: Address of the server: 'http://127.0.0.1:8000'.
+        trace: Requests, or the path of a JSONL or CSV file of them; give this or a rate.
+        requests_per_second: Rate of drawn requests.
+        duration: Time span of drawn requests.
+        prompt: Tokens of a prompt: 512 or '128:1024'.
+        generate: Tokens of an answer, likewise.
+        burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
+        seed: Seed of everything that is drawn.
+        hash_tokens: Tokens that a hash of a trace stands for.
+        model: Name of the model to ask; by default the one that is served.
+        api_key: Key of the server.
+        vocab: Prompts have token ids below this; by default as the server tells, or 1000.
+        ignore_eos: Ask for answers of their full length.
+        plan: Simulate by the step times of this plan, instead of those that the server measured.
+        ttft: Target of the time to first token, for goodput.
+        tpot: Target of the time per output token, likewise.
+        on_progress: Called with requests done, requests in all, and a label.
+
+    Raises RooftopError naming the argument that is wrong, and Infeasible if no request was answered.
+    """
+    require_packages(_CLIENT, "serve")
+    if (requests_per_second is None) == (trace is None):
+        accepted = "--trace FILE or --requests-per-second N, one of them"
+        raise RooftopError("trace", None if trace is None else str(trace), accepted)
+    requests = trace_of(
+        trace, requests_per_second=requests_per_second, duration=duration, prompt=prompt, generate=generate,
+        burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
+    )  # fmt: skip
+    targets = targets_of(ttft, tpot)
+    ids = None if vocab is None else parse_count(vocab, "vocab")
+    planned = plan if plan is None or isinstance(plan, ServingPlan) else read_serving_plan(plan)
+    url = url.rstrip("/").removesuffix("/v1")
+    from rooftop.serve.client.prediction import PredictionInput
+    from rooftop.serve.client.replay import ReplayTarget, find_model, prompts_of, replay
+
+    name, served_vocab = find_model(url, model, api_key)
+    ids = ids or served_vocab or _VOCAB
+    target = ReplayTarget(url=url, model=name, vocab=ids, key=api_key, exact=ignore_eos)
+    before = PredictionInput.read(url)
+    replayed = asyncio.run(replay(requests, prompts_of(requests, ids, seed), target, targets, on_progress))
+    measured = replayed.to_json()
+    if not replayed.served:
+        raise Infeasible("no request was answered", str(measured["requests"]["why"]))
+    after = PredictionInput.read(url)
+    predicted, predicted_by = _prediction(replayed, requests, before, after, planned, targets)
+    outside_s = None
+    if before is not None and after is not None:
+        from rooftop.serve.client.prediction import outside_s as outside_engine_s
+
+        outside_s = outside_engine_s(before, after, measured["ttft_s"]["mean"])
+    return ServingBenchResult(
+        command=shlex.join(["rooftop", *sys.argv[1:]]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        url=url,
+        model=name,
+        trace=requests,
+        replayed=replayed,
+        predicted=predicted,
+        predicted_by=predicted_by,
+        outside_engine_ttft_s=outside_s,
+    )
+
+
+def _prediction(
+    replayed: Replayed,
+    trace: RequestTrace,
+    before: PredictionInput | None,
+    after: PredictionInput | None,
+    plan: ServingPlan | None,
+    targets: Targets,
+) -> tuple[dict[str, object] | None, str]:
+    """Simulated figures of the replayed requests, and the source of their step times or why there are none."""
+    from rooftop.serve.client.prediction import deployment_of, measured_times, predict
+
+    if plan is None and (before is None or after is None):
+        return None, "no --plan, and no step times at /metrics of the server"
+    served = replayed.trace()
+    if trace.hashes is not None and len(served) == len(trace):
+        served = replace(served, hashes=trace.hashes, hash_tokens=trace.hash_tokens)
+    try:
+        policy, cached = (Policy(max_batch=plan.batch), False) if after is None and plan is not None else after.policy  # type: ignore[union-attr]
+        times = plan.step_times() if plan is not None else measured_times(before, after)  # type: ignore[arg-type]
+        cached = cached and served.hashes is not None
+        counted = after if plan is None else None
+        deployment = deployment_of(counted, times, policy=policy, prefix_cache=cached)
+        predicted = predict(served, deployment, targets)
+    except RooftopError as error:
+        return None, str(error)
+    return predicted, (
+        f"the plan for {plan.problem.slice.name}" if plan is not None else "step times that the server measured"
+    )

@@ -1,0 +1,289 @@
+"""Embedding tables on SparseCores: their plan, and limits of their buffers from data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_text
+from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
+from rooftop.embed.batches import count_samples, parquet_batches
+from rooftop.embed.limits import (
+    HEADROOM,
+    LimitUse,
+    compare,
+    estimate,
+    expected,
+    feed_back,
+    observe,
+    read_limits,
+    write_limits,
+)
+from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.statistics import Statistics
+from rooftop.library.inputs import CountLike, SliceLike, slice_of
+from rooftop.library.results import Result, flat
+from rooftop.models.embedding_tables.files import load_tables
+from rooftop.models.embedding_tables.limits import Limits
+from rooftop.models.embedding_tables.stacking import Stacking
+from rooftop.models.embedding_tables.tables import Tables
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
+
+_Batch = TypeVar("_Batch")
+#: Tables, or the path of a TOML file of them.
+TablesLike: TypeAlias = Tables | Path | str
+#: Arguments by the fields of lower rooms that have another name.
+_ARGUMENTS = {
+    "batch": "batch-samples", "sample_passes": "sample-passes", "out_of_range": "out-of-range", "slice": "on",
+}  # fmt: skip
+#: Limits by stack, or the path of a limits file.
+LimitsLike: TypeAlias = Limits | Path | str
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EmbeddingPlanResult(Result):
+    """Memory, step time and bottleneck of embedding tables on a slice."""
+
+    plan: EmbedPlan
+
+    def to_json(self) -> dict[str, object]:
+        """plan.json: all that is needed to compile the program."""
+        data: dict[str, object] = self.plan.to_json()
+        return data
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A stack of tables a row."""
+        return [flat(stack) for stack in self.plan.to_json()["stacks"]]
+
+    @property
+    def summary(self) -> str:
+        """Stacks, step times and memory."""
+        problem, memory = self.plan.problem, self.plan.memory
+        steps = ", ".join(
+            f"{mode} {format_seconds(step['expected_s'])} (bound by {step['bound']})"
+            for mode, step in self.plan.step.items()
+        )
+        return (
+            f"{len(problem.tables.tables)} tables in {len(problem.stacking.stacks)} stacks on {problem.slice.name}, "
+            f"{problem.batch:,} samples a step\n"
+            f"step {steps}; {format_bytes(max(memory['total'].values()))} of "
+            f"{format_bytes(memory['capacity'])} a device"
+        )
+
+    def raise_if_infeasible(self) -> None:
+        """Raise Infeasible, with the missing bytes, if the tables do not fit."""
+        self.plan.require_fit()
+
+    def write_plan(self, path: Path | str) -> None:
+        """Write plan.json. Raises RooftopError if the path cannot be written."""
+        write_text(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EmbeddingLimitsResult(Result):
+    """Limits of the SparseCores' buffers for a stream of batches, next to what the stream needs.
+
+    ``kept`` says if the current limits still serve; None if there were none.
+    """
+
+    stacking: Stacking
+    statistics: Statistics
+    limits: Limits
+    batch_samples: int
+    sample_passes: int
+    kept: bool | None
+
+    @property
+    def uses(self) -> list[LimitUse]:
+        """Every limit next to the observed need."""
+        return compare(self.limits, self.statistics)
+
+    def to_json(self) -> dict[str, object]:
+        """Batches, ids out of range, and each stack's needs and limits."""
+        uses = self.uses
+        return {
+            "batches": self.statistics.batches,
+            "cores": self.stacking.cores,
+            "sample_passes": self.sample_passes,
+            "kept": self.kept,
+            "out_of_range": dict(self.statistics.out_of_range),
+            "stacks": [
+                {
+                    "name": stack.name,
+                    "tables": [place.table.name for place in stack.places],
+                    "ids": self.statistics.stacks[stack.name].ids,
+                    "observed": {use.limit: use.observed for use in uses if use.stack == stack.name},
+                    "limits": vars(self.limits[stack.name]),
+                }
+                for stack in self.stacking.stacks
+            ],
+        }
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A limit of a stack a row."""
+        return [
+            {"stack": use.stack, "limit": use.limit, "observed": use.observed, "compiled": use.compiled,
+             "used": use.used}
+            for use in self.uses
+        ]  # fmt: skip
+
+    @property
+    def summary(self) -> str:
+        """Batches, SparseCores, and the fullest limit."""
+        fullest = max(self.uses, key=lambda use: use.used)
+        return (
+            f"{self.statistics.batches:,} batches of {self.batch_samples:,} samples, {self.stacking.cores:,} "
+            f"SparseCores; fullest: {fullest.limit} of {fullest.stack}, {fullest.used:.0%}"
+        )
+
+    def write_limits(self, path: Path | str) -> None:
+        """Write the limits file. Raises RooftopError if the path cannot be written."""
+        write_limits(
+            Path(path), self.limits, self.stacking, batch=self.batch_samples, batches=self.statistics.batches,
+            sample_passes=self.sample_passes,
+        )  # fmt: skip
+
+
+@contextmanager
+def _named_as_arguments() -> Iterator[None]:
+    """Name the argument in errors of lower rooms."""
+    try:
+        yield
+    except RooftopError as error:
+        raise RooftopError(_ARGUMENTS.get(error.field, error.field), error.given, error.accepted) from None
+
+
+@_named_as_arguments()
+def plan_embedding(
+    tables: TablesLike,
+    *,
+    on: SliceLike,
+    batch_samples: CountLike = 16384,
+    limits: LimitsLike | None = None,
+    sample_passes: CountLike = 1,
+    dense_flops: float | str | None = None,
+    host_threads: CountLike | None = None,
+) -> EmbeddingPlanResult:
+    """Plan embedding tables on a slice: memory, step time, and the unit that binds.
+
+    Args:
+        tables: Tables, or the path of a TOML file of them.
+        on: A slice of chips with SparseCores.
+        batch_samples: Samples of a step, on all devices.
+        limits: Limits of the stacks, or a limits file; by default from each feature's ``ids_per_sample``.
+        sample_passes: Passes over the samples of a batch.
+        dense_flops: Matmul FLOPs of a sample in the dense part, forward.
+        host_threads: Threads that prepare the batches of a host.
+
+    A plan that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError naming
+    the argument that is wrong.
+    """
+    where, samples, model = slice_of(on), parse_count(batch_samples, "batch-samples"), _tables(tables)
+    passes = parse_count(sample_passes, "sample-passes")
+    stacking = stacking_on(model, where, samples)
+    if limits is None:
+        known: Limits = expected(stacking, batch=samples, sample_passes=passes)
+    elif isinstance(limits, (str, Path)):
+        known = read_limits(Path(limits), stacking, batch=samples, sample_passes=passes)
+    else:
+        known = limits
+    problem = EmbedProblem(
+        tables=model,
+        slice=where,
+        batch=samples,
+        limits=known,
+        dense_flops=0.0 if dense_flops is None else parse_quantity(dense_flops, "dense-flops"),
+        host_threads=None if host_threads is None else parse_count(host_threads, "host-threads"),
+        sample_passes=passes,
+    )
+    return EmbeddingPlanResult(plan=EmbedPlan(problem=problem))
+
+
+@_named_as_arguments()
+def embedding_limits(
+    tables: TablesLike,
+    data: Path | str | Sequence[Path | str],
+    *,
+    on: SliceLike,
+    batch_samples: CountLike,
+    batches: CountLike | None = None,
+    sample_passes: CountLike = 1,
+    headroom: float = HEADROOM,
+    limits: LimitsLike | None = None,
+    out_of_range: str = "error",
+    host_threads: int = 1,
+    on_progress: Callable[[int, int, str], None] | None = None,
+) -> EmbeddingLimitsResult:
+    """Limits of the SparseCores' buffers for the ids in data.
+
+    Args:
+        tables: Tables, or the path of a TOML file of them.
+        data: Parquet files with a column of ids, or of lists of ids, for each feature.
+        on: A slice of chips with SparseCores.
+        batch_samples: Samples of a step, on all devices.
+        batches: Batches to read at most; all by default.
+        sample_passes: Passes over the samples of a batch; limits are those of one pass.
+        headroom: Fraction that limits have beyond the observed need.
+        limits: Current limits, or a limits file; they are kept if they still serve.
+        out_of_range: error, warn or clamp ids that are no rows.
+        host_threads: Threads that prepare batches.
+        on_progress: Called with batches done, batches in all, and a label.
+
+    Raises RooftopError naming the argument that is wrong, and for data without a whole batch.
+    """
+    model, where = _tables(tables), slice_of(on)
+    samples, passes = parse_count(batch_samples, "batch-samples"), parse_count(sample_passes, "sample-passes")
+    stacking = stacking_on(model, where, samples)
+    current: Limits | None = None
+    if isinstance(limits, (str, Path)):
+        current = read_limits(Path(limits), stacking, batch=samples, sample_passes=passes)
+    elif limits is not None:
+        current = limits
+    preprocessor = Preprocessor(
+        stacking,
+        batch=samples,
+        threads=host_threads,
+        out_of_range=out_of_range,
+        minibatching=passes > 1,
+        sample_passes=passes,
+    )
+    files = [Path(data)] if isinstance(data, (str, Path)) else [Path(file) for file in data]
+    rows = count_samples(files)
+    last = rows // samples if batches is None else min(rows // samples, parse_count(batches, "batches"))
+    if not last:
+        raise RooftopError("data", f"{rows} samples", f"at least one batch of {samples}")
+    read = islice(parquet_batches(files, model, samples), last)
+    statistics = observe(preprocessor, read if on_progress is None else _reported(read, on_progress, last))
+    new: Limits = estimate(statistics, stacking, headroom=headroom)
+    kept: bool | None = None
+    if current is not None:
+        new = feed_back(current, statistics, stacking, headroom=headroom)
+        kept = new is current
+    return EmbeddingLimitsResult(
+        stacking=stacking,
+        statistics=statistics,
+        limits=new,
+        batch_samples=samples,
+        sample_passes=passes,
+        kept=kept,
+    )
+
+
+def _tables(tables: TablesLike) -> Tables:
+    return tables if isinstance(tables, Tables) else load_tables(Path(tables))
+
+
+def _reported(batches: Iterable[_Batch], on_progress: Callable[[int, int, str], None], last: int) -> Iterator[_Batch]:
+    """The batches; each is reported before it is read."""
+    for done, batch in enumerate(batches):
+        on_progress(done, last, "batches")
+        yield batch
