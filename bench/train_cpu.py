@@ -52,18 +52,18 @@ Step = Callable[[], float]
 
 
 def rooftop_step(asked: dict[str, Any], folder: Path) -> tuple[Step, dict[str, str]]:
-    """The step that ``rooftop train`` compiles for one CPU device, from the weights in ``folder``."""
+    """The step that ``rooftop train`` compiles for one CPU device (unpacked), from the weights in ``folder``."""
     import jax
     import numpy as np
 
-    from rooftop.checkpoints.huggingface import load_weights
     from rooftop.compiler.devices import local_devices, mesh_of
     from rooftop.models import ModelConfig
     from rooftop.programs.model.layer import Computation
     from rooftop.programs.parameters import Batch
     from rooftop.programs.training.optimizer import Optimizer
     from rooftop.programs.training.program import TrainProgram
-    from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
+    from rooftop.programs.training.step import abstract_batch
+    from rooftop.train.engine import TrainJob
 
     model, here, tokens = ModelConfig.from_json(asked["model"]), local_devices(), np.load(folder / "tokens.npy")
     compute = asked["set"]["compute_dtype"]
@@ -75,20 +75,15 @@ def rooftop_step(asked: dict[str, Any], folder: Path) -> tuple[Step, dict[str, s
         compute_dtype=compute,
         optimizer=Optimizer(**ADAMW),
     )
-    mesh = mesh_of({}, here)
-    with jax.set_mesh(mesh):
-        fresh = init_state(program, jax.random.key(0), mesh)
-        weights = load_weights(folder, model, abstract_state(program, mesh).weights)
-        state = TrainState(step=fresh.step, weights=weights, optimizer=fresh.optimizer)
-        described = abstract_batch(program, mesh)
-        halves = Batch(tokens=tokens[:, :-1], targets=tokens[:, 1:])
-        batch = jax.tree.map(lambda half, leaf: jax.device_put(half, leaf.sharding), halves, described)
-        stepped = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0)
-        compiled = stepped.lower(abstract_state(program, mesh), described).compile()
+    job = TrainJob(program=program, mesh=mesh_of({}, here), seed=0, init=folder)
+    state = job.initial()
+    halves = Batch(tokens=tokens[:, :-1], targets=tokens[:, 1:])
+    described = abstract_batch(program, job.mesh)
+    batch = jax.tree.map(lambda half, leaf: jax.device_put(half, leaf.sharding), halves, described)
 
     def step() -> float:
         nonlocal state
-        state, metrics = compiled(state, batch)
+        state, metrics = job.step(state, batch)
         jax.block_until_ready(state)
         return float(metrics.loss)
 
@@ -192,7 +187,7 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
     from rooftop.models import ModelConfig
     from rooftop.programs.model.layer import Computation
     from rooftop.programs.training.program import TrainProgram
-    from rooftop.programs.training.step import init_state
+    from rooftop.train.engine import TrainJob
 
     layers, d_model, d_ff, heads, kv_heads, vocab, batch, seq_len = MODELS[name]
     model = ModelConfig(
@@ -200,7 +195,7 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
         d_head=d_model // heads, vocab=vocab, max_seq_len=seq_len,
     )  # fmt: skip
     program = TrainProgram(computation=Computation(model=model), batch=batch, seq_len=seq_len)
-    weights = init_state(program, jax.random.key(0), mesh_of({}, local_devices())).weights
+    weights = TrainJob(program=program, mesh=mesh_of({}, local_devices()), seed=0).initial().weights
     save_weights(folder, model, jax.device_get(weights))
     tokens = np.random.default_rng(0).integers(vocab, size=(batch, seq_len + 1), dtype=np.int32)
     np.save(folder / "tokens.npy", tokens)

@@ -36,6 +36,9 @@ _FUNCTIONS = {
     "explain_operations": "explaining",
     "diff": "explaining",
     "validate": "explaining",
+    "train": "training",
+    "train_embedding": "training",
+    "export_embedding": "training",
 }
 
 __all__ = ["__version__", *_FUNCTIONS]

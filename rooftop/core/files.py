@@ -1,4 +1,4 @@
-"""Files that are whole or not there, folders of one writer, and caches.
+"""Files that are whole or not there, JSON files, and caches.
 
 A crash, a kill or a full disk leaves what was there before.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,35 +54,6 @@ def write_bytes(path: Path, data: bytes) -> None:
             raise
     except OSError as error:
         raise RooftopError("output file", str(path), f"a path that can be written ({error.strerror})") from None
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder; the system lets go for one that is killed.
-
-    A folder that is made for it, and in which nothing comes to stand, goes again. Raises RooftopError if another
-    process is in, or where the folder cannot be written.
-    """
-    # Systems without it have no runs to keep apart, but files to write.
-    import fcntl
-
-    created = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("wb")
-    except OSError as error:
-        raise RooftopError("run", str(folder), f"a folder that can be written ({error.strerror})") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RooftopError("run", str(folder), "a folder that no other process trains in now") from None
-        try:
-            yield
-        finally:
-            if created and [entry.name for entry in folder.iterdir()] == [".lock"]:
-                (folder / ".lock").unlink()
-                folder.rmdir()
 
 
 def read_json_object(path: Path, *, field: str, accepted: str) -> dict[str, Any]:

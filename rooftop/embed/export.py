@@ -1,10 +1,8 @@
-"""Tables for serving: whole, by name, in int8 with a range per table and how far that is from what was trained.
+"""Tables for serving: whole, by name, in float32 as trained or in int8 with a range and the errors of each table.
 
-Or as they were trained, in float32.
-
-Post-training quantisation as the SparseCore deep dive has it (section 13): 256 levels from low to high, both included;
-a value outside takes the nearest end. The range is the one that the table was trained with (simulated quantisation), or
-that of its values.
+Post-training quantisation as in section 13 of the SparseCore deep dive: 256 levels from low to high, both included;
+values outside are clipped. The range is the one that the table was trained with (simulated quantisation), or that of
+its values.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from rooftop.core.files import write_bytes, write_text
 from rooftop.models.embedding_tables.tables import Quantization, Tables
 
 LEVELS = 256
-#: What tables may be written in.
+#: Dtypes of exported tables.
 DTYPES: tuple[str, ...] = ("int8", "f32")
 _SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTable:
-    """codes [V, W] of int8: level + 128 steps above ``low``. Errors are those of ``values`` against the table."""
+    """A table as int8 ``codes`` [V, W]: a value is code + 128 steps above ``low``. Errors are of all values."""
 
     codes: NDArray[np.int8]
     low: float
@@ -44,17 +42,16 @@ class QuantizedTable:
 
     @property
     def step(self) -> float:
-        """What one level is worth."""
+        """Distance of two levels."""
         return (self.high - self.low) / (LEVELS - 1)
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """The table again, [V, W] float32."""
-        found: NDArray[np.float32] = (self.low + (self.codes.astype(np.float64) + 128) * self.step).astype(np.float32)
-        return found
+        """The table in float32, [V, W]."""
+        return _values(self.codes, self.low, self.step)
 
     def report(self) -> dict[str, Any]:
-        """Range, bytes, and errors: the largest, the root of the mean square, and that over the table's own."""
+        """Return range, bytes and errors; ``relative_error`` is the RMS error over the RMS of the table."""
         names = ("low", "high", "step", "max_error", "rms_error", "relative_error", "clipped")
         return {"shape": list(self.codes.shape), "bytes": self.codes.nbytes} | {
             name: getattr(self, name) for name in names
@@ -62,7 +59,7 @@ class QuantizedTable:
 
 
 def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> QuantizedTable:
-    """A table [V, W] in int8. Raises RooftopError for values that are no numbers."""
+    """Quantise a table [V, W] to int8. Raises RooftopError for values that are not finite."""
     exact = np.asarray(table, np.float64)
     if not np.isfinite(exact).all():
         raise RooftopError("table", "values that are no finite numbers", "finite values")
@@ -70,7 +67,7 @@ def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> Q
         (float(exact.min()), float(exact.max())) if quantization is None else (quantization.low, quantization.high)
     )
     if low == high:
-        # One value in all the table: any step gives it back from level 0.
+        # A constant table: level 0 is exact with any step.
         high = low + 1.0
     step = (high - low) / (LEVELS - 1)
     codes = (np.rint((np.clip(exact, low, high) - low) / step) - 128).astype(np.int8)
@@ -88,7 +85,7 @@ def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> Q
 
 
 def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]], *, dtype: str = "int8") -> dict[str, Any]:
-    """Write each table as ``<index>.npy`` in ``dtype``, and ``tables.json``, which is returned. Raises RooftopError."""
+    """Write each table as ``<index>.npy`` in ``dtype``, and tables.json; return its content. Raises RooftopError."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     for table in tables.tables:
@@ -103,33 +100,35 @@ def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]], *, 
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
-    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     for index, table in enumerate(tables.tables):
         array: NDArray[Any] = np.asarray(values[table.name], np.float32)
-        said = {"shape": list(array.shape), "bytes": array.nbytes}
+        figures = {"shape": list(array.shape), "bytes": array.nbytes}
         if dtype == "int8":
-            made = quantize(array, table.quantization)
-            array, said = made.codes, made.report()
+            quantized = quantize(array, table.quantization)
+            array, figures = quantized.codes, quantized.report()
         data = io.BytesIO()
         np.save(data, array, allow_pickle=False)
         write_bytes(folder / f"{index}.npy", data.getvalue())
-        found[table.name] = {"file": f"{index}.npy", **said}
+        written[table.name] = {"file": f"{index}.npy", **figures}
     levels = {"levels": LEVELS} if dtype == "int8" else {}
-    report = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, **levels, "tables": found}
+    report = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, **levels, "tables": written}
     write_text(folder / "tables.json", json.dumps(report, indent=1) + "\n")
     return report
 
 
 def load(folder: Path) -> dict[str, NDArray[np.float32]]:
-    """The tables of an export, [V, W] float32 each. Raises RooftopError for a folder that holds none."""
+    """Load the tables of an export, [V, W] float32 each. Raises RooftopError if the folder holds none."""
     try:
         report = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
-        found = {}
-        for name, one in report["tables"].items():
-            stored = np.load(folder / one["file"], allow_pickle=False)
-            if report["dtype"] == "int8":
-                stored = (one["low"] + (stored.astype(np.float64) + 128) * one["step"]).astype(np.float32)
-            found[name] = stored
+        tables = {}
+        for name, table in report["tables"].items():
+            stored = np.load(folder / table["file"], allow_pickle=False)
+            tables[name] = _values(stored, table["low"], table["step"]) if report["dtype"] == "int8" else stored
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RooftopError("export", str(folder), f"a folder that rooftop exported tables to ({error})") from None
-    return found
+    return tables
+
+
+def _values(codes: NDArray[Any], low: float, step: float) -> NDArray[np.float32]:
+    return (low + (codes.astype(np.float64) + 128) * step).astype(np.float32)

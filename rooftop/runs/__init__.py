@@ -1,1 +1,1 @@
-"""A run on disk: its folder, signals, supervision, and checkpoints of its state."""
+"""A run on disk: its folder, records, checkpoints, traces, signals and supervision."""

@@ -1,8 +1,8 @@
-"""The training state on disk: saved by Orbax in the background, published whole, checked before it is believed.
+"""Checkpoints of a run's state: saved by Orbax in the background, published whole, verified before use.
 
-A checkpoint is the folder ``<step>``: ``state``, which Orbax writes, and ``manifest.json``, written last, with size and
-SHA-256 of every file and shape and dtype of every array. It is written as ``<step>.writing`` and renamed once it is
-complete, so that a kill at any moment leaves either the whole of it or what was there before.
+A checkpoint is the folder ``<step>``: ``state``, written by Orbax, and ``manifest.json``, written last, with size and
+SHA-256 of every file and shape and dtype of every array. It is written and synchronised to disk as ``<step>.writing``
+and renamed once it is complete. A kill or a power loss at any moment leaves the whole of it or the checkpoint before.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from jax.experimental import multihost_utils
+from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
 
 _MANIFEST, _STATE = "manifest.json", "state"
 _SCHEMA = 1
-#: Bytes in which one process tells the others what is wrong with a checkpoint.
+#: Bytes in which a process reports a damaged file to the others.
 _REPORT = 1024
-#: How long processes wait for the slowest of them to check its part of what was written.
-_PATIENCE_MS = 20 * 60 * 1000
+#: Time for the slowest process to hash its share of the files.
+_TIMEOUT_MS = 20 * 60 * 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was read: ``state``, in the shardings asked for, of ``step``; ``extra`` as it was saved.
+    """The ``state`` of ``step``, in the requested shardings, and the ``extra`` values saved with it.
 
-    ``refused``: one line for each newer checkpoint that is damaged, newest first.
+    ``refused`` has one line for each newer checkpoint that is damaged, newest first.
     """
 
     step: int
@@ -64,7 +65,7 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True)
 class _Manifest:
-    """What a checkpoint holds: files by their paths in it; arrays ('float32[8, 16]') by their paths in the state."""
+    """Content of a checkpoint: files by path, arrays ('float32[8, 16]') by their path in the state."""
 
     schema: int
     step: int
@@ -73,35 +74,34 @@ class _Manifest:
     files: dict[str, _File]
 
     def text(self) -> str:
-        """As JSON, with its own SHA-256."""
+        """The manifest as JSON, with its own SHA-256."""
         body = json.dumps(dataclasses.asdict(self))
         return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "manifest": body})
 
     @classmethod
     def read(cls, checkpoint: Path) -> _Manifest:
         path = checkpoint / _MANIFEST
-        damaged = RooftopError(str(path), "a damaged file", "a manifest as it was written")
         try:
-            whole = json.loads(path.read_text(encoding="utf-8"))
-            body = whole["manifest"]
-            if hashlib.sha256(body.encode()).hexdigest() != whole["sha256"]:
-                raise damaged
+            content = json.loads(path.read_text(encoding="utf-8"))
+            body = content["manifest"]
+            if hashlib.sha256(body.encode()).hexdigest() != content["sha256"]:
+                raise ValueError("another hash")
             fields = json.loads(body)
-        except (ValueError, KeyError, TypeError):
-            raise damaged from None
+            if fields["schema"] != _SCHEMA:
+                raise RooftopError(f"{path}: schema", fields["schema"], f"{_SCHEMA}, which this version reads")
+            files = {str(name): _File(**file) for name, file in fields["files"].items()}
+            return cls(**fields | {"files": files, "extra": dict(fields["extra"]), "arrays": dict(fields["arrays"])})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise RooftopError(str(path), "a damaged file", "a manifest as it was written") from None
         except OSError as error:
             raise RooftopError(str(path), error.strerror or "unreadable", "the manifest of a checkpoint") from None
-        if fields["schema"] != _SCHEMA:
-            raise RooftopError(f"{path}: schema", fields["schema"], f"{_SCHEMA}, which this version reads")
-        files = {name: _File(**file) for name, file in fields["files"].items()}
-        return cls(**fields | {"files": files})
 
 
 class Checkpoints:
-    """The checkpoints in ``folder``, shared by all processes of a run: each calls the same methods in the same order.
+    """The checkpoints in ``folder``. All processes of a run share them and call the same methods in the same order.
 
-    The newest ``keep`` stay, and every one whose step is a multiple of ``every``. Raises RooftopError if they are not
-    positive whole numbers.
+    The newest ``keep`` stay, and every one whose step is a multiple of ``every``. Raises RooftopError unless both are
+    positive.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, every: int | None = None) -> None:
@@ -114,19 +114,19 @@ class Checkpoints:
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None
         self._saves = 0
-        logging.getLogger("absl").addFilter(_not_of_orbax)
+        logging.getLogger("absl").addFilter(_is_no_orbax_error)
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of the checkpoints that were completed, ascending. Whether they are undamaged, ``verify`` says."""
+        """Steps of the complete checkpoints, ascending. ``verify`` tells if one is damaged."""
         return tuple(sorted(self._complete()))
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Save ``state``, any pytree of arrays, and ``extra``, plain JSON values (those of the first process).
 
-        Returns once the arrays are copied to the host, so that they may be donated; the rest is done in the background.
-        One that has the same step is replaced; those of later steps, from which the run went back, are removed.
+        Returns once the arrays are copied to the host, so that they may be donated; a thread writes them. A checkpoint
+        of the same step is replaced; those of later steps belong to an abandoned course and are removed.
 
-        Raises RooftopError if this or the last save could not be written: what was there before is untouched.
+        Raises RooftopError if this or the last save could not be written: earlier checkpoints stay untouched.
         """
         self.wait()
         self._saves += 1
@@ -138,7 +138,7 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._tidy()
                 writing.mkdir()
-            # Orbax lets the others in after the first process.
+            # Orbax lets the other processes in after the first one.
             self._checkpointer.save(writing / _STATE, leaves)
         except Exception as error:
             raise self._failed(step, error) from error
@@ -152,64 +152,79 @@ class Checkpoints:
             saving.result()
 
     def close(self) -> None:
-        """``wait``, and end the threads."""
+        """Wait for the last save and end the threads. Raises RooftopError like ``wait``."""
         try:
             self.wait()
         finally:
             self._worker.shutdown()
             self._checkpointer.close()
-            logging.getLogger("absl").removeFilter(_not_of_orbax)
+            logging.getLogger("absl").removeFilter(_is_no_orbax_error)
 
     def restore(self, abstract: Any, step: int | None = None) -> Restored:
-        """The state of ``step``, by default of the newest checkpoint that is undamaged.
+        """Restore the state of ``step``, by default of the newest undamaged checkpoint.
 
-        ``abstract`` is the state as ShapeDtypeStructs, whose shardings say where everything goes: any mesh, number of
-        devices and number of processes. The values are those that were saved, bit for bit.
+        ``abstract`` is the state as ShapeDtypeStructs, whose shardings may be of any mesh, number of devices and number
+        of processes. The values are those that were saved, bit for bit.
 
-        Raises RooftopError if there is none, if ``step`` is damaged, or if arrays have other shapes or dtypes.
+        Raises RooftopError if there is no checkpoint, if ``step`` is damaged, or if shapes or dtypes differ.
         """
-        self.wait()
-        found = self._complete()
-        if step is not None and step not in found:
-            raise RooftopError("checkpoint", step, f"one of the steps {sorted(found)} in {self.folder}")
-        refused = list[str]()
-        for candidate in sorted(found, reverse=True) if step is None else (step,):
-            problem = _shared(self._damage(found[candidate]))
-            if not problem:
-                manifest = _Manifest.read(found[candidate])
-                state = self._read(found[candidate], manifest, abstract)
-                return Restored(step=candidate, state=state, extra=manifest.extra, refused=tuple(refused))
-            refused.append(problem)
-        raise RooftopError("checkpoint", "; ".join(refused) or "none", f"one that is whole in {self.folder}")
+        checkpoint, manifest, refused = self._newest(step)
+        leaves = _leaves(abstract)
+        for name in sorted(leaves.keys() | manifest.arrays.keys()):
+            expected = _kind(leaves[name]) if name in leaves else "no such array"
+            stored = manifest.arrays.get(name, "no such array")
+            if expected != stored:
+                raise RooftopError(f"checkpoint {checkpoint}: {name}", stored, f"{expected}, as the program has it")
+        restored = self._checkpointer.restore(checkpoint / _STATE, leaves)
+        state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in leaves])
+        return Restored(step=manifest.step, state=state, extra=manifest.extra, refused=refused)
+
+    def restore_arrays(self, step: int | None = None) -> Restored:
+        """Restore like ``restore``, with the state as NumPy arrays by name: a flat dict that was saved as one.
+
+        Needs no shapes beforehand and one process. Raises RooftopError like ``restore``.
+        """
+        checkpoint, manifest, refused = self._newest(step)
+        arrays: dict[str, NDArray[Any]] = self._checkpointer.restore(checkpoint / _STATE)
+        return Restored(step=manifest.step, state=arrays, extra=manifest.extra, refused=refused)
 
     def verify(self, step: int) -> None:
-        """Compare every file of a checkpoint with its manifest. Raises RooftopError naming the one that differs."""
-        found = self._complete()
-        if step not in found:
-            raise RooftopError("checkpoint", step, f"one of the steps {sorted(found)} in {self.folder}")
-        problem = _shared(self._damage(found[step]))
-        if problem:
-            raise RooftopError("checkpoint", problem, "files as they were written")
+        """Compare every file of a checkpoint with its manifest. Raises RooftopError naming a file that differs."""
+        self._newest(step)
+
+    def _newest(self, step: int | None) -> tuple[Path, _Manifest, tuple[str, ...]]:
+        """The newest undamaged checkpoint, or that of ``step``; and a line for each newer, damaged one."""
+        self.wait()
+        complete = self._complete()
+        if step is not None and step not in complete:
+            raise RooftopError("checkpoint", step, f"one of the steps {sorted(complete)} in {self.folder}")
+        refused = list[str]()
+        for candidate in sorted(complete, reverse=True) if step is None else (step,):
+            damage = _first_of_all_processes(self._damage(complete[candidate]))
+            if not damage:
+                return complete[candidate], _Manifest.read(complete[candidate]), tuple(refused)
+            refused.append(damage)
+        raise RooftopError("checkpoint", "; ".join(refused) or "none", f"one that is whole in {self.folder}")
 
     def _complete(self) -> dict[int, Path]:
-        """Step -> folder. One that was moved aside counts until its successor stands."""
-        found = {}
+        """Folders by step. A checkpoint that was moved aside counts until its successor is in place."""
+        folders = {}
         for suffix in (".replaced", ""):
             for path in self.folder.glob(f"*{suffix}"):
                 name = path.name.removesuffix(suffix)
                 if name.isdecimal() and (path / _MANIFEST).exists():
-                    found[int(name)] = path
-        return found
+                    folders[int(name)] = path
+        return folders
 
     def _damage(self, checkpoint: Path) -> str:
-        """What is wrong with this process's share of the files; empty if nothing is."""
+        """The first damage in this process's share of the files; empty without any."""
         try:
             manifest = _Manifest.read(checkpoint)
-            for name, found in _checksums(checkpoint, _share(manifest.files)):
+            for name, file in _checksums(checkpoint, _share(manifest.files)):
                 written = manifest.files[name]
-                if found.bytes != written.bytes:
-                    return f"{checkpoint / name} has {found.bytes} bytes of {written.bytes}"
-                if found != written:
+                if file.bytes != written.bytes:
+                    return f"{checkpoint / name} has {file.bytes} bytes of {written.bytes}"
+                if file != written:
                     return f"{checkpoint / name} has other content than was written"
         except RooftopError as error:
             return f"{error.field} is {error.given}"
@@ -217,31 +232,21 @@ class Checkpoints:
             return f"{error.filename}: {error.strerror}"
         return ""
 
-    def _read(self, checkpoint: Path, manifest: _Manifest, abstract: Any) -> Any:
-        leaves = _leaves(abstract)
-        for name in sorted(leaves.keys() | manifest.arrays.keys()):
-            wanted = _kind(leaves[name]) if name in leaves else "no such array"
-            stored = manifest.arrays.get(name, "no such array")
-            if wanted != stored:
-                raise RooftopError(f"checkpoint {checkpoint}: {name}", stored, f"{wanted}, as the program has it")
-        restored = self._checkpointer.restore(checkpoint / _STATE, leaves)
-        return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in leaves])
-
     def _finish(self, writing: Path, manifest: _Manifest) -> None:
-        """In the background: complete what Orbax wrote, publish it, remove what is no longer kept."""
+        """Complete the files of Orbax, publish the checkpoint and remove old ones. Runs in the background."""
         try:
             self._checkpointer.wait_until_finished()
-            # All must see the same files: those of Orbax, which the first process puts in order at the end.
+            # The first process moves the files of Orbax last: all must see the same ones.
             self._barrier("written")
             files = sorted(str(path.relative_to(writing)) for path in (writing / _STATE).rglob("*") if path.is_file())
             parts = [writing / f"checksums.{process}.json" for process in range(jax.process_count())]
-            found = {name: dataclasses.asdict(file) for name, file in _checksums(writing, _share(files))}
-            write_text(parts[jax.process_index()], json.dumps(found))
+            share = {name: dataclasses.asdict(file) for name, file in _checksums(writing, _share(files))}
+            write_text(parts[jax.process_index()], json.dumps(share))
             self._barrier("checked")
             if jax.process_index() == 0:
                 for part in parts:
-                    read = json.loads(part.read_text(encoding="utf-8"))
-                    manifest.files.update({name: _File(**file) for name, file in read.items()})
+                    checksums = json.loads(part.read_text(encoding="utf-8"))
+                    manifest.files.update({name: _File(**file) for name, file in checksums.items()})
                     part.unlink()
                 write_text(writing / _MANIFEST, manifest.text())
                 self._publish(writing, manifest.step)
@@ -251,6 +256,9 @@ class Checkpoints:
             raise self._failed(manifest.step, error) from error
 
     def _publish(self, writing: Path, step: int) -> None:
+        # Orbax synchronises arrays only, and a rename may reach the disk before the files that it renames.
+        for path in (*writing.rglob("*"), writing):
+            _sync(path)
         final, aside = self.folder / f"{step}", self.folder / f"{step}.replaced"
         if final.exists():
             _remove(aside)
@@ -262,13 +270,13 @@ class Checkpoints:
     def _prune(self, step: int) -> None:
         complete = self._complete()
         newest = sorted(earlier for earlier in complete if earlier <= step)[-self.keep :]
-        for each, path in complete.items():
-            landmark = self.every is not None and each % self.every == 0
-            if each > step or not (each in newest or landmark):
+        for other, path in complete.items():
+            is_landmark = self.every is not None and other % self.every == 0
+            if other > step or not (other in newest or is_landmark):
                 _remove(path)
 
     def _tidy(self) -> None:
-        """Remove what an interrupted process left."""
+        """Remove the remains of an interrupted process."""
         complete = self._complete().values()
         for suffix in (".writing", ".removed", ".replaced"):
             for path in self.folder.glob(f"*{suffix}"):
@@ -278,14 +286,14 @@ class Checkpoints:
     def _barrier(self, name: str) -> None:
         if jax.process_count() > 1:
             key = f"rooftop checkpoints: save {self._saves} in {self.folder} {name}"
-            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_PATIENCE_MS)
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_TIMEOUT_MS)
 
     def _failed(self, step: int, error: Exception) -> RooftopError:
-        """The error that says so; the room that the attempt took is given back."""
+        """The error of a failed save, whose files are removed to free their space."""
         free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
         if jax.process_index() == 0:
             shutil.rmtree(self.folder / f"{step}.writing", ignore_errors=True)
-        # Of the arrays that failed with it nobody asks, which asyncio would say of each as it is freed.
+        # asyncio would log every other array of this save that failed as well, when it is freed.
         logging.getLogger("asyncio").addFilter(lambda record: f"{self.folder}" not in record.getMessage())
         steps = self.steps()
         last = f"step {steps[-1]} is the newest that is whole" if steps else "none is there yet"
@@ -293,14 +301,21 @@ class Checkpoints:
         return RooftopError(f"checkpoint of step {step}", _reason(error), accepted)
 
 
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Orbax logs each error with its stack, from every thread that meets it; it is raised here as well, once."""
+def _is_no_orbax_error(record: logging.LogRecord) -> bool:
+    """False for errors that Orbax logs with a stack, from every thread: they are raised here, once."""
     return "orbax" not in record.pathname or record.levelno < logging.ERROR
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by their paths, in the order of the tree."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """Leaves by their paths, in the order of the tree; those of a flat dict by its keys."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    match path:
+        case (jax.tree_util.DictKey(key=str(key)),):
+            return key
+    return jax.tree_util.keystr(path)
 
 
 def _kind(leaf: Any) -> str:
@@ -308,7 +323,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _share(names: Iterable[str]) -> list[str]:
-    """The part of the files that this process reads."""
+    """The files that this process hashes."""
     return sorted(names)[jax.process_index() :: jax.process_count()]
 
 
@@ -317,26 +332,27 @@ def _checksums(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, _File]
         yield from pool.map(lambda name: (name, _File.of(folder / name)), names)
 
 
-def _shared(problem: str) -> str:
-    """What any process found wrong, the same on all of them."""
+def _first_of_all_processes(damage: str) -> str:
+    """The damage that the first of the processes with any has met, the same on all of them."""
     if jax.process_count() == 1:
-        return problem
-    told = problem.encode()[:_REPORT].ljust(_REPORT, b"\0")
-    everyone = multihost_utils.process_allgather(np.frombuffer(told, np.uint8))
-    reports = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in np.asarray(everyone)]
-    return next((report for report in reports if report), "")
+        return damage
+    report = np.frombuffer(damage.encode()[:_REPORT].ljust(_REPORT, b"\0"), np.uint8)
+    reports = np.asarray(multihost_utils.process_allgather(report))
+    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in reports]
+    return next((text for text in texts if text), "")
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; nobody ever sees a part of it."""
+    """Remove a checkpoint. It is renamed first, so that a part of it is never taken for the whole."""
     if checkpoint.exists():
         condemned = checkpoint.with_name(f"{checkpoint.name.split('.')[0]}.removed")
         checkpoint.rename(condemned)
         shutil.rmtree(condemned)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Write a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -344,7 +360,7 @@ def _sync(folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line: the reason that the system gives, if it gave one."""
+    """The cause in one line: the system's reason, if it gave one."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, RooftopError):

@@ -1,19 +1,19 @@
-"""The folder of a run: what it is (run.json), what it measured (metrics.jsonl), and who may write there now."""
+"""The folder of a run: its paths, what the run is (run.json), and the claim of its only writer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import claimed, write_text
+from rooftop.core.files import write_text
 
-SCHEMA = 2
-#: The HLO of the step, in the folder of its traces.
+SCHEMA = 3
+#: HLO of the step, next to its traces.
 MODULE_FILE = "step.hlo.txt"
 
 
@@ -25,7 +25,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the state is saved."""
+        """Checkpoints of the state, a folder a step."""
         return self.path / "checkpoints"
 
     @property
@@ -35,91 +35,106 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """The plan that the run began with, if it began with one."""
+        """The plan that the run began with, if any."""
         return self.path / "plan.json"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files, if they were asked for."""
+        """TensorBoard event files, if requested."""
         return self.path / "tensorboard"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line: see ``rooftop.train.metrics``."""
+        """One JSON object a line, with its ``step``: see ``rooftop.runs.records``."""
         return self.path / "metrics.jsonl"
 
     @property
     def profile(self) -> Path:
-        """Traces of JAX's profiler, and the module of the step that they are of."""
+        """Traces of JAX's profiler, and the HLO of the traced step."""
         return self.path / "profile"
 
+    def create(self) -> None:
+        """Create the folder if there is none. Raises RooftopError if it cannot be written."""
+        _create(self.path, self.path)
+
     def write_module(self, text: str) -> None:
-        """Write the step's HLO beside its traces. Raises RooftopError where it cannot be written."""
-        try:
-            self.profile.mkdir(exist_ok=True)
-        except OSError as error:
-            raise RooftopError("run", str(self.path), f"a folder that can be written ({error.strerror})") from None
+        """Write the HLO of the step next to its traces. Raises RooftopError if it cannot be written."""
+        _create(self.profile, self.path)
         write_text(self.profile / MODULE_FILE, text)
 
     def read(self) -> dict[str, Any] | None:
-        """run.json; None if no run has begun here. Raises RooftopError for one that is none."""
+        """Return the content of run.json; None if no run has begun here. Raises RooftopError if it is damaged."""
         file = self.path / "run.json"
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RooftopError("run", str(file), f"a run.json of rooftop train ({error})") from None
-        if not isinstance(found, dict) or (found.get("kind"), found.get("schema")) != ("run", SCHEMA):
+        if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != ("run", SCHEMA):
             raise RooftopError("run", str(file), f"a run.json of rooftop train, of schema {SCHEMA}")
-        return found
+        return content
 
     def write(self, about: Mapping[str, Any]) -> None:
-        """Write run.json. Raises RooftopError where it cannot be written."""
-        whole = {"kind": "run", "schema": SCHEMA, **about}
-        write_text(self.path / "run.json", json.dumps(whole, indent=1, allow_nan=False) + "\n")
+        """Write run.json. Raises RooftopError if it cannot be written."""
+        content = {"kind": "run", "schema": SCHEMA, **about}
+        write_text(self.path / "run.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out: see ``rooftop.core.files.claimed``."""
-        with claimed(self.path):
-            yield
+        """Lock the folder against other processes. The system unlocks it when this process ends, even if killed.
 
+        A folder that was created for the claim and stayed empty is removed. Raises RooftopError if another process
+        holds the lock or the folder cannot be written.
+        """
+        # Windows has no fcntl, and it can still read runs.
+        import fcntl
 
-class MetricsFile:
-    """metrics.jsonl, continued behind the record of ``step``: what is there of later steps is dropped.
-
-    A process that was killed may have recorded more steps than it saved; they are done again, with the same losses.
-    """
-
-    def __init__(self, path: Path, *, step: int) -> None:
-        self._path = path
-        kept = list(_records(path, step))
-        write_text(path, "".join(kept))
-        self._file: BinaryIO = path.open("ab", buffering=0)
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line. Raises RooftopError where it cannot be written: what was there is whole."""
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        is_new = not self.path.exists()
+        self.create()
+        lock = self.path / ".lock"
         try:
-            if self._file.write(line) != len(line):
-                raise OSError(0, "no room for a line")
+            file = lock.open("wb")
         except OSError as error:
-            raise RooftopError("metrics", str(self._path), f"a file with room for it ({error.strerror})") from None
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _records(path: Path, step: int) -> Iterator[str]:
-    """The whole lines up to ``step``."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
+            raise _not_writable(self.path, error) from None
+        with file:
             try:
-                if json.loads(line)["step"] <= step and line.endswith("\n"):
-                    yield line
-            except (ValueError, KeyError, TypeError):
-                return
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RooftopError("run", str(self.path), "a folder that no other process trains in now") from None
+            try:
+                yield
+            finally:
+                if is_new and list(self.path.iterdir()) == [lock]:
+                    lock.unlink()
+                    self.path.rmdir()
+
+
+def require_same(run: Path, recorded: object, current: object, *, ignored: Sequence[str] = (), name: str = "") -> None:
+    """Compare the identity of a run, plain JSON values, with that of the same run as it was recorded.
+
+    Values named in ``ignored`` may differ. Raises RooftopError naming the first other value that does.
+    """
+    if name in ignored:
+        return
+    if isinstance(recorded, Mapping) and isinstance(current, Mapping):
+        for key in {**recorded, **current}:
+            path = f"{name}.{key}" if name else str(key)
+            require_same(run, recorded.get(key), current.get(key), ignored=ignored, name=path)
+        return
+    if isinstance(current, tuple):
+        current = list(current)
+    if recorded != current:
+        accepted = f"{recorded!r}, as it began; or another folder for a new run"
+        raise RooftopError(f"{name} of the run {run}", current, accepted)
+
+
+def _create(folder: Path, run: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(run, error) from None
+
+
+def _not_writable(run: Path, error: OSError) -> RooftopError:
+    return RooftopError("run", str(run), f"a folder that can be written ({error.strerror})")

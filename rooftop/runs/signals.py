@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 from types import FrameType, TracebackType
 
 import jax
@@ -14,24 +15,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 
 def one_at_a_time() -> bool:
-    """Whether a program must be done before the next one begins: over several devices of CPUs (JAX 0.10.2).
+    """True if a program must end before the next one starts: on several CPU devices (JAX 0.10.2).
 
-    Over processes (gloo) two programs at a time gave wrong numbers; emulated devices share threads, of which those that
-    wait for another device leave none for it. Nothing is lost: the cores are busy anyway.
+    Between processes (gloo) two programs at a time gave wrong numbers. Emulated devices share threads: those that wait
+    in one program for another device may leave no thread for it. Nothing is lost, as the cores are busy anyway.
     """
     return jax.device_count() > 1 and jax.default_backend() == "cpu"
 
 
 class Stopped(Exception):
-    """A signal came before there was anything to save."""
+    """A signal that came before there was anything to save."""
 
     exit_status = 0
 
 
 class Signals:
-    """SIGTERM and SIGINT inside the context: noted in ``caught`` while ``deferred``, and raised as ``Stopped`` before.
+    """SIGTERM and SIGINT inside the context: noted in ``caught`` while ``deferred``, raised as ``Stopped`` before.
 
-    A second one of them ends the process at once.
+    A second signal ends the process at once. Outside of the main thread, signals are left alone.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,9 @@ class Signals:
         self._before = dict[int, object]()
 
     def __enter__(self) -> Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._take)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
@@ -52,14 +54,15 @@ class Signals:
         if self.caught is not None:
             raise KeyboardInterrupt
         self.caught = signal.Signals(number)
-        # An exception in a callback of the garbage collector (JAX has one) is printed and lost: the first step stops.
-        collecting = frame is not None and any(frame.f_code is getattr(each, "__code__", None) for each in gc.callbacks)
+        # Python prints and drops an exception in a callback of the garbage collector (JAX has one). The first step
+        # stops the run instead.
+        collecting = frame is not None and any(frame.f_code is getattr(call, "__code__", None) for call in gc.callbacks)
         if not self.deferred and not collecting:
             raise Stopped(f"stopped by {self.caught.name} before the first step")
 
 
 class Agreement:
-    """Whether any process wants to stop, the same on all of them: a sum over one number from each, beside each step."""
+    """A vote of all processes to stop, with the same result on all of them: a sum over one number from each."""
 
     def __init__(self) -> None:
         self._alone = jax.process_count() == 1
@@ -71,18 +74,18 @@ class Agreement:
         self._mesh = Mesh(devices, ("process",), axis_types=(AxisType.Explicit,))
         self._sum = jax.jit(jnp.sum)
 
-    def post(self, wanted: bool) -> bool | jax.Array:
-        """What this process wants at a step; to be read by ``read`` once the step is done."""
+    def post(self, stop: bool) -> bool | jax.Array:
+        """Vote at a step. ``read`` returns the result once the step is done."""
         if self._alone:
-            return wanted
-        mine = np.array([wanted], np.int32)
+            return stop
+        vote = np.array([stop], np.int32)
         split = NamedSharding(self._mesh, P("process"))
         with jax.set_mesh(self._mesh):
-            votes = jax.make_array_from_callback((jax.process_count(),), split, lambda _: mine)
+            votes = jax.make_array_from_callback((jax.process_count(),), split, lambda _: vote)
             total: jax.Array = self._sum(votes)
         # Processes on CPUs mix up the collectives of programs that run at once.
         return jax.block_until_ready(total) if one_at_a_time() else total
 
     def read(self, posted: bool | jax.Array) -> bool:
-        """Whether any of the processes wanted to stop at that step."""
+        """True if any process voted to stop at that step."""
         return bool(posted)

@@ -1,7 +1,7 @@
-"""One of several processes of a run, as a worker under a supervisor that says in one line why the worker ended.
+"""One of several processes of a run as a worker, under a supervisor that reports in one line why the worker ended.
 
-When a process of a run is lost, JAX's runtime ends the others from threads of its own: with an abort and pages on
-stderr, which no handler in Python can turn into a line. The supervisor is not a part of the run, and can.
+When a process of a run is lost, threads of JAX's runtime end the other processes with an abort and pages on stderr,
+which no handler in Python can turn into a line. The supervisor is not part of the run, and can.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from types import FrameType
 
-#: The environment variable that says that this process is a worker; its value is the supervisor's process id.
+#: The environment variable of a worker; its value is the supervisor's process id.
 WORKER = "ROOFTOP_SUPERVISOR"
 _OURS = b"rooftop: "
+#: Last lines of a worker's stderr that are kept, to be shown if none of them is ours.
+_LINES = 1000
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 def is_worker() -> bool:
-    """Whether this process has a supervisor."""
+    """True if this process has a supervisor."""
     return WORKER in os.environ
 
 
@@ -36,18 +39,18 @@ def follow_supervisor() -> None:
 
 
 def keep_stdout() -> None:
-    """Let only Python write on stdout: gloo tells there of its connections, where --json allows one object."""
-    ours = os.fdopen(os.dup(1), "w", buffering=1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
-    sys.stdout = ours
+    """Reserve stdout for Python: gloo logs its connections there, where --json allows one object."""
+    stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    sys.stdout = stdout
 
 
 def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
-    """Run ``rooftop`` with these arguments as a worker, hand on its output and signals, and return its status.
+    """Run ``rooftop`` with these arguments as a worker, pass its output and signals on, and return its status.
 
-    A worker that is ended by a signal, or by its runtime, has lost the others: one line says so, and the status is 1.
+    A worker that a signal or its runtime has ended had lost the other processes: one line says so, and the status is 1.
     """
     worker = subprocess.Popen(
         [sys.executable, "-m", "rooftop", *arguments],
@@ -55,27 +58,27 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Ctrl-C reaches the supervisor alone, which hands it on once.
+        # Ctrl-C reaches the supervisor alone, which passes it on once.
         start_new_session=True,
     )
-    said = list[bytes]()
+    errors = deque[bytes](maxlen=_LINES)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             worker.send_signal(number)
 
-    def hand_on() -> None:
+    def copy_stdout() -> None:
         assert worker.stdout is not None
         for line in worker.stdout:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
 
-    def listen() -> None:
+    def keep_stderr() -> None:
         assert worker.stderr is not None
-        said.extend(worker.stderr)
+        errors.extend(worker.stderr)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    threads = [threading.Thread(target=each) for each in (hand_on, listen)]
+    threads = [threading.Thread(target=target) for target in (copy_stdout, keep_stderr)]
     try:
         for thread in threads:
             thread.start()
@@ -85,9 +88,9 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    ours = [line for line in said if line.startswith(_OURS)]
+    ours = [line for line in errors if line.startswith(_OURS)]
     if status >= 0:
-        shown = ours or said
+        shown = ours or list(errors)
     else:
         lost = f"rooftop: the run has lost one of its processes; {how_to_resume}\n"
         shown, status = ours or [lost.encode()], 1

@@ -37,6 +37,10 @@ class Evaluation:
         """exp(loss), infinite where that is no float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
+    def to_json(self) -> dict[str, float]:
+        """Loss, perplexity and tokens."""
+        return {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+
 
 @dataclass(frozen=True)
 class Forward:

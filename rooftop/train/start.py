@@ -1,4 +1,4 @@
-"""From what was asked for to an engine that is ready: program, mesh, data and the record of the run."""
+"""Preparation of a training run: from the request to program, mesh, data and run.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from rooftop.models.sizing import PREFIX, small_llama
 from rooftop.programs.attention.attend import BLOCK
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import TrainProgram, loss_chunks
-from rooftop.runs.folder import RunFolder
+from rooftop.runs.folder import require_same
 from rooftop.train.data.dataset import Dataset, DataSource, Progress, open_dataset
 from rooftop.train.engine import TrainJob, require_room
 from rooftop.train.metrics import TrainRates
-from rooftop.train.schedule import Schedule, ScheduledOptimizer
+from rooftop.train.request import TrainRequest
+from rooftop.train.schedule import ScheduledOptimizer
 
 #: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
 _OF_DEVICES = ("program.computation.attention", "program.computation.attention_block", "program.loss_chunks")
@@ -40,39 +41,8 @@ _BALANCE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRequest:
-    """What is asked for. None: by the plan, or else by default.
-
-    ``model`` is a preset, a path, 'llama:N' or a ModelConfig; ``fields`` are those of a TrainProgram that are given,
-    ``computation`` those of its Computation and ``optimizer`` those of its Optimizer. ``peak_flops_per_s`` is of one
-    device, where the catalogue has none.
-    """
-
-    folder: RunFolder
-    data: tuple[str, ...]
-    data_field: str
-    schedule: Schedule
-    seed: int
-    held_share: float
-    plan: Mapping[str, Any] | None = None
-    as_is: bool = False
-    on_local: bool = False
-    mesh: Mapping[str, int] | None = None
-    model: str | ModelConfig | None = None
-    init: Path | None = None
-    tokenizer: Path | None = None
-    vocab: int | None = None
-    batch: int | None = None
-    seq_len: int | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    computation: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    peak_flops_per_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReadyRun:
-    """A job with its data; ``note`` says how it lies on the devices, and ``about`` is what run.json says of it."""
+    """A job with its data. ``note`` names the devices and the mesh; ``about`` is the content of run.json."""
 
     job: TrainJob
     data: Dataset
@@ -82,14 +52,14 @@ class ReadyRun:
 
 
 def prepare(request: TrainRequest, recorded: Mapping[str, Any] | None, progress: Progress | None) -> ReadyRun:
-    """Everything that comes before the first step. ``recorded``: run.json, if the run goes on.
+    """Prepare a run up to its first step. ``recorded`` is the run.json of a run that is resumed.
 
-    Raises RooftopError for what is asked for and cannot be, or is not what the run began with, and Infeasible where
-    the state does not fit. Starts JAX.
+    Raises RooftopError for a request that cannot be run here or is not that of the recorded run, and Infeasible if the
+    state does not fit the devices.
     """
     here = local_devices()
-    if request.plan is not None:
-        program, mesh, note = _of_plan(request, request.plan, here)
+    if request.planned is not None:
+        program, mesh, note = _of_plan(request, request.planned, here)
     else:
         program, mesh, note = _of_model(request, here)
     program = _completed(request, program)
@@ -101,23 +71,24 @@ def prepare(request: TrainRequest, recorded: Mapping[str, Any] | None, progress:
         batch=program.batch,
         seq_len=program.seq_len,
         seed=request.seed,
-        held_share=request.held_share,
+        held_share=request.hold_out,
         progress=progress,
     )
+    init = None if request.init is None else Path(request.init)
     identity = {
         "program": program.to_json(),
         "seed": request.seed,
-        "init": None if request.init is None else str(request.init.resolve()),
+        "init": None if init is None else str(init.resolve()),
         "data": data.digest,
         "tokenizer": None if data.tokenizer is None else data.tokenizer.digest,
-        "hold_out": request.held_share,
+        "hold_out": request.hold_out,
     }
     if recorded is not None:
-        _require_same(str(request.folder.path), recorded["job"], identity)
-    peak = here.flops_per_s(program.compute_dtype) if request.peak_flops_per_s is None else request.peak_flops_per_s
+        require_same(request.folder.path, recorded["job"], identity, ignored=_OF_DEVICES)
+    peak = request.peak_flops or here.flops_per_s(program.compute_dtype)
     rates = TrainRates.of(program.model, program.seq_len, None if peak is None else peak * mesh.size)
     return ReadyRun(
-        job=TrainJob(program=program, mesh=mesh, seed=request.seed, init=request.init),
+        job=TrainJob(program=program, mesh=mesh, seed=request.seed, init=init),
         data=data,
         rates=rates,
         note=note,
@@ -142,21 +113,21 @@ def prepare(request: TrainRequest, recorded: Mapping[str, Any] | None, progress:
 
 
 def session(step: int, command: str) -> dict[str, Any]:
-    """What run.json says of one start of the run."""
+    """The entry of run.json for one start of the run."""
     return {"step": step, "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def _of_plan(request: TrainRequest, plan: Mapping[str, Any], here: Local) -> tuple[TrainProgram, Any, str]:
     if request.model is not None and not isinstance(request.model, ModelConfig):
-        raise RooftopError("model", request.model, "nothing with a plan, which names its model")
-    mapped, note = map_plan(plan, here, as_is=request.as_is, on_local=request.on_local or request.mesh is not None)
+        raise RooftopError("model", str(request.model), "nothing with a plan, which names its model")
+    mapped, note = map_plan(plan, here, as_is=request.as_is, shrink=request.shrink or request.axes is not None)
     axes = mapped["mesh"]["axes"]
-    if request.mesh is not None:
-        axes = request.mesh
+    if request.axes is not None:
+        axes = request.axes
         mapped, note = mapped | {"mesh": {"axes": axes}}, f"{note.split(':')[0]}: mesh {write_axes(axes)}"
     workload = dict(mapped["workload"])
     seq_len = request.seq_len or workload["seq_len"]
-    batch = request.batch or workload["batch_tokens"] // workload["seq_len"]
+    batch = request.batch_seqs or workload["batch_tokens"] // workload["seq_len"]
     mapped["workload"] = workload | {"seq_len": seq_len, "batch_tokens": batch * seq_len}
     program = TrainProgram.from_plan(mapped)
     slice_ = Slice.parse(plan["slice"]["name"])
@@ -168,24 +139,25 @@ def _of_plan(request: TrainRequest, plan: Mapping[str, Any], here: Local) -> tup
 
 
 def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, str]:
-    if request.as_is or request.on_local:
-        raise RooftopError("as-is or on", "no plan", "a PLAN.json of rooftop plan train")
-    axes = dict(request.mesh) if request.mesh is not None else {"fsdp": len(here.devices)}
+    if request.as_is or request.shrink:
+        raise RooftopError("as-is or shrink", "no plan", "a PLAN.json of rooftop plan train")
+    axes = dict(request.axes) if request.axes is not None else {"fsdp": len(here.devices)}
     mesh = mesh_of(axes, here)
     model = _model(request)
     stages = axes.get("stage", 1)
-    microbatches = int(request.fields.get("microbatches", 1 if stages == 1 else 2 * stages))
-    compute = str(request.fields.get("compute_dtype", "f32" if here.devices[0].platform == "cpu" else "bf16"))
+    microbatches = request.microbatches or (1 if stages == 1 else 2 * stages)
+    is_cpu = here.devices[0].platform == "cpu"
+    compute = request.compute_dtype or ("f32" if is_cpu else "bf16")
     ways = math.prod(axes.get(axis, 1) for axis in ("data", "expert", "fsdp")) * microbatches
-    batch = request.batch or -(-_SEQUENCES // ways) * ways
+    batch = request.batch_seqs or -(-_SEQUENCES // ways) * ways
     seq_len = request.seq_len or min(_SEQ_LEN, model.max_seq_len)
     computation = Computation(
         model=model,
-        # No stage of a pipeline has a ring in it.
+        # A pipeline stage has no ring.
         context_attention="all_gather" if stages > 1 else "ring",
-        expert_matmul="batched" if "expert_capacity" in request.computation else "grouped",
+        expert_matmul="grouped" if request.expert_capacity is None else "batched",
         attention=here.attention(compute),
-        attention_block=_CPU_BLOCK if here.devices[0].platform == "cpu" else BLOCK,
+        attention_block=_CPU_BLOCK if is_cpu else BLOCK,
     )
     program = TrainProgram(
         computation=computation,
@@ -193,71 +165,90 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
         seq_len=seq_len,
         loss_chunks=loss_chunks(-(-batch // ways), max(1, seq_len // axes.get("context", 1))),
         microbatches=microbatches,
-        chunks=2 if request.fields.get("schedule") == "interleaved" else 1,
-        schedule=request.fields.get("schedule", "1f1b"),
+        chunks=2 if request.schedule == "interleaved" else 1,
+        schedule=request.schedule or "1f1b",
         compute_dtype=compute,
     )
     return program, mesh, f"on {here.name}: mesh {write_axes(axes)}"
 
 
 def _model(request: TrainRequest) -> ModelConfig:
-    asked = request.model if request.model is not None else None if request.init is None else str(request.init)
-    if asked is None:
+    source = request.init if request.model is None else request.model
+    if source is None:
         raise RooftopError("model", None, "PLAN.json, --model (a preset, a config.json or llama:4M) or --init")
-    if isinstance(asked, ModelConfig):
-        return asked
-    if asked.startswith(PREFIX):
-        count = parse_count(asked.removeprefix(PREFIX), "model")
+    if isinstance(source, ModelConfig):
+        return source
+    name = str(source)
+    if name.startswith(PREFIX):
+        count = parse_count(name.removeprefix(PREFIX), "model")
         return small_llama(count, request.vocab or 4096, max(request.seq_len or _SEQ_LEN, _SEQ_LEN))
-    model = load_model(asked)
+    model = load_model(name)
     if request.vocab is not None and request.init is None and request.tokenizer is None:
         model = replace(model, vocab=request.vocab)
     return model
 
 
 def _completed(request: TrainRequest, program: TrainProgram) -> TrainProgram:
-    """The program with what the options say, as a run needs it: packed batches, scheduled learning rate.
+    """The program with the values of the request, packed batches and a scheduled learning rate.
 
     Experts are kept in balance by default.
     """
-    known = vars(program.optimizer) | dict(request.optimizer)
-    optimizer = ScheduledOptimizer(**known, schedule=request.schedule)
-    balance = {"balance_loss": _BALANCE} if program.model.moe is not None else {}
-    computation = replace(program.computation, **{**balance, **request.computation})
+    optimizer = ScheduledOptimizer(
+        **vars(program.optimizer)
+        | {
+            "learning_rate": request.learning_rate,
+            "weight_decay": request.weight_decay,
+            "clip_norm": request.clip_norm or None,
+            **_present(name=request.optimizer, moments=request.moments_dtype),
+        },
+        schedule=request.learning_rates,
+    )
+    balance = _BALANCE if program.model.moe is not None and request.balance_loss is None else request.balance_loss
+    computation = replace(
+        program.computation,
+        z_loss=request.z_loss,
+        **_present(
+            balance_loss=balance,
+            expert_capacity=request.expert_capacity,
+            remat=request.remat,
+            context_attention=request.context_attention,
+        ),
+    )
     program = replace(
-        program, packed=True, gradient_norm=True, optimizer=optimizer, computation=computation, **request.fields
+        program,
+        packed=True,
+        gradient_norm=True,
+        optimizer=optimizer,
+        computation=computation,
+        **_present(
+            microbatches=request.microbatches,
+            schedule=request.schedule,
+            chunks=request.chunks,
+            compute_dtype=request.compute_dtype,
+            weights_dtype=request.weights_dtype,
+        ),
     )
     if program.seq_len > program.model.max_seq_len:
         raise RooftopError("seq", program.seq_len, f"at most {program.model.max_seq_len}, the longest of the model")
     return program
 
 
+def _present(**values: str | float | None) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _source(request: TrainRequest, model: ModelConfig) -> DataSource:
-    tokenizer = request.tokenizer
+    tokenizer = None if request.tokenizer is None else Path(request.tokenizer)
     if tokenizer is None and request.vocab is None:
-        beside = [Path(str(place)) for place in (request.init, request.model) if place is not None]
-        folders = [place if place.is_dir() else place.parent for place in beside if place.exists()]
+        paths = [Path(str(path)) for path in (request.init, request.model) if isinstance(path, Path | str)]
+        folders = [path if path.is_dir() else path.parent for path in paths if path.exists()]
         tokenizer = next((folder for folder in folders if (folder / "tokenizer.json").exists()), None)
     return DataSource(
-        data=request.data,
-        field=request.data_field,
+        data=request.sources,
+        field=request.field,
         tokenizer=tokenizer,
         vocab=min(request.vocab or model.vocab, model.vocab),
     )
-
-
-def _require_same(folder: str, recorded: Any, given: Any, name: str = "") -> None:
-    """Raises RooftopError for the first value that is not what the run began with, but for those of the devices."""
-    if name in _OF_DEVICES:
-        return
-    if isinstance(recorded, Mapping) and isinstance(given, Mapping):
-        for key in {**recorded, **given}:
-            _require_same(folder, recorded.get(key), given.get(key), f"{name}.{key}" if name else key)
-        return
-    if isinstance(given, tuple):
-        given = list(given)
-    if recorded != given:
-        raise RooftopError(f"{name} of the run {folder}", given, f"{recorded!r}, as it began; or another --run")
 
 
 def _versions() -> dict[str, str]:
@@ -301,27 +292,25 @@ def shrunk_plan(plan: Mapping[str, Any], devices: int) -> dict[str, Any]:
     }
 
 
-def map_plan(plan: Mapping[str, Any], here: Local, *, as_is: bool, on_local: bool) -> tuple[dict[str, Any], str]:
+def map_plan(plan: Mapping[str, Any], here: Local, *, as_is: bool, shrink: bool) -> tuple[dict[str, Any], str]:
     """The plan as it runs on ``here``, and one line that says so; the mesh is ``mesh_of`` of its axes.
 
-    Unchanged where its slice is here. Otherwise ``as_is`` keeps mesh and batch, and ``on_local`` is ``shrunk_plan``.
+    Unchanged where its slice is here. Otherwise ``as_is`` keeps mesh and batch, and ``shrink`` is ``shrunk_plan``.
     Raises RooftopError, saying what would run, if the slice is not here and neither is asked for.
     """
     wanted = Slice.parse(plan["slice"]["name"])
-    if as_is and on_local:
-        raise RooftopError("as-is", "--as-is and --on local", "one of the two")
-    if here.is_slice(wanted) and not on_local:
+    if here.is_slice(wanted) and not shrink:
         return dict(plan), f"on {wanted.name}, as planned"
     devices = math.prod(plan["mesh"]["axes"].values())
     small = shrunk_plan(plan, len(here.devices))
     small_line = f"mesh {write_axes(small['mesh']['axes'])}, {_sequences(small)}"
-    if on_local:
+    if shrink:
         return small, f"planned for {wanted.name}; here, on {here.name}: {small_line}"
     given = f"{wanted.name}, and here are {here.name}"
     if as_is and devices <= len(here.devices):
         line = f"mesh {write_axes(plan['mesh']['axes'])}, {_sequences(plan)}"
         return dict(plan), f"planned for {wanted.name}; here, on {here.name}, as it is: {line}"
-    local = f"--on local to run it with {small_line}"
+    local = f"--shrink to run it with {small_line}"
     kept = f"--as-is to keep mesh {write_axes(plan['mesh']['axes'])}, {_sequences(plan)}"
     if devices <= len(here.devices):
         raise RooftopError("plan slice", given, f"{local}; or {kept}")

@@ -90,15 +90,18 @@ def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "tables.toml").write_text(TOML)
     paths = [str(tmp_path / name) for name in ("tables.toml", "train.tsv", "run", "out")]
     call: Callable[..., object] = CliRunner().invoke
-    told = call(train_command, [*paths[:3], "--batch", str(BATCH), "--evaluate", paths[1], "--json"])
+    told = call(train_command, [*paths[:3], "--batch-samples", str(BATCH), "--evaluate", paths[1], "--json"])
     assert told.exit_code == 0 and '"batches": 6' in told.output and '"auc": 0.' in told.output  # type: ignore[attr-defined]
     for field in ('"passes": 1', '"dropped_ids": 0', '"kernel": "reference"', "limits-16.json"):
         assert field in told.output  # type: ignore[attr-defined]
     # What cannot be evaluated is refused before anything is trained; another batch is no continuation.
     (tmp_path / "short.tsv").write_text("")
     for words, says in (
-        (["--batch", str(BATCH), "--evaluate", str(tmp_path / "short.tsv")], f"at least one batch of {BATCH} lines"),
-        (["--batch", "32"], f"batch: got 32; accepted: {BATCH}, that of the run"),
+        (
+            ["--batch-samples", str(BATCH), "--evaluate", str(tmp_path / "short.tsv")],
+            f"at least one batch of {BATCH} lines",
+        ),
+        (["--batch-samples", "32"], f"got 32; accepted: {BATCH}, as it began"),
     ):
         wrong = call(train_command, [*paths[:3], *words])
         assert isinstance(wrong.exception, RooftopError) and says in str(wrong.exception)  # type: ignore[attr-defined]

@@ -20,14 +20,15 @@ import numpy as np
 import pytest
 
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.files import claimed
 from rooftop.embed.criteo import read_batches, require_labels
-from rooftop.embed.train.checkpoint import restore
-from rooftop.embed.train.options import TrainOptions
-from rooftop.embed.train.trainer import Trainer, append_metrics, keep_metrics, require_memory
+from rooftop.embed.train.checkpoint import newest_tables
+from rooftop.embed.train.request import EmbeddingTrainRequest
+from rooftop.embed.train.trainer import Trainer, require_memory
 from rooftop.models.embedding_tables.stacking import stack_tables
 from rooftop.models.embedding_tables.tables import SparseCoreConfig, TableOptimizer
-from rooftop.train.schedule import Schedule
+from rooftop.runs.folder import RunFolder
+from rooftop.runs.records import MetricsFile
+from rooftop.runs.schedule import Schedule
 from tests.conftest import Answer
 from tests.support.embedding_run import BATCH, tables, write_clicks
 
@@ -42,13 +43,19 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer(clicks: Path, run: Path, **changed: Any) -> Trainer:
-    asked: dict[str, Any] = {"tables": tables(), "data": clicks, "run": run, "batch": BATCH, "checkpoint_every": 2}
-    return Trainer(TrainOptions(**{**asked, **changed}))
+    asked: dict[str, Any] = {
+        "tables": tables(),
+        "data": clicks,
+        "run": run,
+        "batch_samples": BATCH,
+        "devices": 1,
+        "save_every": 2,
+    }
+    return Trainer(EmbeddingTrainRequest(**{**asked, **changed}))
 
 
 def saved_arrays(run: Path) -> dict[str, np.ndarray]:
-    saved = restore(run / "checkpoints")
-    assert saved is not None
+    saved = newest_tables(run)
     slots = {f"slot of {name} {index}": slot for name, own in saved.slots.items() for index, slot in enumerate(own)}
     return {**saved.tables, **slots, **saved.dense}
 
@@ -72,7 +79,9 @@ def test_what_was_compiled_goes_with_its_run(clicks: Path, tmp_path: Path) -> No
 def test_a_seed_is_that_of_the_run(clicks: Path, tmp_path: Path) -> None:
     begun = trainer(clicks, tmp_path / "run", seed=5, steps=2)
     begun.train()
-    with pytest.raises(RooftopError, match=r"seed: got 4; accepted: 5, that of the run"):
+    with pytest.raises(
+        RooftopError, match=r"seed of the run .*: got 4; accepted: 5, as it began; or another folder for a new run"
+    ):
         trainer(clicks, tmp_path / "run", seed=4)
     assert trainer(clicks, tmp_path / "run").seed == trainer(clicks, tmp_path / "run", seed=5).seed == 5
     for wrong in (-1, 2**31):
@@ -87,7 +96,9 @@ def test_a_run_reads_the_data_that_it_began_with(clicks: Path, tmp_path: Path) -
     before = saved_arrays(tmp_path / "run")
     other, grown = tmp_path / "other.tsv", tmp_path / "grown.tsv"
     write_clicks(other, BATCHES * BATCH, seed=3)
-    with pytest.raises(RooftopError, match=r"data: got '.*other.tsv'; accepted: a file that begins like that"):
+    with pytest.raises(
+        RooftopError, match=r"data of the run .*: got '[0-9a-f]{64}'; accepted: '[0-9a-f]{64}', as it began"
+    ):
         trainer(other, tmp_path / "run")
     assert all(np.array_equal(each, before[name]) for name, each in saved_arrays(tmp_path / "run").items())
     grown.write_bytes(clicks.read_bytes() + other.read_bytes())
@@ -101,13 +112,17 @@ def test_slots_of_another_optimizer_are_refused(clicks: Path, tmp_path: Path) ->
     # As many slots of the same shape: nothing but its name tells it apart.
     other = dataclasses.replace(model.tables[0], optimizer=TableOptimizer(kind="adam"))
     before = saved_arrays(tmp_path / "run")
-    with pytest.raises(RooftopError, match=r"tables.t1.optimizer: got 'adam'; accepted: adagrad, as in the check"):
+    with pytest.raises(
+        RooftopError, match=r"tables.t1.optimizer of the run .*: got 'adam'; accepted: 'adagrad', as it began"
+    ):
         trainer(clicks, tmp_path / "run", tables=dataclasses.replace(model, tables=(other, *model.tables[1:])))
     fewer = dataclasses.replace(model, tables=model.tables[1:], features=model.features[1:])
-    with pytest.raises(RooftopError, match=r"tables: got 'no t1'; accepted: the tables of the checkpoint"):
+    with pytest.raises(RooftopError, match=r"tables.t1 of the run .*: got nothing; accepted: {'shape': '40 x 8'"):
         trainer(clicks, tmp_path / "run", tables=fewer)
     larger = dataclasses.replace(model.tables[0], vocabulary=41)
-    with pytest.raises(RooftopError, match=r"tables.t1: got '41 x 8'; accepted: 40 x 8, as in the checkpoint"):
+    with pytest.raises(
+        RooftopError, match=r"tables.t1.shape of the run .*: got '41 x 8'; accepted: '40 x 8', as it began"
+    ):
         trainer(clicks, tmp_path / "run", tables=dataclasses.replace(model, tables=(larger, *model.tables[1:])))
     # Another learning rate is no other optimizer.
     slower = dataclasses.replace(model.tables[0], optimizer=TableOptimizer(kind="adagrad", learning_rate=0.1))
@@ -123,23 +138,26 @@ def test_losses_of_batches_that_are_trained_on_again_are_written_once(clicks: Pa
     file = run / "metrics.jsonl"
     whole = file.read_text()
     # Killed behind its losses and before its checkpoint, in the middle of a line.
-    file.write_text(whole + '{"batch": 4, "loss": 0.5}\n{"batch": 5, "lo')
+    file.write_text(whole + '{"step": 5, "loss": 0.5}\n{"step": 6, "lo')
     assert trainer(clicks, run).done == 4 and file.read_text() == whole
     losses = trainer(clicks, run).train()
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [one["batch"] for one in records] == list(range(BATCHES))
+    assert [one["step"] for one in records] == list(range(1, BATCHES + 1))
     assert [one["loss"] for one in records[4:]] == losses
 
 
 def test_losses_without_a_number_or_a_place(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    keep_metrics(file, 3)
+    metrics = MetricsFile(file, step=3)
     assert not file.exists()
-    append_metrics(file, [0.5, float("nan"), float("inf")], 7)
+    for step, loss in ((7, 0.5), (8, float("nan")), (9, float("inf"))):
+        metrics.append({"step": step, "loss": loss})
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
-        {"batch": 7, "loss": 0.5}, {"batch": 8, "loss": None}, {"batch": 9, "loss": None},
+        {"step": 7, "loss": 0.5}, {"step": 8, "loss": None}, {"step": 9, "loss": None},
     ]  # fmt: skip
-    for call in (lambda: append_metrics(tmp_path, [0.5], 0), lambda: keep_metrics(tmp_path, 0)):
+    file.unlink()
+    file.mkdir()
+    for call in (lambda: metrics.append({"step": 10, "loss": 0.5}), lambda: MetricsFile(file, step=0)):
         with pytest.raises(RooftopError, match="metrics: got"):
             call()
 
@@ -149,7 +167,9 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(clicks: Path, tmp_
     trainer(clicks, run, steps=4).train()
     for manifest in run.glob("checkpoints/*/manifest.json"):
         manifest.write_text("[]")
-    with pytest.raises(RooftopError, match=r"checkpoints: got .*; accepted: a whole one \(all 2 are damaged\)"):
+    with pytest.raises(
+        RooftopError, match=r"checkpoint: got .*/4/manifest.json is a damaged file; .*/2/manifest.json is a"
+    ):
         trainer(clicks, run)
     assert len(list(run.glob("checkpoints/*/manifest.json"))) == 2
 
@@ -165,20 +185,22 @@ def test_what_a_killed_writer_left_goes(clicks: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pipelined", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_bit_for_bit(clicks: Path, tmp_path: Path, pipelined: bool) -> None:
-    trainer(clicks, tmp_path / "whole", pipelined=pipelined, checkpoint_every=3).train()
-    stopped = trainer(clicks, tmp_path / "parts", pipelined=pipelined, checkpoint_every=3)
+    trainer(clicks, tmp_path / "whole", pipelined=pipelined, save_every=3).train()
+    stopped = trainer(clicks, tmp_path / "parts", pipelined=pipelined, save_every=3)
     # A pipeline is drained for a checkpoint: where there is one anyway.
     last = 3 if pipelined else 4
     asked = iter([False] * last + [True])
     assert len(stopped.train(stopped=lambda: next(asked))) == last and stopped.done == last
-    rest = trainer(clicks, tmp_path / "parts", pipelined=pipelined, checkpoint_every=3)
+    rest = trainer(clicks, tmp_path / "parts", pipelined=pipelined, save_every=3)
     assert rest.train(stopped=lambda: True) == [] and rest.done == last
     assert len(rest.train()) == BATCHES - last
     whole, parts = saved_arrays(tmp_path / "whole"), saved_arrays(tmp_path / "parts")
     assert whole.keys() == parts.keys() and all(np.array_equal(each, parts[name]) for name, each in whole.items())
 
 
-def test_a_schedule_scales_tables_and_dense_part_alike(clicks: Path, tmp_path: Path) -> None:
+def test_a_schedule_scales_tables_and_dense_part_alike(
+    clicks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With half of the learning rates a run is that of rates which are half as large."""
     model = tables()
     halved = tuple(
@@ -187,9 +209,11 @@ def test_a_schedule_scales_tables_and_dense_part_alike(clicks: Path, tmp_path: P
         )
         for table in model.tables
     )
-    asked: dict[str, Any] = {"steps": 4, "dense_learning_rate": 0.02}
-    trainer(clicks, tmp_path / "half", **asked, share_of=lambda step: jnp.float32(0.5)).train()
-    smaller = {"tables": dataclasses.replace(model, tables=halved), "dense_learning_rate": 0.01}
+    asked: dict[str, Any] = {"steps": 4, "learning_rate": 0.02}
+    with monkeypatch.context() as patch:
+        patch.setattr(Schedule, "share", lambda self, step: jnp.float32(0.5))
+        trainer(clicks, tmp_path / "half", **asked, decay="linear").train()
+    smaller = {"tables": dataclasses.replace(model, tables=halved), "learning_rate": 0.01}
     trainer(clicks, tmp_path / "small", steps=4, **smaller).train()
     trainer(clicks, tmp_path / "full", **asked).train()
     half, small, full = (saved_arrays(tmp_path / name) for name in ("half", "small", "full"))
@@ -197,10 +221,9 @@ def test_a_schedule_scales_tables_and_dense_part_alike(clicks: Path, tmp_path: P
         np.testing.assert_allclose(array, small[name], rtol=1e-5, atol=1e-6)
     assert not np.allclose(half["t1"], full["t1"], rtol=1e-3, atol=1e-3)
     # Behind a checkpoint the schedule goes on where it was.
-    schedule = Schedule(steps=6, warmup=3, decay="cosine", final=0.1)
     for name, stops in (("once", (6,)), ("twice", (2, 6))):
         for stop in stops:
-            trainer(clicks, tmp_path / name, steps=stop, share_of=schedule.share).train()
+            trainer(clicks, tmp_path / name, steps=stop, warmup=3, decay="cosine", decay_steps=6).train()
     once, twice = saved_arrays(tmp_path / "once"), saved_arrays(tmp_path / "twice")
     assert all(np.array_equal(array, twice[name]) for name, array in once.items())
 
@@ -210,7 +233,7 @@ def test_emulated_devices_take_one_step_at_a_time(
     clicks: Path, tmp_path: Path, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two at once may wait for each other for ever, on many devices and few cores."""
-    begun = trainer(clicks, tmp_path / "run", steps=2, devices=devices, checkpoint_every=8)
+    begun = trainer(clicks, tmp_path / "run", steps=2, devices=devices, save_every=8)
     waited: list[object] = []
     real = jax.block_until_ready
 
@@ -225,12 +248,12 @@ def test_emulated_devices_take_one_step_at_a_time(
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with claimed(folder):
-        with pytest.raises(RooftopError, match="no other process trains in"), claimed(folder):
+    with RunFolder(path=folder).claimed():
+        with pytest.raises(RooftopError, match="no other process trains in"), RunFolder(path=folder).claimed():
             pass
         assert folder.is_dir()
     assert not folder.exists()
-    with claimed(folder):
+    with RunFolder(path=folder).claimed():
         (folder / "file").write_text("")
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "file"]
 
@@ -292,7 +315,7 @@ table = "t1"
         (("--warmup", "-3"), "warmup: got -3"),
         (("--warmup", "3", "--final-lr", "nan"), "final-lr: got nan"),
         (("--lr", "nan"), "lr: got nan"),
-        (("--checkpoint-every", "0"), "checkpoint_every: got 0"),
+        (("--save-every", "0"), "save-every: got '0'"),
     ],
 )
 def test_one_line_for_what_a_run_cannot_be(
@@ -303,7 +326,14 @@ def test_one_line_for_what_a_run_cannot_be(
     monkeypatch.setattr("rooftop.runs.environment.keep_compilations", lambda: None)
     (tmp_path / "t.toml").write_text(TOML)
     answer = rooftop(
-        "embed", "train", str(tmp_path / "t.toml"), str(clicks), str(tmp_path / "run"), "--batch", str(BATCH), *words
+        "embed",
+        "train",
+        str(tmp_path / "t.toml"),
+        str(clicks),
+        str(tmp_path / "run"),
+        "--batch-samples",
+        str(BATCH),
+        *words,
     )
     assert answer.status == 2 and says in answer.err and answer.err.count("\n") == 1 and not answer.out
     assert not (tmp_path / "run").exists()
@@ -314,7 +344,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(clicks: Path, tmp_path: Pat
     (tmp_path / "t.toml").write_text(TOML)
     command = [
         sys.executable, "-m", "rooftop", "embed", "train", str(tmp_path / "t.toml"), str(tmp_path / "long.tsv"),
-        str(tmp_path / "run"), "--batch", str(BATCH), "--devices", "1", "--checkpoint-every", "1000000",
+        str(tmp_path / "run"), "--batch-samples", str(BATCH), "--devices", "1", "--save-every", "1000000",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
@@ -326,6 +356,5 @@ def test_a_signal_saves_and_the_same_command_goes_on(clicks: Path, tmp_path: Pat
         out, err = run.communicate()
     assert run.returncode == 0 and "Traceback" not in err, (out, err)
     assert out.startswith("stopped by SIGTERM and saved: the same command goes on\n")
-    saved = restore(tmp_path / "run" / "checkpoints")
-    batches = 0 if saved is None else saved.batch
+    batches = newest_tables(tmp_path / "run").step if list(tmp_path.glob("run/checkpoints/*")) else 0
     assert f"\n{batches} batches of {BATCH} samples, 0 of them before\n" in out and batches < 100 * BATCHES

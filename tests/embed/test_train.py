@@ -17,8 +17,8 @@ import pytest
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
 from rooftop.embed.limits import read_limits, write_limits
-from rooftop.embed.train.checkpoint import restore
-from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.checkpoint import newest_tables
+from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.trainer import Trainer, check_dense, check_finite
 from rooftop.explain.measured.report import explain
 from rooftop.models.embedding_tables.limits import StackLimits
@@ -39,15 +39,15 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(clicks: Path, run: Path, **changed: object) -> TrainOptions:
-    asked: dict[str, object] = {"tables": tables(), "data": clicks / "train.tsv", "run": run, "batch": BATCH}
-    return TrainOptions(**{**asked, "devices": 4, "checkpoint_every": 4, **changed})  # type: ignore[arg-type]
+def options(clicks: Path, run: Path, **changed: object) -> EmbeddingTrainRequest:
+    asked: dict[str, object] = {"tables": tables(), "data": clicks / "train.tsv", "run": run, "batch_samples": BATCH}
+    return EmbeddingTrainRequest(**{**asked, "devices": 4, "save_every": 4, **changed})  # type: ignore[arg-type]
 
 
 def equal(one: Path, other: Path) -> bool:
     """Whether the newest checkpoints of two runs hold the same bits."""
-    a, b = restore(one / "checkpoints"), restore(other / "checkpoints")
-    assert a is not None and b is not None and (a.step, a.batch) == (b.step, b.batch)
+    a, b = newest_tables(one), newest_tables(other)
+    assert (a.step, a.updates, a.job) == (b.step, b.updates, b.job)
     arrays = [(a.tables[name], b.tables[name]) for name in a.tables] + [
         (x, y) for name in a.slots for x, y in zip(a.slots[name], b.slots[name], strict=True)
     ]
@@ -57,7 +57,7 @@ def equal(one: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_it_learns_a_planted_signal(clicks: Path, tmp_path: Path, pipelined: bool) -> None:
-    trainer = Trainer(options(clicks, tmp_path / "run", pipelined=pipelined, dense_learning_rate=1e-2))
+    trainer = Trainer(options(clicks, tmp_path / "run", pipelined=pipelined, learning_rate=1e-2))
     before = trainer.evaluate(clicks / "test.tsv")
     losses = trainer.train()
     assert len(losses) == BATCHES
@@ -70,16 +70,16 @@ def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(clicks: Path, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     killed = tmp_path / "killed"
     process = subprocess.Popen([*script, str(killed), "4", "pipelined"], env=environment)
-    while process.poll() is None and restore(killed / "checkpoints") is None:
+    while process.poll() is None and not list(killed.glob("checkpoints/[0-9]/manifest.json")):
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    saved = restore(killed / "checkpoints")
-    assert saved is not None and saved.batch < BATCHES
+    saved = newest_tables(killed)
+    assert saved.step < BATCHES
     for run in (killed, tmp_path / "whole"):
         assert len(Trainer(options(clicks, run, pipelined=True)).train()) == BATCHES - (
-            saved.batch if run == killed else 0
+            saved.step if run == killed else 0
         )
     assert equal(killed, tmp_path / "whole")
 
@@ -94,7 +94,7 @@ def test_limits_grow_where_a_batch_cannot_be_split(clicks: Path, tmp_path: Path)
     stacking = stack_tables(tables(), cores=2, cores_per_device=2, batch=BATCH)
     small = {stack.name: StackLimits(max_ids=24, max_unique_ids=24, buffer=256) for stack in stacking.stacks}
     write_limits(given, small, stacking, batch=BATCH)
-    asked: dict[str, Any] = {"data": data, "devices": 1, "checkpoint_every": 3}
+    asked: dict[str, Any] = {"data": data, "devices": 1, "save_every": 3}
     whole = Trainer(options(clicks, tmp_path / "whole", limits=given, **asked))
     told: list[tuple[int, int]] = []
     assert len(whole.train(lambda done, last: told.append((done, last)))) == 8
@@ -113,9 +113,9 @@ def test_limits_grow_where_a_batch_cannot_be_split(clicks: Path, tmp_path: Path)
 
 def test_a_run_moves_to_other_devices(clicks: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    eight = Trainer(options(clicks, run, devices=8, steps=8, dense_learning_rate=1e-2))
+    eight = Trainer(options(clicks, run, devices=8, steps=8, learning_rate=1e-2))
     eight.train()
-    four = Trainer(options(clicks, run, devices=4, dense_learning_rate=1e-2))
+    four = Trainer(options(clicks, run, devices=4, learning_rate=1e-2))
     assert four.done == 8 and four.evaluate(clicks / "test.tsv") == eight.evaluate(clicks / "test.tsv")
     assert len(four.train()) == BATCHES - 8 and four.evaluate(clicks / "test.tsv") > 0.6
 
@@ -123,10 +123,11 @@ def test_a_run_moves_to_other_devices(clicks: Path, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_passed_over(clicks: Path, tmp_path: Path) -> None:
     Trainer(options(clicks, tmp_path / "run", devices=1, steps=8)).train()
     folder = tmp_path / "run" / "checkpoints"
-    newest = folder / "8" / "0.npy"
+    newest = max((path for path in (folder / "8").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     newest.write_bytes(newest.read_bytes()[:-1])
-    found = restore(folder)
-    assert found is not None and found.batch == 4
+    assert newest_tables(tmp_path / "run").step == 4
+    resumed = Trainer(options(clicks, tmp_path / "run", devices=1, steps=8))
+    assert resumed.done == 4 and len(resumed.refused) == 1 and str(newest) in resumed.refused[0]
 
 
 def test_a_batch_is_what_the_lines_say(tmp_path: Path) -> None:
@@ -182,10 +183,10 @@ def test_the_check_names_the_batch_that_broke_a_table(clicks: Path, tmp_path: Pa
     model = tables()
     wild = dataclasses.replace(model.tables[2], initializer=Initializer(kind="constant", parameters=(("value", 3e38),)))
     model = dataclasses.replace(model, tables=(*model.tables[:2], wild, *model.tables[3:]))
-    late = Trainer(options(clicks, tmp_path / "late", tables=model, devices=1, checkpoint_every=8))
+    late = Trainer(options(clicks, tmp_path / "late", tables=model, devices=1, save_every=8))
     with pytest.raises(Infeasible, match="after batch 8:"):
         late.train()
-    checked = Trainer(options(clicks, tmp_path / "run", tables=model, devices=1, checkpoint_every=8, checks=("nan",)))
+    checked = Trainer(options(clicks, tmp_path / "run", tables=model, devices=1, save_every=8, checks=("nan",)))
     with pytest.raises(Infeasible, match=r"table t\d after batch [1-7]:"):
         checked.train()
 
@@ -198,14 +199,14 @@ def test_checks_of_sparsecores_need_sparsecores(clicks: Path, tmp_path: Path) ->
 def test_a_trace_tells_batches_tables_and_what_was_dropped(clicks: Path, tmp_path: Path) -> None:
     trainer = Trainer(options(clicks, tmp_path / "run", steps=4, profile=(2, 3), devices=2))
     trainer.train()
-    trace = read_trace(trainer.trace)
+    trace = read_trace(trainer.folder.profile)
     told = [line.read(("dropped_ids", "minibatches")) for host in trace.hosts for line in host.threads]
     dropped, passes = (
         np.concatenate([each.stats[name].values[each.stats[name].present] for each in told])
         for name in ("dropped_ids", "minibatches")
     )
     assert dropped.tolist() == [0, 0] and len(passes) == 2 and (passes >= 1).all()
-    explained = explain(trainer.trace).to_json()
+    explained = explain(trainer.folder.profile).to_json()
     assert [step["number"] for step in explained["steps"]] == [2, 3]
     scopes = {row["scope"] for row in explained["rows"]}
     assert any(scope.startswith("tables/") and scope.endswith("/lookup") for scope in scopes), scopes

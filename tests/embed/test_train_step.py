@@ -15,8 +15,8 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.compiling import CompileRequest
 from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, compile_with_marks, refusal, sparsecore_overlap
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.embed.train.checkpoint import Saved, restore
-from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.checkpoint import Saved, newest_tables
+from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.step import STAGES, StepTarget, compiler_options, lower_step
 from rooftop.embed.train.trainer import Trainer
 from rooftop.hardware import Slice
@@ -163,7 +163,7 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sparsecores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs for SparseCores whose operations are the reference's: all but these operations is as on a TPU."""
     monkeypatch.setattr(
-        "rooftop.embed.train.trainer.Target",
+        "rooftop.embed.train.trainer.StepTarget",
         SimpleNamespace(of=lambda *_: StepTarget(kernel="sparsecore", cores_per_device=2)),
     )
     monkeypatch.setattr("rooftop.embed.train.trainer.compiler_options", lambda *_, **__: {})
@@ -181,19 +181,17 @@ def _reference(name: str) -> Any:
 
 
 def run(clicks: Path, folder: Path, **changed: Any) -> tuple[Trainer, list[float], Saved]:
-    options: dict[str, Any] = {"tables": tables(), "data": clicks, "run": folder, "batch": BATCH, "devices": 4}
-    trainer = Trainer(TrainOptions(**{**options, "checkpoint_every": 2, **changed}))
+    options: dict[str, Any] = {"tables": tables(), "data": clicks, "run": folder, "batch_samples": BATCH, "devices": 4}
+    trainer = Trainer(EmbeddingTrainRequest(**{**options, "save_every": 2, **changed}))
     losses = trainer.train()
-    saved = restore(folder / "checkpoints")
-    assert saved is not None
-    return trainer, losses, saved
+    return trainer, losses, newest_tables(folder)
 
 
 def same(one: Saved, other: Saved) -> bool:
     slots = [(one.slots[name], other.slots[name]) for name in one.slots]
     pairs = [(one.tables[name], other.tables[name]) for name in one.tables]
     pairs += [pair for a, b in slots for pair in zip(a, b, strict=True)]
-    return (one.step, one.batch) == (other.step, other.batch) and all(np.array_equal(a, b) for a, b in pairs)
+    return (one.step, one.updates) == (other.step, other.updates) and all(np.array_equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("pipelined", [False, pytest.param(True, marks=pytest.mark.slow)])

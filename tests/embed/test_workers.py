@@ -28,7 +28,7 @@ from rooftop.embed.excess import LimitsExceeded
 from rooftop.embed.limits import estimate, observe
 from rooftop.embed.line import Line
 from rooftop.embed.preprocess import Preprocessed, Preprocessor
-from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.trainer import Trainer
 from rooftop.embed.workers import Ready, make_ready
 from tests.conftest import Answer
@@ -210,8 +210,8 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(clicks: Path, run: Path, **asked: Any) -> tuple[Trainer, list[float]]:
-    options = TrainOptions(tables=tables(), data=clicks, run=run, batch=BATCH, checkpoint_every=4, **asked)
-    trainer = Trainer(options)
+    asked = {"tables": tables(), "data": clicks, "run": run, "batch_samples": BATCH, "devices": 1, **asked}
+    trainer = Trainer(EmbeddingTrainRequest(save_every=4, **asked))
     return trainer, trainer.train()
 
 
@@ -264,7 +264,7 @@ def test_workers_from_the_command_line(
     toml.write_text(
         "".join(f'[tables.t{n}]\nvocabulary = 40\nwidth = 8\n[features.C{n}]\ntable = "t{n}"\n' for n in (1, 2))
     )
-    asked = ["embed", "train", str(toml), str(clicks), str(tmp_path / "run"), "--batch", str(BATCH), "--json"]
+    asked = ["embed", "train", str(toml), str(clicks), str(tmp_path / "run"), "--batch-samples", str(BATCH), "--json"]
     said = json.loads(rooftop(*asked, "--workers", "2").out)
     assert said["batches"] == 20
     refused = rooftop(*asked, "--workers", "1000")

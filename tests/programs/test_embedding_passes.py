@@ -20,8 +20,8 @@ from jax import lax
 import rooftop.programs.embedding.lookup as programs
 from rooftop.core.errors import RooftopError
 from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.train.checkpoint import restore
-from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.checkpoint import newest_tables
+from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.step import StepTarget
 from rooftop.embed.train.trainer import Trainer
 from rooftop.models.embedding_tables.limits import StackLimits
@@ -111,7 +111,7 @@ def test_sparsecores_update_a_row_of_several_passes_once(
     kind: str, clip: float | None, devices: int, operation: None
 ) -> None:
     stacking, limits = stacked(kind, clip, devices)
-    asked: dict[str, Any] = {"stacking": stacking, "batch": BATCH, "limits": limits, "minibatching": True}
+    asked: dict[str, Any] = {"stacking": stacking, "batch_samples": BATCH, "limits": limits, "minibatching": True}
     reference = updated(EmbeddingProgram(**asked, sample_passes=PASSES), devices, PASSES)
     program = EmbeddingProgram(**asked, sample_passes=PASSES, kernel="sparsecore")
     found = updated(program, devices, PASSES)
@@ -149,16 +149,20 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(clicks: Path, folder: Path, **changed: Any) -> Trainer:
-    asked: dict[str, Any] = {"tables": click_tables(), "data": clicks, "run": folder, "batch": CLICKS, "devices": 1}
-    trainer = Trainer(TrainOptions(**{**asked, "checkpoint_every": 2, **changed}))
+    asked: dict[str, Any] = {
+        "tables": click_tables(),
+        "data": clicks,
+        "run": folder,
+        "batch_samples": CLICKS,
+        "devices": 1,
+    }
+    trainer = Trainer(EmbeddingTrainRequest(**{**asked, "save_every": 2, **changed}))
     trainer.train()
     return trainer
 
 
 def tables_of(folder: Path) -> dict[str, np.ndarray]:
-    saved = restore(folder / "checkpoints")
-    assert saved is not None
-    return dict(saved.tables)
+    return dict(newest_tables(folder).tables)
 
 
 def test_a_run_in_passes_is_that_of_one_pass(
@@ -172,7 +176,7 @@ def test_a_run_in_passes_is_that_of_one_pass(
         and passes.limits_file.name == "limits-2-4-passes.json"
     )
     target = SimpleNamespace(of=lambda *_: StepTarget(kernel="sparsecore", cores_per_device=2))
-    monkeypatch.setattr("rooftop.embed.train.trainer.Target", target)
+    monkeypatch.setattr("rooftop.embed.train.trainer.StepTarget", target)
     monkeypatch.setattr("rooftop.embed.train.trainer.compiler_options", lambda *_, **__: {})
     adagrad = [dataclasses.replace(each, optimizer=TableOptimizer(kind="adagrad")) for each in click_tables().tables]
     tables = dataclasses.replace(click_tables(), tables=tuple(adagrad))

@@ -44,11 +44,11 @@ def write_clicks(path: Path, lines: int, seed: int) -> None:
 
 def main(data: Path, run: Path, devices: int, pipelined: bool) -> None:
     """Train to the end of ``data``."""
-    from rooftop.embed.train.options import TrainOptions
+    from rooftop.embed.train.request import EmbeddingTrainRequest
     from rooftop.embed.train.trainer import Trainer
 
-    options = TrainOptions(
-        tables=tables(), data=data, run=run, batch=BATCH, devices=devices, pipelined=pipelined, checkpoint_every=4
+    options = EmbeddingTrainRequest(
+        tables=tables(), data=data, run=run, batch_samples=BATCH, devices=devices, pipelined=pipelined, save_every=4
     )
     Trainer(options).train()
 

@@ -33,13 +33,15 @@ from rooftop.programs.parameters import Batch
 from rooftop.programs.training.optimizer import Optimizer
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import TrainState, init_state, train_step
-from rooftop.runs.folder import MetricsFile, RunFolder
+from rooftop.runs.folder import RunFolder
+from rooftop.runs.records import MetricsFile, TensorBoardEvents
+from rooftop.runs.schedule import DECAYS, Schedule
 from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.evaluate import Forward
 from rooftop.train.metrics import Divergence, TrainRates
-from rooftop.train.recording import TensorBoardEvents
-from rooftop.train.schedule import DECAYS, Schedule, ScheduledOptimizer
+from rooftop.train.request import TrainRequest
+from rooftop.train.schedule import ScheduledOptimizer
 from rooftop.train.start import map_plan, shrink, shrunk_plan
 from tests.support.curves import program_of
 
@@ -138,14 +140,14 @@ def test_a_shrunk_plan_keeps_the_sequences_of_a_device() -> None:
 
 def test_a_plan_is_only_run_elsewhere_when_that_is_asked_for() -> None:
     here = replace(local_devices(), devices=tuple(jax.devices()[:8]))
-    with pytest.raises(RooftopError, match="--on local to run it with mesh fsdp=4,tensor=2, 32 sequences of 128"):
-        map_plan(a_plan(), here, as_is=False, on_local=False)
+    with pytest.raises(RooftopError, match="--shrink to run it with mesh fsdp=4,tensor=2, 32 sequences of 128"):
+        map_plan(a_plan(), here, as_is=False, shrink=False)
     with pytest.raises(RooftopError, match="--devices 16"):
-        map_plan(a_plan(), here, as_is=True, on_local=False)
+        map_plan(a_plan(), here, as_is=True, shrink=False)
     small = a_plan(slice={"name": "v5e:2x4"}, mesh={"axes": {"fsdp": 4, "tensor": 2}})
-    assert map_plan(small, here, as_is=True, on_local=False)[0] == small
+    assert map_plan(small, here, as_is=True, shrink=False)[0] == small
     with pytest.raises(RooftopError, match="one of the two"):
-        map_plan(small, here, as_is=True, on_local=True)
+        TrainRequest(run="run", data="corpus", steps=1, as_is=True, shrink=True)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,6 @@ def test_metrics_go_on_behind_a_step(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n{"step": 4, "lo')
     file = MetricsFile(path, step=2)
     file.append({"step": 3, "loss": 2.0})
-    file.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": 1}, {"step": 2}, {"step": 2, "eval_loss": 1}, {"step": 3, "loss": 2.0}]
 

@@ -202,7 +202,7 @@ def test_a_run_that_goes_on_has_the_same_losses(corpus: Path, whole: Path) -> No
     assert max(losses_before_kill(folder)) == 9
     done = run([sys.executable, "-m", "rooftop", "train", "--resume", str(folder), "--steps", "12"])
     assert done.status == 0, done.err
-    assert "going on behind step 5" in done.out
+    assert "going on after step 5" in done.out
     assert losses(folder) == losses(whole)
     assert checkpoint_arrays(folder, 12) == checkpoint_arrays(whole, 12)
     about = json.loads((folder / "run.json").read_text())
@@ -385,7 +385,7 @@ def test_a_run_is_not_continued_with_other_data_or_another_program(corpus: Path,
     assert (done.status, done.line) == (
         2,
         f"rooftop: program.optimizer.learning_rate of the run {whole}: got 0.02; accepted: 0.01, as it began; "
-        "or another --run",
+        "or another folder for a new run",
     )
     some = corpus / "corpus" / "0*.txt"
     done = run(command(corpus, whole, steps=13, data=some))
@@ -437,14 +437,14 @@ def test_a_plan_for_other_devices_says_how_it_maps(corpus: Path, plan: Path) -> 
     done = run(planned(corpus, plan, "mapped", steps=2, devices=8))
     assert (done.status, done.line) == (
         2,
-        "rooftop: plan slice: got 'v5e:4x4, and here are 8 x cpu'; accepted: --on local to run it with mesh "
+        "rooftop: plan slice: got 'v5e:4x4, and here are 8 x cpu'; accepted: --shrink to run it with mesh "
         "fsdp=4,tensor=2, 16 sequences of 32; or --as-is to keep mesh fsdp=8,tensor=2, 32 sequences of 32, "
         "--devices 16",
     )
 
 
 def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
-    done = run(planned(corpus, plan, "local", steps=2, devices=8, on="local", json=True))
+    done = run(planned(corpus, plan, "local", steps=2, devices=8, shrink=True, json=True))
     assert done.status == 0, done.err
     summary = json.loads(done.out)
     assert {axis: size for axis, size in summary["mesh"].items() if size > 1} == {"fsdp": 4, "tensor": 2}
@@ -458,6 +458,17 @@ def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
         assert run(words).status == 0
     finally:
         (corpus / "moved.json").rename(plan)
+
+
+def test_a_broken_plan_is_named_before_missing_options(corpus: Path) -> None:
+    """And before JAX is imported, which takes seconds."""
+    broken = corpus / "broken.json"
+    broken.write_text('{"kind": "plan"')
+    words = ["train", str(broken), "--devices", "2"]
+    check = "import sys\ntry:\n    main(sys.argv[1:])\nfinally:\n    assert 'jax' not in sys.modules"
+    done = run([sys.executable, "-c", f"from rooftop.cli.main import main\n{check}", *words])
+    accepted = "a plan.json written by rooftop plan (not JSON: Expecting ',' delimiter: line 1 column 16 (char 15))"
+    assert (done.status, done.line) == (2, f"rooftop: plan: got '{broken}'; accepted: {accepted}")
 
 
 @pytest.mark.parametrize(
@@ -479,9 +490,17 @@ def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
         ({"profile": "10"}, "profile: got '10'; accepted: steps=A..B with A up to B, counted from 1: steps=10..13"),
         ({"lr": -1}, "lr: got '-1'; accepted: a number from 0"),
         ({"export": Path("/")}, "export folder: got '/'; accepted: a path where nothing is yet"),
-        ({"on": "v5e:4x4"}, "on: got 'v5e:4x4'; accepted: local; another slice is what rooftop plan is asked for"),
-        ({"as_is": True}, "as-is or on: got 'no plan'; accepted: a PLAN.json of rooftop plan train"),
-        ({"hold_out": 2}, "share of documents for evaluation: got 2.0; accepted: more than 0 and less than 1"),
+        ({"as_is": True, "shrink": True}, "as-is: got '--as-is and --shrink'; accepted: one of the two"),
+        ({"as_is": True}, "as-is or shrink: got 'no plan'; accepted: a PLAN.json of rooftop plan train"),
+        ({"hold_out": 2}, "hold-out: got 2.0; accepted: a share of the documents from 0 to less than 1"),
+        (
+            {"devices": 8, "mesh": "fsdp=3"},
+            "mesh: got 'fsdp=3: 3 devices'; accepted: axes whose sizes multiply to the 8 devices of --devices",
+        ),
+        (
+            {"devices": 2, "mesh": "fsdp=3", "coordinator": "127.0.0.1:1", "processes": 2, "process": 0},
+            "mesh: got 'fsdp=3: 3 devices'; accepted: axes whose sizes multiply to the 2 x 2 devices of --devices",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )

@@ -1,19 +1,16 @@
-"""Train a DLRM on Criteo's format: host preprocessing, lookups, dense part and updates, sequential or pipelined.
+"""Training of a DLRM on Criteo's format: host preprocessing, lookups, dense part and updates, sequential or pipelined.
 
-A run's folder holds the limits of its program, checkpoints/ and metrics.jsonl. A pipeline is drained before a
-checkpoint, so that nothing is under way in it: a run that was killed goes on as if it had not been, bit for bit on the
-same devices, and may move to others. A batch that exceeds the limits, and cannot be split, makes them grow: from a
-checkpoint on, so that this too comes out the same when it is killed.
+A run's folder holds the limits of its program, checkpoints/ and metrics.jsonl. A pipeline is drained before each
+checkpoint, so that a killed run resumes bit for bit on the same devices, and may move to others. If a batch overflows
+the limits and cannot be split, the run saves a checkpoint first and then raises the limits: a killed run resumes
+identically.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -26,15 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.files import write_text
 from rooftop.core.quantities import format_bytes
 from rooftop.embed.criteo import CriteoBatch, auc, digest_first, read_batches, read_lines, require_batches, split_lines
 from rooftop.embed.excess import LimitsExceeded
 from rooftop.embed.limits import estimate, grown, observe, read_limits, write_limits
 from rooftop.embed.preprocess import Preprocessor
 from rooftop.embed.statistics import Statistics
-from rooftop.embed.train.checkpoint import Saved, require_tables, restore, save, stacked, unstacked
-from rooftop.embed.train.options import TrainOptions
+from rooftop.embed.train.checkpoint import Saved, restore, save, stacked, unstacked
+from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.step import StepTarget, TrainStep, compiler_options
 from rooftop.embed.workers import Ready, make_ready
 from rooftop.models.embedding_tables.limits import Limits
@@ -50,114 +46,129 @@ from rooftop.programs.embedding.state import (
     initialise,
     place_state,
 )
+from rooftop.runs.checkpoints import Checkpoints
+from rooftop.runs.folder import require_same
+from rooftop.runs.records import Records
+from rooftop.runs.trace import StepTrace
 
 #: Batches from which a new run estimates its limits.
 _OBSERVED = 16
 
 
 class Trainer:
-    """A run, begun or gone on with."""
+    """A run, new or resumed. ``done`` counts its trained batches, of ``last``.
 
-    def __init__(self, options: TrainOptions) -> None:
-        self.options = options
-        first = jax.devices()[0]
-        self.target = StepTarget.of(first, options.tables, options.cores_per_device)
+    Raises RooftopError where the request is not that of the run in its folder, and Infeasible where the tables exceed
+    this machine's memory.
+    """
+
+    def __init__(self, request: EmbeddingTrainRequest) -> None:
+        self.request, self.folder = request, request.folder
+        self._tables, self._data = request.all_tables, Path(request.data)
+        available = jax.devices()
+        devices = request.devices or len(available)
+        if devices > len(available):
+            raise RooftopError("devices", devices, f"at most the {len(available)} that are here")
+        self.target = StepTarget.of(available[0], self._tables, request.cores_per_device)
         own = self.target.cores_per_device
         self.stacking: Stacking = stack_tables(
-            options.tables, cores=options.devices * own, cores_per_device=own, batch=options.batch
+            self._tables, cores=devices * own, cores_per_device=own, batch=request.batch_samples
         )
-        require_memory(self.stacking, batch=options.batch, on_host=first.platform == "cpu")
-        self.mesh = jax.make_mesh((options.devices,), ("data",), devices=jax.devices()[: options.devices])
-        self._data = digest_first(options.data, options.batch)
+        require_memory(self.stacking, batch=request.batch_samples, on_host=available[0].platform == "cpu")
+        self.mesh = jax.make_mesh((devices,), ("data",), devices=available[:devices])
+        last = require_batches(self._data, request.batch_samples)
+        self.last = last if request.steps is None else min(last, request.steps)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=request.keep, every=request.keep_every)
         saved = restore(self.checkpoints)
+        recorded = None if saved is None else saved.job["seed"]
+        self.seed: int = next((seed for seed in (request.seed, recorded) if seed is not None), 0)
+        self._job = self._identity()
         if saved is not None:
-            self._check(saved)
-        self.seed: int = (None if saved is None else saved.seed) or options.seed or 0
-        self._options = compiler_options(self.target, first, options.checks, pipelined=options.pipelined)
+            require_same(self.folder.path, saved.job, self._job)
+        #: One line for each damaged checkpoint that was passed over.
+        self.refused = () if saved is None else saved.refused
+        self._options = compiler_options(self.target, available[0], request.checks, pipelined=request.pipelined)
         self._compile_for(self._first_limits())
         self.state, self.done = self._begin(saved)
-        keep_metrics(self._metrics, self.done)
-        #: Ids that were dropped, and the most passes that a batch took, of the batches trained on now.
+        self.resumed_at = self.done
+        self._records = Records(self.folder, step=self.done, tensorboard=request.tensorboard)
+        self._trace = StepTrace(self.folder.profile, request.profile)
+        #: Ids dropped, and the most passes of a batch, of the batches trained by this process.
         self.dropped, self.passes = 0, 1
-        self._tracing = False
 
-    def _check(self, saved: Saved) -> None:
-        """Raises RooftopError where the options are not those of the run that the checkpoint is of."""
-        options = self.options
-        # What has been read is counted in batches.
-        for name, there in (("batch", saved.samples), ("seed", saved.seed)):
-            if None not in (there, given := getattr(options, name)) and given != there:
-                raise RooftopError(name, given, f"{there}, that of the run in {options.run}")
-        if saved.data not in (None, self._data):
-            accepted = f"a file that begins like that of the run in {options.run}, or another folder for a new run"
-            raise RooftopError("data", str(options.data), accepted)
-        require_tables(saved, options.tables)
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints are."""
-        return self.options.run / "checkpoints"
-
-    @property
-    def trace(self) -> Path:
-        """Where a trace is, if one was asked for."""
-        return self.options.run / "profile"
-
-    @property
-    def _metrics(self) -> Path:
-        return self.options.run / "metrics.jsonl"
+    def _identity(self) -> dict[str, Any]:
+        """Values that may not change when the run is resumed. Learning rates, devices and later data may."""
+        return {
+            # The position in the data is counted in batches.
+            "batch_samples": self.request.batch_samples,
+            "seed": self.seed,
+            "data": digest_first(self._data, self.request.batch_samples),
+            "tables": {
+                table.name: {"shape": f"{table.vocabulary} x {table.width}", "optimizer": table.optimizer.kind}
+                for table in self._tables.tables
+            },
+        }
 
     def train(
         self,
-        on_batch: Callable[[int, int], None] | None = None,
+        on_step: Callable[[int, int], None] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[float]:
-        """Go on to the end of the data (or to ``steps`` batches) and return the losses of the batches read now.
+        """Train to the end of the data, or to ``steps``, and return the losses of the batches trained now.
 
-        ``on_batch`` is told how many batches are done and how many there are in all. Where the run is ``stopped``, a
-        checkpoint is made behind the batch that is under way, and nothing else is read. A pipeline is then drained
-        where it would not have been.
+        ``on_step`` is called before each step with the steps done and the last one. Once ``stopped`` returns True the
+        run saves a checkpoint after the step that is under way and reads no more; a pipeline is drained for it.
         """
-        options = self.options
-        last = require_batches(options.data, options.batch)
-        last = last if options.steps is None else min(last, options.steps)
-        found, losses = list[float](), list[Any]()
+        request = self.request
+        losses, unread = list[float](), list[Any]()
 
         def grow(batch: CriteoBatch) -> None:
-            nonlocal found
-            found += self._checkpoint(losses)
+            losses.extend(self._checkpoint(unread))
+            # On disk before the limits are: a run that is killed in between has grown neither or both.
+            self.checkpoints.wait()
             self._grow(batch)
 
-        with jax.set_mesh(self.mesh), closing(self._ready(options.data, self.done, last, grow)) as batches:
-            ending = self.done >= last or stopped()
+        with (
+            jax.set_mesh(self.mesh),
+            closing(self._trace),
+            closing(self._records),
+            closing(self._ready(self._data, self.done, self.last, grow)) as batches,
+        ):
+            ending = self.done >= self.last or stopped()
             while not ending:
-                if on_batch is not None:
-                    on_batch(self.done, last)
-                with self._traced(self.done + 1, last):
-                    self.state, told = self._step(self.state, *self._placed(next(batches)))
-                losses.append(told)
+                if on_step is not None:
+                    on_step(self.done, self.last)
+                with self._trace.step(self.done + 1, self.state):
+                    self.state, loss = self._step(self.state, *self._placed(next(batches)))
+                unread.append(loss)
                 self.done += 1
-                if "nan" in options.checks:
+                self._trace.end(self.done, self.state)
+                if "nan" in request.checks:
                     check_finite(self.state.embedding, self.stacking, self.done)
-                ending = self.done == last or stopped()
-                if ending or self.done % options.checkpoint_every == 0:
-                    found += self._checkpoint(losses)
-        return found
+                ending = self.done == self.last or stopped()
+                if ending or self.done % request.save_every == 0:
+                    losses += self._checkpoint(unread)
+            self.checkpoints.wait()
+        return losses
+
+    def close(self) -> None:
+        """Wait for the last checkpoint and end its threads. Raises RooftopError if it could not be written."""
+        self.checkpoints.close()
 
     def _ready(
         self, data: Path, first: int, last: int, grow: Callable[[CriteoBatch], None]
     ) -> Generator[Ready[CriteoBatch]]:
-        """Batches ``first`` to ``last`` of ``data``, made ready; ``grow`` is told of one that does not fit, before."""
-        tables, batch = self.options.tables, self.options.batch
+        """Prepare batches ``first`` to ``last`` of ``data``; call ``grow`` before one that exceeds the limits."""
+        tables, batch = self._tables, self.request.batch_samples
         split = partial(split_lines, path=data, tables=tables, batch=batch)
         grown_for = -1
         while first < last:
             lines = islice(read_lines(data, batch, start=first), last - first)
-            made = make_ready(lines, split, self._preprocessor, workers=self.options.workers)
+            prepared = make_ready(lines, split, self._preprocessor, workers=self.request.workers)
             try:
-                with closing(made) as ready:
-                    for one in ready:
-                        yield one
+                with closing(prepared) as batches:
+                    for ready in batches:
+                        yield ready
                         first += 1
             except LimitsExceeded:
                 if grown_for == first:
@@ -166,44 +177,23 @@ class Trainer:
                 if first < last:
                     raise RooftopError("data", f"{first} batches in {data}", f"the {last} that it had at first")
                 return
-            # All behind it is made ready anew, for the limits that it takes.
+            # This batch and all later ones are prepared again, for the new limits.
             grow(next(read_batches(data, tables, batch, start=first)))
             grown_for = first
 
-    def _checkpoint(self, losses: list[Any]) -> list[float]:
-        """Finish what is under way, record the ``losses``, which are none then, and save. Returns them as numbers."""
-        losses += self._drain()
-        found = self._record(losses)
-        losses.clear()
+    def _checkpoint(self, unread: list[Any]) -> list[float]:
+        """Drain the pipeline, record the ``unread`` losses and clear them, and save. Return them as numbers."""
+        unread += self._drain()
+        losses = [float(loss) for loss in unread if loss is not None]
+        for step, loss in enumerate(losses, start=self.done - len(losses) + 1):
+            self._records.append({"step": step, "loss": loss})
+        unread.clear()
         self._save()
-        return found
-
-    @contextmanager
-    def _traced(self, number: int, last: int) -> Iterator[None]:
-        """Around batch ``number``, of ``last``: it is told to the profiler, which begins and ends as it was asked."""
-        low, high = self.options.profile or (0, 0)
-        if low <= number <= high and not self._tracing:
-            jax.block_until_ready(self.state)
-            jax.profiler.start_trace(self.trace)
-            self._tracing = True
-        try:
-            with jax.profiler.StepTraceAnnotation("train", step_num=number):
-                yield
-        finally:
-            if self._tracing and (number == min(high, last) or sys.exception() is not None):
-                jax.block_until_ready(self.state)
-                jax.profiler.stop_trace()
-                self._tracing = False
-
-    def _record(self, losses: list[Any]) -> list[float]:
-        """Write the losses of the batches up to now to metrics.jsonl, and return them."""
-        found = [float(loss) for loss in losses if loss is not None]
-        append_metrics(self._metrics, found, self.done - len(found))
-        return found
+        return losses
 
     def evaluate(self, data: Path) -> float:
-        """AUC on the whole batches of ``data``."""
-        last = require_batches(data, self.options.batch)
+        """Return the AUC on the whole batches of ``data``."""
+        last = require_batches(data, self.request.batch_samples)
         labels, scores = [], []
         with jax.set_mesh(self.mesh), closing(self._ready(data, 0, last, self._grow)) as batches:
             for batch in batches:
@@ -213,114 +203,111 @@ class Trainer:
         return auc(np.concatenate(labels), np.concatenate(scores))
 
     def _placed(self, batch: Ready[CriteoBatch]) -> tuple[Any, DlrmBatch[jax.Array]]:
-        """One batch on the devices: what is looked up, and the rest."""
+        """Place a batch on the devices: the inputs of lookups, and the rest."""
         made, rest = batch.made, batch.rest
         self.dropped += made.statistics.dropped
         self.passes = max(self.passes, made.minibatches)
         split = jax.NamedSharding(self.mesh, jax.P(self.mesh.axis_names))
-        # What no device tells of is told to a trace by the host.
+        # Only the host knows these figures, so it adds them to a trace.
         with jax.profiler.TraceAnnotation("place", dropped_ids=made.statistics.dropped, minibatches=made.minibatches):
             placed = DlrmBatch(dense=jax.device_put(rest.dense, split), label=jax.device_put(rest.label, split))
             return device_inputs(made.buffers, made.minibatches, self.mesh), placed
 
     def _drain(self) -> list[Any]:
-        """Finish what is under way in a pipeline."""
-        told = []
+        """Finish the steps of a pipeline and return their losses."""
+        losses = []
         while self.state.looked_up is not None or self.state.differentiated is not None:
-            self.state, one = self._step(self.state, None, None)
-            told.append(one)
-        return told
+            self.state, loss = self._step(self.state, None, None)
+            losses.append(loss)
+        return losses
 
     @property
     def limits_file(self) -> Path:
-        """The limits of the run on so many SparseCores, in so many passes over samples."""
-        passes = self.options.sample_passes
-        return self.options.run / f"limits-{self.stacking.cores}{f'-{passes}-passes' if passes > 1 else ''}.json"
+        """The file of the run's limits on so many SparseCores, in so many passes over samples."""
+        passes = self.request.sample_passes
+        return self.folder.path / f"limits-{self.stacking.cores}{f'-{passes}-passes' if passes > 1 else ''}.json"
 
     def _first_limits(self) -> Limits:
-        """Those given or of the run, or, when it begins or moves to other devices, from its first batches."""
-        options, path = self.options, self.options.limits or self.limits_file
-        how = {"batch": options.batch, "sample_passes": options.sample_passes}
+        """The requested limits or the run's own; estimated from its first batches if it is new or on other devices."""
+        request, path = self.request, Path(self.request.limits or self.limits_file)
+        how = {"batch": request.batch_samples, "sample_passes": request.sample_passes}
         limits: Limits | None = None
-        if options.limits is not None:
+        if request.limits is not None:
             limits = read_limits(path, self.stacking, **how)
         elif path.exists():
-            # With other learning rates tables stack otherwise: the run's limits are then of stacks that are no more.
+            # A new learning rate changes how tables are stacked: saved limits may be of stacks that no longer exist.
             with suppress(RooftopError):
                 limits = read_limits(path, self.stacking, **how)
         batches = 0
         if limits is None:
-            require_batches(options.data, options.batch)
-            first = islice(read_batches(options.data, options.tables, options.batch), _OBSERVED)
+            first = islice(read_batches(self._data, self._tables, request.batch_samples), _OBSERVED)
             limits = estimate(self._observed(first), self.stacking)
             batches = _OBSERVED
         if path != self.limits_file or batches:
-            try:
-                options.run.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                accepted = f"a folder that can be written ({error.strerror})"
-                raise RooftopError("run", str(options.run), accepted) from None
+            self.folder.create()
             write_limits(self.limits_file, limits, self.stacking, batches=batches, **how)
         return limits
 
     def _observed(self, batches: Iterable[CriteoBatch]) -> Statistics:
-        """What the batches need."""
-        passes = self.options.sample_passes
-        observer = Preprocessor(self.stacking, batch=self.options.batch, minibatching=passes > 1, sample_passes=passes)
+        """Return the largest need of any of the batches."""
+        passes, batch = self.request.sample_passes, self.request.batch_samples
+        observer = Preprocessor(self.stacking, batch=batch, minibatching=passes > 1, sample_passes=passes)
         return observe(observer, (batch.ids for batch in batches))
 
     def _grow(self, batch: CriteoBatch) -> None:
-        """Go on with limits that hold ``batch`` too. Nothing is under way."""
-        limits, options = grown(self._step.limits, self._observed([batch]), self.stacking), self.options
-        write_limits(self.limits_file, limits, self.stacking, batch=options.batch, sample_passes=options.sample_passes)
+        """Raise the limits so that they hold ``batch`` too. No step may be under way."""
+        limits, request = grown(self._step.limits, self._observed([batch]), self.stacking), self.request
+        write_limits(
+            self.limits_file, limits, self.stacking, batch=request.batch_samples, sample_passes=request.sample_passes
+        )
         self._compile_for(limits)
 
     def _compile_for(self, limits: Limits) -> None:
-        """Make ready for these limits what prepares batches and what runs them; a step is compiled when it is run."""
-        options = self.options
+        """Set up preprocessing and steps for these limits. A step is compiled when it first runs."""
+        request = self.request
+        schedule = request.schedule(self.last)
         self._preprocessor = partial(
             Preprocessor,
             self.stacking,
-            batch=options.batch,
+            batch=request.batch_samples,
             limits=limits,
             minibatching=True,
-            sample_passes=options.sample_passes,
-            threads=options.threads,
+            sample_passes=request.sample_passes,
+            threads=request.host_threads,
         )
         self._step = TrainStep(
             stacking=self.stacking,
             limits=limits,
-            batch=options.batch,
+            batch=request.batch_samples,
             mesh=self.mesh,
             kernel=self.target.kernel,
-            pipelined=options.pipelined,
-            dense_learning_rate=options.dense_learning_rate,
-            share_of=options.share_of,
-            sample_passes=options.sample_passes,
+            pipelined=request.pipelined,
+            dense_learning_rate=request.learning_rate,
+            share_of=None if schedule is None else schedule.share,
+            sample_passes=request.sample_passes,
             options=self._options,
         )
 
     def _begin(self, saved: Saved | None) -> tuple[ModelState[jax.Array], int]:
-        """The state of a checkpoint, or a new one, and the batches that it has seen."""
+        """The state of a checkpoint, or a new one, and the batches that it was trained on."""
         dense = self._step.model.initialise(self.mesh, self.seed)
         kernel = self.target.kernel
         sums = begin_sums(self.stacking, self.mesh, self._step.program.embedding.summed)
         if saved is None:
             embedding = initialise(self.stacking, self.mesh, self.seed, kernel)
             return ModelState(embedding=replace(embedding, sums=sums), dense=dense), 0
-        beginnings = {stack.name: initial_slots(stack.optimizer) for stack in self.stacking.stacks}
-        tables, slots = stacked(self.stacking, saved, beginnings)
-        embedding = place_state(self.stacking, self.mesh, tables, slots, saved.step, kernel)
+        initial = {stack.name: initial_slots(stack.optimizer) for stack in self.stacking.stacks}
+        tables, slots = stacked(self.stacking, saved, initial)
+        embedding = place_state(self.stacking, self.mesh, tables, slots, saved.updates, kernel)
         paths, structure = jax.tree_util.tree_flatten_with_path(dense)
-        names = [jax.tree_util.keystr(path) for path, _ in paths]
-        for name in names:
+        leaves = []
+        for path, leaf in paths:
+            name = jax.tree_util.keystr(path)
             if name not in saved.dense:
                 raise RooftopError("checkpoint", f"no {name}", "the same dense part as the run began with")
-        leaves = [
-            jax.device_put(saved.dense[name], leaf.sharding) for name, (_, leaf) in zip(names, paths, strict=True)
-        ]
-        whole = jax.tree_util.tree_unflatten(structure, leaves)
-        return ModelState(embedding=replace(embedding, sums=sums), dense=whole), saved.batch
+            leaves.append(jax.device_put(saved.dense[name], leaf.sharding))
+        restored = jax.tree_util.tree_unflatten(structure, leaves)
+        return ModelState(embedding=replace(embedding, sums=sums), dense=restored), saved.step
 
     def _save(self) -> None:
         state = self.state
@@ -331,24 +318,19 @@ class Trainer:
             for path, leaf in jax.tree_util.tree_flatten_with_path(state.dense)[0]
         }
         check_dense(dense, self.done)
-        save(
-            self.checkpoints,
-            Saved(
-                step=int(state.embedding.step),
-                batch=self.done,
-                tables=tables,
-                slots=slots,
-                dense=dense,
-                samples=self.options.batch,
-                seed=self.seed,
-                data=self._data,
-                optimizers={table.name: table.optimizer.kind for table in self.options.tables.tables},
-            ),
+        saved = Saved(
+            step=self.done,
+            updates=int(state.embedding.step),
+            job=self._job,
+            tables=tables,
+            slots=slots,
+            dense=dense,
         )
+        save(self.checkpoints, saved)
 
 
 def check_finite(state: EmbeddingState[jax.Array], stacking: Stacking, batch: int) -> None:
-    """Raises Infeasible, naming the table, its first bad row and the batch, where a table holds NaN or infinity."""
+    """Raise Infeasible, naming the table, its first bad row and the batch, if a table holds NaN or infinity."""
     for stack in stacking.stacks:
         if not bool(jnp.isfinite(state.tables[stack.name]).all()):
             whole = unpack(stacking, host_state(stacking, state)[0])
@@ -360,7 +342,7 @@ def check_finite(state: EmbeddingState[jax.Array], stacking: Stacking, batch: in
 
 
 def check_dense(arrays: Mapping[str, NDArray[Any]], batch: int) -> None:
-    """Raises Infeasible, naming the first array and the batch, where one of the dense part holds NaN or infinity."""
+    """Raise Infeasible, naming the array and the batch, if the dense part holds NaN or infinity."""
     for name, array in arrays.items():
         count = int(array.size - np.isfinite(array).sum())
         if count:
@@ -368,57 +350,17 @@ def check_dense(arrays: Mapping[str, NDArray[Any]], batch: int) -> None:
 
 
 def require_memory(stacking: Stacking, *, batch: int, on_host: bool) -> None:
-    """Raises Infeasible where tables and slots cannot lie in this machine's memory.
+    """Raise Infeasible if tables and slots exceed this machine's memory; the system would end the process.
 
-    Tables that begin on the host are there twice, by themselves and stacked; ``on_host`` says whether what begins on
-    the devices lies in the host's memory too. Without it the system would end the process.
+    Tables initialised on the host are there twice, by themselves and stacked. ``on_host``: the devices' memory is the
+    host's.
     """
-    begun_here = stacking.tables.config.initialized_on_host
-    if not (begun_here or on_host):
+    from_host = stacking.tables.config.initialized_on_host
+    if not (from_host or on_host):
         return
-    copies = 2 if begun_here else 1
+    copies = 2 if from_host else 1
     needed = sum(copies * one.table_bytes + one.slot_bytes for one in report(stacking, batch=batch))
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > room:
         what = f"tables and slots take at least {format_bytes(needed)} of this machine's memory"
         raise Infeasible(what, f"it has {format_bytes(room)}")
-
-
-def keep_metrics(path: Path, batch: int) -> None:
-    """Leave the losses of the batches before ``batch`` in the file ``path``, if there is one, and drop the others.
-
-    A process that was killed may have recorded more batches than it saved; they are trained on again, with the same
-    losses. Raises RooftopError where the file cannot be read or written.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        raise RooftopError("metrics", str(path), f"losses that can be read ({error})") from None
-    kept = "".join(_before(text, batch))
-    if kept != text:
-        write_text(path, kept)
-
-
-def append_metrics(path: Path, losses: Iterable[float], first: int) -> None:
-    """Write losses down, of the batches from ``first`` on; what is no finite number is null. Raises RooftopError."""
-    lines = [
-        json.dumps({"batch": batch, "loss": loss if math.isfinite(loss) else None})
-        for batch, loss in enumerate(losses, start=first)
-    ]
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    except OSError as error:
-        raise RooftopError("metrics", str(path), f"a file with room for it ({error.strerror})") from None
-
-
-def _before(text: str, batch: int) -> Iterator[str]:
-    """The whole lines of batches before ``batch``."""
-    for line in text.splitlines(keepends=True):
-        try:
-            if json.loads(line)["batch"] < batch and line.endswith("\n"):
-                yield line
-        except (ValueError, KeyError, TypeError):
-            return

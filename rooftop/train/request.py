@@ -1,0 +1,249 @@
+"""The request for a training run, checked before JAX is imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from rooftop.arrays import parse_axes
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.files import read_json_object
+from rooftop.models import ModelConfig
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.runs.folder import RunFolder
+from rooftop.runs.schedule import Schedule
+from rooftop.runs.trace import check_steps
+
+#: Accepted texts for fields that a request must have.
+_REQUIRED = {
+    "run": "--run DIR, a folder to keep the run in",
+    "steps": "--steps N, a whole number of steps",
+    "data": "--data PATH: a file, a folder or a glob",
+}
+#: Names of options of other fields, for errors.
+_OPTIONS = {
+    "seq_len": "seq", "learning_rate": "lr", "final_learning_rate": "final-lr", "clip_norm": "clip",
+}  # fmt: skip
+_POSITIVE = (
+    "vocab", "batch_seqs", "seq_len", "decay_steps", "microbatches", "chunks", "eval_every", "eval_batches",
+    "save_every", "keep", "keep_every", "sample_tokens", "devices",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "steps", "seed", "warmup", "samples", "learning_rate", "final_learning_rate", "weight_decay", "clip_norm", "z_loss",
+    "balance_loss", "expert_capacity", "divergence", "peak_flops", "temperature",
+)  # fmt: skip
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("adamw", "adam", "lion", "sgd"),
+    "context_attention": ("ring", "all_gather"),
+    "compute_dtype": ("bf16", "f32"),
+    "weights_dtype": ("bf16", "f32"),
+    "moments_dtype": ("bf16", "f32"),
+}
+#: Fields that say nothing about how a run is resumed.
+_ONCE = ("run", "plan", "profile")
+
+
+class OfTrainingPlan(Protocol):
+    """A result that has a plan."""
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """Training of a plan or a model on the devices here, in the folder ``run``. None: the plan's value, or a default.
+
+    What
+        ``plan`` (a TrainingPlan, a plan.json or its path) sets model, mesh, batch and numerics. On other devices than
+        planned, ``as_is`` keeps its mesh and batch and ``shrink`` reduces them. Without a plan, ``model`` is a
+        preset, a config.json, 'llama:N' or a ModelConfig. ``init`` is a published checkpoint to begin with.
+    Data
+        ``data`` are files, folders and globs; ``field`` names the column of JSONL and Parquet. ``tokenizer`` is a
+        tokenizer.json or its folder; ``vocab`` trains a tokenizer of that size instead. ``hold_out`` is the share of
+        documents that evaluations use.
+    Batch and mesh
+        ``batch_seqs`` sequences of ``seq_len`` tokens a step. ``mesh`` are axes over the devices. ``devices`` emulates
+        so many on the CPU. ``schedule`` and ``chunks`` are those of pipeline stages; ``remat`` is a policy.
+    Optimization
+        ``learning_rate`` is the largest; it rises over ``warmup`` steps (None: a tenth of the steps, at most 1000) and
+        decays to the share ``final_learning_rate`` at ``decay_steps`` (None: the steps). ``clip_norm`` 0 does not clip.
+    Run
+        ``steps`` is the last step of the run. A checkpoint every ``save_every`` steps; the newest ``keep`` stay, and
+        multiples of ``keep_every``. ``divergence``: nats by which the loss may rise; 0: any. ``profile`` is the first
+        and last traced step. ``samples`` texts that begin with ``prompt`` are drawn at the end. ``export`` is a folder
+        for the weights as a published checkpoint. ``peak_flops``: FLOP/s of a device, if the catalogue has none.
+
+    Raises RooftopError naming a field that is out of range.
+    """
+
+    run: Path | str
+    data: str | Path | tuple[str | Path, ...]
+    steps: int
+    plan: TrainingPlan | OfTrainingPlan | Mapping[str, Any] | Path | str | None = None
+    as_is: bool = False
+    shrink: bool = False
+    model: ModelConfig | Path | str | None = None
+    init: Path | str | None = None
+    field: str = "text"
+    tokenizer: Path | str | None = None
+    vocab: int | None = None
+    hold_out: float = 0.01
+    batch_seqs: int | None = None
+    seq_len: int | None = None
+    mesh: Mapping[str, int] | str | None = None
+    devices: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    remat: str | None = None
+    context_attention: str | None = None
+    expert_capacity: float | None = None
+    compute_dtype: str | None = None
+    weights_dtype: str | None = None
+    moments_dtype: str | None = None
+    optimizer: str | None = None
+    learning_rate: float = 3e-4
+    warmup: int | None = None
+    decay: str = "cosine"
+    decay_steps: int | None = None
+    final_learning_rate: float = 0.1
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    z_loss: float = 0.0
+    balance_loss: float | None = None
+    seed: int = 0
+    eval_every: int | None = None
+    eval_batches: int = 16
+    save_every: int | None = 100
+    keep: int = 2
+    keep_every: int | None = None
+    divergence: float = 2.0
+    peak_flops: float | None = None
+    samples: int = 2
+    sample_tokens: int = 64
+    prompt: str = ""
+    temperature: float = 0.8
+    profile: tuple[int, int] | None = None
+    tensorboard: bool = False
+    export: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        # First, as a broken file is a surprise: other fields may be missing for it.
+        _ = self.planned
+        for name, accepted in _REQUIRED.items():
+            if getattr(self, name) in (None, (), ""):
+                raise RooftopError(name, None, accepted)
+        for name in (*_POSITIVE, *_NOT_NEGATIVE):
+            value, least = getattr(self, name), 1 if name in _POSITIVE else 0
+            if value is not None and not least <= value < math.inf:
+                raise RooftopError(_option(name), value, f"a number from {least}")
+        if not 0 <= self.hold_out < 1:
+            raise RooftopError("hold-out", self.hold_out, "a share of the documents from 0 to less than 1")
+        for name, known in _NAMES.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise unknown(_option(name), value, known)
+        check_steps(self.profile)
+        if self.as_is and self.shrink:
+            raise RooftopError("as-is", "--as-is and --shrink", "one of the two")
+        _ = self.learning_rates, self.axes
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> TrainRequest:
+        """Build a request from values by field. Raises RooftopError for a field that is missing or unknown."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise unknown("option", name, known)
+        required = {field.name: None for field in fields(cls) if field.default is MISSING}
+        merged: dict[str, Any] = required | dict(values)
+        return cls(**merged)
+
+    @classmethod
+    def resumed(cls, run: Path | str, changes: Mapping[str, object]) -> TrainRequest:
+        """Build the request that the run in the folder ``run`` was started with, with ``changes`` by field.
+
+        Raises RooftopError if no run has begun there.
+        """
+        folder = RunFolder(path=Path(run).absolute())
+        recorded = folder.read()
+        if recorded is None:
+            raise RooftopError("resume", str(run), "the folder of a run that has begun")
+        values = {**recorded["arguments"], **changes, "run": folder.path}
+        if folder.plan.exists():
+            values.setdefault("plan", folder.plan)
+        elif "model" not in changes:
+            # The config.json may have moved since.
+            values["model"] = ModelConfig.from_json(recorded["job"]["program"]["computation"]["model"])
+        return cls.of(values)
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """The folder of the run."""
+        return RunFolder(path=Path(self.run).absolute())
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Absolute paths and globs of the data."""
+        paths = self.data if isinstance(self.data, tuple | list) else (self.data,)
+        return tuple(str(Path(path).expanduser().absolute()) for path in paths)
+
+    @cached_property
+    def axes(self) -> Mapping[str, int] | None:
+        """Mesh axes and their sizes. Raises RooftopError if the text names others."""
+        return parse_axes(self.mesh) if isinstance(self.mesh, str) else self.mesh
+
+    @cached_property
+    def planned(self) -> Mapping[str, Any] | None:
+        """The content of plan.json. Raises RooftopError if the file is no training plan."""
+        if self.plan is None:
+            return None
+        if isinstance(self.plan, str | Path):
+            accepted = "a plan.json written by rooftop plan"
+            content: Mapping[str, Any] = read_json_object(Path(self.plan), field="plan", accepted=accepted)
+        elif isinstance(self.plan, Mapping):
+            content = self.plan
+        else:
+            return (self.plan if isinstance(self.plan, TrainingPlan) else self.plan.plan).to_json()
+        TrainingPlan.from_json(content)
+        return content
+
+    @cached_property
+    def learning_rates(self) -> Schedule:
+        """The schedule of the learning rate. Raises RooftopError for a decay that is unknown."""
+        length = self.decay_steps or self.steps
+        warmup = min(length // 10, 1000) if self.warmup is None else self.warmup
+        return Schedule(steps=length, warmup=warmup, decay=self.decay, final=self.final_learning_rate)
+
+    def resolved(self, *, batch_seqs: int, seq_len: int) -> TrainRequest:
+        """Return the request with the values that the run began with in place of its defaults."""
+        schedule = self.learning_rates
+        decay_steps, warmup = schedule.steps or None, schedule.warmup
+        return replace(self, batch_seqs=batch_seqs, seq_len=seq_len, decay_steps=decay_steps, warmup=warmup)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the values that a resumed run begins with, as plain JSON; paths are absolute."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _ONCE}
+        for name in ("model", "init", "tokenizer", "export"):
+            values[name] = _plain_path(values[name])
+        if isinstance(self.model, ModelConfig):
+            values["model"] = None
+        content: dict[str, object] = values | {"data": list(self.sources), "mesh": self.axes and dict(self.axes)}
+        return content
+
+
+def _option(field: str) -> str:
+    return _OPTIONS.get(field, field.replace("_", "-"))
+
+
+def _plain_path(value: object) -> object:
+    """A path as an absolute text. A name, such as that of a preset, stays one."""
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
+        return str(Path(value).absolute())
+    return value
