@@ -64,7 +64,7 @@ _EXAMPLES = (
     "--ignore-eos/--no-ignore-eos", group=WORKLOAD, default=True, show_default=True,
     help="Ask for answers of their full length.",
 )  # fmt: skip
-@option("--plan", type=FILE, help="Predict by a plan.json of `rooftop plan serve`, not by measured steps.")
+@option("--plan", group=WORKLOAD, type=FILE, help="Predict by a plan.json, not by the steps that the server measured.")
 @ttft_option(help="Target for goodput: 500ms.")
 @tpot_option(help="Target for goodput: 30ms.")
 @output_option()

@@ -8,6 +8,7 @@ import click
 
 from rooftop.cli.options import (
     COUNT,
+    FILE,
     PATH,
     QUANTITY,
     WORKLOAD,
@@ -28,7 +29,7 @@ from rooftop.cli.output import emit_json, show
 @click.argument("tables", type=PATH)
 @on_option(required=True, help="A slice with SparseCores, such as v5p:2x2x1.")
 @batch_samples_option(default="16384", show_default=True)
-@option("--limits", group=WORKLOAD, type=PATH, help="A limits file. Default: from ids_per_sample.")
+@option("--limits", group=WORKLOAD, type=FILE, help="A limits file. Default: from ids_per_sample.")
 @option(
     "--sample-passes", group=WORKLOAD, type=COUNT, default="1", show_default=True,
     help="Look up a batch in N parts of its samples.",
