@@ -204,7 +204,8 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
         self._build: Callable[..., _Request] = build
         self._run = run
         functools.update_wrapper(self, run)
-        self.__signature__ = inspect.signature(build)
+        returned = inspect.signature(run).return_annotation
+        self.__signature__ = inspect.signature(build).replace(return_annotation=returned)
 
     @overload
     def __call__(self, request: _Request, /, *, watch: _Watch | None = None) -> _Answer: ...

@@ -85,7 +85,7 @@ class TrainRequest:
     run: Path | str
     data: str | Path | tuple[str | Path, ...]
     steps: int
-    plan: TrainingPlan | OfTrainingPlan | Mapping[str, Any] | Path | str | None = None
+    plan: TrainingPlan | OfTrainingPlan | Mapping[str, object] | Path | str | None = None
     as_is: bool = False
     shrink: bool = False
     model: ModelConfig | Path | str | None = None
