@@ -33,9 +33,9 @@ from rooftop.train.metrics import TrainRates
 from rooftop.train.request import TrainRequest
 from rooftop.train.schedule import ScheduledOptimizer
 
-#: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
+#: Fields of a program that depend on the devices: a resumed run may have others.
 _OF_DEVICES = ("program.computation.attention", "program.computation.attention_block", "program.loss_chunks")
-#: Queries and keys that a CPU does best at a time (bench/train_cpu.py).
+#: Fastest block of queries and keys on a CPU (bench/train_cpu.py).
 _CPU_BLOCK = 128
 _SEQUENCES = 16
 _SEQ_LEN = 512
@@ -115,7 +115,7 @@ def prepare(request: TrainRequest, recorded: Mapping[str, Any] | None, progress:
 
 
 def session(step: int, command: str) -> dict[str, Any]:
-    """The entry of run.json for one start of the run."""
+    """Return the entry of run.json for one start of the run."""
     return {"step": step, "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
@@ -254,9 +254,9 @@ def _versions() -> dict[str, str]:
 
 
 def shrink(axes: Mapping[str, int], devices: int) -> dict[str, int]:
-    """Mesh axes for at most ``devices`` devices: the largest axis is divided by its smallest prime, again and again.
+    """Return mesh axes for at most ``devices`` devices: the largest axis is divided by its smallest prime, repeatedly.
 
-    Of equals the first in the order of ``AXES`` is divided, so that what is left has as many of the axes as it can.
+    Of equal axes the first in the order of ``AXES`` is divided, which leaves as many axes as possible.
     """
     sizes = {axis: axes.get(axis, 1) for axis in AXES}
     while math.prod(sizes.values()) > devices:
@@ -267,9 +267,9 @@ def shrink(axes: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 def shrunk_plan(spec: TrainingSpec, devices: int) -> TrainingSpec:
-    """The train step on fewer devices: axes by ``shrink``; a device has as many sequences in a step as before.
+    """Return the train step on fewer devices: axes by ``shrink``, and as many sequences on a device as before.
 
-    Where that is no whole number, a device has one.
+    A device has at least one sequence.
     """
     small = replace(spec, axes=shrink(spec.axes, devices))
     batch_axes = spec.rules.activations["batch"]
@@ -278,10 +278,10 @@ def shrunk_plan(spec: TrainingSpec, devices: int) -> TrainingSpec:
 
 
 def map_plan(plan: TrainingPlan, here: Local, *, as_is: bool, shrink: bool) -> tuple[TrainingSpec, str]:
-    """The train step of the plan as it runs on ``here``, and one line that says so.
+    """Return the train step of the plan as it runs on ``here``, and a line that describes it.
 
-    Unchanged where its slice is here. Otherwise ``as_is`` keeps mesh and batch, and ``shrink`` is ``shrunk_plan``.
-    Raises RooftopError, saying what would run, if the slice is not here and neither is asked for.
+    The plan is unchanged on its own slice. Elsewhere ``as_is`` keeps mesh and batch, and ``shrink`` is ``shrunk_plan``.
+    Raises RooftopError, naming what would run, if the slice is not here and neither is requested.
     """
     planned_for, spec = plan.problem.slice, plan.spec
     if here.is_slice(planned_for) and not shrink:
