@@ -16,6 +16,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 from rooftop.cli.main import main
+from tests.support import shape_checks
 
 # JAX and libtpu read these when they are first used, which is after this file. The tests run on eight CPU devices
 # everywhere; the TPU compiler asks no metadata server which machine this is, and lets several processes load it.
@@ -24,7 +25,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Tests check the shapes and dtypes that the programs' signatures state.
-install_import_hook("rooftop.programs", "shape_checks.checked")
+install_import_hook("rooftop.programs", f"{shape_checks.__name__}.checked")
 # What a test compiles is compiled now, and leaves the user's own cache alone.
 _CACHE = tempfile.TemporaryDirectory(prefix="rooftop-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
