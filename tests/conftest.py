@@ -17,6 +17,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 from rooftop.cli.main import main
+from tests.support import shape_checks
 from tests.support.chromium import NO_BROWSER
 from tests.support.quickly import QUICK_FLAGS
 
@@ -27,7 +28,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Tests check the shapes and dtypes that the programs' signatures state.
-install_import_hook("rooftop.programs", "tests.support.shape_checks.checked")
+install_import_hook("rooftop.programs", f"{shape_checks.__name__}.checked")
 # Tests leave the user's own cache alone. What JAX compiles for CPUs is compiled once in a session: the workers of
 # pytest-xdist, which start with this environment, and the processes that tests start share one cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="rooftop-tests-")
