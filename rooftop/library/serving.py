@@ -406,16 +406,9 @@ def _question(
         host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
         prefill_slice=prefill_slice,
     )
-<<<<<<< HEAD
-    cached = problem.workload.context
-    if not problem.book and cached is not None and cached > problem.workload.held_tokens:
-        accepted = f"at most {problem.workload.held_tokens:,}: the prompt and its answer"
-        raise RooftopError("context", cached, accepted)
-=======
     held, cached = problem.workload.held_tokens, problem.workload.context
     if not problem.book and cached is not None and cached > held:
         raise RooftopError("context", cached, f"at most {held:,}: the prompt and its answer")
->>>>>>> refs/heads/lib1
     return _Question(problem=problem, where=where, numerics=numerics, modes=modes, searching=searching)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.present.document import Bar, Bars, Chart, Document, Item, Items, ShownFigure, ShownVerdict, Table
+from rooftop.present.document import Bar, Bars, Document, ShownFigure, ShownVerdict, Table
 from rooftop.present.documents.parts import (
     ledger_bars,
     ledger_table,
+    obstacles,
     of_ledgers,
     sentence,
     table,
@@ -33,7 +34,7 @@ def embedding_plan(data: Mapping[str, Any]) -> Document:
         ),
         figures=tuple(_figures(data)),
         charts=(
-            *_obstacles(data),
+            *obstacles(data),
             _stacks(data),
             table("Where a step goes (expected, one device)", ("unit", "busy"),
                   [(name, format_seconds(seconds)) for name, seconds in data["units_s"].items()], section="Step"),
@@ -63,11 +64,6 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         shown=f"{data['host']['ids']:,.0f}",
         note=f"prepared for a step; {format_bytes(data['memory']['inputs'])} sent to each device",
     )  # fmt: skip
-
-
-def _obstacles(data: Mapping[str, Any]) -> tuple[Chart, ...]:
-    items = tuple(Item(text=obstacle) for obstacle in data["obstacles"])
-    return (Items(title="Not executable as it stands:", section="Obstacles", items=items, warns=True),) if items else ()
 
 
 def _stacks(data: Mapping[str, Any]) -> Table:

@@ -80,6 +80,14 @@ def reasons(data: Mapping[str, Any]) -> Items:
     )
 
 
+def obstacles(data: Mapping[str, Any], *more: str) -> tuple[Items, ...]:
+    """The obstacles to running a plan as it stands, and ``more`` lines."""
+    items = tuple(Item(text=text) for text in (*data["obstacles"], *more))
+    if not data["obstacles"]:
+        return ()
+    return (Items(title="Not executable as it stands:", section="Obstacles", items=items, warns=True),)
+
+
 def written_by(data: Mapping[str, Any], more: str = "") -> tuple[str, ...]:
     """The version of rooftop that wrote the data."""
     return (f"Written by rooftop {data['rooftop_version']}{more}.",)
@@ -231,16 +239,6 @@ def _cell(figures: SideFigures | None, name: str) -> str:
     field, text = _CELLS[name]
     value = getattr(figures, field)
     return text(value) if value or (name == "time" and value is not None) else ""
-
-
-def step_charts(ledger: list[Mapping[str, Any]], title: str, section: str) -> tuple[Chart, ...]:
-    """Bars by scope and phase, and every row."""
-    return (
-        ledger_bars(Ledger.from_json(ledger), title=title, section=section),
-        ledger_table(
-            of_ledgers({"planned": ledger}), "The ledger", about="Per device and step, counts applied.", section=""
-        ),
-    )
 
 
 # ---- rooflines ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rooftop.present.documents.parts import (
     ledger_bars,
     ledger_table,
     memory_bars,
+    obstacles,
     of_ledgers,
     reasons,
     rooflines,
@@ -42,7 +43,7 @@ def serving_plan(data: Mapping[str, Any]) -> Document:
         figures=tuple(_figures(data)),
         charts=(
             *_others(fleet),
-            *_obstacles(data["obstacles"]),
+            *obstacles(data),
             _where(generate["ledger"], "Where a generate step goes (ms on one device)", "Generate"),
             *_pictures(generate["ledger"], where, "a generate step", ""),
             _where(prefill["ledger"], "Where a prefill goes (ms on one device)", "Prefill"),
@@ -104,11 +105,6 @@ def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
         for rank, other in zip(ranks, fleet["others"][:_OTHERS], strict=False)
     )
     return (Items(title="Other fleets", section="Fleets", items=items),)
-
-
-def _obstacles(obstacles: Sequence[str]) -> tuple[Chart, ...]:
-    items = tuple(Item(text=obstacle) for obstacle in obstacles)
-    return (Items(title="Not executable as it stands:", section="Obstacles", items=items, warns=True),) if items else ()
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:

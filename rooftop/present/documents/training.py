@@ -30,6 +30,7 @@ from rooftop.present.documents.parts import (
     mesh_text,
     microbatches_text,
     milliseconds,
+    obstacles,
     of_ledgers,
     reasons,
     rooflines,
@@ -58,7 +59,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
         ),
         figures=tuple(_figures(data, classes)),
         charts=(
-            *_obstacles(data),
+            *obstacles(data, *_nearest(data)),
             _where(ledger, step["expected_s"]),
             ledger_bars(ledger),
             ledger_table(lines, "The ledger", about="Per device and step, counts applied."),
@@ -122,20 +123,13 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
         )  # fmt: skip
 
 
-def _obstacles(data: Mapping[str, Any]) -> tuple[Chart, ...]:
-    """The obstacles to a run as the plan stands, and the nearest plan without any."""
-    if not data["obstacles"]:
-        return ()
-    items = [Item(text=obstacle) for obstacle in data["obstacles"]]
-    near = data.get("nearest_executable")
-    if near is not None:
+def _nearest(data: Mapping[str, Any]) -> Iterator[str]:
+    """The nearest plan that runs."""
+    if (near := data.get("nearest_executable")) is not None:
         mesh = " x ".join(f"{name} {size}" for name, size in near["mesh"].items())
         other = "" if near["matmul"] == data["dtypes"]["matmul"] else f" with {near['matmul']} matmuls"
         seconds = format_seconds(near["expected_s"])
-        items.append(
-            Item(text=f"nearest that runs: {near['slice']} as {mesh or 'one device'}{other}, {seconds} a step")
-        )
-    return (Items(title="Not executable as it stands:", section="Obstacles", items=tuple(items), warns=True),)
+        yield f"nearest that runs: {near['slice']} as {mesh or 'one device'}{other}, {seconds} a step"
 
 
 def _where(ledger: Ledger, step_s: float) -> Table:
