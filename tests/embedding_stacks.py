@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
 from rooftop.models.tables_limits import StackLimits, full_buffer
 from rooftop.models.tables_stacking import Stacking, stack_tables

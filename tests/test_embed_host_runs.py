@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rooftop.embed import kernels, runs, stack_sort
-from rooftop.embed.emit import Buffers
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.host.buffers import Buffers
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.embed.space import Space
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, Tables
 from rooftop.models.tables_limits import StackLimits

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from rooftop.embed import kernels, preprocess, stack_sort
 from rooftop.embed.fields import Fields
-from rooftop.embed.inputs import Ragged
+from rooftop.embed.host.inputs import Ragged
 from rooftop.embed.keys import flags, set_up_to
-from rooftop.embed.lookups import TableBatch, layouts
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.lookups import TableBatch, layouts
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.threads import Threads
 from rooftop.models.tables import Feature, Table, Tables
 from rooftop.models.tables_stacking import Stacking, stack_tables

@@ -14,7 +14,7 @@ import pytest
 
 from rooftop.cli.embed import command
 from rooftop.embed.batches import parquet_batches
-from rooftop.embed.limits import read_limits
+from rooftop.embed.host.limits import read_limits
 from rooftop.errors import RooftopError
 from rooftop.models.tables_files import tables_from_toml
 from rooftop.models.tables_stacking import stack_tables

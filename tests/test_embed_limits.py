@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.embed.limits import compare, estimate, expected, feed_back, observe, read_limits, rung, write_limits
-from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import Statistics
+from rooftop.embed.host.limits import compare, estimate, expected, feed_back, observe, read_limits, rung, write_limits
+from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.embed.host.statistics import Statistics
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, Tables
 from rooftop.models.tables_limits import StackLimits

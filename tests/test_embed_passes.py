@@ -23,7 +23,7 @@ from test_embed_programs import BATCH, batch_of, gradients_of, inputs_of, limits
 
 import rooftop.programs.embedding as programs
 from rooftop.embed.checkpoint import restore
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.train import Trainer
 from rooftop.embed.train_options import TrainOptions
 from rooftop.embed.train_step import Target

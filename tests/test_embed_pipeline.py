@@ -11,8 +11,8 @@ import pytest
 from embedding_reference import DenseTable, look_up, table_gradient
 from test_embed_programs import BATCH, batch_of, every_pair, host, in_passes, inputs_of, limits_for, mesh_of, model
 
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.models.tables import Tables
 from rooftop.models.tables_stacking import stack_tables
 from rooftop.programs.embedding import EmbeddingProgram

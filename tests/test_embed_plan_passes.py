@@ -16,8 +16,8 @@ from embedding_programs import TOML
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.embed.limits import expected, write_limits
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.limits import expected, write_limits
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.errors import RooftopError
 from rooftop.explain.embedding_programs import part_request, step_request
 from rooftop.hardware import Slice

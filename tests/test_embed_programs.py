@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from embedding_reference import DenseTable, look_up, table_gradient, updated
 
-from rooftop.embed.inputs import PAD, Ragged
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.inputs import PAD, Ragged
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.errors import RooftopError
 from rooftop.models.tables import (
     COMBINERS,

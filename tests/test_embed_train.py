@@ -19,7 +19,7 @@ from rooftop.embed.checkpoint import restore
 from rooftop.embed.criteo import auc, count_batches, read_batches
 from rooftop.embed.criteo_lines import FEATURES
 from rooftop.embed.finite import check_dense, check_finite
-from rooftop.embed.limits import read_limits, write_limits
+from rooftop.embed.host.limits import read_limits, write_limits
 from rooftop.embed.train import Trainer
 from rooftop.embed.train_options import TrainOptions
 from rooftop.errors import Infeasible, RooftopError

@@ -67,8 +67,8 @@ def stats(
     Example: rooftop embed stats tables.toml day0.parquet --on v5p:2x2x1 --batch 4096 -o limits.json
     """
     from rooftop.embed.batches import count_samples, parquet_batches
-    from rooftop.embed.limits import compare, estimate, feed_back, observe, read_limits, write_limits
-    from rooftop.embed.preprocess import Preprocessor
+    from rooftop.embed.host.limits import compare, estimate, feed_back, observe, read_limits, write_limits
+    from rooftop.embed.host.preprocess import Preprocessor
     from rooftop.hardware.slices import Slice
     from rooftop.models.tables_files import load_tables
     from rooftop.models.tables_limits import Limits

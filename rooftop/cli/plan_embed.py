@@ -44,7 +44,7 @@ def embed(
     \b
     Example: rooftop plan embed tables.toml --on v5p:2x2x1 --batch 16384
     """
-    from rooftop.embed.limits import expected, read_limits
+    from rooftop.embed.host.limits import expected, read_limits
     from rooftop.files import write_text
     from rooftop.hardware import Slice
     from rooftop.models.tables_files import load_tables

@@ -30,16 +30,16 @@ from rooftop.embed.criteo import (
     require_batches,
     split_lines,
 )
-from rooftop.embed.excess import LimitsExceeded
 from rooftop.embed.finite import check_dense, check_finite
-from rooftop.embed.limits import estimate, grown, observe, read_limits, write_limits
+from rooftop.embed.host.limits import estimate, grown, observe, read_limits, write_limits
+from rooftop.embed.host.overflow import LimitsExceeded
+from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.embed.host.statistics import Statistics
+from rooftop.embed.host.workers import Ready, make_ready
 from rooftop.embed.memory import require_memory
 from rooftop.embed.metrics import append_metrics, keep_metrics
-from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import Statistics
 from rooftop.embed.train_options import TrainOptions
 from rooftop.embed.train_step import Target, TrainStep, compiler_options
-from rooftop.embed.workers import Ready, make_ready
 from rooftop.errors import RooftopError
 from rooftop.models.tables_limits import Limits
 from rooftop.models.tables_stacking import Stacking, stack_tables

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from rooftop.embed.criteo import check_features
-from rooftop.embed.workers import check_workers
+from rooftop.embed.host.workers import check_workers
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Tables
 from rooftop.programs.embedding_pipeline import ShareOf

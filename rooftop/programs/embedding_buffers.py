@@ -19,7 +19,7 @@ class StackInputs:
     """What the devices look up in one stack, as host preprocessing lays it out.
 
     row_pointers int32 [devices, pointers], embedding_ids and sample_ids int32 and gains float32 [devices, n]: split
-    over the devices. ``rooftop.embed.emit`` describes the layout.
+    over the devices. ``rooftop.embed.host.buffers`` describes the layout.
     """
 
     row_pointers: jax.Array

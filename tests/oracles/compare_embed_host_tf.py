@@ -30,9 +30,9 @@ from embed_host_cases import Case, draw  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from rooftop.embed.inputs import Ragged  # noqa: E402
-from rooftop.embed.minibatching import bucket_of  # noqa: E402
-from rooftop.embed.preprocess import Preprocessed  # noqa: E402
+from rooftop.embed.host.inputs import Ragged  # noqa: E402
+from rooftop.embed.host.minibatching import bucket_of  # noqa: E402
+from rooftop.embed.host.preprocess import Preprocessed  # noqa: E402
 from rooftop.errors import RooftopError  # noqa: E402
 from rooftop.models.tables_limits import BUCKETS  # noqa: E402
 from rooftop.models.tables_stacking import Stack, Stacking  # noqa: E402

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Feature, SparseCoreConfig, Table, TableOptimizer, Tables
 from rooftop.models.tables_limits import StackLimits, full_buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rooftop.embed.limits import expected
+from rooftop.embed.host.limits import expected
 from rooftop.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.tables_files import tables_from_toml

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.embed.lookups import TableLayout
-from rooftop.embed.overflow import Ordered
+from rooftop.embed.host.lookups import TableLayout
+from rooftop.embed.host.reference import Entries
 from rooftop.models.tables_limits import BUCKETS
 
 _KEY = (0x4451E30F87DB9609, 0xCA7358A1FD2737F8, 0x4B2C991FCEE4FDEA, 0x0B2658E18326F6BA)
@@ -97,7 +97,7 @@ def _zipped(even: NDArray[np.uint64], odd: NDArray[np.uint64]) -> tuple[NDArray[
     return found[0], found[1]
 
 
-def bucketed(ids: Ordered, cores: int) -> NDArray[np.uint8]:
+def bucketed(ids: Entries, cores: int) -> NDArray[np.uint8]:
     """The bucket of each id. A row is hashed once per partition."""
     firsts = np.flatnonzero(ids.fresh)
     columns = ids.rows[firsts].astype(np.int64) * cores + ids.cores[firsts]
@@ -105,7 +105,7 @@ def bucketed(ids: Ordered, cores: int) -> NDArray[np.uint8]:
 
 
 def split_mask(
-    ids: Ordered, buckets: NDArray[np.uint8], sources: int, cores: int, max_ids: int, max_unique_ids: int
+    ids: Entries, buckets: NDArray[np.uint8], sources: int, cores: int, max_ids: int, max_unique_ids: int
 ) -> int:
     """Joints that must stay open so that every pass keeps within the limits of a partition: 63 bits, as an int."""
     partitions = ids.groups * cores + ids.cores
@@ -143,7 +143,7 @@ def passes_of(mask: int) -> NDArray[np.int64]:
     return np.cumsum(begins)
 
 
-def into_passes(ids: Ordered, buckets: NDArray[np.uint8], mask: int, cores: int) -> Ordered:
+def into_passes(ids: Entries, buckets: NDArray[np.uint8], mask: int, cores: int) -> Entries:
     """The ids by source, pass, destination, bucket, row and sample: groups are then source x passes + pass."""
     of_bucket = passes_of(mask)
     passes = int(of_bucket[-1]) + 1
@@ -152,7 +152,7 @@ def into_passes(ids: Ordered, buckets: NDArray[np.uint8], mask: int, cores: int)
     return dataclasses.replace(ids, groups=groups).taken(order)
 
 
-def by_samples(ids: Ordered, pass_of_row: NDArray[np.int64], passes: int, cores: int) -> Ordered:
+def by_samples(ids: Entries, pass_of_row: NDArray[np.int64], passes: int, cores: int) -> Entries:
     """The ids by source, pass, destination, row and sample; ``pass_of_row`` is that of each row of activations."""
     groups = ids.groups * passes + pass_of_row[ids.samples]
     order = np.argsort(groups * cores + ids.cores, kind="stable")

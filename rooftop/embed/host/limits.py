@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import StackStatistics, Statistics
+from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.embed.host.statistics import StackStatistics, Statistics
 from rooftop.errors import RooftopError
 from rooftop.files import write_text
 from rooftop.models.tables_limits import Limits, StackLimits, check_limits, full_buffer
