@@ -8,8 +8,8 @@ bits above the sample are sorted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numba import njit, types
@@ -23,19 +23,14 @@ from rooftop.embed.host.lookups import StackIds
 from rooftop.embed.host.reference import KeyFields, Keys, SortedIds, SortedPart, bits, key_dtype
 from rooftop.models.tables_stacking import ALIGNMENT
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from llvmlite.ir import IRBuilder, Value
-
 #: Most bits of a digit: its counts stay in a core's first cache.
 _DIGIT_BITS = 13
 #: Ids that are sorted at once, as far as there is a choice: they stay in a core's first caches.
 _SORTED_AT_ONCE = 16_000
 
-#: A feature: the addresses of its ids, row splits and weights (0: none), the 32-bit words of an id and of a split, and its
-#: rows of activations on each source. ``head`` has the key's table and first row of activations, ``rotation`` is the
-#: table's, and ``row_mask`` has the bits of a local row. Addresses, as no loop can be compiled for any number of arrays.
+#: A feature: the addresses of its ids, row splits and weights (0: none), the 32-bit words of an id and of a split, and
+#: its rows of activations on each source. ``head`` has the key's table and first row of activations, ``rotation`` is
+#: the table's, and ``row_mask`` has the bits of a local row. Addresses, as numba takes no list of arrays.
 _FEATURE = np.dtype(
     [(name, np.int64) for name in ("ids", "splits", "weights", "id_words", "split_words", "rows", "head")]
     + [(name, np.uint64) for name in ("rotation", "row_mask")]
@@ -182,14 +177,23 @@ def _records(stacks: Sequence[StackIds], fields: KeyFields) -> tuple[NDArray[np.
     return np.array(features, _FEATURE), np.array(of_stacks, _STACK)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: object, address: object) -> tuple[object, Callable[..., Value]]:
+class _Builder(Protocol):
+    """The method of llvmlite's IRBuilder that ``_to_pointer`` calls."""
+
+    def inttoptr(self, value: object, kind: object) -> object:
+        """Turn a number into a pointer."""
+
+
+def _to_pointer(typing_context: object, address: object) -> tuple[object, Callable[..., object]]:
     """A pointer to an address, for ``carray``."""
 
-    def generate(context: object, builder: IRBuilder, signature: object, arguments: Sequence[Value]) -> Value:
+    def generate(context: object, builder: _Builder, signature: object, arguments: Sequence[object]) -> object:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
+
+
+_pointer: Callable[[int], object] = intrinsic(_to_pointer)
 
 
 @njit(nogil=True, cache=True)
@@ -209,14 +213,14 @@ def sort_and_merge(
     stack_ends = np.empty(len(stacks), np.int64)
     begin, done = 0, 0
     for stack in range(len(stacks)):
-        tables = range(stacks[stack].first_table, stacks[stack].last_table)
-        own_features = range(stacks[stack].first_feature, stacks[stack].last_feature)
+        tables = range(stacks[stack]["first_table"], stacks[stack]["last_table"])
+        own_features = range(stacks[stack]["first_feature"], stacks[stack]["last_feature"])
         for first in range(0, sources, fields.sources):
             last, count = min(first + fields.sources, sources), 0
             for source in range(first, last):
                 for index in own_features:
                     feature = features[index]
-                    head = ((source - first) << fields.source) + feature.head
+                    head = ((source - first) << fields.source) + feature["head"]
                     count += _fill(feature, first_source + source, head, fields, space, count, len(merged.weights) > 0)
             if count == 0:
                 continue
@@ -250,16 +254,21 @@ def _fill(
 
     ``head`` is the key of the first row of activations without destination and local row.
     """
-    cores, rotation, row_mask = np.uint64(fields.cores), feature.rotation, feature.row_mask
+    cores, rotation, row_mask = np.uint64(fields.cores), feature["rotation"], feature["row_mask"]
     row_shift, core_shift, core_mask = np.uint64(fields.row), np.uint64(fields.core), cores - np.uint64(1)
     power_of_two = cores & core_mask == 0
     core_bits = np.uint64(fields.source - fields.core)
     # The lower word of a split is all of it.
-    first, rows, split_words, one_word = source * feature.rows, feature.rows, feature.split_words, feature.id_words == 1
-    all_splits = carray(_pointer(feature.splits), ((first + rows + 1) * split_words,), np.uint32)
+    first, rows, split_words, one_word = (
+        source * feature["rows"],
+        feature["rows"],
+        feature["split_words"],
+        feature["id_words"] == 1,
+    )
+    all_splits = carray(_pointer(feature["splits"]), ((first + rows + 1) * split_words,), np.uint32)
     splits = all_splits[first * split_words :: split_words]
     begin, end = np.int64(splits[0]), np.int64(splits[rows])
-    ids, keys = carray(_pointer(feature.ids), (end * feature.id_words,), np.uint32), space.keys[filled:]
+    ids, keys = carray(_pointer(feature["ids"]), (end * feature["id_words"],), np.uint32), space.keys[filled:]
     for row in range(rows):
         # Unsigned indices need no check for being negative; only then does LLVM vectorise.
         of_row, first_id = np.uint64(head + row), np.uint64(splits[row])
@@ -279,11 +288,12 @@ def _fill(
             keys[to + np.uint64(step)] = (core << core_shift) | (local << row_shift) | of_row
     if weighted:
         weights = space.weights[filled : filled + end - begin]
-        if feature.weights == 0:
+        if feature["weights"] == 0:
             weights[:] = 1
         else:
-            weights[:] = carray(_pointer(feature.weights), (end,), np.float32)[begin:]
-    return end - begin
+            weights[:] = carray(_pointer(feature["weights"]), (end,), np.float32)[begin:]
+    count: int = end - begin
+    return count
 
 
 @njit(nogil=True, cache=True)
@@ -344,18 +354,18 @@ def _merge(sorted_keys: Keys, fields: KeyFields, begin: int, space: SortSpace, m
     keys, ends, last_of_run, rows_of_run = merged.keys, space.ends, space.last_of_run, space.rows_of_run
     last_of_run[:] = -1
     end, last = np.uint64(begin), sorted_keys[0]
-    rows = 1
+    rows = np.uint64(1)
     for index in range(len(sorted_keys)):
         key = sorted_keys[index]
         end += np.uint64(key != last)
-        rows += np.uint64(key ^ last) > sample_mask
+        rows += np.uint64(np.uint64(key ^ last) > sample_mask)
         keys[end] = key
         ends[end] = index
         run = np.uint64(key) >> of_run
         last_of_run[run] = end
         rows_of_run[run] = rows
         last = key
-    count = np.int64(end) + 1 - begin
+    count = int(end) + 1 - begin
     own_counts, own_ends = merged.counts[begin : begin + count], ends[begin : begin + count]
     own_counts[0] = own_ends[0] + 1
     for index in range(1, count):
@@ -382,7 +392,7 @@ def write_rows(
     tables, _, cores = sizes.shape
     row_shift, row_mask = np.uint32(fields.row), np.uint32((1 << (fields.table - fields.row)) - 1)
     sample_mask = np.uint32((1 << fields.row) - 1)
-    first_rows, first_samples = stack_tables.first_row.copy(), stack_tables.first_sample.copy()
+    first_rows, first_samples = stack_tables["first_row"].copy(), stack_tables["first_sample"].copy()
     begin = 0
     for row in range(len(target.filled)):
         ids_out, samples_out, gains_out = target.embedding_ids[row], target.sample_ids[row], target.gains[row]

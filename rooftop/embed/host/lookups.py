@@ -54,7 +54,7 @@ class FeatureIds:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """Addresses of ids, row splits and weights (0: none), and 32-bit words of an id and of a split in ``arrays``."""
+        """Addresses of ``arrays`` and weights (0: none), and 32-bit words of an id and of a split."""
         ids, splits = self.arrays
         arrays = (ids, splits) if self.ids.weights is None else (ids, splits, self.ids.weights)
         addresses = [array.__array_interface__["data"][0] for array in arrays]

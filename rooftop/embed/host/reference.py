@@ -25,7 +25,7 @@ from rooftop.embed.host.lookups import StackIds, TableLayout
 from rooftop.errors import RooftopError
 from rooftop.models.tables_stacking import ALIGNMENT
 
-Keys = NDArray[np.uint32] | NDArray[np.uint64]
+Keys = NDArray[np.unsignedinteger]
 
 #: Bits of a key: 32 where one source fits (they sort faster), otherwise at most 63, so that shifts have no sign.
 _NARROW, _WIDE = 32, 63
@@ -70,7 +70,7 @@ class KeyFields(NamedTuple):
         return cls(row, table, core, source, source + bits(sources), cores, sources)
 
 
-def key_dtype(fields: KeyFields) -> type[np.uint32] | type[np.uint64]:
+def key_dtype(fields: KeyFields) -> type[np.unsignedinteger]:
     """The narrower dtype that holds keys."""
     return np.uint32 if fields.bits <= _NARROW else np.uint64
 

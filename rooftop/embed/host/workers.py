@@ -1,9 +1,9 @@
 """Workers: processes that make batches ready ahead of time and in order, and the channel to them.
 
 Threads of one process wait for each other at each short call of NumPy; processes do not. Arrays go through memory that
-both processes map: one end writes, the other reads in place. The memory is a file without a name, passed as an open file
-descriptor, so nothing stays behind however the processes end. ``multiprocessing.shared_memory`` has names: what it
-leaves behind after SIGKILL stays until the machine restarts.
+both processes map: one end writes, the other reads in place. The memory is a file without a name, passed as an open
+file descriptor, so nothing stays behind however the processes end. Blocks of ``multiprocessing.shared_memory`` have
+names: after SIGKILL they would stay.
 """
 
 from __future__ import annotations
