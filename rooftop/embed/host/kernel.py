@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from ctypes import c_void_p
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numba import njit, types
@@ -193,7 +194,7 @@ def _to_pointer(typing_context: object, address: object) -> tuple[object, Callab
     return types.voidptr(types.int64), generate
 
 
-_pointer: Callable[[int], object] = intrinsic(_to_pointer)
+_pointer = cast("Callable[[int], c_void_p]", intrinsic(_to_pointer))
 
 
 @njit(nogil=True, cache=True)
@@ -291,9 +292,8 @@ def _fill(
         if feature["weights"] == 0:
             weights[:] = 1
         else:
-            weights[:] = carray(_pointer(feature["weights"]), (end,), np.float32)[begin:]
-    count: int = end - begin
-    return count
+            weights[:] = carray(_pointer(feature["weights"]), (int(end),), np.float32)[begin:]
+    return int(end - begin)
 
 
 @njit(nogil=True, cache=True)
