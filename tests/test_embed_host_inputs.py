@@ -12,8 +12,8 @@ import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.embed.host.lookups import check_ids
 from rooftop.embed.host.inputs import Ragged, as_ragged, from_arrow, from_dense, from_lists, from_scipy, ragged
+from rooftop.embed.host.lookups import check_ids
 from rooftop.errors import RooftopError
 from rooftop.models.tables import Feature
 

@@ -51,7 +51,7 @@ _Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Ready(Generic[_R]):
-    """A batch made ready, and the ``rest`` of it. The buffers are written again once the next batch is asked for."""
+    """A batch made ready and the ``rest`` of it. The buffers are written again when the next batch is requested."""
 
     rest: _R
     made: Preprocessed
@@ -59,7 +59,7 @@ class Ready(Generic[_R]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Task(Generic[_B, _R]):
-    """What is done with each batch: ``split`` into ids by feature and the rest, and its ids made ready."""
+    """Work on each batch: ``split`` it into ids by feature and the rest; preprocess the ids with ``make()``."""
 
     split: Callable[[_B], tuple[Mapping[str, Any], _R]]
     make: Callable[[], Preprocessor]
@@ -67,7 +67,7 @@ class _Task(Generic[_B, _R]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What a worker has of a batch, but for its buffers: the ``rest``, or an error; and the warnings."""
+    """Answer of a worker without the buffers: the ``rest`` of a batch or an error, and its warnings."""
 
     rest: Any = None
     minibatches: int = 1
@@ -89,11 +89,11 @@ def make_ready(
     *,
     workers: int = 0,
 ) -> Generator[Ready[_R]]:
-    """Each of ``batches``, made ready by the preprocessor of ``make``; ``split`` gives ids by feature, and the rest.
+    """Make each of ``batches`` ready with the preprocessor of ``make``; ``split`` gives ids by feature and the rest.
 
-    ``workers`` processes do so a few batches ahead, until the generator is closed; where there are none the caller's
-    own does, when a batch is asked for. ``split``, ``make`` and batches are pickled for them, and thus to be of modules
-    that can be imported. What is wrong with a batch is raised in its turn. Raises RooftopError.
+    ``workers`` processes work a few batches ahead, until the generator is closed. With 0, the caller's process works
+    when a batch is requested. ``split``, ``make`` and batches are pickled, so they belong to modules that can be
+    imported. An error of a batch is raised in its turn. Raises RooftopError.
     """
     check_workers(workers)
     task = _Task(split=split, make=make)
@@ -137,7 +137,7 @@ def _ahead(batches: Iterable[_B], task: _Task[_B, _R], count: int) -> Generator[
 
 
 class _Worker:
-    """A process that makes batches ready, as seen by the one it does so for. It ends with the context."""
+    """The caller's view of a worker process, which ends with the context."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -191,7 +191,7 @@ class _Worker:
         return Ready(rest=answer.rest, made=made)
 
     def _ended(self) -> RooftopError:
-        """What to say where the process is gone, for want of memory most likely."""
+        """Error for a process that ended by itself, most likely for lack of memory."""
         status = self._process.wait()
         how = f"signal {-status}" if status < 0 else f"status {status}"
         return RooftopError("workers", f"one of {self._count} that ended with {how}", "fewer, or more memory for each")
@@ -238,7 +238,7 @@ def _readier(task: _Task[Any, Any], line: Line) -> Callable[[Any, int], _Answer]
 
 
 class Line:
-    """One end of a line between two processes. What is sent lies at a ``place`` until something else is sent there."""
+    """One end of a channel between two processes. An object stays at its ``place`` until another is sent there."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -247,9 +247,9 @@ class Line:
         self._own, self._theirs = dict[int, mmap.mmap](), dict[int, mmap.mmap]()
 
     def send(self, place: int, value: object) -> list[_Span]:
-        """Hand over ``value``, of anything that is pickled, and tell where it lies for ``shared``.
+        """Pickle ``value`` into shared memory; return its spans, for ``shared``.
 
-        Raises OSError where the other end is gone, RooftopError where there is no room.
+        Raises OSError if the other end is gone, RooftopError if there is no room.
         """
         parts: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, 5, buffer_callback=parts.append)
@@ -276,11 +276,11 @@ class Line:
             memory[begin:end] = piece
 
     def shared(self, place: int, spans: Sequence[_Span]) -> Any:
-        """What was sent to ``place``, as the other end has it: to write to its arrays is to write to the other's."""
+        """The object sent to ``place``: writing to its arrays writes to those of the other end."""
         return _read(self._own[place], spans)
 
     def receive(self) -> tuple[int, Any]:
-        """The next place and what was sent there. Raises EOFError or OSError where the other end is gone."""
+        """Receive the next object and its place. Raises EOFError or OSError if the other end is gone."""
         place, spans, size = self._channel.recv()
         if size:
             _, files, _, _ = socket.recv_fds(self._socket, 1, 1)
@@ -293,7 +293,7 @@ class Line:
         return place, _read(self._theirs[place], spans)
 
     def close(self) -> None:
-        """Let the other end know that this one is gone. Arrays that were received stay until nobody has them."""
+        """Tell the other end that this one is gone. Received arrays stay valid while they are referenced."""
         self._channel.close()
         self._socket.close()
 
