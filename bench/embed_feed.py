@@ -53,9 +53,9 @@ def main() -> None:
     chosen = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from rooftop.embed.criteo import read_batches, read_lines, split_lines
-    from rooftop.embed.limits import estimate, observe
-    from rooftop.embed.preprocess import Preprocessor
-    from rooftop.embed.workers import make_ready
+    from rooftop.embed.host.limits import estimate, observe
+    from rooftop.embed.host.preprocess import Preprocessor
+    from rooftop.embed.host.workers import make_ready
     from rooftop.models.embedding_tables.stacking import stack_tables
     from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, Tables
 

@@ -95,8 +95,8 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
     """How many ids there are, and what makes them ready, by route."""
     from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
 
-    from rooftop.embed.preprocess import Preprocessor
-    from rooftop.embed.workers import make_ready
+    from rooftop.embed.host.preprocess import Preprocessor
+    from rooftop.embed.host.workers import make_ready
     from rooftop.models.embedding_tables.limits import StackLimits
     from rooftop.models.embedding_tables.stacking import padded, stack_tables
     from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables

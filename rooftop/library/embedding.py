@@ -14,7 +14,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
 from rooftop.embed.batches import count_samples, parquet_batches
-from rooftop.embed.limits import (
+from rooftop.embed.host.limits import (
     HEADROOM,
     LimitUse,
     compare,
@@ -25,8 +25,8 @@ from rooftop.embed.limits import (
     read_limits,
     write_limits,
 )
-from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import Statistics
+from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.embed.host.statistics import Statistics
 from rooftop.library.inputs import CountLike, SliceLike, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.models.embedding_tables.files import load_tables

@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
-from rooftop.embed import keys
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.host import reference
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.lookups import table_layouts
+from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables
@@ -277,12 +278,14 @@ def test_beside_jax_tpu_embedding() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_keys_of_64_bits_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tables and batches are too large for keys of 32 bits."""
-    case = replace(cases().draw(3), weighted=False, max_ids=512, max_unique_ids=512, buffer=1.0, minibatching=False)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_keys_of_64_bits_give_the_same_buffers(weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and batches that are too large for keys of 32 bits."""
+    case = replace(cases().draw(3), weighted=weighted, max_ids=512, max_unique_ids=512, buffer=1.0, minibatching=False)
     narrow = case.run(accelerate=False)
-    monkeypatch.setattr(keys.Layout, "dtype", lambda self, sources: np.uint64)
-    monkeypatch.setattr(keys.Layout, "most_sources", lambda self: 1 << 20)
+    monkeypatch.setattr(reference, "_NARROW", -1)
+    fields = reference.KeyFields.of([cases_layouts(case)], case.cores, case.cores)
+    assert fields.bits < 32 and reference.key_dtype(fields) is np.uint64
     for accelerate in KERNELS:
         wide = case.run(accelerate=accelerate)
         for name, buffers in narrow.buffers.items():
@@ -290,19 +293,8 @@ def test_keys_of_64_bits_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
                 np.testing.assert_array_equal(getattr(wide.buffers[name], field), getattr(buffers, field))
 
 
-def test_weights_of_keys_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a place for the input's order is left beside the key, and where none is."""
-    case = replace(cases().draw(5), weighted=True, max_ids=512, max_unique_ids=512, buffer=1.0, minibatching=False)
-    short = case.run(accelerate=False)
-    monkeypatch.setattr(keys.Layout, "dtype", lambda self, sources: np.uint64)
-    monkeypatch.setattr(keys.Layout, "most_sources", lambda self: 1 << 20)
-    sort = keys._sorted
-    for used in (None, 64):
-        monkeypatch.setattr(keys, "_sorted", lambda values, weights, own, used=used: sort(values, weights, used or own))
-        long = case.run(accelerate=False)
-        for name, buffers in short.buffers.items():
-            np.testing.assert_array_equal(long.buffers[name].embedding_ids, buffers.embedding_ids)
-            np.testing.assert_array_equal(long.buffers[name].gains, buffers.gains)
+def cases_layouts(case: Any) -> Any:
+    return table_layouts(case.stacking().stacks[0], case.samples)
 
 
 # Limits.

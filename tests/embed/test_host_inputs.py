@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
-from rooftop.embed.checks import check_ids
-from rooftop.embed.inputs import Ragged, as_ragged, from_arrow, from_dense, from_lists, from_scipy, ragged
+from rooftop.embed.host.inputs import Ragged, as_ragged, from_arrow, from_dense, from_lists, from_scipy, ragged
+from rooftop.embed.host.lookups import check_ids
 from rooftop.models.embedding_tables.tables import Feature
 
 PLAIN, WEIGHTED = Feature(name="f", table="t"), Feature(name="f", table="t", weighted=True)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
-from rooftop.embed.limits import compare, estimate, expected, feed_back, observe, read_limits, rung, write_limits
-from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import Statistics
+from rooftop.embed.host.limits import compare, estimate, expected, feed_back, observe, read_limits, rung, write_limits
+from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.embed.host.statistics import Statistics
 from rooftop.models.embedding_tables.limits import StackLimits
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, Tables

@@ -16,7 +16,7 @@ import pytest
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.embed.criteo import FEATURES, auc, count_batches, read_batches
-from rooftop.embed.limits import read_limits, write_limits
+from rooftop.embed.host.limits import read_limits, write_limits
 from rooftop.embed.train.checkpoint import newest_tables
 from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.trainer import Trainer, check_dense, check_finite

@@ -31,9 +31,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from rooftop.core.errors import RooftopError  # noqa: E402
-from rooftop.embed.inputs import Ragged  # noqa: E402
-from rooftop.embed.minibatching import bucket_of  # noqa: E402
-from rooftop.embed.preprocess import Preprocessed  # noqa: E402
+from rooftop.embed.host.inputs import Ragged  # noqa: E402
+from rooftop.embed.host.minibatching import bucket_of  # noqa: E402
+from rooftop.embed.host.preprocess import Preprocessed  # noqa: E402
 from rooftop.models.embedding_tables.limits import BUCKETS  # noqa: E402
 from rooftop.models.embedding_tables.stacking import Stack, Stacking  # noqa: E402
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rooftop.core.errors import RooftopError
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.schemas import schema
-from rooftop.embed.limits import expected, write_limits
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.limits import expected, write_limits
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.explain.embedding.programs import part_request, step_request
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rooftop.core.errors import RooftopError
-from rooftop.embed.inputs import PAD, Ragged
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.inputs import PAD, Ragged
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables, unpack
 from rooftop.models.embedding_tables.tables import (

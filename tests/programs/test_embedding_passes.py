@@ -19,7 +19,7 @@ from jax import lax
 
 import rooftop.programs.embedding.lookup as programs
 from rooftop.core.errors import RooftopError
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.train.checkpoint import newest_tables
 from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.step import StepTarget

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessor
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.models.embedding_tables.stacking import stack_tables
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.programs.embedding.lookup import EmbeddingProgram

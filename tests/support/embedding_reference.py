@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rooftop.embed.inputs import Ragged
+from rooftop.embed.host.inputs import Ragged
 from rooftop.models.embedding_tables.tables import EmbeddingTable, TableOptimizer
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from rooftop.embed.inputs import Ragged
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.host.inputs import Ragged
+from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables

@@ -10,7 +10,7 @@ from pathlib import Path
 from rooftop.compiler.sparsecore import parse_checks
 from rooftop.core.errors import RooftopError
 from rooftop.embed.criteo import check_features
-from rooftop.embed.workers import check_workers
+from rooftop.embed.host.workers import check_workers
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.runs.folder import RunFolder

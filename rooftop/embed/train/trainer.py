@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.embed.criteo import CriteoBatch, auc, digest_first, read_batches, read_lines, require_batches, split_lines
-from rooftop.embed.excess import LimitsExceeded
-from rooftop.embed.limits import estimate, grown, observe, read_limits, write_limits
-from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import Statistics
+from rooftop.embed.host.limits import estimate, grown, observe, read_limits, write_limits
+from rooftop.embed.host.overflow import LimitsExceeded
+from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.embed.host.statistics import Statistics
+from rooftop.embed.host.workers import Ready, make_ready
 from rooftop.embed.train.checkpoint import Saved, restore, save, stacked, unstacked
 from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.embed.train.step import StepTarget, TrainStep, compiler_options
-from rooftop.embed.workers import Ready, make_ready
 from rooftop.models.embedding_tables.limits import Limits
 from rooftop.models.embedding_tables.stacking import Stacking, report, stack_tables, unpack
 from rooftop.programs.embedding.dlrm import DlrmBatch

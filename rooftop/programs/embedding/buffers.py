@@ -19,7 +19,7 @@ from rooftop.models.embedding_tables.stacking import ALIGNMENT
 class StackInputs:
     """Ids that the devices look up in one stack, in the layout of host preprocessing.
 
-    All arrays are split over the devices by their first dim. ``rooftop.embed.emit`` describes the layout.
+    All arrays are split over the devices by their first dim. ``rooftop.embed.host.buffers`` describes the layout.
     """
 
     row_pointers: Int32[Array, "devices pointers"]

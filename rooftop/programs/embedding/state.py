@@ -157,7 +157,7 @@ def stored_shape(shape: tuple[int, ...], kernel: str) -> tuple[int, ...]:
 
 
 def device_inputs(buffers: Mapping[str, Any], passes: int, mesh: jax.sharding.Mesh) -> LookupInputs:
-    """Preprocessed ``buffers`` (``rooftop.embed.emit.Buffers`` by stack) on the devices of ``mesh``.
+    """Preprocessed ``buffers`` (``rooftop.embed.host.buffers.Buffers`` by stack) on the devices of ``mesh``.
 
     The arrays are copied: the caller may overwrite the buffers.
     """

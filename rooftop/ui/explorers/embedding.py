@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.embed.limits import expected
+from rooftop.embed.host.limits import expected
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.files import tables_from_toml
 from rooftop.plan.embedding.plan import EmbedPlan

@@ -1,28 +1,34 @@
-"""Batches made ready ahead of time, in their order, by processes of their own: the run's has its interpreter to itself.
+"""Workers: processes that make batches ready ahead of time and in order, and the channel to them.
 
-Threads of one process wait for each other at each short call of NumPy; processes do not.
+Threads of one process wait for each other at each short call of NumPy; processes do not. Arrays go through memory that
+both processes map: one end writes, the other reads in place. The memory is a file without a name, passed as an open
+file descriptor, so nothing stays behind however the processes end. Blocks of ``multiprocessing.shared_memory`` have
+names: after SIGKILL they would stay.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Generic, NoReturn, TypeVar
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from rooftop.core.errors import RooftopError
-from rooftop.embed.emit import Buffers
-from rooftop.embed.line import Line
-from rooftop.embed.preprocess import Preprocessed, Preprocessor
-from rooftop.embed.statistics import Statistics
+from rooftop.embed.host.buffers import Buffers
+from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
+from rooftop.embed.host.statistics import Statistics
 
 _B = TypeVar("_B")
 _R = TypeVar("_R")
@@ -35,11 +41,17 @@ _PATIENCE = 5.0
 _TASK = 2 * _AHEAD
 #: Most workers.
 MOST_WORKERS = 256
+#: Where files lie in memory, if the system has it; otherwise, or if it is full, they go to the temporary folder.
+_MEMORY = Path("/dev/shm")
+#: Arrays begin at multiples of this many bytes, a cache line.
+_ALIGNMENT = 64
+
+_Span = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready(Generic[_R]):
-    """A batch made ready, and the ``rest`` of it. The buffers are written again once the next batch is asked for."""
+    """A batch made ready and the ``rest`` of it. The buffers are written again when the next batch is requested."""
 
     rest: _R
     made: Preprocessed
@@ -47,7 +59,7 @@ class Ready(Generic[_R]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Task(Generic[_B, _R]):
-    """What is done with each batch: ``split`` into ids by feature and the rest, and its ids made ready."""
+    """Work on each batch: ``split`` it into ids by feature and the rest; preprocess the ids with ``make()``."""
 
     split: Callable[[_B], tuple[Mapping[str, Any], _R]]
     make: Callable[[], Preprocessor]
@@ -55,7 +67,7 @@ class _Task(Generic[_B, _R]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What a worker has of a batch, but for its buffers: the ``rest``, or an error; and the warnings."""
+    """Answer of a worker without the buffers: the ``rest`` of a batch or an error, and its warnings."""
 
     rest: Any = None
     minibatches: int = 1
@@ -77,11 +89,11 @@ def make_ready(
     *,
     workers: int = 0,
 ) -> Generator[Ready[_R]]:
-    """Each of ``batches``, made ready by the preprocessor of ``make``; ``split`` gives ids by feature, and the rest.
+    """Make each of ``batches`` ready with the preprocessor of ``make``; ``split`` gives ids by feature and the rest.
 
-    ``workers`` processes do so a few batches ahead, until the generator is closed; where there are none the caller's
-    own does, when a batch is asked for. ``split``, ``make`` and batches are pickled for them, and thus to be of modules
-    that can be imported. What is wrong with a batch is raised in its turn. Raises RooftopError.
+    ``workers`` processes work a few batches ahead, until the generator is closed. With 0, the caller's process works
+    when a batch is requested. ``split``, ``make`` and batches are pickled, so they belong to modules that can be
+    imported. An error of a batch is raised in its turn. Raises RooftopError.
     """
     check_workers(workers)
     task = _Task(split=split, make=make)
@@ -125,14 +137,14 @@ def _ahead(batches: Iterable[_B], task: _Task[_B, _R], count: int) -> Generator[
 
 
 class _Worker:
-    """A process that makes batches ready, as seen by the one it does so for. It ends with the context."""
+    """The caller's view of a worker process, which ends with the context."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._buffers = dict[int, Mapping[str, Buffers]]()
         ours, theirs = socket.socketpair()
         with theirs:
-            code = f"import sys; sys.path[:] = {sys.path!r}; from rooftop.embed.workers import work"
+            code = f"import sys; sys.path[:] = {sys.path!r}; from rooftop.embed.host.workers import work"
             # In a session of its own, Ctrl-C is for the caller alone.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"{code}; work({theirs.fileno()})"],
@@ -179,7 +191,7 @@ class _Worker:
         return Ready(rest=answer.rest, made=made)
 
     def _ended(self) -> RooftopError:
-        """What to say where the process is gone, for want of memory most likely."""
+        """Error for a process that ended by itself, most likely for lack of memory."""
         status = self._process.wait()
         how = f"signal {-status}" if status < 0 else f"status {status}"
         return RooftopError("workers", f"one of {self._count} that ended with {how}", "fewer, or more memory for each")
@@ -223,3 +235,86 @@ def _readier(task: _Task[Any, Any], line: Line) -> Callable[[Any, int], _Answer]
         return _Answer(rest=rest, minibatches=made.minibatches, statistics=made.statistics)
 
     return ready
+
+
+class Line:
+    """One end of a channel between two processes. An object stays at its ``place`` until another is sent there."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        # Each has a file of its own to close.
+        self._channel = Connection(os.dup(end.fileno()))
+        self._own, self._theirs = dict[int, mmap.mmap](), dict[int, mmap.mmap]()
+
+    def send(self, place: int, value: object) -> list[_Span]:
+        """Pickle ``value`` into shared memory; return its spans, for ``shared``.
+
+        Raises OSError if the other end is gone, RooftopError if there is no room.
+        """
+        parts: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(value, 5, buffer_callback=parts.append)
+        pieces, spans, end = [memoryview(head), *(part.raw() for part in parts)], list[_Span](), 0
+        for piece in pieces:
+            spans.append((end, end + piece.nbytes))
+            end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if place in self._own and len(self._own[place]) >= end:
+            self._write(place, pieces, spans)
+            self._channel.send((place, spans, 0))
+            return spans
+        # Room for what is a little larger, the next time.
+        size = end + end // 4
+        with _file(size) as file:
+            self._own[place] = mmap.mmap(file.fileno(), size)
+            self._write(place, pieces, spans)
+            self._channel.send((place, spans, size))
+            socket.send_fds(self._socket, [b"\0"], [file.fileno()])
+        return spans
+
+    def _write(self, place: int, pieces: Sequence[memoryview], spans: Sequence[_Span]) -> None:
+        memory = memoryview(self._own[place])
+        for piece, (begin, end) in zip(pieces, spans, strict=True):
+            memory[begin:end] = piece
+
+    def shared(self, place: int, spans: Sequence[_Span]) -> Any:
+        """The object sent to ``place``: writing to its arrays writes to those of the other end."""
+        return _read(self._own[place], spans)
+
+    def receive(self) -> tuple[int, Any]:
+        """Receive the next object and its place. Raises EOFError or OSError if the other end is gone."""
+        place, spans, size = self._channel.recv()
+        if size:
+            _, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+            if not files:
+                raise EOFError
+            try:
+                self._theirs[place] = mmap.mmap(files[0], size)
+            finally:
+                os.close(files[0])
+        return place, _read(self._theirs[place], spans)
+
+    def close(self) -> None:
+        """Tell the other end that this one is gone. Received arrays stay valid while they are referenced."""
+        self._channel.close()
+        self._socket.close()
+
+
+def _read(memory: mmap.mmap, spans: Sequence[_Span]) -> Any:
+    whole = memoryview(memory)
+    head, *parts = (whole[begin:end] for begin, end in spans)
+    return pickle.loads(head, buffers=parts)
+
+
+def _file(size: int) -> IO[bytes]:
+    """A file of ``size`` bytes, for all of which there is room. Raises RooftopError."""
+    for folder in (_MEMORY, Path(tempfile.gettempdir())):
+        with suppress(OSError), ExitStack() as unless_kept:
+            file = unless_kept.enter_context(tempfile.TemporaryFile(dir=folder))
+            if hasattr(os, "posix_fallocate"):
+                # A process that writes to a page for which there is no room is ended.
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            unless_kept.pop_all()
+            return file
+    given = f"{size} bytes to hand to another process"
+    raise RooftopError("memory", given, f"room for them in {_MEMORY} or {tempfile.gettempdir()}")

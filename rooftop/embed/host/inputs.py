@@ -1,6 +1,7 @@
-"""Ids as they come, to values and row splits: ragged, SciPy, Arrow, padded dense, one id per sample, sequences.
+"""Inputs: ids in any accepted form become values and row splits.
 
-Nothing is copied that need not be: CSR, Arrow lists and dense arrays without padding are views of what was given.
+Forms are ragged, SciPy, Arrow, padded dense, one id per sample, and sequences. CSR, Arrow lists and dense arrays
+without padding are not copied.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rooftop.core.errors import RooftopError
 from rooftop.models.embedding_tables.tables import Feature
 
-#: What marks a place without an id in a padded dense array.
+#: Marks a place without an id in a padded dense array.
 PAD = -1
 _FORMS = (
     "Ragged, (values, row_splits), a SciPy matrix, an Arrow list array, a padded 2-D array of ids, a 1-D array with"
@@ -32,17 +33,17 @@ class Ragged:
     Dims: values [N] of integers, row_splits [B + 1], weights [N] of float32.
     """
 
-    values: NDArray[Any]
-    row_splits: NDArray[Any]
+    values: NDArray[np.integer]
+    row_splits: NDArray[np.integer]
     weights: NDArray[np.float32] | None = None
 
     @property
     def rows(self) -> int:
-        """B, how many samples there are."""
+        """B, the number of samples."""
         return len(self.row_splits) - 1
 
 
-def ragged(values: Any, row_splits: Any, weights: Any = None, *, name: str = "ids") -> Ragged:
+def ragged(values: ArrayLike, row_splits: ArrayLike, weights: ArrayLike | None = None, *, name: str = "ids") -> Ragged:
     """Check values, row splits and weights against one another. Raises RooftopError, naming ``name``."""
     ids = _ids(values, name)
     splits = np.asarray(row_splits)
@@ -56,7 +57,7 @@ def ragged(values: Any, row_splits: Any, weights: Any = None, *, name: str = "id
     if splits.dtype.kind == "u":
         splits = splits.astype(np.int64)
     falls = splits[1:] < splits[:-1]
-    # Told sooner than by any().
+    # Faster than any().
     if np.count_nonzero(falls):
         at = int(np.argmax(falls))
         given = f"{splits[at]} and then {splits[at + 1]} at {at}"
@@ -241,18 +242,18 @@ def _positions(found: Ragged, length: int, name: str) -> Ragged:
     return Ragged(values=found.values, row_splits=splits, weights=found.weights)
 
 
-def _is_dense(given: Any) -> bool:
+def _is_dense(given: object) -> bool:
     array = given[0] if isinstance(given, tuple) else given
     return isinstance(array, np.ndarray) and array.ndim == 2
 
 
-def _is_arrow(given: Any) -> bool:
-    """Whether pyarrow takes it as it is: columns of pandas before 3.0 say so of their insides alone."""
+def _is_arrow(given: object) -> bool:
+    """True if pyarrow takes it as it is: columns of pandas before 3.0 say so of their insides alone."""
     offers = ("__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__")
     return type(given).__module__.startswith("pandas.") or any(hasattr(given, name) for name in offers)
 
 
-def _ids(values: Any, name: str) -> NDArray[Any]:
+def _ids(values: ArrayLike, name: str) -> NDArray[np.integer]:
     try:
         ids = np.asarray(values)
     except ValueError as error:
@@ -261,11 +262,11 @@ def _ids(values: Any, name: str) -> NDArray[Any]:
         if ids.size == 0 and ids.dtype.kind == "f":
             return ids.astype(np.int64)
         raise RooftopError(name, f"{_kind(ids)} ids", "whole-number ids")
-    # What reads ids takes their bits as they lie.
+    # The numba kernel reads the bits as they are.
     return ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
 
 
-def _weights(weights: Any, count: int, name: str) -> NDArray[np.float32] | None:
+def _weights(weights: ArrayLike | None, count: int, name: str) -> NDArray[np.float32] | None:
     if weights is None:
         return None
     found = np.asarray(weights)

@@ -16,13 +16,13 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
-from rooftop.embed.preprocess import Preprocessor
-from rooftop.embed.statistics import StackStatistics, Statistics
+from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.embed.host.statistics import StackStatistics, Statistics
 from rooftop.models.embedding_tables.limits import Limits, StackLimits, check_limits, full_buffer
 from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking, padded
 from rooftop.plan.embedding.limits import rung
 
-#: What limits have beyond what was observed.
+#: Room that limits leave above observed sizes, as a fraction.
 HEADROOM = 0.1
 #: A program is given up for a smaller one only where its buffers could be smaller than this part of them.
 _WORTH_SHRINKING = 0.5
@@ -30,9 +30,9 @@ _KIND, _SCHEMA = "embed-limits", 1
 
 
 def observe(preprocessor: Preprocessor, batches: Iterable[Mapping[str, Any]]) -> Statistics:
-    """What a stream of batches needs: the most of any.
+    """Statistics of a stream of batches: the most that any of them needs.
 
-    Raises RooftopError on a stream without batches, and for ids that are none, with the number of their batch.
+    Raises RooftopError for an empty stream or an invalid id (with the number of its batch).
     """
     found: Statistics | None = None
     for number, batch in enumerate(batches, start=1):
@@ -47,7 +47,7 @@ def observe(preprocessor: Preprocessor, batches: Iterable[Mapping[str, Any]]) ->
 
 
 def estimate(statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> dict[str, StackLimits]:
-    """Limits for what was observed and ``headroom`` (a fraction) more, on the ladder's rungs."""
+    """Limits for observed sizes and ``headroom`` (a fraction) more, on the ladder's rungs."""
     _check_headroom(headroom)
     # Every pass has partitions of its own.
     partitions = stacking.cores * statistics.minibatches
@@ -81,11 +81,11 @@ def expected(
 
 
 def feed_back(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> Limits:
-    """The limits that a run should go on with: the same object where its program is to be kept.
+    """Limits to continue a run with: the same object if its program is to be kept.
 
-    A program is given up where a batch exceeded it, or where its buffers, all stacks together, need be only half as
-    large. Then, since it is compiled again anyway, every stack gets the limits that it needs now; one that fits with
-    its headroom keeps them. Raises RooftopError where limits and statistics are of other stacks.
+    A program is given up if a batch exceeded its limits, or if half of its buffers, all stacks together, would do. As
+    it is compiled again anyway, every stack then gets the limits that it needs now; a stack that fits with its headroom
+    keeps them. Raises RooftopError if limits and statistics are of different stacks.
     """
     check_limits(limits, stacking)
     wanted = estimate(statistics, stacking, headroom=headroom)
@@ -101,7 +101,7 @@ def feed_back(limits: Limits, statistics: Statistics, stacking: Stacking, *, hea
 
 
 def grown(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> Limits:
-    """Limits that hold what they held and what was observed beyond it, with ``headroom``: none is smaller."""
+    """Limits raised to hold the observed sizes with ``headroom``; none becomes smaller."""
     wanted = estimate(statistics, stacking, headroom=headroom)
     return {
         name: StackLimits(**{limit: max(value, getattr(wanted[name], limit)) for limit, value in vars(own).items()})
@@ -111,7 +111,7 @@ def grown(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroo
 
 @dataclass(frozen=True, kw_only=True)
 class LimitUse:
-    """A limit beside what was observed; ``used`` is observed / compiled."""
+    """A compiled limit next to the observed size."""
 
     stack: str
     limit: str
@@ -120,12 +120,12 @@ class LimitUse:
 
     @property
     def used(self) -> float:
-        """How much of the limit was used; above 1 it was exceeded."""
+        """observed / compiled; above 1 the limit was exceeded."""
         return self.observed / self.compiled
 
 
 def compare(limits: Limits, statistics: Statistics) -> list[LimitUse]:
-    """Compiled against observed, for each stack and limit."""
+    """Compiled and observed sizes of each stack and limit."""
     return [
         LimitUse(stack=name, limit=limit, compiled=getattr(limits[name], limit), observed=observed)
         for name, one in statistics.stacks.items()
@@ -196,7 +196,7 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: in
 
 
 def _most(one: StackStatistics) -> dict[str, int]:
-    """What was observed, by the limit that it needs."""
+    """Largest observed sizes by the name of their limit."""
     return {
         "max_ids": int(one.max_ids.max(initial=0)),
         "max_unique_ids": int(one.max_unique_ids.max(initial=0)),
@@ -216,7 +216,7 @@ def _exceeds(one: StackStatistics, limits: StackLimits) -> bool:
 
 
 def _covers(limits: StackLimits, wanted: StackLimits) -> bool:
-    """Whether limits hold what is wanted and are not twice as large."""
+    """True if limits hold the needed ones and are not twice as large."""
     enough = all(getattr(limits, limit) >= value for limit, value in vars(wanted).items())
     return enough and wanted.buffer > _WORTH_SHRINKING * limits.buffer
 

@@ -1,4 +1,4 @@
-"""Minibatching: a batch whose partitions would overflow is looked up in several passes, over ids or over samples.
+"""Minibatching: look up a batch whose partitions would overflow in several passes, over ids or over samples.
 
 Over the vocabulary, ids fall into BUCKETS by a hash. Neighbouring buckets are joined, in a binary tree, while they
 fit; the joints that must stay open are the bits of a mask, which is OR-ed over partitions, tables and hosts, so that
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.embed.lookups import TableLayout
-from rooftop.embed.overflow import Ordered
+from rooftop.embed.host.lookups import TableLayout
+from rooftop.embed.host.reference import Entries
 from rooftop.models.embedding_tables.limits import BUCKETS
 
 _KEY = (0x4451E30F87DB9609, 0xCA7358A1FD2737F8, 0x4B2C991FCEE4FDEA, 0x0B2658E18326F6BA)
@@ -34,11 +34,11 @@ _Lanes = list[NDArray[np.uint64]]
 
 
 def bucket_of(columns: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """The bucket of each of ``columns`` (32-bit): HighwayHash64 of its 4 bytes, modulo BUCKETS."""
-    found = np.empty(len(columns), np.uint8)
+    """Bucket of each of ``columns`` (32-bit): HighwayHash64 of its 4 bytes, modulo BUCKETS."""
+    buckets = np.empty(len(columns), np.uint8)
     for at in range(0, len(columns), _BLOCK):
-        found[at : at + _BLOCK] = _hash(columns[at : at + _BLOCK].astype(np.uint64)) & _U(BUCKETS - 1)
-    return found
+        buckets[at : at + _BLOCK] = _hash(columns[at : at + _BLOCK].astype(np.uint64)) & _U(BUCKETS - 1)
+    return buckets
 
 
 def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -97,19 +97,18 @@ def _zipped(even: NDArray[np.uint64], odd: NDArray[np.uint64]) -> tuple[NDArray[
     return found[0], found[1]
 
 
-def bucketed(ids: Ordered, cores: int) -> NDArray[np.uint8]:
-    """The bucket of each id. A row is hashed once per partition."""
+def bucketed(ids: Entries, cores: int) -> NDArray[np.uint8]:
+    """Bucket of each id. A row is hashed once per partition."""
     firsts = np.flatnonzero(ids.fresh)
     columns = ids.rows[firsts].astype(np.int64) * cores + ids.cores[firsts]
     return np.repeat(bucket_of(columns), np.diff(firsts, append=len(ids.rows)))
 
 
 def split_mask(
-    ids: Ordered, buckets: NDArray[np.uint8], sources: int, cores: int, max_ids: int, max_unique_ids: int
+    ids: Entries, buckets: NDArray[np.uint8], sources: int, cores: int, max_ids: int, max_unique_ids: int
 ) -> int:
     """Joints that must stay open so that every pass keeps within the limits of a partition: 63 bits, as an int."""
-    partitions = ids.groups * cores + ids.cores
-    places = partitions * BUCKETS + buckets
+    places = ids.partitions(cores) * BUCKETS + buckets
     fresh = ids.fresh
     total = 0
     for keys, limit in ((places, max_ids), (places[fresh], max_unique_ids)):
@@ -132,7 +131,7 @@ def _splits(counts: NDArray[np.int64], limit: int) -> int:
 
 
 def passes_of(mask: int) -> NDArray[np.int64]:
-    """The pass (minibatch) of each bucket when the joints of ``mask`` are open: [BUCKETS], rising from 0."""
+    """Pass (minibatch) of each bucket if the joints of ``mask`` are open: [BUCKETS], rising from 0."""
     begins = np.zeros(BUCKETS, np.int64)
     bit, size = 0, 2
     while size <= BUCKETS:
@@ -143,8 +142,8 @@ def passes_of(mask: int) -> NDArray[np.int64]:
     return np.cumsum(begins)
 
 
-def into_passes(ids: Ordered, buckets: NDArray[np.uint8], mask: int, cores: int) -> Ordered:
-    """The ids by source, pass, destination, bucket, row and sample: groups are then source x passes + pass."""
+def into_passes(ids: Entries, buckets: NDArray[np.uint8], mask: int, cores: int) -> Entries:
+    """Order ids by source, pass, destination, bucket, row and sample; groups become source x passes + pass."""
     of_bucket = passes_of(mask)
     passes = int(of_bucket[-1]) + 1
     groups = ids.groups * passes + of_bucket[buckets]
@@ -152,14 +151,14 @@ def into_passes(ids: Ordered, buckets: NDArray[np.uint8], mask: int, cores: int)
     return dataclasses.replace(ids, groups=groups).taken(order)
 
 
-def by_samples(ids: Ordered, pass_of_row: NDArray[np.int64], passes: int, cores: int) -> Ordered:
-    """The ids by source, pass, destination, row and sample; ``pass_of_row`` is that of each row of activations."""
+def by_samples(ids: Entries, pass_of_row: NDArray[np.int64], passes: int, cores: int) -> Entries:
+    """Order ids by source, pass, destination, row and sample; ``pass_of_row`` [samples] is by row of activations."""
     groups = ids.groups * passes + pass_of_row[ids.samples]
     order = np.argsort(groups * cores + ids.cores, kind="stable")
     return dataclasses.replace(ids, groups=groups).taken(order)
 
 
 def pass_of_rows(tables: Sequence[TableLayout], passes: int) -> NDArray[np.int64]:
-    """The pass of each row of activations of a source: every feature's rows are cut into even parts."""
+    """Pass of each row of activations of a source: every feature's rows are cut into even parts."""
     spans = [span for table in tables for span in table.spans.values()]
     return np.concatenate([np.arange(rows) * passes // rows for _, rows in spans])
