@@ -112,6 +112,7 @@ def _table(table: Table, width: int) -> Iterator[Text]:
     shown = table.rows[: table.top] if table.top else table.rows
     columns, rows, left_out = _fitting(table.columns, shown, width)
     indent, gap = _spacing(columns, rows, width)
+    indent = indent if table.title else 0
     widths = _widths(columns, rows, width - indent, gap)
     yield Text("")
     if table.title:
