@@ -14,7 +14,6 @@ from rooftop.library.explaining import explain as explain
 from rooftop.library.explaining import explain_operations as explain_operations
 from rooftop.library.explaining import validate as validate
 from rooftop.library.planning import plan_training as plan_training
-from rooftop.library.serving import ServeRequest as ServeRequest
 from rooftop.library.serving import plan_serving as plan_serving
 from rooftop.library.serving import serve as serve
 from rooftop.library.serving import serving_front as serving_front
@@ -22,5 +21,6 @@ from rooftop.library.serving import simulate as simulate
 from rooftop.library.training import export_embedding as export_embedding
 from rooftop.library.training import train as train
 from rooftop.library.training import train_embedding as train_embedding
+from rooftop.serve.request import ServeRequest as ServeRequest
 
 __version__: str
