@@ -6,12 +6,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-
-from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,16 +49,3 @@ def progress_bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None] | N
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=escape(what))
-
-
-def read_plan_file(file: Path, *, field: str = "plan", accepted: str = "a plan.json written by rooftop plan") -> Any:
-    """The object in a plan.json, read once: it may be a pipe. Raises RooftopError for what holds none."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RooftopError(field, str(file), f"{accepted} ({error.strerror})") from None
-    except ValueError as error:
-        raise RooftopError(field, str(file), f"{accepted} (not JSON: {error})") from None
-    if not isinstance(data, dict):
-        raise RooftopError(field, str(file), f"{accepted} (this is no JSON object)")
-    return data

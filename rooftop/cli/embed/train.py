@@ -76,7 +76,7 @@ _EXPORT_EXAMPLES = ("rooftop embed export tables.toml runs/first served",)
 @option("--keep", group=RUN, type=COUNT, default=2, show_default=True, help="Newest checkpoints to keep.")
 @option("--keep-every", group=RUN, type=COUNT, help="Keep checkpoints of steps that N divides.")
 @check_option(help="Look for faults: nan; on TPUs also bounds and buffers.")
-@host_threads_option(type=click.IntRange(1, 1024), default=1, show_default=True)
+@host_threads_option(type=click.IntRange(1, 1024), metavar="N", default=1, show_default=True)
 @workers_option(type=COUNT_OR_ZERO, default=0, show_default=True, help="Processes that prepare batches ahead.")
 @option(
     "--profile", group=OUTPUT, type=Parsed("steps=a..b", parse_profile), metavar="steps=A..B",

@@ -94,9 +94,6 @@ class ServingProblem:
         if self.numerics.flops not in self.slice.chip.flops_per_s:
             accepted = ", ".join(self.slice.chip.flops_per_s)
             raise RooftopError(f"matmul-dtype on {self.slice.chip.name}", self.numerics.flops, accepted)
-        held = self.workload.held_tokens
-        if not self.book and self.workload.context is not None and self.workload.context > held:
-            raise RooftopError("context", self.workload.context, f"at most {held:,}: the prompt and its answer")
         if self.draft is not None and count_params(self.draft.model).total > self.params[0]:
             accepted = f"a model with fewer parameters than {self.model.name}, for which it guesses"
             raise RooftopError("draft", self.draft.model.name, accepted)
