@@ -1,4 +1,4 @@
-"""Batches out of Parquet files: a column of ids, or of lists of ids, for each feature."""
+"""Batches from Parquet files: a column of ids, or of lists of ids, for each feature."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.embedding_tables.tables import Tables
 
-#: Behind a weighted feature's name, the column of its weights.
+#: Suffix of the column of a weighted feature's weights.
 WEIGHTS = "_weights"
 
 
 def parquet_batches(files: Sequence[Path], tables: Tables, batch: int) -> Iterator[dict[str, Any]]:
-    """Whole batches of ``batch`` samples, as ``Preprocessor`` takes them, in the order of the files.
+    """Yield whole batches of ``batch`` samples for ``Preprocessor``, in the order of the files.
 
-    A feature's ids are the column of its name, its weights the column NAME_weights. What is left of a file behind its
-    last whole batch goes before the next file's first sample; what is left at the end is left out. Raises RooftopError.
+    A feature's ids are the column of its name, its weights the column NAME_weights. The remainder of a file is carried
+    into the next file; a final partial batch is dropped. Raises RooftopError for a file or column that cannot be read.
     """
     pa, pq = _arrow()
     columns = [feature.name for feature in tables.features]
@@ -40,19 +40,19 @@ def parquet_batches(files: Sequence[Path], tables: Tables, batch: int) -> Iterat
 
 
 def count_samples(files: Sequence[Path]) -> int:
-    """Rows of all files, by what stands at their ends. Raises RooftopError."""
+    """Count the rows of all files by their footers. Raises RooftopError for a file that cannot be read."""
     pa, pq = _arrow()
-    found = 0
+    rows = 0
     for file in files:
         try:
-            found += pq.read_metadata(file).num_rows
+            rows += pq.read_metadata(file).num_rows
         except (OSError, pa.ArrowException) as error:
             raise RooftopError("data", str(file), f"a Parquet file ({' '.join(str(error).split())})") from None
-    return found
+    return rows
 
 
 def _arrow() -> tuple[Any, Any]:
-    """pyarrow and its Parquet module. Raises RooftopError where it is not installed."""
+    """Import pyarrow and its Parquet module. Raises RooftopError if it is not installed."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -26,7 +26,7 @@ class CriteoBatch:
 
 
 def check_features(tables: Tables) -> tuple[str, ...]:
-    """The features of ``tables``, all of them columns of these data. Raises RooftopError."""
+    """Return the features of ``tables``. Raises RooftopError unless all are columns of this format."""
     for feature in tables.features:
         if feature.name not in FEATURES or feature.weighted or feature.length is not None:
             raise RooftopError(f"features.{feature.name}", feature.name, "a plain feature named C1 to C26")
@@ -34,16 +34,16 @@ def check_features(tables: Tables) -> tuple[str, ...]:
 
 
 class CriteoLines(NamedTuple):
-    """The ``text`` of a batch's lines, behind ``first`` lines of the file."""
+    """The ``text`` of a batch's lines, after ``first`` lines of the file."""
 
     first: int
     text: bytes
 
 
 def read_lines(path: Path, batch: int, *, start: int = 0) -> Iterator[CriteoLines]:
-    """Whole batches of ``batch`` lines, from batch ``start`` on; what is left over at the end of the file is not read.
+    """Yield whole batches of ``batch`` lines from batch ``start`` on; a final partial batch is dropped.
 
-    Raises RooftopError.
+    Raises RooftopError for a file that cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -54,10 +54,10 @@ def read_lines(path: Path, batch: int, *, start: int = 0) -> Iterator[CriteoLine
 
 
 def parse_lines(lines: CriteoLines, path: Path, tables: Tables, batch: int) -> CriteoBatch:
-    """The batch that these lines of the file at ``path`` are.
+    """Parse the batch of these lines of the file at ``path``.
 
     A category's id is 1 + its hash modulo (the vocabulary of its table - 1); a missing one is id 0, a missing count 0.
-    Raises RooftopError for a line that is none of this format, naming it.
+    Raises RooftopError naming a line of another format.
     """
     names = check_features(tables)
     sizes = {name: tables.table(tables.feature(name).table).vocabulary for name in names}
@@ -68,19 +68,19 @@ def parse_lines(lines: CriteoLines, path: Path, tables: Tables, batch: int) -> C
 def split_lines(
     lines: CriteoLines, path: Path, tables: Tables, batch: int
 ) -> tuple[Mapping[str, NDArray[np.int64]], CriteoBatch]:
-    """The ids of the batch that these lines are, and the rest of it. Raises RooftopError."""
-    found = parse_lines(lines, path, tables, batch)
-    return found.ids, replace(found, ids={})
+    """Parse the batch of these lines into its ids and the rest. Raises RooftopError."""
+    parsed = parse_lines(lines, path, tables, batch)
+    return parsed.ids, replace(parsed, ids={})
 
 
 def read_batches(path: Path, tables: Tables, batch: int, *, start: int = 0) -> Iterator[CriteoBatch]:
-    """The batches of ``read_lines``, parsed. Raises RooftopError."""
+    """Yield the batches of ``read_lines``, parsed. Raises RooftopError."""
     check_features(tables)
     return (parse_lines(lines, path, tables, batch) for lines in read_lines(path, batch, start=start))
 
 
 def count_batches(path: Path, batch: int) -> int:
-    """Whole batches of a file. Raises RooftopError if it cannot be read."""
+    """Count the whole batches of a file. Raises RooftopError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return count_lines(file) // batch
@@ -89,15 +89,15 @@ def count_batches(path: Path, batch: int) -> int:
 
 
 def require_batches(path: Path, batch: int) -> int:
-    """Whole batches of a file, at least one. Raises RooftopError."""
-    found = count_batches(path, batch)
-    if not found:
+    """Count the whole batches of a file. Raises RooftopError if there are none."""
+    count = count_batches(path, batch)
+    if not count:
         raise RooftopError("data", str(path), f"at least one batch of {batch} lines")
-    return found
+    return count
 
 
 def digest_first(path: Path, batch: int) -> str:
-    """SHA-256 of the lines of a file's first batch: a file that grows keeps it. Raises RooftopError."""
+    """Return the SHA-256 of a file's first batch, which stays the same when the file grows. Raises RooftopError."""
     try:
         with path.open("rb") as file:
             return hashlib.sha256(next(whole_batches(file, batch), b"")).hexdigest()
@@ -106,7 +106,7 @@ def digest_first(path: Path, batch: int) -> str:
 
 
 def require_labels(path: Path, batch: int) -> None:
-    """Raises RooftopError unless the whole batches of a file have positives and negatives: an AUC needs both."""
+    """Raise RooftopError unless the whole batches of a file have positives and negatives: an AUC needs both."""
     count = require_batches(path, batch) * batch
     with path.open("rb") as file:
         positive = count_positives(file, count)
@@ -115,7 +115,7 @@ def require_labels(path: Path, batch: int) -> None:
 
 
 def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
-    """Area under the ROC curve: how often a positive scores above a negative, ties half (Hanley and McNeil 1982).
+    """Return the area under the ROC curve: how often a positive beats a negative, ties half (Hanley and McNeil 1982).
 
     Raises RooftopError unless there are both positives and negatives.
     """
@@ -138,12 +138,12 @@ _COLUMNS = 1 + COUNTS + CATEGORIES
 _COLUMN = {name: 1 + COUNTS + index for index, name in enumerate(FEATURES)}
 #: Bytes read at a time.
 _BLOCK = 1 << 20
-#: Lines parsed at a time: what is made of them stays in a core's cache.
+#: Lines parsed at a time: their arrays stay in a core's cache.
 _LINES = 1024
-#: Bytes of a word, and digits that it holds.
+#: Bytes, and so digits, of a word.
 _WORD = 8
 _NEWLINE, _RETURN = b"\n\r"
-#: Codes of what is no digit, above all digits; what ends a field is above all others. A digit's code is its value.
+#: Codes of characters other than digits are above those of digits, which are their values; ends of fields are highest.
 _OTHER, _MINUS, _FIRST_END = 0x80, 0x81, 0xFE
 
 
@@ -161,22 +161,22 @@ _CODES = _codes()
 
 
 def count_lines(file: BinaryIO) -> int:
-    """Lines of a file, the last one with or without its end."""
+    """Count the lines of a file, the last one with or without its newline."""
     return sum(int(np.count_nonzero(begins)) for begins, _ in _blocks(file))
 
 
 def count_positives(file: BinaryIO, lines: int) -> int:
-    """How many of the first ``lines`` lines begin with a 1."""
-    found = 0
+    """Count those of the first ``lines`` lines that begin with a 1."""
+    positives = 0
     for begins, block in _blocks(file):
         at = np.flatnonzero(begins)[:lines]
-        found += int(np.count_nonzero(block[at] == ord("1")))
+        positives += int(np.count_nonzero(block[at] == ord("1")))
         lines -= len(at)
-    return found
+    return positives
 
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.uint8]]]:
-    """A file block by block: the bytes at which a line begins, and the bytes."""
+    """Yield a file block by block: a mask of the bytes that begin a line, and the bytes."""
     last = b"\n"
     while block := file.read(_BLOCK):
         codes = np.frombuffer(last + block, np.uint8)
@@ -185,29 +185,29 @@ def _blocks(file: BinaryIO) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.uint
 
 
 def whole_batches(file: BinaryIO, batch: int, *, skip: int = 0) -> Iterator[bytes]:
-    """The text of ``batch`` lines after another, each with its end, behind the first ``skip`` lines.
+    """Yield the text of every ``batch`` lines, each with its newline, after the first ``skip`` lines.
 
-    No more than a batch and a block are held. What is left over at the end of the file is not told.
+    Memory holds no more than a batch and a block. A final partial batch is dropped.
     """
-    kept, missing = list[bytes](), batch
-    for block in chain([_behind(file, skip)], iter(lambda: file.read(_BLOCK), b"")):
+    parts, missing = list[bytes](), batch
+    for block in chain([_rest_after(file, skip)], iter(lambda: file.read(_BLOCK), b"")):
         ends, begin = _newlines(block) + 1, 0
         for end in ends[missing - 1 :: batch].tolist():
-            yield b"".join([*kept, block[begin:end]])
-            kept, begin = [], end
-        kept.append(block[begin:])
+            yield b"".join([*parts, block[begin:end]])
+            parts, begin = [], end
+        parts.append(block[begin:])
         missing = (missing - len(ends) - 1) % batch + 1
-    if missing == 1 and (rest := b"".join(kept)) and not rest.endswith(b"\n"):
+    if missing == 1 and (rest := b"".join(parts)) and not rest.endswith(b"\n"):
         yield rest + b"\n"
 
 
-def _behind(file: BinaryIO, lines: int) -> bytes:
-    """What was read along with the first ``lines`` lines of a file, and is behind them."""
+def _rest_after(file: BinaryIO, lines: int) -> bytes:
+    """Skip the first ``lines`` lines of a file; return the rest of the last block read."""
     while lines and (block := file.read(_BLOCK)):
-        found = int(np.count_nonzero(np.frombuffer(block, np.uint8) == _NEWLINE))
-        if found >= lines:
+        newlines = int(np.count_nonzero(np.frombuffer(block, np.uint8) == _NEWLINE))
+        if newlines >= lines:
             return block[_newlines(block)[lines - 1] + 1 :]
-        lines -= found
+        lines -= newlines
     return b""
 
 
@@ -218,12 +218,12 @@ def _newlines(block: bytes) -> NDArray[np.int64]:
 def parse(
     text: bytes, batch: int, sizes: Mapping[str, int], path: Path, first: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], dict[str, NDArray[np.int64]]]:
-    """Labels [B], counts [B, 13], and ids [B] by feature of the B = ``batch`` lines of ``text``, each with its end.
+    """Return labels [B], counts [B, 13], and ids [B] by feature of the B = ``batch`` lines of ``text``.
 
-    ``sizes`` are the vocabularies of the features. Raises RooftopError for the first line of another format, counting
-    from ``first``.
+    ``sizes`` are the vocabularies of the features; every line has its newline. Raises RooftopError naming the
+    first line of another format, counted from ``first``.
     """
-    # Nothing of a table of one row is looked at: whatever its column holds, the id is 0.
+    # The column of a table of one row is not read: the id is 0.
     large = {name: size for name, size in sizes.items() if size > 1}
     label, counts = np.zeros(batch, np.float32), np.zeros((batch, COUNTS), np.float32)
     ids = np.zeros((len(large), batch), np.int64)
@@ -239,12 +239,12 @@ def parse(
         except ValueError as error:
             accepted = f"a label, {COUNTS} whole numbers and {CATEGORIES} hexadecimal ones, separated by tabs"
             raise RooftopError(f"{path} line {first + at + 1}", str(error), accepted) from None
-    found = dict(zip(large, ids, strict=True))
-    return label, counts, {name: found[name] if name in found else np.zeros(batch, np.int64) for name in sizes}
+    parsed = dict(zip(large, ids, strict=True))
+    return label, counts, {name: parsed[name] if name in parsed else np.zeros(batch, np.int64) for name in sizes}
 
 
 def parse_line(line: bytes, sizes: Mapping[str, int]) -> tuple[float, list[int], list[int]]:
-    """Label, counts, and ids of the features of one line. Raises ValueError for another format."""
+    """Return label, counts, and ids of the features of one line. Raises ValueError for another format."""
     fields = line.rstrip(b"\r\n").split(b"\t")
     if len(fields) != _COLUMNS:
         raise ValueError(f"{len(fields)} columns")
@@ -260,10 +260,10 @@ def parse_line(line: bytes, sizes: Mapping[str, int]) -> tuple[float, list[int],
 
 
 def _count(text: bytes) -> int:
-    found = int(text)
-    if abs(found) >= 2**63:
+    count = int(text)
+    if abs(count) >= 2**63:
         raise ValueError("a count of more than 64 bits")
-    return found
+    return count
 
 
 def _parse_plain(
@@ -273,18 +273,18 @@ def _parse_plain(
     counts: NDArray[np.float32],
     ids: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Fill ``label``, ``counts`` and ``ids`` from the lines that are as in Criteo's own files; returns the others."""
+    """Fill ``label``, ``counts`` and ``ids`` from lines as in Criteo's own files; return the indices of other lines."""
     batch = len(label)
-    # A word that begins at the last byte ends in the padding.
+    # A word that begins at the last byte ends in this padding.
     padded = (text + bytes(_WORD)).translate(_CODES)
     codes = np.frombuffer(padded, np.uint8)
-    found = np.flatnonzero(codes >= _FIRST_END)
-    # There are as many ends of lines as lines: where they are at every fortieth place, the others are tabs.
-    if len(found) != batch * _COLUMNS or not np.all(codes[found[_COLUMNS - 1 :: _COLUMNS]] > _FIRST_END):
+    separators = np.flatnonzero(codes >= _FIRST_END)
+    # There are as many newlines as lines: if every fortieth separator is one, the others are tabs.
+    if len(separators) != batch * _COLUMNS or not np.all(codes[separators[_COLUMNS - 1 :: _COLUMNS]] > _FIRST_END):
         return np.arange(batch)
-    ends = found.reshape(batch, _COLUMNS)
+    ends = separators.reshape(batch, _COLUMNS)
     starts = np.zeros_like(ends)
-    np.add(found[:-1], 1, out=starts.reshape(-1)[1:])
+    np.add(separators[:-1], 1, out=starts.reshape(-1)[1:])
     ends[:, -1] -= np.frombuffer(text, np.uint8)[ends[:, -1] - 1] == _RETURN
     lengths = ends - starts
 
@@ -295,7 +295,7 @@ def _parse_plain(
     negative = codes[begin] == _MINUS
     values, faults = _numbers(padded, begin + negative, length - negative, 10)
     odd |= np.any(faults | (negative & (length == 1)), axis=1)
-    # Nobody reads a count below 0: how far below does not matter.
+    # Counts below 0 are read as 0.
     counts[:] = np.where(negative, 0, values)
 
     columns = [_COLUMN[name] for name in sizes]
@@ -310,12 +310,12 @@ def _parse_plain(
 def _numbers(
     padded: bytes, starts: NDArray[np.int64], lengths: NDArray[np.int64], radix: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """The numbers of fields of no more than eight digits, 0 for an empty one; and which fields are anything else."""
+    """Numbers of fields of up to eight digits, 0 for an empty field; and a mask of all other fields."""
     words = np.ndarray(len(padded) - _WORD + 1, "<u8", padded, strides=(1,))[starts]
-    # The first digit is in the lowest byte: what follows the field is shifted out, and zeros come in before it.
+    # The first digit is in the lowest byte: the shift drops the bytes after the field and adds zeros before it.
     words <<= (8 * (_WORD - lengths)).astype(np.uint64)
     faults = (lengths > _WORD) | ((words + _bytes(0x80 - radix)) & _bytes(0x80) != 0)
-    # Neighbours are joined, twice as wide each time: bytes of one digit, two of two, four of four.
+    # Join neighbours, twice as wide each time: one digit a byte, then two digits in two, four in four.
     for bits in (8, 16, 32):
         words = words * np.uint64(radix ** (bits // 8)) + (words >> np.uint64(bits))
         words &= np.uint64((2**64 - 1) // (2**bits + 1))
@@ -323,5 +323,5 @@ def _numbers(
 
 
 def _bytes(value: int) -> np.uint64:
-    """A word of which every byte is ``value``."""
+    """A word whose bytes are all ``value``."""
     return np.uint64(value * 0x0101010101010101)

@@ -204,7 +204,8 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
         self._build: Callable[..., _Request] = build
         self._run = run
         functools.update_wrapper(self, run)
-        self.__signature__ = inspect.signature(build)
+        returned = inspect.signature(run).return_annotation
+        self.__signature__ = inspect.signature(build).replace(return_annotation=returned)
 
     @overload
     def __call__(self, request: _Request, /, *, watch: _Watch | None = None) -> _Answer: ...
@@ -364,11 +365,11 @@ def _record(request: TrainRequest, ready: ReadyRun, recorded: Mapping[str, Any] 
     folder, program = request.folder, ready.job.program
     if recorded is None and request.planned is not None:
         write_text(folder.plan, json.dumps(request.planned, indent=1) + "\n")
-    resolved = request.resolved(batch_seqs=program.batch, seq_len=program.seq_len)
+    arguments = request.arguments(batch_seqs=program.batch, seq_len=program.seq_len)
     script = Path(sys.argv[0]).name
     command = shlex.join(["rooftop" if script == "__main__.py" else script, *sys.argv[1:]])
     sessions = [*(recorded["sessions"] if recorded is not None else []), session(step, command)]
-    folder.write({**ready.about, "arguments": resolved.to_json(), "sessions": sessions})
+    folder.write({**ready.about, "arguments": arguments, "sessions": sessions})
 
 
 def _headline(ready: ReadyRun) -> str:

@@ -1,7 +1,7 @@
-"""Where a NaN comes from: a step run again with every value checked, in the order of the program.
+"""The origin of a NaN: a step is repeated with every value checked, in the order of the program.
 
-The step's jaxpr is traced anew with, behind each equation, whether what it made has a NaN or an infinity in it; loops
-over layers and microbatches do that in each turn. Equations carry the scopes that the program opened.
+The step's jaxpr is traced again with a check for NaN and infinity after each equation; loops over layers and
+microbatches check in each turn. Equations carry the scopes that the program opened.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rooftop.core.scopes import UNSCOPED, scope_and_phase
 
 @dataclass(frozen=True, kw_only=True)
 class NanOrigin:
-    """The first operation whose result had a NaN (or, ``what``, an infinity): its scope, phase and JAX name.
+    """The first operation that produced a NaN (or an infinity, by ``what``): its scope, phase and JAX name.
 
-    ``turns`` are those of the loops around it, outermost first: microbatches, and layers of one kind.
+    ``turns`` are the indices of the loops around it, outermost first: microbatches, and layers of one kind.
     """
 
     what: str
@@ -41,9 +41,9 @@ class NanOrigin:
 
 @dataclass(frozen=True)
 class _Place:
-    """An equation: what it says of itself, and where it stands in the body of each loop around it, and in the last.
+    """A jaxpr equation and its path: one index for each enclosing loop body, and its own in the innermost.
 
-    ``reverse``: which of the loops go from their last turn to the first.
+    ``reverse`` marks loops that run from their last turn to the first.
     """
 
     stack: str
@@ -52,7 +52,7 @@ class _Place:
     reverse: tuple[bool, ...]
 
     def order(self, turns: Sequence[int]) -> tuple[int, ...]:
-        """Where it stands in the execution, in these turns of its loops."""
+        """Return its position in the execution, in these turns of its loops."""
         signed = (-turn if backwards else turn for turn, backwards in zip(turns, self.reverse, strict=True))
         loops = (number for pair in zip(self.at, signed, strict=False) for number in pair)
         return (*loops, self.at[-1])
@@ -62,7 +62,7 @@ _Flags = list[tuple[_Place, jax.Array]]
 
 
 def find_origin(step: Callable[..., Any], *arguments: Any) -> NanOrigin | None:
-    """Run ``step`` once, checked; where its first NaN is made, or else its first infinity. None: all is finite.
+    """Run ``step`` once, checked, and return the origin of its first NaN, or else infinity. None: all is finite.
 
     An infinity below zero is a mask and no failure. An argument that is not finite is reported as such. Runs under
     ``jax.set_mesh``; several processes call it together.
@@ -98,7 +98,7 @@ def find_origin(step: Callable[..., Any], *arguments: Any) -> NanOrigin | None:
 
 
 def _quickly() -> dict[str, Any] | None:
-    """Compiler options for a program that runs once; on a CPU optimising it takes longer than running it."""
+    """Compiler options for a program that runs once: on a CPU, optimising takes longer than running."""
     if jax.default_backend() != "cpu":
         return None
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -110,7 +110,7 @@ def _all_finite(leaf: jax.Array) -> jax.Array:
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], at: _Place, flags: _Flags) -> list[Any]:
-    """``jax.core.eval_jaxpr`` with flags, of a jaxpr that is called ``at`` a place; loops and calls are entered."""
+    """Evaluate a jaxpr called at the path ``at``, with flags; loops and calls are entered."""
     values: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
@@ -137,7 +137,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], at: _
 
 
 def _again(equation: Any) -> bool:
-    """Whether it computes again, in the backward pass, what was not saved."""
+    """True if the equation recomputes, in the backward pass, a value that was not saved."""
     return bool(equation.params.get("differentiated", False)) and equation.primitive.name in ("checkpoint", "remat2")
 
 
@@ -165,7 +165,7 @@ def _scan(equation: Any, given: list[Any], at: _Place, flags: _Flags) -> list[An
 
 
 def _inner(equation: Any) -> Any:
-    """The jaxpr that an equation only calls; None for all others (kernels and ``shard_map`` are checked as a whole)."""
+    """The jaxpr that an equation calls; None for others: kernels and ``shard_map`` are checked as a whole."""
     if equation.primitive.name in ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"):
         return _closed(equation.params.get("jaxpr", equation.params.get("call_jaxpr")))
     if equation.primitive.name == "custom_vjp_call":
@@ -174,12 +174,12 @@ def _inner(equation: Any) -> Any:
 
 
 def _closed(jaxpr: Any) -> Any:
-    """Some equations hold an open jaxpr, and which ones depends on JAX."""
+    """The closed form of a jaxpr: which equations hold an open one depends on JAX."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def _check(made: list[Any], place: _Place, flags: _Flags) -> None:
-    """Flags of all results together, [2]: NaN, and infinity above zero. Partial sums wait until they are summed."""
+    """Flags of all results together, [2]: NaN, and infinity. Unreduced sums are checked once they are summed."""
     marks = []
     for array in made:
         spec = jax.typeof(array).sharding.spec

@@ -44,7 +44,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Forward:
-    """A program's forward pass on the devices of ``mesh``, with the axes ``into_data`` laid beside data instead."""
+    """A program's forward pass on the devices of ``mesh``, with the axes ``into_data`` used for data instead."""
 
     program: TrainProgram
     mesh: Mesh
@@ -56,7 +56,7 @@ class Forward:
 
     @cached_property
     def own_mesh(self) -> Mesh:
-        """The mesh that it runs on: the same devices, all ``AXES``; the given one where nothing moves."""
+        """The mesh of the forward pass: the same devices, all ``AXES``; ``mesh`` itself if no axis moves."""
         if not self._moves:
             return self.mesh
         moved = ("data", *self.into_data)
@@ -70,12 +70,12 @@ class Forward:
 
     @property
     def rows(self) -> int:
-        """What a batch must be a multiple of."""
+        """The number that a batch must be a multiple of."""
         axes = self.program.specs(self.own_mesh).rules.activations["batch"]
         return math.prod(self.own_mesh.shape[axis] for axis in axes)
 
     def weights(self, weights: Transformer[jax.Array]) -> Transformer[jax.Array]:
-        """The weights of the training mesh, laid for this one; the same arrays where nothing moves."""
+        """Return the weights of the training mesh laid out for this one; the same arrays if no axis moves."""
         if not self._moves:
             return weights
         places = shardings(describe(self.program.model), self.own_mesh, self.program.specs(self.own_mesh))
@@ -113,9 +113,9 @@ class Forward:
         return jax.jit(next_)
 
     def evaluate(self, weights: Transformer[jax.Array], held: Loader, *, most: int) -> Evaluation:
-        """Cross-entropy of the documents of ``held``, in batches of at least its own size.
+        """Return the cross-entropy of the documents of ``held``, in batches of at least its own size.
 
-        Of more than ``most`` batches that many are taken, evenly spread and always the same.
+        Of more than ``most`` batches that many are used, evenly spread and always the same.
         """
         loader = replace(held, batch=-(-held.batch // self.rows) * self.rows)
         specs, order = self.program.specs(self.own_mesh), self.program.computation.context_order
@@ -131,7 +131,7 @@ class Forward:
         return Evaluation(loss=total / max(count, 1), tokens=count)
 
     def next_logits(self, weights: Transformer[jax.Array], tokens: np.ndarray[Any, Any], length: int) -> Any:
-        """Logits [B, V] of the token behind the first ``length`` of ``tokens`` [B, T]; ``weights`` as laid for this."""
+        """Return logits [B, V] after the first ``length`` of ``tokens`` [B, T]; ``weights`` lie on ``own_mesh``."""
         specs = self.program.specs(self.own_mesh)
         sharding = jax.NamedSharding(self.own_mesh, specs.activation("batch", "seq"))
         with jax.set_mesh(self.own_mesh):
@@ -141,7 +141,7 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """How many samples, of how many tokens behind the ``prompt``; ``temperature`` 0 takes the likeliest each time."""
+    """``count`` samples of ``tokens`` tokens after the ``prompt``; ``temperature`` 0 takes the likeliest token."""
 
     count: int
     tokens: int = 64
@@ -157,9 +157,9 @@ def sample(
     tokenizer: Tokenizer,
     how: SampleOptions,
 ) -> list[str]:
-    """Samples, their prompt included; one that ends its document is cut there. The same seed draws the same.
+    """Return samples with their prompt, cut at the end of their document. The same seed draws the same ones.
 
-    Raises RooftopError for a prompt that is empty where nothing begins a document, or that leaves no room.
+    Raises RooftopError for an empty prompt if the tokenizer has no first token of a document, and one that is too long.
     """
     prompt = ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(how.prompt).tolist()
     if not prompt:

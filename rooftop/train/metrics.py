@@ -1,4 +1,4 @@
-"""What a step says about itself: losses, rates, and when they mean that training has failed."""
+"""Metrics of a step: losses, rates, and the signs that training has failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.programs.training.step import StepMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRates:
-    """From tokens and seconds to MFU: model FLOPs over the ``peak_flops_per_s`` of all devices (None: not known)."""
+    """Rates and MFU from tokens and seconds; ``peak_flops_per_s`` is that of all devices (None: unknown)."""
 
     flops_per_token: float
     convention: str
@@ -21,20 +21,20 @@ class TrainRates:
 
     @classmethod
     def of(cls, model: ModelConfig, seq_len: int, peak_flops_per_s: float | None) -> TrainRates:
-        """FLOPs as plans count them; ``peak_flops_per_s`` is that of all devices together."""
-        found = flops_per_token(model, seq_len)
+        """Return the rates of a model, with FLOPs as plans count them."""
+        flops = flops_per_token(model, seq_len)
         convention = (
-            f"model FLOPs of the tokens that carry loss, over peak; {found.convention}; attention as if each "
+            f"model FLOPs of the tokens that carry loss, over peak; {flops.convention}; attention as if each "
             "sequence were one document"
         )
-        return cls(flops_per_token=float(found.total), convention=convention, peak_flops_per_s=peak_flops_per_s)
+        return cls(flops_per_token=float(flops.total), convention=convention, peak_flops_per_s=peak_flops_per_s)
 
     def model_flops_per_s(self, tokens_per_s: float) -> float:
-        """Model FLOP/s at ``tokens_per_s``."""
+        """Return model FLOP/s at ``tokens_per_s``."""
         return self.flops_per_token * tokens_per_s
 
     def mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilisation; None where the peak is not known."""
+        """Return the model FLOPs utilisation; None if the peak is unknown."""
         return None if self.peak_flops_per_s is None else self.model_flops_per_s(tokens_per_s) / self.peak_flops_per_s
 
 
@@ -43,8 +43,8 @@ class StepRecord:
     """One line of metrics.jsonl.
 
     ``step`` counts from 1, and ``loss`` (nats per token) is that of the weights before it. ``tokens`` carry loss.
-    ``seconds`` is the time since the step before was done, and ``data_share`` the part of it in which the step waited
-    for its batch; ``unix_s`` is the time of day. ``z_loss`` and ``balance_loss`` are means, without coefficients.
+    ``seconds`` is the time since the end of the step before, and ``data_share`` the part of it that the step waited for
+    its batch; ``unix_s`` is the time of day. ``z_loss`` and ``balance_loss`` are means, without coefficients.
     """
 
     step: int
@@ -63,11 +63,11 @@ class StepRecord:
 
     @classmethod
     def of(
-        cls, step: int, found: StepMetrics[Any], *, learning_rate: float, seconds: float, waited_s: float,
+        cls, step: int, metrics: StepMetrics[Any], *, learning_rate: float, seconds: float, waited_s: float,
         unix_s: float, rates: TrainRates,
     ) -> StepRecord:  # fmt: skip
-        """The record of a step, once it is done: this waits for it."""
-        values = {name: None if value is None else float(value) for name, value in vars(found).items()}
+        """Return the record of a step; waits until the step is done."""
+        values = {name: None if value is None else float(value) for name, value in vars(metrics).items()}
         tokens = values.pop("tokens")
         assert tokens is not None
         tokens_per_s = tokens / max(seconds, 1e-9)
@@ -86,11 +86,11 @@ class StepRecord:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradients are numbers."""
+        """True if loss and gradients are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; what is no finite number is None."""
+        """Return plain JSON values, None for NaN and infinities."""
         return {
             name: value if not isinstance(value, float) or math.isfinite(value) else None
             for name, value in vars(self).items()
@@ -100,7 +100,7 @@ class StepRecord:
 
 @dataclass
 class Divergence:
-    """Says when the loss has left: its mean over ``window`` steps is ``nats`` above the lowest such mean before."""
+    """Detects a diverging loss: its mean over ``window`` steps is ``nats`` above the lowest such mean before."""
 
     nats: float
     window: int = 20
@@ -108,7 +108,7 @@ class Divergence:
     _recent: deque[float] = field(default_factory=deque)
 
     def rise(self, loss: float) -> float | None:
-        """Take one more loss; by how many nats it has risen if that is too much, else None."""
+        """Add a loss. Return the rise in nats if it is too much, else None."""
         self._recent.append(loss)
         if len(self._recent) < self.window:
             return None

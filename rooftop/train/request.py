@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,7 +85,7 @@ class TrainRequest:
     run: Path | str
     data: str | Path | tuple[str | Path, ...]
     steps: int
-    plan: TrainingPlan | OfTrainingPlan | Mapping[str, Any] | Path | str | None = None
+    plan: TrainingPlan | OfTrainingPlan | Mapping[str, object] | Path | str | None = None
     as_is: bool = False
     shrink: bool = False
     model: ModelConfig | Path | str | None = None
@@ -221,21 +221,22 @@ class TrainRequest:
         warmup = min(length // 10, 1000) if self.warmup is None else self.warmup
         return Schedule(steps=length, warmup=warmup, decay=self.decay, final=self.final_learning_rate)
 
-    def resolved(self, *, batch_seqs: int, seq_len: int) -> TrainRequest:
-        """Return the request with the values that the run began with in place of its defaults."""
-        schedule = self.learning_rates
-        decay_steps, warmup = schedule.steps or None, schedule.warmup
-        return replace(self, batch_seqs=batch_seqs, seq_len=seq_len, decay_steps=decay_steps, warmup=warmup)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the values that a resumed run begins with, as plain JSON; paths are absolute."""
+    def arguments(self, *, batch_seqs: int, seq_len: int) -> dict[str, object]:
+        """Return the values that a resumed run begins with, as plain JSON: defaults are resolved, paths absolute."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _ONCE}
         for name in ("model", "init", "tokenizer", "export"):
             values[name] = _plain_path(values[name])
         if isinstance(self.model, ModelConfig):
             values["model"] = None
-        content: dict[str, object] = values | {"data": list(self.sources), "mesh": self.axes and dict(self.axes)}
-        return content
+        schedule = self.learning_rates
+        return values | {
+            "data": list(self.sources),
+            "mesh": self.axes and dict(self.axes),
+            "batch_seqs": batch_seqs,
+            "seq_len": seq_len,
+            "decay_steps": schedule.steps or None,
+            "warmup": schedule.warmup,
+        }
 
 
 def _option(field: str) -> str:

@@ -31,9 +31,9 @@ from rooftop.train.metrics import TrainRates
 from rooftop.train.request import TrainRequest
 from rooftop.train.schedule import ScheduledOptimizer
 
-#: Fields of a program that depend on the devices and not on what is trained: a run may go on with others.
+#: Fields of a program that depend on the devices: a resumed run may have others.
 _OF_DEVICES = ("program.computation.attention", "program.computation.attention_block", "program.loss_chunks")
-#: Queries and keys that a CPU does best at a time (bench/train_cpu.py).
+#: Fastest block of queries and keys on a CPU (bench/train_cpu.py).
 _CPU_BLOCK = 128
 _SEQUENCES = 16
 _SEQ_LEN = 512
@@ -113,7 +113,7 @@ def prepare(request: TrainRequest, recorded: Mapping[str, Any] | None, progress:
 
 
 def session(step: int, command: str) -> dict[str, Any]:
-    """The entry of run.json for one start of the run."""
+    """Return the entry of run.json for one start of the run."""
     return {"step": step, "command": command, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
@@ -257,9 +257,9 @@ def _versions() -> dict[str, str]:
 
 
 def shrink(axes: Mapping[str, int], devices: int) -> dict[str, int]:
-    """Mesh axes for at most ``devices`` devices: the largest axis is divided by its smallest prime, again and again.
+    """Return mesh axes for at most ``devices`` devices: the largest axis is divided by its smallest prime, repeatedly.
 
-    Of equals the first in the order of ``AXES`` is divided, so that what is left has as many of the axes as it can.
+    Of equal axes the first in the order of ``AXES`` is divided, which leaves as many axes as possible.
     """
     sizes = {axis: axes.get(axis, 1) for axis in AXES}
     while math.prod(sizes.values()) > devices:
@@ -270,9 +270,9 @@ def shrink(axes: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 def shrunk_plan(plan: Mapping[str, Any], devices: int) -> dict[str, Any]:
-    """The plan on fewer devices: axes by ``shrink``; a device has as many sequences in a step as before.
+    """Return the plan on fewer devices: axes by ``shrink``, and as many sequences of a step on a device as before.
 
-    Where that is no whole number, it has one. What kept the plan from running on its own slice is not looked at.
+    A device has at least one sequence. Obstacles of the plan on its own slice are dropped.
     """
     axes = shrink(plan["mesh"]["axes"], devices)
     workload = plan["workload"]
@@ -293,23 +293,23 @@ def shrunk_plan(plan: Mapping[str, Any], devices: int) -> dict[str, Any]:
 
 
 def map_plan(plan: Mapping[str, Any], here: Local, *, as_is: bool, shrink: bool) -> tuple[dict[str, Any], str]:
-    """The plan as it runs on ``here``, and one line that says so; the mesh is ``mesh_of`` of its axes.
+    """Return the plan as it runs on ``here``, and a line that describes it.
 
-    Unchanged where its slice is here. Otherwise ``as_is`` keeps mesh and batch, and ``shrink`` is ``shrunk_plan``.
-    Raises RooftopError, saying what would run, if the slice is not here and neither is asked for.
+    The plan is unchanged on its own slice. Elsewhere ``as_is`` keeps mesh and batch, and ``shrink`` is ``shrunk_plan``.
+    Raises RooftopError, naming what would run, if the slice is not here and neither is requested.
     """
-    wanted = Slice.parse(plan["slice"]["name"])
-    if here.is_slice(wanted) and not shrink:
-        return dict(plan), f"on {wanted.name}, as planned"
+    planned = Slice.parse(plan["slice"]["name"])
+    if here.is_slice(planned) and not shrink:
+        return dict(plan), f"on {planned.name}, as planned"
     devices = math.prod(plan["mesh"]["axes"].values())
     small = shrunk_plan(plan, len(here.devices))
     small_line = f"mesh {write_axes(small['mesh']['axes'])}, {_sequences(small)}"
     if shrink:
-        return small, f"planned for {wanted.name}; here, on {here.name}: {small_line}"
-    given = f"{wanted.name}, and here are {here.name}"
+        return small, f"planned for {planned.name}; here, on {here.name}: {small_line}"
+    given = f"{planned.name}, and here are {here.name}"
     if as_is and devices <= len(here.devices):
         line = f"mesh {write_axes(plan['mesh']['axes'])}, {_sequences(plan)}"
-        return dict(plan), f"planned for {wanted.name}; here, on {here.name}, as it is: {line}"
+        return dict(plan), f"planned for {planned.name}; here, on {here.name}, as it is: {line}"
     local = f"--shrink to run it with {small_line}"
     kept = f"--as-is to keep mesh {write_axes(plan['mesh']['axes'])}, {_sequences(plan)}"
     if devices <= len(here.devices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -171,7 +172,17 @@ def cut_the_manifest(checkpoint: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("spoil", [truncate, flip_a_bit, delete, spoil_the_manifest, cut_the_manifest])
+def give_the_manifest_other_types(checkpoint: Path) -> Path:
+    path = checkpoint / "manifest.json"
+    fields = json.loads(json.loads(path.read_text())["manifest"])
+    body = json.dumps(fields | {"files": 3, "arrays": None})
+    path.write_text(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "manifest": body}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "spoil", [truncate, flip_a_bit, delete, spoil_the_manifest, cut_the_manifest, give_the_manifest_other_types]
+)
 def test_a_damaged_checkpoint_is_refused_by_name(saved: Checkpoints, spoil: Callable[[Path], Path]) -> None:
     """The one before it is taken; where every one is damaged, none."""
     path = spoil(saved.folder / "3")
@@ -267,6 +278,30 @@ def test_at_every_moment_a_whole_checkpoint_stands(tmp_path: Path, monkeypatch: 
         left.save(4, small(4), {})
         left.wait()
         assert [path.name for path in moment.iterdir()] == ["4"]
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss may leave a rename and not the files that it renamed."""
+    synced, published = set[Path](), list[set[Path]]()
+    real_sync, real_rename = state_module._sync, Path.rename
+
+    def sync(path: Path) -> None:
+        real_sync(path)
+        synced.add(path)
+
+    def rename(path: Path, target: Path) -> Path:
+        published.append({file.relative_to(path) for file in (path, *path.rglob("*")) if file not in synced})
+        return real_rename(path, target)
+
+    monkeypatch.setattr(state_module, "_sync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, small(1), {})
+    checkpoints.wait()
+    assert published == [set()]
+    assert tmp_path in synced
 
 
 KILLED = """

@@ -233,7 +233,7 @@ def test_a_signal_saves_and_says_how_to_go_on(corpus: Path, whole: Path, number:
 
 def test_a_signal_before_the_first_step_leaves_nothing_half_done(corpus: Path) -> None:
     done = run(
-        [sys.executable, "-c", f"import os, signal, sys\nfrom rooftop.train import corpus\n"
+        [sys.executable, "-c", f"import os, signal, sys\n"
          f"def raising(*a, **k): os.kill(os.getpid(), signal.SIGTERM)\n"
          f"from rooftop.train import start\nstart.open_dataset = raising\n"
          f"from rooftop.cli.main import main\nmain({command(corpus, corpus / 'early', steps=3)[3:]!r})"]

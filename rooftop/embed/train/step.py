@@ -1,7 +1,7 @@
-"""The programs of a training run: a step of a DLRM, and the scores of a batch, for the devices that are here.
+"""Programs of a training run: a step of a DLRM, and the scores of a batch, for the devices that are here.
 
-On TPUs with SparseCores lookups and updates are XLA's SparseCore operations, elsewhere the reference program; what they
-read and how tables lie follows from that. ``lower_step`` lowers the very same step for TPUs that are not here.
+On TPUs with SparseCores lookups and updates are XLA's SparseCore operations, elsewhere the reference program; this
+decides the inputs and the layout of tables. ``lower_step`` lowers the same step for TPUs that are not here.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from rooftop.programs.embedding.pipeline import (
 )
 from rooftop.programs.embedding.state import begin_on_devices
 
-#: SparseCores that a device stands for which has none.
+#: SparseCores that a device without any emulates.
 EMULATED_CORES = 2
-#: Chips for whose SparseCores libtpu compiles; for v4 it refuses programs of both kinds of cores.
+#: Chips whose SparseCores libtpu compiles for; for v4 it refuses programs of both kinds of cores.
 _CHIPS = ("v5p", "v6e", "tpu7x")
-#: What is under way before a step, by what the step does to a pipeline.
+#: Batches under way before a step, by the effect of the step on a pipeline.
 STAGES: Mapping[str, tuple[str, ...]] = {
     "sequential": (),
     "filling": (),
@@ -55,16 +55,16 @@ STAGES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepTarget:
-    """The devices of a run: who looks up and updates (``embedding.KERNELS``), and the SparseCores of a device."""
+    """The devices of a run: the kernel of lookups and updates (``embedding.KERNELS``), and SparseCores of a device."""
 
     kernel: str
     cores_per_device: int
 
     @classmethod
     def of(cls, device: Any, tables: Tables, cores_per_device: int | None = None) -> StepTarget:
-        """For devices like ``device``. ``cores_per_device`` are to be emulated where there are no SparseCores.
+        """Return the target of devices like ``device``; those without SparseCores emulate ``cores_per_device``.
 
-        A rule that needs whole rows is none for SparseCores: with such an optimizer the reference program runs on TPUs
+        SparseCores run no update rule that needs whole rows: with such an optimizer the reference program runs on TPUs
         too. Raises RooftopError for another number of SparseCores than the device has.
         """
         chip = chip_of_kind(device.device_kind) if device.platform == "tpu" else None
@@ -78,10 +78,9 @@ class StepTarget:
 
 
 def compiler_options(target: StepTarget, device: Any, checks: tuple[str, ...], *, pipelined: bool) -> dict[str, Any]:
-    """What the compiler is told: ``checks``, tried in another process before, and that a pipeline is to overlap.
+    """Return compiler options: those of ``checks``, tried in another process first, and of overlap in a pipeline.
 
-    Raises RooftopError for checks that only a compiler for SparseCores can make where it does not compile for them, and
-    for those that it refuses.
+    Raises RooftopError for checks of SparseCores on other devices, and for checks that the compiler refuses.
     """
     if target.kernel != "sparsecore":
         for name in checks:
@@ -99,7 +98,7 @@ def compiler_options(target: StepTarget, device: Any, checks: tuple[str, ...], *
 class TrainStep:
     """Steps of a DLRM on ``mesh``, and its scores; ``batch`` is B, looked up in ``sample_passes`` over samples.
 
-    ``share_of`` all learning rates is used at a step (None: all of them). ``options`` are the compiler's.
+    ``share_of`` scales all learning rates at a step (None: constant rates). ``options`` are the compiler's.
     """
 
     stacking: Stacking
@@ -129,7 +128,7 @@ class TrainStep:
 
     @cached_property
     def program(self) -> StepProgram:
-        """What decides a step."""
+        """The program of a step."""
         embedding = EmbeddingProgram(
             stacking=self.stacking,
             batch=self.batch,
@@ -141,40 +140,40 @@ class TrainStep:
         return StepProgram(embedding=embedding, dense=self.model, share_of=self.share_of)
 
     def compiled(self, state: ModelState[Any], inputs: LookupInputs | None, batch: Any) -> jax.stages.Wrapped:
-        """The step for arguments like these, arrays or shapes."""
+        """Return the step for arguments like these, arrays or shapes."""
         return compiled_step(self.program, state, inputs, batch, pipelined=self.pipelined, options=self.options)
 
     def __call__(
         self, state: ModelState[jax.Array], inputs: LookupInputs | None, batch: DlrmBatch[jax.Array] | None
     ) -> tuple[ModelState[jax.Array], Any]:
-        """A step; ``state`` is used up. Raises Infeasible where the compiler finds no room for it."""
-        found = self._stepped(state, inputs, batch)
+        """Run a step, which donates ``state``. Raises Infeasible if the compiler finds no room for it."""
+        result = self._stepped(state, inputs, batch)
         if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
-            # Emulated devices share threads: those that wait in a second step for another device may leave none for
-            # it (JAX 0.10.2, 16 devices on 2 cores).
-            jax.block_until_ready(found)
-        return found
+            # Emulated devices share threads: those that wait in a second step for another device may leave no thread
+            # for it (JAX 0.10.2, 16 devices on 2 cores).
+            jax.block_until_ready(result)
+        return result
 
     def _stepped(
         self, state: ModelState[jax.Array], inputs: LookupInputs | None, batch: DlrmBatch[jax.Array] | None
     ) -> tuple[ModelState[jax.Array], Any]:
         under_way = (inputs is None, state.looked_up is None, state.differentiated is None)
-        found: tuple[ModelState[jax.Array], Any]
+        result: tuple[ModelState[jax.Array], Any]
         if under_way in self._compiled:
-            found = self._compiled[under_way](self.program, state, inputs, batch)
-            return found
+            result = self._compiled[under_way](self.program, state, inputs, batch)
+            return result
         step = self._compiled[under_way] = self.compiled(state, inputs, batch)
         try:
             with warnings.catch_warnings():
-                # A pipeline that fills or drains gives back less than it was given.
+                # A pipeline that fills or drains returns fewer arrays than it takes.
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                found = step(self.program, state, inputs, batch)
+                result = step(self.program, state, inputs, batch)
         except jax.errors.JaxRuntimeError as error:
             raise refusal(str(error)) or error from None
-        return found
+        return result
 
     def scores(self, state: ModelState[jax.Array], inputs: LookupInputs, dense: jax.Array) -> jax.Array:
-        """Logits [B] of a batch."""
+        """Return the logits [B] of a batch."""
         return self._scored(state.embedding.tables, state.dense.weights, inputs, dense)
 
     @cached_property
@@ -195,11 +194,10 @@ class TrainStep:
 
 
 def lower_step(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
-    """What a run compiles on the devices of ``mesh``, lowered: for ``rooftop.compiler.compiling``.
+    """Lower a program of a run on the devices of ``mesh``, for ``rooftop.compiler.compiling``.
 
-    ``arguments``: tables (as ``Tables.to_json``), batch, limits by stack, ``sample_passes`` (1 if not there) and
-    ``stage``, one of STAGES, "scores" or "begin" (tables and slots made on the devices). Raises RooftopError for
-    another.
+    ``arguments``: tables (as ``Tables.to_json``), batch, limits by stack, ``sample_passes`` (default 1) and ``stage``:
+    one of STAGES, "scores" or "begin" (tables and slots initialised on the devices). Raises RooftopError for another.
     """
     stage = arguments["stage"]
     if stage not in (*STAGES, "scores", "begin"):
@@ -237,5 +235,5 @@ def lower_step(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
         if "differentiated" in STAGES[stage]:
             differentiated = Differentiated(inputs=inputs, gradients=activations)
             state = dataclasses.replace(state, differentiated=differentiated)
-        given: Any = (None, None) if stage.startswith("drain") else (inputs, dense.batch)
-        return step.compiled(state, *given).lower(step.program, state, *given)
+        fed: Any = (None, None) if stage.startswith("drain") else (inputs, dense.batch)
+        return step.compiled(state, *fed).lower(step.program, state, *fed)

@@ -1,4 +1,4 @@
-"""What to train on: files, folders and globs of plain text, JSONL and Parquet, or of token ids."""
+"""The corpus: files, folders and globs of plain text, JSONL and Parquet, or of token ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CorpusSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The files to train on, in the order of their names; ``left_out`` are those found that are not UTF-8 text."""
+    """Files to train on, in the order of their names; ``left_out`` are files that are not UTF-8 text."""
 
     sources: tuple[CorpusSource, ...]
     left_out: tuple[Path, ...] = ()
@@ -51,20 +51,20 @@ class Corpus:
 
     @property
     def tokenised(self) -> bool:
-        """Whether the files hold token ids; otherwise they hold text."""
+        """True if the files hold token ids, False if they hold text."""
         return any(source.kind == "tokens" for source in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A text that is trained on as a whole; ``bytes_read`` of the corpus where it ends."""
+    """The text of a document; ``bytes_read`` of the corpus at its end."""
 
     text: str
     bytes_read: int
 
 
 def find_corpus(data: Sequence[str], *, progress: Progress | None = None) -> Corpus:
-    """The corpus of files, folders (all files below, hidden ones excepted) and globs (``**`` for folders below).
+    """Find the corpus of files, folders (all files below but hidden ones) and globs (``**`` for folders below).
 
     A file named alone must be readable as what its suffix says; what a folder or glob finds and is not UTF-8 text is
     left out. Every file is read once, for its digest. Raises RooftopError for a name that stands for nothing, a file
@@ -99,7 +99,7 @@ def find_corpus(data: Sequence[str], *, progress: Progress | None = None) -> Cor
 
 
 def documents(corpus: Corpus, *, field: str = "text") -> Iterator[Document]:
-    """The documents that have text: each plain text file, each row of JSONL or Parquet by its ``field``.
+    """Yield documents with text: each plain text file, each row of JSONL or Parquet by its ``field``.
 
     Raises RooftopError for a row without that field, naming it, for a file that is not what its suffix says, or where
     Parquet cannot be read here.
@@ -124,12 +124,12 @@ def documents(corpus: Corpus, *, field: str = "text") -> Iterator[Document]:
 
 
 def sidecar(path: Path) -> Path:
-    """The JSON file that describes a .bin or .npy of token ids: beside it, of the same name."""
+    """The JSON file next to a .bin or .npy of token ids, which describes it and has its name."""
     return path.with_suffix(".json")
 
 
 def _files(name: str) -> list[tuple[Path, bool]]:
-    """The files that a name stands for, and whether it names one alone."""
+    """The files of a name, and True if it names a single one."""
     path = Path(name).expanduser()
     if path.is_file():
         return [(path, True)]
@@ -160,7 +160,7 @@ def _digest(path: Path, kind: str) -> str:
 
 
 def _text(content: bytes) -> str:
-    """UTF-8 without NUL, which text has none of and most other files have. Raises UnicodeDecodeError."""
+    """Decode UTF-8 without NUL bytes: text has none and most other files do. Raises UnicodeDecodeError."""
     if (place := content.find(0)) >= 0:
         raise UnicodeDecodeError("utf-8", content, place, place + 1, "NUL")
     return content.decode("utf-8")

@@ -1,4 +1,4 @@
-"""From ``--data`` to batches: the tokenizer, the token store, and what is trained and evaluated on."""
+"""From ``--data`` to batches: the tokenizer, the token store, training and held-out documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """What to train on and how to read it; ``tokenizer`` None: one of at most ``vocab`` tokens is trained on it."""
+    """Data and how to read it. ``tokenizer`` None: one of at most ``vocab`` tokens is trained on the data."""
 
     data: tuple[str, ...]
     field: str
@@ -34,7 +34,7 @@ class DataSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Batches to train on, and to evaluate on if documents are held out; the tokenizer, None for token arrays.
+    """Batches to train on, and to evaluate on if documents are held out; the tokenizer is None for token arrays.
 
     ``left_out``: files that are no text. ``unigram_entropy``: nats per token of the best guess that sees no context.
     """
@@ -52,7 +52,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Tells data with other tokens apart."""
+        """Digest of the tokens."""
         return self.store.digest
 
 
@@ -67,7 +67,7 @@ def open_dataset(
     held_share: float,
     progress: Progress | None = None,
 ) -> Dataset:
-    """The data, tokenised into the user's cache; the tokenizer is kept in ``folder``, and read there next time.
+    """Tokenise the data into the user's cache; the tokenizer is kept in ``folder`` and read there next time.
 
     ``vocab`` is the model's. All processes call it. Raises RooftopError for what the parts of it raise.
     """
@@ -92,7 +92,7 @@ def open_dataset(
 
 
 def _tokenizer(source: DataSource, corpus: Corpus, folder: RunFolder, progress: Progress | None) -> Tokenizer:
-    """The first process makes it and keeps it; the others read it."""
+    """Train the tokenizer in the first process; the others read it."""
     if jax.process_index() == 0 and not folder.tokenizer.exists():
         if source.tokenizer is not None:
             Tokenizer.load(source.tokenizer).save(folder.tokenizer)

@@ -1,4 +1,4 @@
-"""Batches as a function of the step: nothing has to be kept of what was read, and any process can make any row."""
+"""Batches as a function of the step: there is no state to save, and any process can make any row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Permutation:
-    """A permutation of 0 .. size - 1, another one for each seed and epoch; its memory does not grow with the size.
+    """A permutation of 0 .. size - 1 for each seed and epoch; its memory does not grow with the size.
 
     A Feistel network (Luby and Rackoff 1988) on the next power of four, walked until it falls below ``size`` (Black and
     Rogaway 2002).
@@ -42,7 +42,7 @@ class Permutation:
     epoch: int = 0
 
     def __call__(self, places: Ints) -> Ints:
-        """What stands at ``places`` [n], each from 0 to size - 1: [n] int64."""
+        """Return the entries at ``places`` [n], each from 0 to size - 1: [n] int64."""
         found = self._network(places.astype(np.uint64))
         while (outside := found >= self.size).any():
             found[outside] = self._network(found[outside])
@@ -62,7 +62,7 @@ class Permutation:
 
 
 def hold_out(documents: int, share: float, seed: int) -> tuple[Ints, Ints]:
-    """The numbers of the documents to train on and of those to evaluate on, both sorted; ``share`` of the documents.
+    """Return the documents to train on and those to evaluate on, a ``share``, by index and sorted.
 
     Each part has at least one. The same for the same number of documents, share and seed. Raises RooftopError for a
     share that is not between 0 and 1, or for fewer than two documents.
@@ -108,7 +108,7 @@ class Loader:
         return -(-self.packing.rows // self.batch)
 
     def rows(self, step: int, rows: slice | Sequence[int]) -> Batch[npt.NDArray[np.int32]]:
-        """Rows of the global batch of ``step``, [rows, T]; see ``rooftop.train.data.packing.fill``.
+        """Return rows of the global batch of ``step``, [rows, T]; see ``rooftop.train.data.packing.fill``.
 
         Raises RooftopError for a negative step, and for rows that a batch does not have.
         """
@@ -129,7 +129,7 @@ class Loader:
 
 
 def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Batch[jax.Array]:
-    """The global batch of ``step`` on ``mesh``, [B, T] each, of which this process makes what its own devices hold.
+    """Return the global batch of ``step`` on ``mesh``, [B, T] each; a process makes the rows of its own devices.
 
     ``specs`` are those of the program on this mesh, and ``order`` its ``context_order``, in which a sequence lies over
     the mesh axis that splits it. Raises RooftopError where batch or sequence do not divide over the mesh.
@@ -160,7 +160,7 @@ def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Ba
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched(Generic[Made]):
-    """What was made for a step, and how long the step waited for it, in seconds."""
+    """The batch of a step, and the seconds that the step waited for it."""
 
     step: int
     batch: Made
@@ -168,7 +168,7 @@ class Fetched(Generic[Made]):
 
 
 def prefetch(make: Callable[[int], Made], steps: Iterable[int], *, depth: int = 2) -> Generator[Fetched[Made]]:
-    """``make(step)`` for each of ``steps``, in order, on a thread that is up to ``depth`` of them ahead.
+    """Yield ``make(step)`` for each of ``steps``, in order, from a thread that is up to ``depth`` of them ahead.
 
     What ``make`` raises is raised at its step. When the iterator is closed, or an exception passes through the loop
     over it, what was not begun is dropped and the thread has ended. Raises RooftopError for a depth below 1.
@@ -200,7 +200,7 @@ def _prefetched(make: Callable[[int], Made], steps: Iterator[int], depth: int) -
 
 
 def _scrambled(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finishing rounds of splitmix64 (Steele, Lea and Flood 2014): every bit in depends on every bit out."""
+    """The finishing rounds of splitmix64 (Steele, Lea and Flood 2014): every output bit depends on every input bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

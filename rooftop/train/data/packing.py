@@ -1,4 +1,4 @@
-"""Documents packed into sequences of T tokens: which lie side by side, and what a sequence is then.
+"""Packing of documents into sequences of T tokens.
 
 A document of up to T tokens stays whole. A longer one is split every T tokens; what remains is packed like a short one,
 and each piece still has the token that follows it as its last target. Every token is an input once. Pieces are placed
@@ -37,7 +37,7 @@ class Packing:
 
     @property
     def rows(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return len(self.bounds) - 1
 
     @property
@@ -57,7 +57,7 @@ class Packing:
 
 
 def pack(store: TokenStore, seq_len: int, *, chosen: Ints | None = None) -> Packing:
-    """The packing of the documents ``chosen``, by their numbers [documents]; None: of all.
+    """Pack the documents ``chosen``, by their indices [documents]; None: all.
 
     The same documents give the same packing. Raises RooftopError for a length below 1, or documents without a token.
     """
@@ -92,7 +92,7 @@ def pack(store: TokenStore, seq_len: int, *, chosen: Ints | None = None) -> Pack
 
 
 def fill(store: TokenStore, packing: Packing, rows: Ints) -> Batch[npt.NDArray[np.int32]]:
-    """The sequences ``rows`` [n] of a packing, all arrays [n, T] int32; a row beyond the last one is padding.
+    """Return the sequences ``rows`` [n] of a packing, all arrays [n, T] int32; a row after the last one is padding.
 
     ``segments`` count the pieces of a sequence from 1, and ``positions`` the tokens of each piece from 0; both are 0 in
     padding, as tokens are. The target is -1 in padding and behind the last token of a document.
@@ -116,7 +116,7 @@ def fill(store: TokenStore, packing: Packing, rows: Ints) -> Batch[npt.NDArray[n
 
 
 def _pieces(begins: Ints, ends: Ints, seq_len: int) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-    """Starts, lengths and whether more follows, of all pieces of documents, in order."""
+    """Starts and lengths of all pieces of documents, in order; and True for those with a next piece."""
     counts = -(-(ends - begins) // seq_len)
     document = np.repeat(np.arange(len(begins)), counts)
     place = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -127,7 +127,7 @@ def _pieces(begins: Ints, ends: Ints, seq_len: int) -> tuple[Ints, Ints, npt.NDA
 
 @dataclass(frozen=True, kw_only=True)
 class _Cohort:
-    """So many sequences that have the same lengths in them: ``pieces``, how many times each length."""
+    """``count`` sequences with the same lengths in them: ``pieces`` counts each length."""
 
     rows: int
     pieces: tuple[tuple[int, int], ...]

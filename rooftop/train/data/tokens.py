@@ -1,4 +1,4 @@
-"""Token ids on disk: texts tokenised once, or arrays that somebody else made, read where they lie."""
+"""Token ids on disk: texts tokenised once, or existing arrays, read in place."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class TokenStore:
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self.offsets) - 1
 
     def read(self, start: int, stop: int) -> Ids:
-        """Tokens ``start`` to ``stop`` of a document, counted from the beginning of the store."""
+        """Return tokens ``start`` to ``stop``, counted from the beginning of the store."""
         part = bisect_right(self._starts, start) - 1
         begin = self._starts[part]
         return np.array(self.parts[part][start - begin : stop - begin], np.int32)
@@ -71,7 +71,7 @@ def tokenise(
     field: str = "text",
     progress: Progress | None = None,
 ) -> TokenStore:
-    """The corpus as token ids: made once in ``folder``, and found there by whoever asks for the same again.
+    """Tokenise the corpus once into ``folder``; the next call with the same corpus reads it there.
 
     Each document begins with ``tokenizer.bos`` and ends with ``tokenizer.eos``, where there are such. What is made
     depends on the tokenizer, the content of the files and ``field``; it appears whole or not at all, and processes that
@@ -106,7 +106,7 @@ def tokenise(
 
 
 def token_arrays(corpus: Corpus, *, vocab: int, progress: Progress | None = None) -> TokenStore:
-    """Arrays of token ids, read where they lie: .npy, or .bin of uint16 or uint32 with a JSON file beside it.
+    """Open arrays of token ids in place: .npy, or .bin of uint16 or uint32 with a JSON file next to it.
 
     That file, of the same name, says ``{"dtype": "uint16", "eos": 2}``: a document ends after each ``eos``; where there
     is none, an array [tokens] is one document, and each row of an array [documents, tokens] is one. Every id is read
@@ -139,7 +139,7 @@ def token_arrays(corpus: Corpus, *, vocab: int, progress: Progress | None = None
 
 
 def unigram_entropy(store: TokenStore) -> float:
-    """Entropy of how often each token id occurs in the store, in nats per token.
+    """Return the entropy of the frequencies of token ids in the store, in nats per token.
 
     The cross-entropy of the best model that sees no context: one whose loss is below it has learned from context.
     """
@@ -155,14 +155,14 @@ def unigram_entropy(store: TokenStore) -> float:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of this name; the system lets go of it for a process that is killed."""
+    """Hold the lock of this name; the system releases the lock of a process that is killed."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _opened(place: Path, key: str) -> TokenStore | None:
-    """The store at ``place``; None if there is none, or not the whole of it."""
+    """The store at ``place``; None if it is missing or incomplete."""
     try:
         about = json.loads((place / "store.json").read_text(encoding="utf-8"))
         tokens = np.memmap(place / "tokens.bin", dtype=about["dtype"], mode="r")
@@ -197,7 +197,7 @@ def _write(place: Path, corpus: Corpus, tokenizer: Tokenizer, field: str, progre
 
 
 def _groups(found: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in groups that are worth encoding in parallel."""
+    """Yield documents in groups large enough to encode in parallel."""
     group: list[Document] = []
     characters = 0
     for document in found:
@@ -216,7 +216,7 @@ def _to_disk(file: BinaryIO) -> None:
 
 
 def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
-    """The memory-mapped array, and the id that ends a document if its sidecar names one."""
+    """The memory-mapped array, and the id that ends a document, if its JSON file names one."""
     beside = sidecar(path)
     example = '{"dtype": "uint16", "eos": 2}'
     try:
@@ -245,7 +245,7 @@ def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
 
 
 def _checked(flat: npt.NDArray[Any], path: Path, vocab: int, eos: int | None) -> npt.NDArray[np.int64]:
-    """The places after each ``eos``, once every id is known to be in the vocabulary."""
+    """The indices after each ``eos``. Raises RooftopError for an id outside of the vocabulary."""
     ends = [np.zeros(0, np.int64)]
     for start in range(0, len(flat), _CHUNK):
         ids = flat[start : start + _CHUNK]
