@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_line(arguments):
         (["ui", "--port", "x"], "port: got 'x'; accepted: a whole number from 0 to 65535"),
         (
             ["bench", "collectives", "-o", "/"],
-            "output: File '/' is a directory; accepted: --output FILE: Write the JSON object here",
+            "output: File '/' is a directory; accepted: --output FILE: Write the JSON answer here",
         ),
     ],
 )

@@ -26,14 +26,14 @@ def test_a_run_by_keywords_and_resumed_by_a_request(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
     result = rooftop.train(
         model=folder / "config.json", data=folder / "corpus", run=folder / "run", steps=2, vocab=300, seq_len=32,
-        batch_seqs=8, samples=0, mesh="data=8",
+        batch_seqs=8, samples=0, mesh="data=1",
     )  # fmt: skip
     assert result.step == 2 and result.stopped_by is None and result.last is not None
     assert [row["step"] for row in result.rows if "loss" in row] == [1, 2]
     assert result.rows[1]["loss"] == result.last.loss and result.rows[-1]["eval_loss"] == result.evaluation.loss
     assert repr(result).startswith("step 2 done; loss ") and repr(result).endswith(f"; run in {folder / 'run'}")
     request = TrainRequest.resumed(folder / "run", {"steps": 3})
-    assert (request.batch_seqs, request.seq_len, request.decay_steps, request.axes) == (8, 32, 2, {"data": 8})
+    assert (request.batch_seqs, request.seq_len, request.decay_steps, request.axes) == (8, 32, 2, {"data": 1})
     resumed = rooftop.train(request)
     assert resumed.step == 3 and len([row for row in resumed.rows if "loss" in row]) == 3
     data = json.loads(json.dumps(resumed.to_json()))
