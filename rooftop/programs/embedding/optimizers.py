@@ -87,8 +87,8 @@ def _sgd(optimizer: TableOptimizer) -> Rule:
         row: Float[Array, "N W"],
         slots: Slots,
         g: Float[Array, "N W"],
-        rate: Float[Array, ""],
-        step: Num[Array, ""],
+        rate: Float[Array, "..."],
+        step: Num[Array, "..."],
         widths: Float[Array, "*widths"],
     ) -> tuple[Float[Array, "N W"], Slots]:
         return row - rate * g, ()
@@ -103,8 +103,8 @@ def _adagrad(optimizer: TableOptimizer) -> Rule:
         row: Float[Array, "N W"],
         slots: Slots,
         g: Float[Array, "N W"],
-        rate: Float[Array, ""],
-        step: Num[Array, ""],
+        rate: Float[Array, "..."],
+        step: Num[Array, "..."],
         widths: Float[Array, "*widths"],
     ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + g * g
@@ -120,8 +120,8 @@ def _rowwise_adagrad(optimizer: TableOptimizer) -> Rule:
         row: Float[Array, "N W"],
         slots: Slots,
         g: Float[Array, "N W"],
-        rate: Float[Array, ""],
-        step: Num[Array, ""],
+        rate: Float[Array, "..."],
+        step: Num[Array, "..."],
         widths: Float[Array, "*widths"],
     ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + jnp.sum(g * g, axis=1, keepdims=True) / widths
@@ -140,8 +140,8 @@ def _adam(optimizer: TableOptimizer) -> Rule:
         row: Float[Array, "N W"],
         slots: Slots,
         g: Float[Array, "N W"],
-        rate: Float[Array, ""],
-        step: Num[Array, ""],
+        rate: Float[Array, "..."],
+        step: Num[Array, "..."],
         widths: Float[Array, "*widths"],
     ) -> tuple[Float[Array, "N W"], Slots]:
         first = beta1 * slots[0] + (1 - beta1) * g
@@ -161,8 +161,8 @@ def _ftrl(optimizer: TableOptimizer) -> Rule:
         row: Float[Array, "N W"],
         slots: Slots,
         g: Float[Array, "N W"],
-        rate: Float[Array, ""],
-        step: Num[Array, ""],
+        rate: Float[Array, "..."],
+        step: Num[Array, "..."],
         widths: Float[Array, "*widths"],
     ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + g * g
@@ -188,8 +188,8 @@ def _adagrad_momentum(optimizer: TableOptimizer) -> Rule:
         row: Float[Array, "N W"],
         slots: Slots,
         g: Float[Array, "N W"],
-        rate: Float[Array, ""],
-        step: Num[Array, ""],
+        rate: Float[Array, "..."],
+        step: Num[Array, "..."],
         widths: Float[Array, "*widths"],
     ) -> tuple[Float[Array, "N W"], Slots]:
         total = slots[0] + g * g if beta2 == 1 else beta2 * slots[0] + (1 - beta2) * g * g
