@@ -323,7 +323,7 @@ def test_a_run_goes_from_two_processes_to_one_and_back(corpus: Path) -> None:
     assert found == pytest.approx(straight, abs=1e-6, rel=0)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_lost_process_ends_the_other_with_one_line(corpus: Path, victim: int) -> None:
     folder = corpus / f"lost{victim}"
     where = f"127.0.0.1:{free_port()}"
