@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rooftop.core.scopes import is_scope
+from tests.support.ports import free_port
 from tests.support.quickly import QUICK_FLAGS
 
 CONFIG = {
@@ -122,13 +122,6 @@ def checkpoint_arrays(run: Path, step: int) -> dict[str, bytes]:
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute())
     return {name: np.asarray(value).tobytes() for name, value in found.items()}
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
