@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,7 +13,7 @@ import pytest
 
 from rooftop.arrays.rules import Rules
 from rooftop.checkpoints.names import entries, from_checkpoint, to_checkpoint
-from rooftop.models import ModelConfig, count_params, from_huggingface, load_model, presets
+from rooftop.models import count_params, load_model, presets
 from rooftop.models.segments import segments
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.model.describe import describe
@@ -30,30 +25,7 @@ from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, init_state, train_step
 from tests.support.curves import mesh_of, program_of
 from tests.support.quickly import QUICKLY
-
-ORACLES = Path(__file__).parents[1] / "oracles"
-NAMES = sorted(json.loads((ORACLES / "tiny_models.json").read_text()))
-
-
-def load_module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ORACLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TINY = load_module("tiny_weights")
-
-
-@cache
-def case(name: str) -> tuple[ModelConfig, dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Model, facts, weights by their published names, and what transformers made of them."""
-    facts = json.loads((ORACLES / "logits" / f"{name}.json").read_text())
-    weights = TINY.weights(facts["weights"], facts["norm_mean"])
-    assert TINY.checksum(weights) == facts["weights_checksum"]
-    golden = np.load(ORACLES / "logits" / f"{name}.npz")
-    return from_huggingface(facts["config"], name), facts, weights, dict(golden)
+from tests.support.tiny_models import NAMES, TINY, case
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,7 +50,7 @@ CASES = [
     pytest.param(FOUR, {"schedule": "gpipe"}, id="gpipe"),
     pytest.param(FOUR, {"schedule": "1f1b"}, id="1f1b"),
     pytest.param(FOUR, INTERLEAVED, id="interleaved"),
-    pytest.param(FOUR, {"schedule": "zero_bubble"}, id="zero_bubble"),
+    pytest.param(FOUR, {"schedule": "zero_bubble"}, id="zero_bubble", marks=SLOW),
     pytest.param(MIXED, {"schedule": "zero_bubble", "remat": "matmuls"}, id="zero_bubble-mixed"),
     pytest.param(MIXED, {"schedule": "gpipe", "remat": "none"}, id="gpipe-mixed", marks=SLOW),
     pytest.param(MIXED, {"schedule": "1f1b", "loss_chunks": 2}, id="1f1b-mixed", marks=SLOW),

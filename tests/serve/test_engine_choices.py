@@ -20,8 +20,8 @@ from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.requests import Constraint, Sampling, Token
-from tests.programs.test_families import case
 from tests.support.engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine
+from tests.support.tiny_models import case
 
 PROMPTS = [each["prompt"] for each in GREEDY["llama"]]
 

@@ -16,8 +16,8 @@ import pytest
 from rooftop.serve.hosts.together import own_host
 from tests.cli import test_serve as test_serve_cli
 from tests.serve.test_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
+from tests.support.ports import free_port
 from tests.support.serving_process import Served, started
-from tests.train.test_train import free_port
 
 #: The model of those tests, and a tokenizer.
 tiny = test_serve_cli.folder

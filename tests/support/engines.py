@@ -17,8 +17,8 @@ from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import load
 from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
-from tests.programs.test_families import ORACLES, case
 from tests.support.quickly import QUICKLY
+from tests.support.tiny_models import ORACLES, case
 
 GREEDY: dict[str, Any] = json.loads((ORACLES / "greedy.json").read_text())
 NAMES = sorted(set(GREEDY) - {"made_with"})
