@@ -32,11 +32,11 @@ def transposed(step: Step) -> Step:
     """
     if step.multiplies:
         raise RooftopError("step", str(step), "a collective; a multiplication has a derivative for each operand")
-    given, wanted = (_dual(array, step.axes) for array in (step.output, step.inputs[0]))
+    cotangent, target = (_dual(array, step.axes) for array in (step.output, step.inputs[0]))
     if step.op == "permute":
-        return steps.permute(given, wanted)
+        return steps.permute(cotangent, target)
     dims = step.dims[::-1] if step.op == "all_to_all" else step.dims
-    return steps.make(TRANSPOSES[step.op], given, axes=step.axes, dims=dims)
+    return steps.make(TRANSPOSES[step.op], cotangent, axes=step.axes, dims=dims)
 
 
 def _dual(array: ShardedArray, axes: Sequence[str]) -> ShardedArray:
@@ -73,47 +73,47 @@ def backward(einsum: Einsum, strategy: Strategy, prices: Prices) -> Backward:
     """The backward program of a strategy of ``einsum``."""
     multiply = next(step for step in strategy.steps if step.multiplies)
     plain = next(step for step in multiply.parts if step.op == "einsum")
-    given = derivative(einsum.output)
+    output_gradient = derivative(einsum.output)
     # A gather of the derivative that belongs to an overlapped scatter stays with the multiplications.
-    made = derivative(multiply.output if multiply.op == "einsum_reduce_scatter" else plain.output)
-    to_made = Paths(given, prices).to(made)
+    partial_gradient = derivative(multiply.output if multiply.op == "einsum_reduce_scatter" else plain.output)
+    to_made = Paths(output_gradient, prices).to(partial_gradient)
     programs = []
     for side, array in enumerate((einsum.left, einsum.right)):
-        product = _product(side, made, multiply, plain)
+        product = _product(side, partial_gradient, multiply, plain)
         chosen = (product, *Paths(product.output, prices).to(derivative(array)))
         programs.append(priced(chosen, product.inputs, prices))
-    return Backward(output=priced(to_made, (given,), prices), left=programs[0], right=programs[1])
+    return Backward(output=priced(to_made, (output_gradient,), prices), left=programs[0], right=programs[1])
 
 
-def _product(side: int, made: ShardedArray, multiply: Step, plain: Step) -> Step:
+def _product(side: int, partial_gradient: ShardedArray, multiply: Step, plain: Step) -> Step:
     """The multiplication of the output's derivative by the other operand: overlapped where the forward one was."""
-    wanted = plain.inputs[side]
+    target = plain.inputs[side]
     factor = multiply.inputs[1 - side]
-    inputs = (made, factor) if side == 0 else (factor, made)
-    at = inputs.index(made)
+    inputs = (partial_gradient, factor) if side == 0 else (factor, partial_gradient)
+    at = inputs.index(partial_gradient)
     if multiply.op == "einsum_reduce_scatter":
-        return _gathering(inputs, at, multiply, wanted)
+        return _gathering(inputs, at, multiply, target)
     if multiply.op == "all_gather_einsum" and side != multiply.operand:
-        return _gathering(inputs, 1 - at, multiply, wanted)
-    found = steps.einsum(*inputs, wanted.dims, wanted.dtype)
-    if multiply.op == "all_gather_einsum" and set(multiply.axes) <= set(found.output.unreduced):
-        scattered = steps.reduce_scatter(found.output, list(zip(multiply.axes, multiply.dims, strict=True))).output
+        return _gathering(inputs, 1 - at, multiply, target)
+    product = steps.einsum(*inputs, target.dims, target.dtype)
+    if multiply.op == "all_gather_einsum" and set(multiply.axes) <= set(product.output.unreduced):
+        scattered = steps.reduce_scatter(product.output, list(zip(multiply.axes, multiply.dims, strict=True))).output
         return Step(
             op="einsum_reduce_scatter",
-            inputs=found.inputs,
+            inputs=product.inputs,
             output=scattered,
             axes=multiply.axes,
             dims=multiply.dims,
             bidirectional=multiply.bidirectional,
         )
-    return found
+    return product
 
 
-def _gathering(inputs: Sequence[ShardedArray], operand: int, multiply: Step, wanted: ShardedArray) -> Step:
+def _gathering(inputs: Sequence[ShardedArray], operand: int, multiply: Step, target: ShardedArray) -> Step:
     """An overlapped multiplication that gathers ``inputs[operand]`` along the axis and dim of ``multiply``."""
     gathered = list(inputs)
     gathered[operand] = steps.all_gather(inputs[operand], list(zip(multiply.axes, multiply.dims, strict=True))).output
-    product = steps.einsum(gathered[0], gathered[1], wanted.dims, wanted.dtype)
+    product = steps.einsum(gathered[0], gathered[1], target.dims, target.dtype)
     return Step(
         op="all_gather_einsum",
         inputs=tuple(inputs),

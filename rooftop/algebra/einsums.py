@@ -74,21 +74,21 @@ def cases(einsum: Einsum) -> tuple[Case, ...]:
         for array in (einsum.left, einsum.right)
     ]
     contracted = set(einsum.contracted)
-    found: dict[int, list[str]] = {2: [], 3: [], 4: []}
+    dims_by_case: dict[int, list[str]] = {2: [], 3: [], 4: []}
     for axis in dict.fromkeys((*placed[0], *placed[1])):
         left, right = (place.get(axis) for place in placed)
         if left == right and left in contracted:
-            found[3].append(axis)
+            dims_by_case[3].append(axis)
         elif left is not None and right is not None and left != right:
-            found[4 if not {left, right} & contracted else 2].append(axis)
+            dims_by_case[4 if not {left, right} & contracted else 2].append(axis)
         elif (left or right) in contracted:
-            found[2].append(axis)
+            dims_by_case[2].append(axis)
     rules = {
         2: "one operand is split over the contracted dim: gather it there, or split the other one too",
         3: "both operands are split over the contracted dim: multiply shards, then sum (AllReduce or ReduceScatter)",
         4: "both operands are split over the same axis on dims that stay: gather one of them first",
     }
-    applying = tuple(Case(number, tuple(axes), rules[number]) for number, axes in found.items() if axes)
+    applying = tuple(Case(number, tuple(axes), rules[number]) for number, axes in dims_by_case.items() if axes)
     return applying or (Case(1, (), "no contracted dim is split: multiply shards, nothing moves"),)
 
 
@@ -164,7 +164,7 @@ class Strategy:
 
     @property
     def rule(self) -> str:
-        """What the strategy does, in words."""
+        """Description of the strategy in words."""
         parts = []
         for step in self.steps:
             over, ways = ",".join(step.axes), ", both ways round" if step.bidirectional else ""
@@ -194,7 +194,7 @@ def strategies(einsum: Einsum, prices: Prices, *, overlapped: bool = True) -> tu
     """
     to_left, to_right = Paths(einsum.left, prices), Paths(einsum.right, prices)
     to_output = Paths(einsum.output, prices, backwards=True)
-    found: dict[tuple[Step, ...], Strategy] = {}
+    by_steps: dict[tuple[Step, ...], Strategy] = {}
     for left, right in _placements(einsum, prices):
         multiply = steps.einsum(left, right, einsum.output.dims, einsum.output.dtype)
         plain = (*to_left.to(left), *to_right.to(right), multiply, *to_output.to(multiply.output))
@@ -202,19 +202,19 @@ def strategies(einsum: Einsum, prices: Prices, *, overlapped: bool = True) -> tu
         if overlapped:
             variants += _overlaps(to_left.to(left), to_right.to(right), multiply, to_output.to(multiply.output), prices)
         for chosen in variants:
-            if chosen not in found:
-                found[chosen] = priced(chosen, (einsum.left, einsum.right), prices)
-    return tuple(sorted(found.values(), key=lambda strategy: (strategy.time_s, len(strategy.steps))))
+            if chosen not in by_steps:
+                by_steps[chosen] = priced(chosen, (einsum.left, einsum.right), prices)
+    return tuple(sorted(by_steps.values(), key=lambda strategy: (strategy.time_s, len(strategy.steps))))
 
 
 def priced(chosen: Sequence[Step], arrays: Sequence[ShardedArray], prices: Prices) -> Strategy:
     """Steps that take ``arrays`` to a result, as a strategy with its costs."""
-    held, most = list(arrays), 0.0
+    live, most = list(arrays), 0.0
     for step in chosen:
-        most = max(most, sum(map(prices.bytes, [*held, step.output])))
+        most = max(most, sum(map(prices.bytes, [*live, step.output])))
         for array in step.inputs:
-            held.remove(array)
-        held.append(step.output)
+            live.remove(array)
+        live.append(step.output)
     return Strategy(steps=tuple(chosen), costs=tuple(map(prices.cost, chosen)), memory_bytes=most)
 
 

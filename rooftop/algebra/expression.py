@@ -53,8 +53,8 @@ def parse(text: str, dtype: str | None = None) -> Einsum | Reshard | Step | Shar
         raise RooftopError("expression", text, _FORMS)
     if called := _CALL.fullmatch(sides[0].strip()):
         step = _collective(text, called, dtype)
-        if len(sides) == 2 and (wanted := _array(sides[1], dtype)) != step.output:
-            raise RooftopError("output", str(wanted), f"{step.output}, which is what the collective gives")
+        if len(sides) == 2 and (output := _array(sides[1], dtype)) != step.output:
+            raise RooftopError("output", str(output), f"{step.output}, which is what the collective gives")
         return step
     factors = _TIMES.split(sides[0])
     arrays = [_array(factor, dtype) for factor in factors]
@@ -99,15 +99,15 @@ def _collective(text: str, called: re.Match[str], dtype: str | None) -> Step:
     for axis in axes:
         if axis not in used:
             raise unknown("mesh axis", axis, used or ("none",))
-    held = {axis: dim for dim, split in zip(array.dims, array.axes, strict=True) for axis in split}
+    axis_dims = {axis: dim for dim, split in zip(array.dims, array.axes, strict=True) for axis in split}
     if op == "all_reduce":
         return steps.all_reduce(array, axes)
     if op == "all_gather":
-        return steps.all_gather(array, [(axis, held.get(axis, "")) for axis in used if axis in axes])
+        return steps.all_gather(array, [(axis, axis_dims.get(axis, "")) for axis in used if axis in axes])
     if len(dims) != 1:
         raise RooftopError(
             "expression", text, f"the dim that is split, as in {name}_{{{','.join(axes)},{array.dims[0]}}}(...)"
         )
     if op == "reduce_scatter":
         return steps.reduce_scatter(array, [(axis, dims[0]) for axis in axes])
-    return steps.all_to_all(array, axes, held.get(axes[0], ""), dims[0])
+    return steps.all_to_all(array, axes, axis_dims.get(axes[0], ""), dims[0])

@@ -1,4 +1,4 @@
-"""What steps cost on a mesh: bytes, FLOPs, and seconds by resource.
+"""Costs of steps on a mesh: bytes, FLOPs, and seconds by resource.
 
 Three prices, never mixed. ``bound``: peak rates, a collective the larger of its hops and its bytes. ``expected``: the
 named fractions of the chip, and a collective's start, hops and bytes one after another. ``book``: the book's forms
@@ -32,9 +32,9 @@ Laid = tuple[tuple[str, tuple[AxisPiece, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one step costs on one device.
+    """Cost of one step on one device.
 
-    ``bytes`` is the collective's payload as in ``rooftop.core.ledger.Collective``; ``hbm_bytes`` what a multiplication
+    ``bytes`` is the payload as in ``core.ledger.Collective``; ``hbm_bytes`` are the bytes that a multiplication
     reads and writes. ``resources`` has the seconds that each resource is busy, ``latency_s`` those of the hops, and
     ``time_s`` how long the step takes.
     """
@@ -95,8 +95,8 @@ class Prices:
             return self._permute(step)
         if step.collective is None:
             return Cost()
-        held = step.output if step.op == "all_gather" else step.inputs[0]
-        return self._collective(step.op, step.axes, self.bytes(held))
+        payload = step.output if step.op == "all_gather" else step.inputs[0]
+        return self._collective(step.op, step.axes, self.bytes(payload))
 
     def bytes(self, array: ShardedArray) -> float:
         """Bytes of one device's shard. Raises RooftopError where its dims do not split evenly."""
@@ -116,20 +116,20 @@ class Prices:
         if key not in self._groups:
             form = "book" if self.kind == "book" else "exact"
             self._groups[key] = _price(self.mesh.slice, self._laid, *key, form)
-        found = self._groups[key]
-        busy = {name: float(seconds) for name, seconds in found.bound_s(payload).items() if seconds > 0}
+        group = self._groups[key]
+        busy = {name: float(seconds) for name, seconds in group.bound_s(payload).items() if seconds > 0}
         if self.kind == "expected":
             efficiency = self.rates.network_efficiency(kind)
-            seconds = float(found.expected_s(payload, efficiency, self.rates.collective_start_s))
+            seconds = float(group.expected_s(payload, efficiency, self.rates.collective_start_s))
         else:
             # Over ICI and DCN one after the other: each part waits for the other's result.
             seconds = sum(busy.values())
-        latency_s = float(sum(found.latency_s.values()))
+        latency_s = float(sum(group.latency_s.values()))
         return Cost(bytes=payload, resources=busy, latency_s=latency_s, time_s=seconds)
 
     def _permute(self, step: Step) -> Cost:
         source, target = step.inputs[0], step.output
-        before, after = (shard_order(each.axes, each.unreduced, self._shape) for each in (source, target))
+        before, after = (shard_order(array.axes, array.unreduced, self._shape) for array in (source, target))
         return self.permute(before, after, self.bytes(source))
 
     def permute(self, before: tuple[str, ...], after: tuple[str, ...], payload: float) -> Cost:
@@ -173,7 +173,7 @@ class Prices:
         return Cost(flops=flops, hbm_bytes=moved, resources=busy, time_s=seconds)
 
     def _overlapped(self, step: Step) -> Cost:
-        """A collective matmul over N devices: N pieces are multiplied while N - 1 transfers run beside them.
+        """A collective matmul over N devices: N pieces are multiplied while N - 1 transfers run next to them.
 
         The first piece of a gather is there from the start, and the last of a scatter has nowhere to go, so one piece
         stands alone. An AllReduce scatters its parts one after the other; each is gathered while the next one is
@@ -216,10 +216,10 @@ class Prices:
         if not step.bidirectional:
             # One way round a ring takes as long as there and back on a line.
             group = replace(group, ring=np.zeros_like(group.ring))
-        found = price("all_gather", group)
+        priced = price("all_gather", group)
         if self.kind == "expected":
-            return float(found.expected_s(payload, self.rates.network_efficiency("permute"), 0.0))
-        return float(sum(found.bound_s(payload).values()))
+            return float(priced.expected_s(payload, self.rates.network_efficiency("permute"), 0.0))
+        return float(sum(priced.bound_s(payload).values()))
 
     def _matmul_dtype(self, step: Step) -> str:
         left, right = step.inputs

@@ -102,17 +102,17 @@ class Paths:
             moves.append(move.transposed(_dual(node, self._mesh)) if self.backwards else move)
             edge = self._reached[node][2]
         array = other if self.backwards else self.origin
-        found: list[Step] = []
+        path: list[Step] = []
         for move in moves if self.backwards else reversed(moves):
             step = _step(move, array)
             array = step.output
-            if found and (found[-1].op, step.op) == ("slice", "slice"):
-                before = found.pop()
+            if path and (path[-1].op, step.op) == ("slice", "slice"):
+                before = path.pop()
                 step = steps.slice_(
                     before.inputs[0], list(zip(before.axes + step.axes, before.dims + step.dims, strict=True))
                 )
-            found.append(step)
-        return tuple(found)
+            path.append(step)
+        return tuple(path)
 
     @cached_property
     def _mesh(self) -> Mapping[str, int]:
@@ -249,8 +249,8 @@ def _each_move(node: Sharding, mesh: Axes) -> Iterator[_Move]:
     for lengths in product(*(range(len(axes) + 1) for axes in split)):
         pairs = [(axis, dim) for dim in dims for axis in split[dim][len(split[dim]) - lengths[dim] :]]
         if pairs:
-            kept = tuple(axes[: len(axes) - length] for axes, length in zip(split, lengths, strict=True))
-            yield _Move("all_gather", *_columns(pairs), (kept, unreduced))
+            shortened = tuple(axes[: len(axes) - length] for axes, length in zip(split, lengths, strict=True))
+            yield _Move("all_gather", *_columns(pairs), (shortened, unreduced))
     for source, target in permutations(dims, 2):
         for length in range(1, len(split[source]) + 1):
             moved = split[source][-length:]

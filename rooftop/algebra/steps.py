@@ -70,7 +70,7 @@ class Step:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the step is an einsum, overlapped or not."""
+        """True if the step is an einsum, overlapped or not."""
         return self.op == "einsum" or self.op in OVERLAPPED_OPS
 
     @property
@@ -230,7 +230,7 @@ def shard_numbers(array: ShardedArray, mesh: Mapping[str, int]) -> npt.NDArray[n
 
 def permutation(step: Step, mesh: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """(source, target) device numbers in mesh order of a permute, [n, 2]: what already is in place stays."""
-    before, after = (shard_order(each.axes, each.unreduced, mesh) for each in (step.inputs[0], step.output))
+    before, after = (shard_order(array.axes, array.unreduced, mesh) for array in (step.inputs[0], step.output))
     return permuted(before, after, mesh)
 
 
@@ -297,7 +297,7 @@ def _appended(array: ShardedArray, axes: Sequence[tuple[str, str]]) -> tuple[tup
 
 
 def _places(array: ShardedArray) -> dict[str, object]:
-    """Where each mesh axis stands: a dim and a position in its subscript, or among the unreduced."""
+    """Position of each mesh axis: a dim and an index in its subscript, or an index among the unreduced axes."""
     placed: dict[str, object] = {
         axis: (dim, position)
         for dim, split in zip(array.dims, array.axes, strict=True)

@@ -39,7 +39,7 @@ class AxisPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSpan:
-    """What the devices of one logical axis see of the network; every array is [..., P] over physical axes.
+    """The network as devices along one logical axis see it; every array is [..., P] over physical axes.
 
     ``size`` is 1 where the axis is not used. ``ring`` marks pieces that close through a wraparound; ``stride`` is the
     number of physical links per hop, and so the number of groups that share each link.
@@ -103,9 +103,11 @@ class Mesh:
             )
             strides = [prod(piece.size for piece in pieces[:rank]) for rank in range(len(pieces) + 1)]
             if [*(piece.stride for piece in pieces), axis.size] != strides:
-                given = ", ".join(f"{piece.axis}[{piece.stride}:{piece.size}]" for piece in pieces) or "nothing"
+                pieces_text = ", ".join(f"{piece.axis}[{piece.stride}:{piece.size}]" for piece in pieces) or "nothing"
                 raise RooftopError(
-                    "mesh", given, f"pieces that tile physical axis {name} of size {axis.size} without gap or overlap"
+                    "mesh",
+                    pieces_text,
+                    f"pieces that tile physical axis {name} of size {axis.size} without gap or overlap",
                 )
         for laid in self.axes.values():
             for piece in laid:
@@ -122,7 +124,7 @@ class Mesh:
         return prod(self.shape.get(name, 1) for name in names)
 
     def span(self, *names: str) -> AxisSpan:
-        """What the devices of the named axes together see of the network, arrays [P].
+        """The network as devices along the named axes together see it, arrays [P].
 
         Pieces of several axes on one physical axis join into a longer run. Where they are not next to each other the
         stride is that of an even run of as many devices: the mean number of groups that share a link.
@@ -196,18 +198,20 @@ class Mesh:
         multiply to the devices of the slice.
         """
         if prod(sizes.values()) != slice_.devices:
-            given = " x ".join(f"{name}={size}" for name, size in sizes.items())
-            raise RooftopError("mesh", given, f"sizes that multiply to the {slice_.devices} devices of {slice_.name}")
+            requested = " x ".join(f"{name}={size}" for name, size in sizes.items())
+            raise RooftopError(
+                "mesh", requested, f"sizes that multiply to the {slice_.devices} devices of {slice_.name}"
+            )
         physical = sorted(slice_.physical_axes, key=lambda axis: {"dcn": 0, "core": 2}.get(axis.kind, 1))
         # Divide one physical axis after another; the fewest pieces, then the fewest crossings of the two orders.
-        found: list[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]] = [((), tuple(sizes.values()))]
+        layouts: list[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]] = [((), tuple(sizes.values()))]
         for axis in physical:
-            found = [
+            layouts = [
                 ((*before, factors), tuple(size // factor for size, factor in zip(left, factors, strict=True)))
-                for before, left in found
+                for before, left in layouts
                 for factors in _factors(axis.size, left)
             ]
-        _, best = min((_crossings(divisions), divisions) for divisions, _ in found)
+        _, best = min((_crossings(divisions), divisions) for divisions, _ in layouts)
         pieces: dict[str, tuple[AxisPiece, ...]] = {name: () for name in sizes}
         for axis, factors in zip(physical, best, strict=True):
             for position, (name, factor) in enumerate(zip(sizes, factors, strict=True)):

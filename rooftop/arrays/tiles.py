@@ -1,4 +1,4 @@
-"""How an array lies in a TPU's memory: HLO layouts such as ``f32[3,5]{1,0:T(2,2)}``, and padding to tiles.
+"""Arrays in a TPU's memory: HLO layouts such as ``f32[3,5]{1,0:T(2,2)}``, and padding to tiles.
 
 All shapes here are those of one device: take ``ShardedArray.local_shape`` first. Source of the layout notation: chapter
 9 and XLA's description of tiled layouts. Source of the padding rules: chapter 2.
@@ -163,7 +163,7 @@ class TileLayout:
         return offset
 
     def physical_order(self) -> Ints:
-        """What lies at each position in memory: the row-major number of the element, or -1 for padding. [elements]."""
+        """Row-major index of the element at each position in memory, or -1 for padding. [elements]."""
         order = np.full(prod(self.tiled_shape), -1, np.int64)
         if order.size:
             order[np.ravel(self.offset(tuple(np.indices(self.shape))))] = np.arange(prod(self.shape))

@@ -170,10 +170,6 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
-
-
 _KIND = "rooftop executable"
 
 
@@ -209,3 +205,7 @@ def load(data: bytes, devices: Sequence[jax.Device] | None = None) -> jax.stages
         serialized, arguments, results, execution_devices=devices
     )
     return loaded
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -66,7 +66,7 @@ def claimed(folder: Path) -> Iterator[None]:
     # Systems without it have no runs to keep apart, but files to write.
     import fcntl
 
-    made = not folder.exists()
+    created = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("wb")
@@ -80,6 +80,6 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if made and [each.name for each in folder.iterdir()] == [".lock"]:
+            if created and [entry.name for entry in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 folder.rmdir()

@@ -87,7 +87,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What rows of different ledgers are joined on: scope and phase."""
+        """The key on which rows of different ledgers are joined: scope and phase."""
         return self.scope, self.phase
 
     @property

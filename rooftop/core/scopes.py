@@ -62,12 +62,12 @@ _TRANSFORMATION = re.compile(r"\w+\(|\)")
 
 
 def is_scope(name: str) -> bool:
-    """Whether ``name`` is one of the scopes, a table's included ('tables/user/lookup')."""
+    """Return True if ``name`` is a scope, a table's included ('tables/user/lookup')."""
     return _SCOPE.fullmatch(name) is not None
 
 
 def is_phase(name: str) -> bool:
-    """Whether ``name`` is one of the phases."""
+    """Return True if ``name`` is a phase."""
     return name in PHASES
 
 

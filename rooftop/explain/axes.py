@@ -23,11 +23,11 @@ _NAMED = re.compile(r"mesh\[([^\]]*)\]")
 
 def devices_of(text: str) -> int:
     """Devices that a module is compiled for: by the first line of its text, or by the ids in its lists of groups."""
-    told = math.prod(int(each) for each in _DEVICES.findall(text.partition("\n")[0]))
-    listed = (int(each) for groups in _LISTED.findall(text) for each in re.findall(r"\d+", groups))
-    iotas = (math.prod(map(int, each.split(","))) for each in _IOTA.findall(text))
-    meshes = (math.prod(int(each) for each in re.findall(r"=(\d+)", mesh)) for mesh in _NAMED.findall(text))
-    return max(told, 1 + max(listed, default=0), max(iotas, default=1), max(meshes, default=1))
+    stated = math.prod(int(item) for item in _DEVICES.findall(text.partition("\n")[0]))
+    listed = (int(item) for groups in _LISTED.findall(text) for item in re.findall(r"\d+", groups))
+    iotas = (math.prod(map(int, item.split(","))) for item in _IOTA.findall(text))
+    meshes = (math.prod(int(item) for item in re.findall(r"=(\d+)", mesh)) for mesh in _NAMED.findall(text))
+    return max(stated, 1 + max(listed, default=0), max(iotas, default=1), max(meshes, default=1))
 
 
 def infer_mesh(module: Module, devices: int) -> dict[str, int]:
@@ -56,8 +56,8 @@ def infer_mesh(module: Module, devices: int) -> dict[str, int]:
 def axes_of(groups: Iterable[Groups], devices: int) -> dict[str, int]:
     """The same of groups as device ids."""
     edges = {1, devices}
-    for each in groups:
-        edges |= _edges(each[0]) if each else set()
+    for group in groups:
+        edges |= _edges(group[0]) if group else set()
     cuts = sorted(edges)
     if any(high % low for low, high in pairwise(cuts)):
         cuts = [1, devices]
@@ -81,20 +81,20 @@ def _connected(pairs: Groups) -> Groups:
     """The devices that the pairs of a permute lead to from each other."""
     whole: list[set[int]] = []
     for pair in pairs:
-        met = [each for each in whole if each & set(pair)]
-        whole = [each for each in whole if each not in met] + [set(pair).union(*met)]
-    return tuple(tuple(sorted(each)) for each in whole)
+        met = [part for part in whole if part & set(pair)]
+        whole = [part for part in whole if part not in met] + [set(pair).union(*met)]
+    return tuple(tuple(sorted(part)) for part in whole)
 
 
 def _edges(group: tuple[int, ...]) -> set[int]:
-    """Where a group's axes begin and end, in devices that vary faster."""
+    """Strides at which a group's axes begin and end."""
     members = sorted(group)
     if len(members) < 2:
         return set()
-    found, run = set[int](), 1
+    result, run = set[int](), 1
     step = members[1] - members[0]
     while run < len(members) and members[run] - members[run - 1] == step:
         run += 1
-    found |= {step, step * run}
+    result |= {step, step * run}
     # What is left is another axis above the first one.
-    return found | (_edges(tuple(members[::run])) if run < len(members) and len(members) % run == 0 else set())
+    return result | (_edges(tuple(members[::run])) if run < len(members) and len(members) % run == 0 else set())

@@ -1,4 +1,4 @@
-"""Planned beside compiled, row by row: what XLA does that was not planned, and what it leaves out.
+"""Planned next to compiled, row by row: what XLA does that was not planned, and what it leaves out.
 
 Rows join on (scope, phase); within a key, collectives join on their mesh axes and kind. A row that one side has and
 the other lacks is a finding, not an error.
@@ -22,7 +22,7 @@ SPELLED_AS: Mapping[str, str] = {"reduce_scatter": "all_reduce", "all_gather": "
 
 
 def stands_for(compiled: str, planned: str) -> bool:
-    """Whether a compiled kind of collective is another spelling of the planned one."""
+    """Return True if a compiled kind of collective is another spelling of the planned one."""
     return SPELLED_AS.get(planned) == compiled
 
 
@@ -41,12 +41,12 @@ class JoinedCollective:
 
     @property
     def spelled(self) -> str:
-        """How the compiler spells it, where that is not as planned."""
+        """The compiler's spelling, if it differs from the plan."""
         return "" if self.compiled_kinds in ((), (self.kind,)) else " and ".join(self.compiled_kinds)
 
     @property
     def agrees(self) -> bool:
-        """Whether both sides have it, with the same bytes."""
+        """True if both sides have it, with the same bytes."""
         return _same(self.planned_bytes or 0.0, self.compiled_bytes or 0.0)
 
     def __str__(self) -> str:
@@ -66,17 +66,19 @@ class JoinedRow:
     @property
     def unexpected(self) -> tuple[JoinedCollective, ...]:
         """Collectives that were compiled and not planned."""
-        return tuple(each for each in self.collectives if not each.planned_bytes)
+        return tuple(collective for collective in self.collectives if not collective.planned_bytes)
 
     @property
     def missing(self) -> tuple[JoinedCollective, ...]:
         """Collectives that were planned and not compiled."""
-        return tuple(each for each in self.collectives if not each.compiled_bytes)
+        return tuple(collective for collective in self.collectives if not collective.compiled_bytes)
 
     @property
     def agrees(self) -> bool:
-        """Whether FLOPs and every collective are the same on both sides."""
-        return _same(self.planned_flops, self.compiled_flops) and all(each.agrees for each in self.collectives)
+        """True if FLOPs and every collective are the same on both sides."""
+        return _same(self.planned_flops, self.compiled_flops) and all(
+            collective.agrees for collective in self.collectives
+        )
 
     @property
     def verdict(self) -> str:
@@ -85,15 +87,17 @@ class JoinedRow:
         if not _same(self.planned_flops, self.compiled_flops):
             compiled, planned = format_count(self.compiled_flops, "FLOPs"), format_count(self.planned_flops, "FLOPs")
             parts.append(f"{compiled} for {planned}")
-        for each in self.collectives:
-            compiled, planned = format_bytes(each.compiled_bytes or 0.0), format_bytes(each.planned_bytes or 0.0)
-            if each in self.unexpected:
-                parts.append(f"unexpected {each} of {compiled}")
-            elif each in self.missing:
-                parts.append(f"missing {each} of {planned}")
-            elif not each.agrees:
-                parts.append(f"{each}: {compiled} for {planned}")
-        return "; ".join(parts) or ", ".join(["as planned", *(str(each) for each in self.collectives if each.spelled)])
+        for item in self.collectives:
+            compiled, planned = format_bytes(item.compiled_bytes or 0.0), format_bytes(item.planned_bytes or 0.0)
+            if item in self.unexpected:
+                parts.append(f"unexpected {item} of {compiled}")
+            elif item in self.missing:
+                parts.append(f"missing {item} of {planned}")
+            elif not item.agrees:
+                parts.append(f"{item}: {compiled} for {planned}")
+        return "; ".join(parts) or ", ".join(
+            ["as planned", *(str(collective) for collective in self.collectives if collective.spelled)]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The joined row as plain JSON values."""
@@ -104,13 +108,13 @@ class JoinedRow:
             "compiled_flops": self.compiled_flops,
             "collectives": [
                 {
-                    "kind": each.kind,
-                    "axes": list(each.axes),
-                    "planned_bytes": each.planned_bytes,
-                    "compiled_bytes": each.compiled_bytes,
-                    "compiled_kinds": list(each.compiled_kinds),
+                    "kind": collective.kind,
+                    "axes": list(collective.axes),
+                    "planned_bytes": collective.planned_bytes,
+                    "compiled_bytes": collective.compiled_bytes,
+                    "compiled_kinds": list(collective.compiled_kinds),
                 }
-                for each in self.collectives
+                for collective in self.collectives
             ],
             "agrees": self.agrees,
             "verdict": self.verdict,
@@ -147,14 +151,14 @@ def _join_collectives(
     for (kind, axes), planned_bytes in planned.items():
         other = SPELLED_AS.get(kind, kind)
         kinds = (kind,) if other == kind or (other, axes) in planned else (kind, other)
-        found = {each: left.pop((each, axes)) for each in kinds if (each, axes) in left}
+        result = {kind: left.pop((kind, axes)) for kind in kinds if (kind, axes) in left}
         joined.append(
             JoinedCollective(
                 kind=kind,
                 axes=axes,
                 planned_bytes=planned_bytes,
-                compiled_bytes=sum(found.values()) if found else None,
-                compiled_kinds=tuple(found),
+                compiled_bytes=sum(result.values()) if result else None,
+                compiled_kinds=tuple(result),
             )
         )
     joined += [
@@ -172,9 +176,9 @@ def _collectives(rows: Iterable[Row]) -> dict[tuple[str, tuple[str, ...]], float
     """Bytes by kind and axes (in alphabetical order, since their order changes nothing), counts applied."""
     totals: dict[tuple[str, tuple[str, ...]], float] = {}
     for row in rows:
-        for each in row.collectives:
-            key = each.kind, tuple(sorted(each.axes))
-            nbytes = float(row.count) * float(each.bytes)
+        for collective in row.collectives:
+            key = collective.kind, tuple(sorted(collective.axes))
+            nbytes = float(row.count) * float(collective.bytes)
             if nbytes:
                 totals[key] = totals.get(key, 0.0) + nbytes
     return totals

@@ -209,13 +209,13 @@ def _cite(figure: list[Any], cited: Mapping[str, tuple[str, str]]) -> str:
     return f"{title}{note}, {date}"
 
 
-def _rates(given: Any) -> dict[str, float]:
-    if not isinstance(given, Mapping):
-        raise RooftopError("flops_per_s", given, "a mapping from dtype to FLOPs/s, such as {'bf16': 1.97e14}")
-    for dtype in given:
+def _rates(entries: Any) -> dict[str, float]:
+    if not isinstance(entries, Mapping):
+        raise RooftopError("flops_per_s", entries, "a mapping from dtype to FLOPs/s, such as {'bf16': 1.97e14}")
+    for dtype in entries:
         if dtype not in DTYPE_BYTES:
             raise unknown("flops_per_s", str(dtype), DTYPE_BYTES)
-    return {dtype: _positive(f"flops_per_s.{dtype}", rate) for dtype, rate in given.items()}
+    return {dtype: _positive(f"flops_per_s.{dtype}", rate) for dtype, rate in entries.items()}
 
 
 def _positive(name: str, value: Any) -> float:

@@ -200,7 +200,7 @@ def _outer(name: str, size: int, bytes_per_s: float) -> tuple[PhysicalAxis, ...]
 
 
 def _exists(spec: Chip, shape: Shape) -> bool:
-    """Whether the chip comes in this shape (axes in any order)."""
+    """Return True if the chip is sold in this shape (axes in any order)."""
     if spec.kind == "gpu":
         return len(shape) == 2 and shape[:1] in spec.slice_shapes and shape[1] > 0
     if len(shape) != spec.ici_axes or min(shape) < 1:
@@ -211,7 +211,7 @@ def _exists(spec: Chip, shape: Shape) -> bool:
 
 
 def _is_cubes(shape: Shape) -> bool:
-    """Whether a shape is made of whole 4x4x4 cubes, which optical switches join into a torus (book, ch. 2)."""
+    """Return True if a shape is made of whole 4x4x4 cubes, which optical switches join into a torus (book, ch. 2)."""
     return all(size % _CUBE == 0 for size in shape)
 
 
@@ -249,7 +249,7 @@ def _nearest(spec: Chip, shape: Shape, count: int = 3) -> list[Shape]:
             off = abs(math.log(math.prod(candidate) / chips))
         else:
             pairs = zip(sorted(candidate), sorted(shape), strict=True)
-            off = sum(abs(math.log(size / max(1, given))) for size, given in pairs)
+            off = sum(abs(math.log(size / max(1, requested))) for size, requested in pairs)
         return off, max(candidate)
 
     if spec.kind == "gpu":

@@ -1,4 +1,4 @@
-"""What a layer computes between its input and its output, and which of it each remat policy keeps.
+"""Activations of a layer between its input and output, and which of them each remat policy keeps.
 
 The names are the ones that programs pass to ``checkpoint_name``; the policies say ``save``, ``offload`` or
 ``recompute`` for each. Book, chapter 4: about 20 arrays a layer without remat, 1 with block remat.
@@ -75,7 +75,7 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     """Elements per token of each intermediate of one layer, before any sharding.
 
     In a layer of experts each token is held once per active expert (and for the shared ones). MLA makes its latents
-    beside queries, keys and values.
+    next to queries, keys and values.
     """
     widths = attention_kind(config).widths
     hidden: float = config.d_ff
@@ -87,7 +87,7 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
         "attn_normed": config.d_model,
         "qkv": widths.projected,
         "rope": widths.rotated if config.positions == "rope" else 0.0,
-        # The kernel keeps one float32 log-sum-exp per query and head beside its output.
+        # The kernel keeps one float32 log-sum-exp per query and head next to its output.
         "attn_core": config.heads * config.d_value + 2 * config.heads,
         "attn_out": config.d_model,
         "mlp_input": config.d_model,
@@ -105,14 +105,14 @@ def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bo
     and a rotation not what it rotated, unless norms stand between.
     """
     widths = checkpoint_widths(config, moe_layer=moe_layer)
-    kept = {name: 0.0 if policy[name] == "recompute" else width for name, width in widths.items()}
+    saved = {name: 0.0 if policy[name] == "recompute" else width for name, width in widths.items()}
     if config.norms_per_layer == 2:
-        kept["mlp_down"] = 0.0
-        if kept["mlp_input"]:
-            kept["attn_out"] = 0.0
-    if kept["rope"] and not config.qk_norm:
-        kept["qkv"] = min(kept["qkv"], attention_kind(config).widths.unrotated)
-    return kept
+        saved["mlp_down"] = 0.0
+        if saved["mlp_input"]:
+            saved["attn_out"] = 0.0
+    if saved["rope"] and not config.qk_norm:
+        saved["qkv"] = min(saved["qkv"], attention_kind(config).widths.unrotated)
+    return saved
 
 
 def checkpoint_bytes(tokens: float, layers: int, elements_per_token: float, *, element_bytes: float = 2.0) -> float:

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is: every size and switch that counting, planning and building it need.
+"""Configuration of a decoder-only transformer: the sizes and switches that counting, planning and building need.
 
 Dims as in the book: L layers, D model, F feed-forward, N query heads, K key/value heads, H head size, V vocabulary,
 E experts of which k are active.
@@ -30,7 +30,7 @@ _Config = TypeVar("_Config")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length the model was first trained on.
+    """Scaling of rotary frequencies beyond the sequence length of the first training.
 
     ``linear`` divides every frequency by ``factor``. ``llama3`` divides only wavelengths above original_max_seq_len /
     low_freq_factor, keeps those below original_max_seq_len / high_freq_factor and blends between. ``yarn`` (Peng et
@@ -229,12 +229,12 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts instead of an MLP."""
+        """Number of layers with experts instead of an MLP."""
         return 0 if self.moe is None else self.layers - self.moe.dense_layers
 
     @property
     def dense_layers(self) -> int:
-        """How many layers have an ordinary MLP."""
+        """Number of layers with an ordinary MLP."""
         return self.layers - self.moe_layers
 
     @property

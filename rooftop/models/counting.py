@@ -166,10 +166,10 @@ def kv_cache_bytes(config: ModelConfig, dtype: str, seq_len: Number) -> Number:
 
     ``seq_len`` may be an array.
     """
-    kept: Number = 0.0
+    cached: Number = 0.0
     for window, layers in _layers_by_window(config):
-        kept = kept + layers * _kept(seq_len, window)
-    return kept * kv_elements(config) * dtype_bytes(dtype)
+        cached = cached + layers * _kept(seq_len, window)
+    return cached * kv_elements(config) * dtype_bytes(dtype)
 
 
 def _layers_by_window(config: ModelConfig) -> list[tuple[int | None, int]]:

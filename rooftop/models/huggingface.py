@@ -24,17 +24,17 @@ def from_huggingface(source: Mapping[str, Any] | str | Path, name: str | None = 
     naming file and key on a file that cannot be read, a missing key, a wrong type or an unknown ``model_type``.
     """
     if isinstance(source, Mapping):
-        data, where, found = source, "config", "config"
+        data, where, source_name = source, "config", "config"
     else:
         path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
         data, where = _read(path), str(path)
-        found = path.resolve().parent.name if path.name == "config.json" else path.stem
+        source_name = path.resolve().parent.name if path.name == "config.json" else path.stem
     keys = Keys(data, where)
     family = keys.text("model_type")
     if family not in FAMILIES:
         raise unknown(keys.field("model_type"), family, FAMILIES)
     try:
-        return ModelConfig(name=name or found or "config", family=family, **FAMILIES[family](keys))
+        return ModelConfig(name=name or source_name or "config", family=family, **FAMILIES[family](keys))
     except RooftopError as error:
         if error.field.startswith(f"{where}:"):
             raise
@@ -48,7 +48,7 @@ def presets() -> tuple[str, ...]:
 
 
 def preset_source(name: str) -> str | None:
-    """Where the figures of the preset with this name or alias come from; None if there is none."""
+    """Source of the preset with this name or alias; None if it has none."""
     preset = _preset_name(name)
     return None if preset is None else str(_preset(preset)["source"])
 
@@ -117,7 +117,7 @@ class Keys:
         self.data = data
 
     def field(self, key: str) -> str:
-        """How an error names ``key``."""
+        """Name of ``key`` in errors."""
         return f"{self.where}: {self.prefix}{key}".rstrip(": .")
 
     def whole(
@@ -146,7 +146,7 @@ class Keys:
         return self._get(key, default, REQUIRED, str, "a text")
 
     def name(self, key: str, known: Mapping[str, Any], default: Any = REQUIRED) -> Any:
-        """What ``known`` has for the text under ``key``."""
+        """Return the value of ``known`` for the text under ``key``."""
         text = self.text(key, default)
         if text not in known:
             raise unknown(self.field(key), text, known)
@@ -162,7 +162,7 @@ class Keys:
         return Keys(data, self.where, f"{self.prefix}{key}.")
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is there and says something: neither null nor empty."""
+        """Return True if ``key`` is present and neither null nor empty."""
         return bool(self.data.get(key))
 
     def only(self, key: str, *accepted: Any) -> None:
@@ -229,7 +229,7 @@ def _bias(keys: Keys, default: bool = False) -> dict[str, bool]:
 
 
 def _rope_keys(keys: Keys) -> Keys:
-    """Where rotary settings stand: ``rope_scaling`` in files before 2025, ``rope_parameters`` since, or nowhere."""
+    """Rotary settings: ``rope_scaling`` in files before 2025, ``rope_parameters`` since then, or an empty mapping."""
     keys.only("partial_rotary_factor", 1)
     for key in ("rope_scaling", "rope_parameters"):
         if keys.has(key):
@@ -346,7 +346,7 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys, every: int, softcaps: tuple[float | None, float | None], **defaults: Any) -> dict[str, Any]:
-    """What Gemma 2 and 3 share: one layer in ``every`` is global, the others have a window."""
+    """Fields that Gemma 2 and 3 share: one layer in ``every`` is global, the others have a window."""
     activation = ("hidden_activation", "gelu_pytorch_tanh")
     fields = _decoder(keys, kv_heads=4, d_head=256, tied=True, activation=activation, **defaults)
     keys.only("use_bidirectional_attention", False)
@@ -407,7 +407,7 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 
 def _deepseek(keys: Keys, *, shared: int, dense: int, max_seq_len: int, **router: Any) -> dict[str, Any]:
-    """What DeepSeek-V2 and V3 share: latent attention, leading dense layers, shared experts."""
+    """Fields that DeepSeek-V2 and V3 share: latent attention, leading dense layers, shared experts."""
     fields = _decoder(keys, kv_heads=None, max_seq_len=max_seq_len)
     for key in ("attention_bias", "mlp_bias"):
         keys.only(key, False)

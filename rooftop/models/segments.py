@@ -9,7 +9,7 @@ from rooftop.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What tells one layer from another: its window (None for all positions), and whether its MLP is a mixture."""
+    """Kind of a layer: its window (None for all positions), and whether its MLP is a mixture of experts."""
 
     window: int | None
     moe: bool
@@ -31,13 +31,13 @@ class Segment:
 def segments(model: ModelConfig) -> tuple[Segment, ...]:
     """The layers as few scans: from the first layer on, the period that repeats most often, the shortest of equals."""
     kinds = [LayerKind(window=window, moe=layer >= model.dense_layers) for layer, window in enumerate(model.windows)]
-    found, first = list[Segment](), 0
+    runs, first = list[Segment](), 0
     while first < len(kinds):
         rest = kinds[first:]
         repeats, period = max((_repeats(rest, period), -period) for period in range(1, len(rest) // 2 + 2))
-        found.append(Segment(first=first, repeats=repeats, kinds=tuple(rest[:-period])))
+        runs.append(Segment(first=first, repeats=repeats, kinds=tuple(rest[:-period])))
         first += repeats * -period
-    return tuple(found)
+    return tuple(runs)
 
 
 def shared_segment(model: ModelConfig) -> int:
@@ -47,25 +47,25 @@ def shared_segment(model: ModelConfig) -> int:
 
 
 def stage_parts(model: ModelConfig) -> tuple[int, str]:
-    """How many equal parts of a model pipeline stages and their chunks have between them, and what these are."""
-    found = segments(model)[shared_segment(model)]
-    layers = found.repeats * len(found.kinds)
-    what = "layers" if len(found.kinds) == 1 else f"periods of {len(found.kinds)} layers"
-    return found.repeats, what if layers == model.layers else f"{what} that stages share"
+    """Number of equal parts of a model that pipeline stages and chunks share, and the name of such a part."""
+    shared = segments(model)[shared_segment(model)]
+    layers = shared.repeats * len(shared.kinds)
+    what = "layers" if len(shared.kinds) == 1 else f"periods of {len(shared.kinds)} layers"
+    return shared.repeats, what if layers == model.layers else f"{what} that stages share"
 
 
 def layers_alone(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...]]:
     """Layers that pipeline stages do not share, by kind: those of the first stage alone, and those of the last."""
-    found, shared = segments(model), shared_segment(model)
+    runs, shared = segments(model), shared_segment(model)
     first, last = (
         tuple(kind for segment in part for _ in range(segment.repeats) for kind in segment.kinds)
-        for part in (found[:shared], found[shared + 1 :])
+        for part in (runs[:shared], runs[shared + 1 :])
     )
     return first, last
 
 
 def _repeats(kinds: list[LayerKind], period: int) -> int:
-    """How often the first ``period`` kinds follow one another."""
+    """Number of times that the first ``period`` kinds repeat."""
     count = 1
     while kinds[count * period : (count + 1) * period] == kinds[:period]:
         count += 1

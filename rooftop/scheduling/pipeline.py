@@ -28,7 +28,7 @@ from rooftop.core.errors import RooftopError, one_of
 
 
 class StageOp(IntEnum):
-    """What a stage does in a slot."""
+    """Operation of a stage in a slot."""
 
     IDLE = 0
     FORWARD = 1
@@ -52,7 +52,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTable:
-    """What each stage does in each slot: ``slots[t][s]`` is a task, or None for an idle stage.
+    """Task of each stage in each slot: ``slots[t][s]`` is a task, or None for an idle stage.
 
     Raises RooftopError for a table in which a task is missing, done twice, or done before what it needs.
     """
@@ -79,8 +79,8 @@ class PipelineTable:
                             f"it after {named(need[1], need[0])}",
                         )
                 done[stage, task] = slot
-        wanted = {(stage, task) for stage in range(self.stages) for task in self.tasks()}
-        if wrong := wanted ^ set(done):
+        expected_tasks = {(stage, task) for stage in range(self.stages) for task in self.tasks()}
+        if wrong := expected_tasks ^ set(done):
             stage, task = min(wrong)
             raise RooftopError(
                 "pipeline table", f"{len(wrong)} tasks wrong, such as {named(task, stage)}", "every task, and no other"
@@ -111,11 +111,11 @@ class PipelineTable:
 
         They are held from the forward task until the last of the backward tasks.
         """
-        held, most, last = 0, 0, StageOp.WEIGHTS if self.split else StageOp.BACKWARD
+        current, most, last = 0, 0, StageOp.WEIGHTS if self.split else StageOp.BACKWARD
         for task in self.order(stage):
-            held += task.op == StageOp.FORWARD
-            most = max(most, held)
-            held -= task.op == last
+            current += task.op == StageOp.FORWARD
+            most = max(most, current)
+            current -= task.op == last
         return most / self.chunks
 
 
@@ -127,8 +127,8 @@ def needs(task: Task, stage: int, stages: int, chunks: int) -> tuple[tuple[int, 
         return ((stage, Task(StageOp.BACKWARD, microbatch, chunk)),)
     part = chunk * stages + stage
     other = part - 1 if op == StageOp.FORWARD else part + 1
-    found = ((other % stages, Task(op, microbatch, other // stages)),) if 0 <= other < stages * chunks else ()
-    return found if op == StageOp.FORWARD else (*found, (stage, Task(StageOp.FORWARD, microbatch, chunk)))
+    producers = ((other % stages, Task(op, microbatch, other // stages)),) if 0 <= other < stages * chunks else ()
+    return producers if op == StageOp.FORWARD else (*producers, (stage, Task(StageOp.FORWARD, microbatch, chunk)))
 
 
 def named(task: Task, stage: int) -> str:
@@ -189,21 +189,28 @@ def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Ta
 
 def _gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
     """All forward passes, then all backward passes (Huang et al. 2019)."""
-    return [Task(op, each) for op in (StageOp.FORWARD, StageOp.BACKWARD) for each in range(microbatches)]
+    return [Task(op, microbatch) for op in (StageOp.FORWARD, StageOp.BACKWARD) for microbatch in range(microbatches)]
 
 
 def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
     """As many forward passes as there are stages from here on, then one backward for one forward (PipeDream-Flush)."""
-    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD))
+    forward, backward = (
+        [Task(op, microbatch) for microbatch in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD)
+    )
     return _alternating(forward, backward, first=stages - stage)
 
 
 def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
     """1F1B over groups of S microbatches, each group through all chunks before the next (Narayanan et al. 2021)."""
     groups = [range(at, min(at + stages, microbatches)) for at in range(0, microbatches, stages)]
-    forward = [Task(StageOp.FORWARD, each, chunk) for group in groups for chunk in range(chunks) for each in group]
+    forward = [
+        Task(StageOp.FORWARD, microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group
+    ]
     backward = [
-        Task(StageOp.BACKWARD, each, chunk) for group in groups for chunk in reversed(range(chunks)) for each in group
+        Task(StageOp.BACKWARD, microbatch, chunk)
+        for group in groups
+        for chunk in reversed(range(chunks))
+        for microbatch in group
     ]
     return _alternating(forward, backward, first=2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
 
@@ -215,23 +222,25 @@ def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Ord
     catches up where it would wait for gradients at the end. Their ZB-H2 holds twice the activations so as to begin the
     next step early on the first stages; within one step it ends no sooner, and is not here.
     """
-    forward, backward = ([Task(op, each) for each in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD))
-    found, behind = list[Task](), list[Task]()
+    forward, backward = (
+        [Task(op, microbatch) for microbatch in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD)
+    )
+    order, behind = list[Task](), list[Task]()
     for task in _alternating(forward, backward, first=stages - stage):
-        found.append(task)
+        order.append(task)
         if task.op == StageOp.BACKWARD:
             behind.append(Task(StageOp.WEIGHTS, task.microbatch))
             if len(behind) > stage:
-                found.append(behind.pop(0))
-    return [*found, *behind]
+                order.append(behind.pop(0))
+    return [*order, *behind]
 
 
 def _alternating(forward: Order, backward: Order, *, first: int) -> list[Task]:
     """``first`` forward tasks, then a backward and a forward in turn, then the backward tasks that are left."""
-    found = list(forward[:first])
+    order = list(forward[:first])
     for at, task in enumerate(backward):
-        found += [task, *forward[first + at : first + at + 1]]
-    return found
+        order += [task, *forward[first + at : first + at + 1]]
+    return order
 
 
 #: From the names of schedules to the order of one stage's tasks: (stage, stages, microbatches, chunks) -> tasks.
@@ -244,7 +253,7 @@ SCHEDULES: Mapping[PipelineSchedule, Callable[[int, int, int, int], Order]] = {
 
 
 class StageBuffer(IntEnum):
-    """What is kept: inputs and output gradients that came, what forward keeps for backward, what a split one for dW."""
+    """Buffers of a stage: received inputs and gradients, values saved for backward, values that dX saves for dW."""
 
     INPUT = 0
     GRADIENT = 1
@@ -277,10 +286,13 @@ def places(table: PipelineTable) -> BufferPlaces:
         for stage, task in enumerate(row)
         if task is not None
     }
-    kept = {
+    assigned = {
         buffer: [_assigned(_lives(table, at, stage, buffer)) for stage in range(table.stages)] for buffer in StageBuffer
     }
-    sizes = tuple(1 + max((place for found in kept[buffer] for place in found.values()), default=-1) for buffer in kept)
+    sizes = tuple(
+        1 + max((place for by_stage in assigned[buffer] for place in by_stage.values()), default=-1)
+        for buffer in assigned
+    )
     shape = len(table.slots), table.stages
     op, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(3))
     used = np.broadcast_to(np.array(sizes, np.int32), (*shape, len(StageBuffer))).copy()
@@ -288,13 +300,13 @@ def places(table: PipelineTable) -> BufferPlaces:
     for (stage, task), slot in at.items():
         op[slot, stage], microbatch[slot, stage], chunk[slot, stage] = task.op, task.microbatch, task.chunk
         for buffer in StageBuffer:
-            if (place := kept[buffer][stage].get((task.microbatch, task.chunk))) is not None:
+            if (place := assigned[buffer][stage].get((task.microbatch, task.chunk))) is not None:
                 used[slot, stage, buffer] = place
         # What a task of another stage has made for this one comes at the end of that task's slot.
-        for maker, made in table.needs(task, stage):
-            if made.op == task.op:
+        for maker, producer in table.needs(task, stage):
+            if producer.op == task.op:
                 buffer = StageBuffer.INPUT if task.op == StageOp.FORWARD else StageBuffer.GRADIENT
-                arriving[at[maker, made], stage, buffer] = used[slot, stage, buffer]
+                arriving[at[maker, producer], stage, buffer] = used[slot, stage, buffer]
     return BufferPlaces(op=op, microbatch=microbatch, chunk=chunk, used=used, arriving=arriving, sizes=sizes)
 
 
@@ -309,22 +321,22 @@ def _lives(table: PipelineTable, at: dict[tuple[int, Task], int], stage: int, bu
             forward, backward = (task._replace(op=op) for op in (StageOp.FORWARD, StageOp.BACKWARD))
             # An input and a gradient come from another stage, but the last part of the model makes its gradient
             # itself, with the loss, in its forward task.
-            made = [need for need in table.needs(task, stage) if need[1].op == task.op]
+            producers = [need for need in table.needs(task, stage) if need[1].op == task.op]
             if buffer == StageBuffer.SPLIT:
-                made = [(stage, backward)]
-            elif buffer == StageBuffer.SAVED or (buffer == StageBuffer.GRADIENT and not made):
-                made = [(stage, forward)]
-            if made:
-                yield (task.microbatch, task.chunk), at[made[0]], at[stage, task]
+                producers = [(stage, backward)]
+            elif buffer == StageBuffer.SAVED or (buffer == StageBuffer.GRADIENT and not producers):
+                producers = [(stage, forward)]
+            if producers:
+                yield (task.microbatch, task.chunk), at[producers[0]], at[stage, task]
 
 
 def _assigned(lives: Iterable[_Life]) -> dict[tuple[int, int], int]:
     """The lowest free place for each life in turn; one that is read in a slot is free for what is made in it."""
-    found, free, busy = dict[tuple[int, int], int](), list[int](), list[tuple[int, int]]()
-    for key, made, read in sorted(lives, key=lambda life: life[1:]):
-        while busy and busy[0][0] <= made:
+    slots, free, busy = dict[tuple[int, int], int](), list[int](), list[tuple[int, int]]()
+    for key, written, read in sorted(lives, key=lambda life: life[1:]):
+        while busy and busy[0][0] <= written:
             heapq.heappush(free, heapq.heappop(busy)[1])
         place = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (read, place))
-        found[key] = place
-    return found
+        slots[key] = place
+    return slots

@@ -26,31 +26,31 @@ def price_expression(
     """Return the facts of an expression (kind, arrays, cases) and its priced strategies, the fastest first."""
     sizes, shape = prices.dims, prices.mesh.shape
     arrays: tuple[ShardedArray, ...]
-    found: tuple[Strategy, ...]
+    ways: tuple[Strategy, ...]
     data: dict[str, Any]
     if isinstance(asked, Einsum):
-        found = strategies(asked, prices, overlapped=overlapped)
+        ways = strategies(asked, prices, overlapped=overlapped)
         arrays = asked.left, asked.right, asked.output
         data = {"kind": "einsum", "cases": [case.to_json() for case in cases(asked)]}
         if backward:
-            data["backward"] = derivatives.backward(asked, found[0], prices).to_json()
+            data["backward"] = derivatives.backward(asked, ways[0], prices).to_json()
     elif isinstance(asked, Reshard):
         arrays = asked.source, asked.target
         if asked.source.at or asked.target.at:
-            found = (move(asked.source, asked.target, prices),)
+            ways = (move(asked.source, asked.target, prices),)
         else:
-            found = (priced(reshard(asked.source, asked.target, prices), arrays[:1], prices),)
+            ways = (priced(reshard(asked.source, asked.target, prices), arrays[:1], prices),)
         data = {"kind": "reshard"}
     elif isinstance(asked, Step):
         arrays = asked.inputs[0], asked.output
-        found = (priced((asked,), asked.inputs, prices),)
+        ways = (priced((asked,), asked.inputs, prices),)
         data = {"kind": "collective"}
         if backward:
             transposed = derivatives.transposed(asked)
             data["backward"] = priced((transposed,), transposed.inputs, prices).to_json()
     else:
-        arrays, found, data = (asked,), (), {"kind": "array"}
-    return data | {"arrays": [array_facts(array, sizes, shape) for array in arrays]}, found
+        arrays, ways, data = (asked,), (), {"kind": "array"}
+    return data | {"arrays": [array_facts(array, sizes, shape) for array in arrays]}, ways
 
 
 def array_facts(array: Any, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def array_facts(array: Any, sizes: Mapping[str, int], mesh: Mapping[str, int]) -
 
 
 def simulate_strategies(
-    listed: list[dict[str, Any]], found: Sequence[Strategy], prices: Prices, *, bidirectional: bool
+    listed: list[dict[str, Any]], ways: Sequence[Strategy], prices: Prices, *, bidirectional: bool
 ) -> None:
     """Add ``simulated_s`` to the collectives, link by link, and ``mxu_utilisation`` to the multiplications."""
     known: dict[tuple[Any, ...], float] = {}
@@ -80,7 +80,7 @@ def simulate_strategies(
         array = SystolicArray.of(prices.mesh.slice.chip)
     except RooftopError:  # a chip whose arrays are not known to be so many
         array = None
-    for data, strategy in zip(listed, found, strict=False):
+    for data, strategy in zip(listed, ways, strict=False):
         for entry, step, cost in zip(data["steps"], strategy.steps, strategy.costs, strict=True):
             if step.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
                 key = step.op, step.axes, cost.bytes

@@ -100,7 +100,7 @@ def run(table: PipelineTable, durations: Durations) -> PipelineTimeline:
 
 
 def durations_of(plan: TrainingPlan) -> Durations:
-    """What the rows of a plan say of one microbatch on one stage, in seconds.
+    """Seconds of one microbatch on one stage, from the rows of a plan.
 
     Forward; dX with what is recomputed, and dW, half of the backward pass each.
     """
@@ -113,7 +113,7 @@ def durations_of(plan: TrainingPlan) -> Durations:
 
 
 def of_plan(plan: TrainingPlan) -> dict[str, Any]:
-    """A plan's pipeline as its table runs, beside the closed forms that price it; as plain JSON values.
+    """A plan's pipeline as its table runs, next to the closed forms that price it; as plain JSON values.
 
     ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches that one
     holds, ``lockstep_s`` how long the passes take if neighbours exchange in every slot, as the program does.

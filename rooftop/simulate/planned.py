@@ -1,7 +1,7 @@
 """A plan as a timeline: the rows of its ledger in the order in which a step runs them, or its pipeline's table.
 
 A plan says how long each row takes and how much of each transfer is not hidden. It does not say when what is hidden is
-under way: that is drawn beside its wait, gathers before the matmul that they serve and everything else after it. Of
+under way: that is drawn next to its wait, gathers before the matmul that they serve and everything else after it. Of
 microbatches the first is drawn, of layers the first two: the rest stands as one block. What is drawn lasts as long as
 the plan expects.
 """
@@ -77,19 +77,19 @@ class _Drawing:
 
     def row(self, row: Row) -> None:
         """A row once: waits for what it gathers, its own work, waits for what it sums."""
-        before = [each for each in row.collectives if each.kind == "all_gather"]
-        after = [each for each in row.collectives if each.kind != "all_gather"]
-        shown = sum(float(each.exposed_s) for each in row.collectives)
-        for each in before:
-            self._collective(row, each, ends=True)
+        before = [collective for collective in row.collectives if collective.kind == "all_gather"]
+        after = [collective for collective in row.collectives if collective.kind != "all_gather"]
+        shown = sum(float(collective.exposed_s) for collective in row.collectives)
+        for collective in before:
+            self._collective(row, collective, ends=True)
         self._spend(
             row, row.scope, COMPUTE, float(row.expected_s) - shown, flops=_flops(row), moved=float(row.hbm_bytes)
         )
-        for each in after:
-            self._collective(row, each, ends=False)
+        for collective in after:
+            self._collective(row, collective, ends=False)
 
     def more(self, name: str, seconds: float) -> None:
-        """What is not drawn one by one."""
+        """Add one span for layers that are not drawn one by one."""
         if seconds > 0:
             self.compute.append(TimeSpan(name=name, sort=MORE, start_s=self.now, end_s=self.now + seconds, op="while"))
             self.now += seconds
@@ -102,13 +102,13 @@ class _Drawing:
             lanes=(Lane(name=COMPUTE, spans=tuple(self.compute)), *links),
         )  # fmt: skip
 
-    def _number(self, row: Row, each: Collective) -> int:
+    def _number(self, row: Row, collective: Collective) -> int:
         """The number that a collective of a row has in every layer."""
-        return self.numbers.setdefault((*row.key, row.collectives.index(each)), len(self.numbers) + 1)
+        return self.numbers.setdefault((*row.key, row.collectives.index(collective)), len(self.numbers) + 1)
 
     def _spend(
         self, row: Row, name: str, sort: str, seconds: float, *, flops: float | None = None, moved: float | None = None,
-        each: Collective | None = None,
+        collective: Collective | None = None,
     ) -> None:  # fmt: skip
         if seconds <= 0:
             return
@@ -120,25 +120,27 @@ class _Drawing:
                 end_s=self.now + seconds,
                 scope=row.scope,
                 phase=row.phase,
-                op=f"{row.scope}.{row.phase}" if each is None else _op(each, "done", self._number(row, each)),
-                category="planned" if each is None else "",
+                op=f"{row.scope}.{row.phase}"
+                if collective is None
+                else _op(collective, "done", self._number(row, collective)),
+                category="planned" if collective is None else "",
                 op_name=_op_name(row),
                 flops=flops,
                 hbm_bytes=moved,
-                flight=None if each is None else self.flights,
-                details={} if each is None else _details(each),
+                flight=None if collective is None else self.flights,
+                details={} if collective is None else _details(collective),
             )
         )
         self.now += seconds
 
-    def _collective(self, row: Row, each: Collective, *, ends: bool) -> None:
+    def _collective(self, row: Row, collective: Collective, *, ends: bool) -> None:
         """A wait for the exposed part, and the transfer, which ends with it (``ends``) or begins with it."""
         self.flights += 1
-        name = f"{each.kind} over {','.join(each.axes)}"
-        whole, shown = float(each.expected_s), float(each.exposed_s)
+        name = f"{collective.kind} over {','.join(collective.axes)}"
+        whole, shown = float(collective.expected_s), float(collective.exposed_s)
         start = self.now
-        self._spend(row, f"wait for {name}", WAIT, shown, each=each)
-        lane = self.links.setdefault(f"{'+'.join(each.time_s) or 'ici'} {','.join(each.axes)}", [])
+        self._spend(row, f"wait for {name}", WAIT, shown, collective=collective)
+        lane = self.links.setdefault(f"{'+'.join(collective.time_s) or 'ici'} {','.join(collective.axes)}", [])
         free = lane[-1].end_s if lane else 0.0
         begin = max(free, self.now - whole if ends else start)
         if whole > 0:
@@ -150,10 +152,10 @@ class _Drawing:
                     end_s=begin + whole,
                     scope=row.scope,
                     phase=row.phase,
-                    op=_op(each, "start", self._number(row, each)),
+                    op=_op(collective, "start", self._number(row, collective)),
                     op_name=_op_name(row),
                     flight=self.flights,
-                    details=_details(each),
+                    details=_details(collective),
                 )
             )
 
@@ -216,8 +218,13 @@ def _in_layers(row: Row, count: float, layers: float, experts: float) -> tuple[R
 def _repeated(row: Row, times: float) -> Row:
     """A row ``times`` over as one."""
     moved = [
-        replace(each, expected_s=each.expected_s * times, exposed_s=each.exposed_s * times, bytes=each.bytes * times)
-        for each in row.collectives
+        replace(
+            collective,
+            expected_s=collective.expected_s * times,
+            exposed_s=collective.exposed_s * times,
+            bytes=collective.bytes * times,
+        )
+        for collective in row.collectives
     ]
     flops = {dtype: amount * times for dtype, amount in row.flops.items()}
     return replace(
@@ -263,12 +270,12 @@ def _pipeline(plan: TrainingPlan, title: str) -> Lanes:
 
 
 def _flops(row: Row) -> float:
-    return sum(float(each) for each in row.flops.values()) + float(row.kernel_flops)
+    return sum(float(flops) for flops in row.flops.values()) + float(row.kernel_flops)
 
 
-def _op(each: Collective, role: str, number: int) -> str:
-    """What a trace calls it: as XLA names what begins, and what ends, a collective."""
-    kind = {"permute": "collective-permute"}.get(each.kind, each.kind.replace("_", "-"))
+def _op(collective: Collective, role: str, number: int) -> str:
+    """Op name in a trace: XLA's names for the start and the end of a collective."""
+    kind = {"permute": "collective-permute"}.get(collective.kind, collective.kind.replace("_", "-"))
     return f"{kind}-{role}.{number}"
 
 
@@ -282,5 +289,5 @@ def _op_name(row: Row) -> str:
     return f"jit(step)/{inner}/{row.phase}"
 
 
-def _details(each: Collective) -> dict[str, str | float]:
-    return {"collective": each.kind, "axes": ",".join(each.axes), "bytes": float(each.bytes)}
+def _details(collective: Collective) -> dict[str, str | float]:
+    return {"collective": collective.kind, "axes": ",".join(collective.axes), "bytes": float(collective.bytes)}

@@ -1,4 +1,4 @@
-"""Our predictions beside published measurements, misses included."""
+"""Our predictions next to published measurements, misses included."""
 
 from rooftop.validation.accuracy import AccuracyReport, Comparison, Errors, Group, load_reasons, summarise
 from rooftop.validation.runs import PublishedRun, PublishedRuns, Unusable, load_published

@@ -1,4 +1,4 @@
-"""How far predictions are from published step times, at three levels and beside a null model.
+"""Errors of predictions against published step times, at three levels and next to a null model.
 
 Levels (never mixed): *bound*, the least time the hardware allows; *uncalibrated*, from achievable fractions that no
 whole run was used for; *calibrated*, times one factor per chip, the median of measured / uncalibrated over the runs
@@ -27,7 +27,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A measurement beside predictions of it, in seconds: those of a level are in the field named ``<level>_s``."""
+    """A measurement next to predictions of it, in seconds: those of a level are in the field named ``<level>_s``."""
 
     measured_s: float
     bound_s: float
@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def beats_bound(self) -> bool:
-        """Whether the measurement is below the bound: an input of one of the two is wrong."""
+        """True if the measurement is below the bound, so an input of one of the two is wrong."""
         return self.measured_s < self.bound_s
 
     def levels_json(self, levels: Sequence[str]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Compared):
-    """One run beside its predictions, in seconds per step; None where no other dense model ran on the chip."""
+    """One run next to its predictions, in seconds per step; None where no other dense model ran on the chip."""
 
     run: PublishedRun
     uncalibrated_s: float
@@ -127,13 +127,15 @@ class Group:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        errors = {level: None if found is None else vars(found) for level, found in self.errors.items()}
+        errors = {
+            level: None if level_errors is None else vars(level_errors) for level, level_errors in self.errors.items()
+        }
         return {"by": self.by, "name": self.name, "runs": self.runs, "errors": errors, "note": self.note}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyReport:
-    """Every run beside its predictions, and the errors by group."""
+    """Every run next to its predictions, and the errors by group."""
 
     comparisons: tuple[Comparison, ...]
     groups: tuple[Group, ...]

@@ -51,8 +51,8 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
         schedule="interleaved" if (run.interleave or 1) > 1 else "1f1b",
         chunks=run.interleave or 1,
     )
-    found = sweep(problem)
-    only = found.only(found.best)
+    candidates = sweep(problem)
+    only = candidates.only(candidates.best)
     plan = TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
     if run.mesh is None:
         notes.append(f"no sharding published: searched, {plan.mesh.layout}")

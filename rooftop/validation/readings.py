@@ -1,7 +1,7 @@
-"""How the words of a table of runs are read: chips, slices, models, meshes, dtypes and remat policies.
+"""Readers of the words in a table of runs: chips, slices, models, meshes, dtypes and remat policies.
 
-What the columns leave open is settled by ``data/readings.toml``, which says where each reading comes from. Every
-reader returns, beside its answer, the assumptions it had to make.
+``data/readings.toml`` settles what the columns leave open, with a source for each reading. Every reader returns its
+answer and the assumptions it had to make.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def readings() -> Mapping[str, Any]:
 
 
 def source_facts(name: str) -> Mapping[str, Any]:
-    """What is known of a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
+    """Facts about a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
     facts: Mapping[str, Any] = readings()["source"].get(name, {})
     return facts
 
@@ -184,8 +184,8 @@ def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tu
         order = ("stage", "data", "fsdp", "context", "tensor")
         return {axis: sizes[axis] for axis in order if sizes[axis] > 1}, ()
     if all(size is not None for size in stated.values()):
-        given = " x ".join(f"{column} {row.cells[column]}" for column in _MESH_COLUMNS)
-        raise RooftopError(f"{row.table} line {row.number} mesh", given, f"axes that multiply to {devices} devices")
+        published = " x ".join(f"{column} {row.cells[column]}" for column in _MESH_COLUMNS)
+        raise RooftopError(f"{row.table} line {row.number} mesh", published, f"axes that multiply to {devices} devices")
     return None, ("mesh not stated: it is searched",)
 
 

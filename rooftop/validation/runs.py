@@ -61,12 +61,12 @@ class PublishedRun:
 
     @property
     def over_dcn(self) -> bool:
-        """Whether the run spans several slices (TPU) or several nodes (GPU)."""
+        """True if the run spans several slices (TPU) or several nodes (GPU)."""
         return any(axis.resource == "dcn" and axis.size > 1 for axis in self.slice.physical_axes)
 
     @property
     def dense_tpu(self) -> bool:
-        """Whether it is a dense model on TPUs: the runs that headline figures are about."""
+        """True for a dense model on TPUs: the runs of the headline figures."""
         return self.slice.chip.kind == "tpu" and self.model.moe is None
 
     @property
@@ -96,7 +96,7 @@ class Unusable:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRuns:
-    """What a table holds: training runs, those that say too little, and how many rows are about serving."""
+    """Contents of a table: training runs, unusable rows, and the number of serving rows."""
 
     runs: tuple[PublishedRun, ...]
     unusable: tuple[Unusable, ...]

@@ -1,4 +1,4 @@
-"""Published measurements of serving beside our predictions: prefill, decode and serving rows of a table of runs.
+"""Published measurements of serving next to our predictions: prefill, decode and serving rows of a table of runs.
 
 Levels: *max_hbm_flops*, the longer of HBM and FLOPs at peak, without a network; *bound*, with it; *uncalibrated*, the
 plan with no share that a run of serving was used for; *expected*, the plan as it is, whose shares ``CALIBRATED`` were
@@ -38,7 +38,7 @@ _TRIED = {"hbm_read": (0.8, 0.85, 0.9, 0.95, 1.0), "latency": (0.0, 0.25, 0.5, 0
 
 @dataclass(frozen=True, kw_only=True)
 class ServingComparison(Compared):
-    """One run beside its predictions in seconds.
+    """One run next to its predictions in seconds.
 
     ``null_s`` is None where no other run of its phase was on the chip, ``left_out_s`` where none had another sharding.
     ``implied_context``: tokens in each cache at which a decode step is expected to take what was measured.
@@ -79,7 +79,7 @@ class ServingComparison(Compared):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingReport:
-    """Every serving run beside its predictions, errors by group, and the rows that say too little."""
+    """Every serving run next to its predictions, errors by group, and the rows that say too little."""
 
     comparisons: tuple[ServingComparison, ...]
     unusable: tuple[Unusable, ...]
@@ -95,18 +95,18 @@ class ServingReport:
         }
         return {
             name: {level: Errors.at(level, members) for level in SERVING_LEVELS}
-            for name, wanted in chosen.items()
-            if (members := [one for one in self.comparisons if wanted(one)])
+            for name, selected in chosen.items()
+            if (members := [one for one in self.comparisons if selected(one)])
         }
 
     @property
     def shares(self) -> dict[str, dict[str, dict[str, Any]]]:
         """By chip and name what the levels 'expected' and 'uncalibrated' assume, and the evidence of the former."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        shares_by_group: dict[str, dict[str, dict[str, Any]]] = {}
         for chip in {one.run.slice.chip.name: one.run.slice.chip for one in self.comparisons}.values():
             plan, plain = ServingAssumptions(), ServingAssumptions(shares=uncalibrated_shares(chip))
             sources = plan.sources(chip)
-            found[chip.name] = {
+            shares_by_group[chip.name] = {
                 name: {
                     "expected": plan.share(name, chip),
                     "uncalibrated": plain.share(name, chip),
@@ -115,14 +115,17 @@ class ServingReport:
                 }
                 for name in SHARES
             }
-        return found
+        return shares_by_group
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "rows": [one.to_json() for one in self.comparisons],
             "summary": {
-                name: {level: None if found is None else vars(found) for level, found in levels.items()}
+                name: {
+                    level: None if level_errors is None else vars(level_errors)
+                    for level, level_errors in levels.items()
+                }
                 for name, levels in self.groups.items()
             },
             "shares": self.shares,
@@ -150,18 +153,18 @@ def uncalibrated_shares(chip: Chip) -> dict[str, float]:
 
 
 def _compare(run: ServingRun, null_s: float | None, left_out_s: float | None) -> ServingComparison:
-    found = predict(run, {})
+    predicted = predict(run, {})
     implied = None
-    if found.of_context is not None and run.context is not None:
-        empty = found.of_context(0.0)
-        implied = max(0.0, (run.measured_s - empty) / (found.of_context(float(run.context)) - empty) * run.context)
+    if predicted.of_context is not None and run.context is not None:
+        empty = predicted.of_context(0.0)
+        implied = max(0.0, (run.measured_s - empty) / (predicted.of_context(float(run.context)) - empty) * run.context)
     return ServingComparison(
         run=run,
         measured_s=run.measured_s,
-        max_hbm_flops_s=found.max_hbm_flops_s,
-        bound_s=found.bound_s,
+        max_hbm_flops_s=predicted.max_hbm_flops_s,
+        bound_s=predicted.bound_s,
         uncalibrated_s=predict(run, uncalibrated_shares(run.slice.chip)).expected_s,
-        expected_s=found.expected_s,
+        expected_s=predicted.expected_s,
         left_out_s=left_out_s,
         null_s=null_s,
         implied_context=implied,
@@ -178,7 +181,7 @@ def _left_out_seconds(runs: Sequence[ServingRun]) -> list[float | None]:
     decode = [index for index, run in enumerate(runs) if run.phase == "decode"]
     seconds = {index: np.array([predict(runs[index], shares).expected_s for shares in tried]) for index in decode}
     sound = [index for index in decode if predict(runs[index], {}).bound_s <= runs[index].measured_s]
-    found: list[float | None] = [None] * len(runs)
+    best_seconds: list[float | None] = [None] * len(runs)
     for index in decode:
         run = runs[index]
         others = [
@@ -187,14 +190,14 @@ def _left_out_seconds(runs: Sequence[ServingRun]) -> list[float | None]:
             if runs[other].slice.chip.name == run.slice.chip.name and runs[other].mesh != run.mesh
         ]
         if others:
-            found[index] = float(seconds[index][np.mean(others, axis=0).argmin()])
-    return found
+            best_seconds[index] = float(seconds[index][np.mean(others, axis=0).argmin()])
+    return best_seconds
 
 
 def _null_seconds(runs: Sequence[ServingRun]) -> list[float | None]:
     """Seconds at the median share of peak of the other runs of the phase and chip, which differ in batch or mesh."""
     ideal = [_ideal_s(run) for run in runs]
-    found: list[float | None] = []
+    null_seconds: list[float | None] = []
     for run, own in zip(runs, ideal, strict=True):
         others = [
             other.measured_s / seconds
@@ -202,8 +205,8 @@ def _null_seconds(runs: Sequence[ServingRun]) -> list[float | None]:
             if (other.phase, other.slice.chip.name) == (run.phase, run.slice.chip.name)
             and (other.model.name, other.batch, other.mesh) != (run.model.name, run.batch, run.mesh)
         ]
-        found.append(own * float(np.median(others)) if others else None)
-    return found
+        null_seconds.append(own * float(np.median(others)) if others else None)
+    return null_seconds
 
 
 def _ideal_s(run: ServingRun) -> float:
@@ -269,9 +272,9 @@ def predict(run: ServingRun, shares: Mapping[str, float]) -> ServingPrediction:
     assert run.prompt is not None
     prefill = problem.prefill(problem.shared_prefill(place), float(run.prompt))
     # While each sequence generates its answer, all others are prefilled once.
-    each = batch / run.generate
+    per_step = batch / run.generate
     bound = max(float(prefill.total(name)) for name in ("hbm", "mxu", "ici"))
-    return _prediction(step, each * bound, each * float(prefill.expected_s), None)
+    return _prediction(step, per_step * bound, per_step * float(prefill.expected_s), None)
 
 
 def _prediction(

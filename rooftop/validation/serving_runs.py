@@ -84,7 +84,7 @@ def serving_readings() -> Mapping[str, Any]:
 
 
 def _facts(source: str, model: str) -> Mapping[str, Any]:
-    """What is known of a source, and of one of its models besides."""
+    """Facts about a source and about one of its models."""
     facts: Mapping[str, Any] = serving_readings()["source"].get(source, {})
     own = facts.get("model", {}).get(model, {})
     return {**facts, **own, "assumed": [*facts.get("assumed", ()), *own.get("assumed", ())]}
@@ -92,17 +92,17 @@ def _facts(source: str, model: str) -> Mapping[str, Any]:
 
 def _metrics(group: Sequence[TableRow]) -> dict[str, float]:
     known = serving_readings()["metric"]
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for row in group:
         metric, unit = row.required("measured_metric"), row.required("unit").split()[0]
         if metric not in known:
             raise unknown(row.field("measured_metric"), metric, known)
         if unit not in known[metric]:
             raise row.error("unit", " or ".join(known[metric]))
-        if metric in found:
+        if metric in metrics:
             raise row.error("measured_metric", "each metric once per run; where_found can tell two runs apart")
-        found[metric] = row.value("measured_value") * known[metric][unit]
-    return found
+        metrics[metric] = row.value("measured_value") * known[metric][unit]
+    return metrics
 
 
 def _run(row: TableRow, measured: Mapping[str, float], lines: tuple[int, ...], taken: set[str]) -> ServingRun:

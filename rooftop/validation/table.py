@@ -32,7 +32,7 @@ class TableRow:
     cells: Mapping[str, str]
 
     def field(self, column: str) -> str:
-        """How errors name a cell: 'other.csv line 7 num_chips'."""
+        """Name of a cell in errors: 'other.csv line 7 num_chips'."""
         return f"{self.table} line {self.number} {column}"
 
     def error(self, column: str, accepted: str) -> RooftopError:
@@ -62,7 +62,7 @@ class TableRow:
         return parse_quantity(self.required(column), self.field(column))
 
     def choice(self, column: str, words: Mapping[str, bool]) -> bool | None:
-        """What ``words`` says of the cell, or None where it is empty."""
+        """Return the value of ``words`` for the cell, or None if it is empty."""
         word = self.text(column)
         if word is None:
             return None

@@ -3,7 +3,8 @@
     pip install transformers; python tests/oracles/make_chats.py TOKENIZER.json
 
 The templates are ours, and use what templates of published models use. TOKENIZER.json is the tokenizer of
-tests/serving_echo.py: ``python -c "import serving_echo; print(serving_echo.tokenizer().definition)"`` in tests/.
+tests/support/serving_echo.py:
+``python -c "from tests.support import serving_echo; print(serving_echo.tokenizer().definition)"``.
 Nothing of rooftop is imported, and nothing is downloaded.
 """
 

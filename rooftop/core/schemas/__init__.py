@@ -15,10 +15,12 @@ def schema(name: str) -> dict[str, Any]:
     Others are 'simulation', 'compiled', 'compiled_embed' and 'ledger', which describes those within plans. What
     ``rooftop explain`` prints has 'explain', 'operations' (of --op) and 'difference' (of --diff).
     """
-    found = {file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")}
-    if name not in found:
-        raise unknown("schema", name, found)
-    data: dict[str, Any] = json.loads(found[name].read_text(encoding="utf-8"))
+    schemas = {
+        file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")
+    }
+    if name not in schemas:
+        raise unknown("schema", name, schemas)
+    data: dict[str, Any] = json.loads(schemas[name].read_text(encoding="utf-8"))
     if name == "plan":
         data["properties"]["ledger"] = schema("ledger")
     if name == "serving":

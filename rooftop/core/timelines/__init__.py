@@ -39,13 +39,13 @@ class TimeSpan:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Duration in seconds."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """What happens in one place, in order of time: a device that computes, a stage of a pipeline, a link."""
+    """Spans of one place in time order: a device, a pipeline stage or a link."""
 
     name: str
     spans: tuple[TimeSpan, ...]

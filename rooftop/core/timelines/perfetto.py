@@ -23,14 +23,14 @@ def trace(drawn: Lanes) -> dict[str, Any]:
         place = {"pid": _PROCESS, "tid": tid}
         events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": lane.name}})
         events.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}})
-        events += (_slice(each, tid) for each in lane.spans if each.seconds > 0)
+        events += (_slice(span, tid) for span in lane.spans if span.seconds > 0)
     for arrow in drawn.arrows:
         events += _flow(arrow)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"total_s": drawn.total_s}}
 
 
 def _slice(span: TimeSpan, tid: int) -> dict[str, Any]:
-    told = {"scope": span.scope, "phase": span.phase, "source": span.source}
+    labels = {"scope": span.scope, "phase": span.phase, "source": span.source}
     return {
         "ph": "X",
         "name": span.name,
@@ -39,7 +39,7 @@ def _slice(span: TimeSpan, tid: int) -> dict[str, Any]:
         "tid": tid,
         "ts": span.start_s * _MICROSECONDS,
         "dur": span.seconds * _MICROSECONDS,
-        "args": {name: value for name, value in told.items() if value} | dict(span.details),
+        "args": {name: value for name, value in labels.items() if value} | dict(span.details),
     }
 
 

@@ -1,6 +1,6 @@
 """A timeline as a trace of JAX's profiler (XSpace): XProf, TensorBoard and ``rooftop explain`` read it as if measured.
 
-A TPU for each lane in which something computes: what it computes and waits for on its line "XLA Ops", transfers beside
+A TPU for each lane in which something computes: what it computes and waits for on its line "XLA Ops", transfers next to
 that on "Async XLA Ops", the program on "XLA Modules" and the step on "Steps". Sources: the published schema of XSpace,
 and of a folder of profiles (``plugins/profile/RUN/HOST.xplane.pb``).
 """
@@ -30,11 +30,11 @@ _NUMBER = re.compile(r"\.\d+$")
 
 def varint(value: int) -> bytes:
     """A varint of a protocol buffer."""
-    found = bytearray()
+    encoded = bytearray()
     while value >= 0x80:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 def message(number: int, content: bytes | int) -> bytes:
@@ -66,8 +66,8 @@ class _Names:
         number = self.events.get(name)
         if number is None:
             number = self.events[name] = len(self.events) + 1
-            told = b"".join(message(5, self.stat(*each)) for each in (stats or {}).items())
-            self.about[number] = message(1, number) + message(2, name.encode()) + told
+            encoded_stats = b"".join(message(5, self.stat(*entry)) for entry in (stats or {}).items())
+            self.about[number] = message(1, number) + message(2, name.encode()) + encoded_stats
         return number
 
     def metadata(self) -> bytes:
@@ -94,20 +94,20 @@ def xspace(
     ``module`` is a serialized HloProto of ``program``, which readers map ops to their instructions with. A warning in
     the trace says that it is no measurement.
     """
-    devices = [lane for lane in drawn.lanes if any(each.sort != TRANSFER for each in lane.spans)]
+    devices = [lane for lane in drawn.lanes if any(span.sort != TRANSFER for span in lane.spans)]
     # Transfers are those of the one device, where there is one: lanes of several do not say whose they are.
     beside = _transfers(drawn) if len(devices) == 1 else []
-    found = b"".join(
+    planes = b"".join(
         message(_PLANES, _plane(drawn, number, lane.spans, beside, program, device or {}))
         for number, lane in enumerate(devices)
     )
     if module:
         inside = _Names()
         inside.event(f"{program}(1)", {"program_id": 1, "Hlo Proto": module})
-        found += message(_PLANES, message(1, len(devices) + 1) + message(_NAME, b"/host:metadata") + inside.metadata())
-    # Readers show it beside the figures: nobody should take them for measured ones.
-    told = f"a {drawn.source} timeline, no measurement" + (f": {drawn.note}" if drawn.note else "")
-    return found + message(_WARNINGS, told.encode()) + message(_HOSTNAMES, host.encode())
+        planes += message(_PLANES, message(1, len(devices) + 1) + message(_NAME, b"/host:metadata") + inside.metadata())
+    # Readers show it next to the figures: nobody should take them for measured ones.
+    note = f"a {drawn.source} timeline, no measurement" + (f": {drawn.note}" if drawn.note else "")
+    return planes + message(_WARNINGS, note.encode()) + message(_HOSTNAMES, host.encode())
 
 
 def _plane(
@@ -118,20 +118,20 @@ def _plane(
     program: str,
     device: Mapping[str, str | float],
 ) -> bytes:
-    """One device: a line for the step, for the program, for its ops and for transfers beside them."""
+    """One device: a line for the step, for the program, for its ops and for transfers next to them."""
     names, total_ps = _Names(), round(drawn.total_s * _PS)
     lines = [
         ("Steps", [(names.event("1"), 0, total_ps)]),
         ("XLA Modules", [(names.event(f"{program}(1)", {"program_id": 1}), 0, total_ps)]),
-        ("XLA Ops", [_event(names, each) for each in sorted(spans, key=lambda each: each.start_s)]),
-        ("Async XLA Ops", [_event(names, each) for each in beside]),
+        ("XLA Ops", [_event(names, span) for span in sorted(spans, key=lambda span: span.start_s)]),
+        ("Async XLA Ops", [_event(names, span) for span in beside]),
     ]
     written = b"".join(
         message(_LINES, message(1, at) + message(2, name.encode()) + message(3, _BEGIN_NS) + _events(events))
         for at, (name, events) in enumerate(lines)
         if events
     )
-    about = b"".join(message(_STATS, names.stat(*each)) for each in device.items())
+    about = b"".join(message(_STATS, names.stat(*span)) for span in device.items())
     named = message(_NAME, f"/device:TPU:{number}".encode())
     return message(1, number + 1) + named + written + about + names.metadata()
 
@@ -150,15 +150,15 @@ def write(data: bytes, folder: Path, *, run: str, host: str = "rooftop") -> Path
 
 def _transfers(drawn: Lanes) -> list[TimeSpan]:
     """Transfers once each, though several links carry one, from its first byte to its last."""
-    found: dict[object, TimeSpan] = {}
+    transfers: dict[object, TimeSpan] = {}
     for lane in drawn.lanes:
-        for each in lane.spans:
-            if each.sort == TRANSFER:
-                key = each.flight if each.flight is not None else id(each)
-                seen = found.get(key)
-                if seen is None or each.seconds > seen.seconds:
-                    found[key] = each
-    return sorted(found.values(), key=lambda each: each.start_s)
+        for span in lane.spans:
+            if span.sort == TRANSFER:
+                key = span.flight if span.flight is not None else id(span)
+                seen = transfers.get(key)
+                if seen is None or span.seconds > seen.seconds:
+                    transfers[key] = span
+    return sorted(transfers.values(), key=lambda span: span.start_s)
 
 
 def _event(names: _Names, span: TimeSpan) -> tuple[int, int, int]:
@@ -173,7 +173,7 @@ def _event(names: _Names, span: TimeSpan) -> tuple[int, int, int]:
 
 
 def _about(span: TimeSpan) -> dict[str, str | float | int | bytes]:
-    told: dict[str, str | float | int | bytes | None] = {
+    stats: dict[str, str | float | int | bytes | None] = {
         "hlo_category": "while" if span.sort == MORE else span.category or _category(span.op),
         "tf_op": span.op_name,
         "source": span.source,
@@ -181,7 +181,7 @@ def _about(span: TimeSpan) -> dict[str, str | float | int | bytes]:
         "bytes_accessed": None if span.hbm_bytes is None else int(span.hbm_bytes),
         "program_id": 1,
     }
-    return {name: value for name, value in told.items() if value not in (None, "")}
+    return {name: value for name, value in stats.items() if value not in (None, "")}
 
 
 def _events(events: Iterable[tuple[int, int, int]]) -> bytes:
@@ -191,6 +191,6 @@ def _events(events: Iterable[tuple[int, int, int]]) -> bytes:
 
 
 def _category(op: str) -> str:
-    """What a profiler calls the work of an instruction: its opcode, or what its name begins with."""
+    """Category that a profiler gives an instruction: its opcode, or the prefix of its name."""
     match = _OPCODE.search(op)
     return match[1] if match else _NUMBER.sub("", op)

@@ -1,1 +1,1 @@
-"""Compiled beside planned: findings, checks and rooflines of a compiled program."""
+"""Compiled next to planned: findings, checks and rooflines of a compiled program."""

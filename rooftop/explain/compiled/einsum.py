@@ -1,4 +1,4 @@
-"""A strategy of the algebra beside what XLA:TPU makes of the same einsum, or resharding."""
+"""A strategy of the algebra next to what XLA:TPU makes of the same einsum, or resharding."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class EinsumProgram:
     def keys(self) -> Counter[Key]:
         """The collectives as a bag."""
         bag: Counter[Key] = Counter()
-        for each, count in zip(self.collectives, self.counts, strict=True):
-            bag[each.kind, frozenset(each.axes), round(float(each.bytes))] += count
+        for collective, count in zip(self.collectives, self.counts, strict=True):
+            bag[collective.kind, frozenset(collective.axes), round(float(collective.bytes))] += count
         return bag
 
     def __str__(self) -> str:
         named = [
-            f"{each.kind} over {','.join(each.axes)}" + (f" x {count}" if count > 1 else "")
-            for each, count in zip(self.collectives, self.counts, strict=True)
+            f"{collective.kind} over {','.join(collective.axes)}" + (f" x {count}" if count > 1 else "")
+            for collective, count in zip(self.collectives, self.counts, strict=True)
         ]
         return ", ".join(named) or "no collectives"
 
@@ -74,7 +74,7 @@ class EinsumComparison:
 
 def planned_program(strategy: Strategy, prices: Prices) -> EinsumProgram:
     """A strategy as a program. Collectives of one device alone are left out."""
-    found = [
+    result = [
         Collective(kind=step.collective, axes=step.axes, bytes=cost.bytes, wire_bytes=0.0, critical=True)
         for step, cost in zip(strategy.steps, strategy.costs, strict=True)
         if step.collective is not None and prices.mesh.size(*step.axes) > 1
@@ -82,8 +82,8 @@ def planned_program(strategy: Strategy, prices: Prices) -> EinsumProgram:
     moving = sum(cost.time_s for step, cost in zip(strategy.steps, strategy.costs, strict=True) if step.collective)
     dtype = next((step.inputs[0].dtype for step in strategy.steps if step.multiplies), "bf16")
     return EinsumProgram(
-        collectives=tuple(found),
-        counts=(1,) * len(found),
+        collectives=tuple(result),
+        counts=(1,) * len(result),
         flops=strategy.flops,
         communication_s=moving,
         compute_s=_compute_s(strategy.flops, dtype, prices),
@@ -91,16 +91,16 @@ def planned_program(strategy: Strategy, prices: Prices) -> EinsumProgram:
 
 
 def compiled_program(compiled: Compiled, schedule: ScheduleTimeline, prices: Prices, dtype: str) -> EinsumProgram:
-    """What the compiler made, its collectives priced as ours are."""
+    """The compiled program, its collectives priced as ours are."""
     seconds = [
-        prices.collective_s(each.collective.kind, each.collective.axes, each.collective.bytes)
-        for each in schedule.collectives
+        prices.collective_s(collective.collective.kind, collective.collective.axes, collective.collective.bytes)
+        for collective in schedule.collectives
     ]
     entries = tuple(
-        replace(each.ledger_entry, time_s=each.by_resource(price_s))
-        for each, price_s in zip(schedule.collectives, seconds, strict=True)
+        replace(collective.ledger_entry, time_s=collective.by_resource(price_s))
+        for collective, price_s in zip(schedule.collectives, seconds, strict=True)
     )
-    counts = tuple(each.collective.executions for each in schedule.collectives)
+    counts = tuple(collective.collective.executions for collective in schedule.collectives)
     flops = float(read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh).flops())
     return EinsumProgram(
         collectives=entries,
@@ -114,12 +114,12 @@ def compiled_program(compiled: Compiled, schedule: ScheduleTimeline, prices: Pri
 def compare(
     candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, dtype: str = "bf16"
 ) -> EinsumComparison:
-    """Set a compiled program beside strategies without overlap, best first."""
+    """Set a compiled program next to strategies without overlap, best first."""
     schedule = timeline(compiled.module, compiled.mesh)
     theirs = compiled_program(compiled, schedule, prices, dtype)
-    ours = [planned_program(each, prices) for each in candidates]
+    ours = [planned_program(candidate, prices) for candidate in candidates]
     best = ours[0]
-    like = next((place for place, each in enumerate(ours) if each.keys == theirs.keys), None)
+    like = next((place for place, candidate in enumerate(ours) if candidate.keys == theirs.keys), None)
     same = like == 0 or (like is not None and _near(ours[like].time_s, best.time_s))
     return EinsumComparison(
         planned=best,
@@ -139,46 +139,48 @@ def check(asked: object, prices: Prices) -> dict[str, Any]:
         raise RooftopError("check", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
     request, candidates, dtype = _request(asked, prices)
     compiled = compile_ahead_of_time(request)
-    found = compare(candidates, compiled, prices, dtype)
+    result = compare(candidates, compiled, prices, dtype)
     collectives = [
         asdict(entry)
         | {"axes": list(entry.axes), "time_s": dict(entry.time_s), "count": count}
-        | {"ring": each.collective.hops > 0, "synchronous": each.collective.synchronous}
-        | {"hidden_s": each.hidden_s, "source": each.collective.source}
-        for entry, count, each in zip(
-            found.compiled.collectives, found.compiled.counts, found.schedule.collectives, strict=True
+        | {"ring": collective.collective.hops > 0, "synchronous": collective.collective.synchronous}
+        | {"hidden_s": collective.hidden_s, "source": collective.collective.source}
+        for entry, count, collective in zip(
+            result.compiled.collectives, result.compiled.counts, result.schedule.collectives, strict=True
         )
     ]
     return {
         "compiled": {
             "collectives": collectives,
-            "flops": found.compiled.flops,
-            "communication_s": found.compiled.communication_s,
-            "compute_s": found.compiled.compute_s,
-            "time_s": found.compiled.time_s,
+            "flops": result.compiled.flops,
+            "communication_s": result.compiled.communication_s,
+            "compute_s": result.compiled.compute_s,
+            "time_s": result.compiled.time_s,
             "schedule": {
-                "total_s": found.schedule.total_s,
-                "compute_s": found.schedule.compute_s,
-                "exposed_s": found.schedule.exposed_s,
+                "total_s": result.schedule.total_s,
+                "compute_s": result.schedule.compute_s,
+                "exposed_s": result.schedule.exposed_s,
             },
             "peak_bytes": compiled.peak_bytes,
             "compile_s": compiled.compile_s,
             "versions": dict(compiled.versions),
         },
         "planned": {
-            "collectives": [[each.kind, list(each.axes), each.bytes] for each in found.planned.collectives],
-            "flops": found.planned.flops,
-            "communication_s": found.planned.communication_s,
-            "compute_s": found.planned.compute_s,
-            "time_s": found.planned.time_s,
+            "collectives": [
+                [collective.kind, list(collective.axes), collective.bytes] for collective in result.planned.collectives
+            ],
+            "flops": result.planned.flops,
+            "communication_s": result.planned.communication_s,
+            "compute_s": result.planned.compute_s,
+            "time_s": result.planned.time_s,
         },
-        "agrees": found.agrees,
-        "verdict": found.verdict,
+        "agrees": result.agrees,
+        "verdict": result.verdict,
     }
 
 
 def _request(asked: object, prices: Prices) -> tuple[CompileRequest, Sequence[Strategy], str]:
-    """What to compile, the strategies to set beside it, and the dtype of the multiplication."""
+    """The compile request, the strategies to compare with it, and the dtype of the multiplication."""
     if isinstance(asked, Einsum):
         arrays: tuple[ShardedArray, ...] = (asked.left, asked.right, asked.output)
         candidates: Sequence[Strategy] = strategies(asked, prices, overlapped=False)
@@ -214,7 +216,7 @@ def _near(one: float, other: float) -> bool:
 
 
 def _verdict(best: EinsumProgram, theirs: EinsumProgram, like: int | None, same: bool) -> str:
-    """Who found what, by the same prices."""
+    """One line that compares both programs at the same prices."""
     times = f"{format_seconds(theirs.time_s)} against {format_seconds(best.time_s)} without overlap"
     if like == 0:
         return f"XLA's collectives are those of the best strategy ({theirs})."

@@ -1,4 +1,4 @@
-"""What plan and compiler disagree about, item by item, each with its bytes, its cost, its source line and its reason.
+"""Differences between plan and compiler, item by item, each with its bytes, cost, source line and reason.
 
 A reason is a rule that has evidence in the compiled program. What no rule explains says so: it is what to look at.
 """
@@ -90,7 +90,7 @@ class Findings:
     @property
     def unexplained(self) -> tuple[Finding, ...]:
         """Collectives that were not planned and for which no rule gives a reason."""
-        return tuple(each for each in self.unexpected if each.kind != MATMUL and not each.rule)
+        return tuple(finding for finding in self.unexpected if finding.kind != MATMUL and not finding.rule)
 
 
 def find(
@@ -102,7 +102,7 @@ def find(
 ) -> Findings:
     """The findings of rows that are joined; ``collectives`` and ``operations`` are those of the compiled program."""
     rows = list(joined)
-    kernels = {(each.scope, each.phase) for each in operations if each.kernel}
+    kernels = {(operation.scope, operation.phase) for operation in operations if operation.kernel}
     no_kernels = {row.key for row in planned if row.kernel_flops} - kernels
     prices = _planned_prices(planned)
     scheduled = _by_key(collectives)
@@ -110,92 +110,98 @@ def find(
     missing: list[Finding] = []
     spelled: list[Finding] = []
     for row in rows:
-        found = [_collective(row, each, scheduled, prices) for each in row.collectives]
-        found.append((_matmuls(row, operations, prices), row.compiled_flops - row.planned_flops))
-        for draft, excess in found:
+        result = [_collective(row, collective, scheduled, prices) for collective in row.collectives]
+        result.append((_matmuls(row, operations, prices), row.compiled_flops - row.planned_flops))
+        for draft, excess in result:
             if abs(excess) > TOLERANCE * max(draft.amount, abs(excess)):
                 (unexpected if excess > 0 else missing).append(draft.part(abs(excess)))
-        for each, (draft, _) in zip(row.collectives, found, strict=False):
-            if each.spelled:
-                spelled.append(_spelling(draft, each, mesh))
+        for item, (draft, _) in zip(row.collectives, result, strict=False):
+            if item.spelled:
+                spelled.append(_spelling(draft, item, mesh))
     unexpected, missing = _in_steps(*_moved(unexpected, missing), mesh)
     return Findings(
-        unexpected=_ordered(_explained(each, kernels) for each in unexpected),
-        missing=_ordered(_absent(each, no_kernels) for each in missing),
+        unexpected=_ordered(_explained(finding, kernels) for finding in unexpected),
+        missing=_ordered(_absent(finding, no_kernels) for finding in missing),
         recomputed=_ordered(_recomputed(rows, operations, collectives)),
         spelled=_ordered(spelled),
     )
 
 
 def _collective(
-    row: JoinedRow, each: JoinedCollective, scheduled: Mapping[Key, list[Scheduled]], prices: Mapping[Key, float]
+    row: JoinedRow, collective: JoinedCollective, scheduled: Mapping[Key, list[Scheduled]], prices: Mapping[Key, float]
 ) -> tuple[Finding, float]:
     """All of a collective on the side that has more of it, and by how many bytes the compiled side exceeds."""
-    planned, compiled = each.planned_bytes or 0.0, each.compiled_bytes or 0.0
-    kinds = each.compiled_kinds or (each.kind,)
-    found = [item for kind in kinds for item in scheduled.get((row.scope, row.phase, kind, frozenset(each.axes)), ())]
-    price = prices.get((row.scope, row.phase, each.kind, frozenset(each.axes)), 0.0)
+    planned, compiled = collective.planned_bytes or 0.0, collective.compiled_bytes or 0.0
+    kinds = collective.compiled_kinds or (collective.kind,)
+    result = [
+        item for kind in kinds for item in scheduled.get((row.scope, row.phase, kind, frozenset(collective.axes)), ())
+    ]
+    price = prices.get((row.scope, row.phase, collective.kind, frozenset(collective.axes)), 0.0)
     draft = Finding(
         scope=row.scope,
         phase=row.phase,
-        kind=kinds[-1] if compiled > planned else each.kind,
-        axes=each.axes,
+        kind=kinds[-1] if compiled > planned else collective.kind,
+        axes=collective.axes,
         bytes=max(planned, compiled),
-        cost_s=sum(item.collective.executions * item.price_s for item in found) if compiled >= planned else price,
-        source=next((item.collective.source for item in found if item.collective.source), ""),
-        instructions=tuple(name for item in found for _, name in item.collective.instructions),
+        cost_s=sum(item.collective.executions * item.price_s for item in result) if compiled >= planned else price,
+        source=next((item.collective.source for item in result if item.collective.source), ""),
+        instructions=tuple(name for item in result for _, name in item.collective.instructions),
     )
     return draft, compiled - planned
 
 
 def _matmuls(row: JoinedRow, operations: Sequence[OperationRoofline], prices: Mapping[Key, float]) -> Finding:
     """The matmuls of a row, on the side that has more of them."""
-    own = [each for each in operations if (each.scope, each.phase) == (row.scope, row.phase) and each.flops]
-    own.sort(key=lambda each: -each.total_s)
+    own = [
+        operation
+        for operation in operations
+        if (operation.scope, operation.phase) == (row.scope, row.phase) and operation.flops
+    ]
+    own.sort(key=lambda item: -item.total_s)
     return Finding(
         scope=row.scope,
         phase=row.phase,
         kind=MATMUL,
         flops=max(row.planned_flops, row.compiled_flops),
-        cost_s=sum(each.total_s for each in own)
+        cost_s=sum(operation.total_s for operation in own)
         if row.compiled_flops > row.planned_flops
         else prices.get((row.scope, row.phase, MATMUL, frozenset()), 0.0),
         source=own[0].source if own else "",
-        instructions=tuple(each.name for each in own),
+        instructions=tuple(operation.name for operation in own),
     )
 
 
-def _spelling(draft: Finding, each: JoinedCollective, mesh: Mesh) -> Finding:
-    """What the compiler spells in another way; over all of a slice XLA:TPU has no other."""
-    whole = mesh.size(*each.axes) * mesh.slice.num_slices == mesh.slice.devices
-    why = f"the planned {each.kind}" + (", over a whole slice" if whole else "") + ": twice the bytes on the wire"
-    return replace(draft, kind=each.spelled, rule="whole_slice" if whole else "spelled", why=why)
+def _spelling(draft: Finding, collective: JoinedCollective, mesh: Mesh) -> Finding:
+    """A collective that the compiler spells differently; over a whole slice XLA:TPU has no other spelling."""
+    whole = mesh.size(*collective.axes) * mesh.slice.num_slices == mesh.slice.devices
+    why = f"the planned {collective.kind}" + (", over a whole slice" if whole else "") + ": twice the bytes on the wire"
+    return replace(draft, kind=collective.spelled, rule="whole_slice" if whole else "spelled", why=why)
 
 
 def _moved(unexpected: list[Finding], missing: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     """Both lists, with what is the same work under another scope or phase said to be that."""
     extra, left = [], list(missing)
-    found: list[Finding] = []
-    for each in unexpected:
-        while each.amount > TOLERANCE:
-            near = [] if _is_small(each) else [other for other in left if _alike(each, other)]
+    result: list[Finding] = []
+    for finding in unexpected:
+        while finding.amount > TOLERANCE:
+            near = [] if _is_small(finding) else [other for other in left if _alike(finding, other)]
             if not near:
-                extra.append(each)
+                extra.append(finding)
                 break
-            other = min(near, key=lambda other: (other.scope != each.scope, abs(other.amount - each.amount)))
-            shared = min(each.amount, other.amount)
-            ours, theirs = each.part(shared), other.part(shared)
-            here, there = f"{each.scope} {each.phase}", f"{other.scope} {other.phase}"
-            spelled = f", and makes an {each.kind} of the {other.kind}" if each.kind != other.kind else ""
+            other = min(near, key=lambda other: (other.scope != finding.scope, abs(other.amount - finding.amount)))
+            shared = min(finding.amount, other.amount)
+            ours, theirs = finding.part(shared), other.part(shared)
+            here, there = f"{finding.scope} {finding.phase}", f"{other.scope} {other.phase}"
+            spelled = f", and makes an {finding.kind} of the {other.kind}" if finding.kind != other.kind else ""
             extra.append(replace(ours, rule="named", why=f"planned as {there}: XLA names it otherwise{spelled}"))
-            found.append(replace(theirs, rule="named", why=f"compiled as {here}: XLA names it otherwise{spelled}"))
+            result.append(replace(theirs, rule="named", why=f"compiled as {here}: XLA names it otherwise{spelled}"))
             left.remove(other)
             if other.amount - shared > TOLERANCE * shared:
                 left.append(other.part(other.amount - shared))
-            if each.amount - shared <= TOLERANCE * shared:
+            if finding.amount - shared <= TOLERANCE * shared:
                 break
-            each = each.part(each.amount - shared)
-    return extra, found + left
+            finding = finding.part(finding.amount - shared)
+    return extra, result + left
 
 
 def _in_steps(unexpected: list[Finding], missing: list[Finding], mesh: Mesh) -> tuple[list[Finding], list[Finding]]:
@@ -203,31 +209,37 @@ def _in_steps(unexpected: list[Finding], missing: list[Finding], mesh: Mesh) -> 
 
     It sums within each slice, then between slices, each device its part, and gathers the parts.
     """
-    whole = [each for each in missing if not each.rule and each.kind == "all_reduce" and _over_slices(each, mesh)]
+    whole = [
+        finding
+        for finding in missing
+        if not finding.rule and finding.kind == "all_reduce" and _over_slices(finding, mesh)
+    ]
 
     def part_of(step: Finding) -> Finding | None:
         kinds = ("all_reduce", "reduce_scatter", "all_gather")
         # Twice its bytes where both the scatter and the gather within a slice are written as AllReduces.
-        fits = (each for each in whole if set(step.axes) < set(each.axes) and step.bytes <= 2 * each.bytes)
+        fits = (part for part in whole if set(step.axes) < set(part.axes) and step.bytes <= 2 * part.bytes)
         return next(fits, None) if step.kind in kinds and not step.rule else None
 
-    steps = [(each, part_of(each)) for each in unexpected]
-    taken = [each for _, each in steps if each is not None]
+    steps = [(finding, part_of(finding)) for finding in unexpected]
+    taken = [step for _, step in steps if step is not None]
     why = "XLA sums within each slice, then between slices, and gathers: {} over {}"
     return (
         [
-            each if of is None else replace(each, rule=IN_STEPS, why=why.format(of.kind, ",".join(of.axes)))
-            for each, of in steps
+            step if of is None else replace(step, rule=IN_STEPS, why=why.format(of.kind, ",".join(of.axes)))
+            for step, of in steps
         ],
         [
-            replace(each, rule=IN_STEPS, why=why.format(each.kind, ",".join(each.axes))) if each in taken else each
-            for each in missing
+            replace(finding, rule=IN_STEPS, why=why.format(finding.kind, ",".join(finding.axes)))
+            if finding in taken
+            else finding
+            for finding in missing
         ],
     )
 
 
 def _over_slices(finding: Finding, mesh: Mesh) -> bool:
-    """Whether a collective runs over slices and within them."""
+    """Return True if a collective runs both within and between slices."""
     group = mesh.span(*finding.axes)
     used = {axis.resource for axis, size in zip(group.physical, group.size, strict=True) if size > 1}
     return used == {"ici", "dcn"}
@@ -264,35 +276,36 @@ def _is_small(finding: Finding) -> bool:
 def _recomputed(
     rows: Sequence[JoinedRow], operations: Sequence[OperationRoofline], collectives: Sequence[Scheduled]
 ) -> list[Finding]:
-    """What the compiled step does a second time: by its remat policy, or because XLA chose to."""
+    """Work that the compiled step repeats: by its remat policy, or because XLA chose to."""
     every = [
         Finding(
-            scope=each.scope, phase=each.phase, kind=MATMUL, flops=each.executions * each.flops, cost_s=each.total_s,
-            source=each.source, rule=_again(each.phase, [each.name]),
+            scope=operation.scope, phase=operation.phase, kind=MATMUL,
+            flops=operation.executions * operation.flops, cost_s=operation.total_s,
+            source=operation.source, rule=_again(operation.phase, [operation.name]),
         )
-        for each in operations
-        if each.flops
+        for operation in operations
+        if operation.flops
     ]  # fmt: skip
     for item in collectives:
-        each = item.collective
-        rule = _again(each.phase, [name for _, name in each.instructions])
+        collective = item.collective
+        rule = _again(collective.phase, [name for _, name in collective.instructions])
         every.append(
             Finding(
-                scope=each.scope,
-                phase=each.phase,
-                kind=each.kind,
-                axes=each.axes,
-                bytes=each.executions * each.bytes,
-                cost_s=each.executions * item.price_s,
-                source=each.source,
+                scope=collective.scope,
+                phase=collective.phase,
+                kind=collective.kind,
+                axes=collective.axes,
+                bytes=collective.executions * collective.bytes,
+                cost_s=collective.executions * item.price_s,
+                source=collective.source,
                 rule=rule,
             )
         )
-    found: dict[tuple[object, ...], Finding] = {}
+    result: dict[tuple[object, ...], Finding] = {}
     for one in every:
         key = one.scope, one.phase, one.kind, frozenset(one.axes), one.rule
-        if one.rule and key in found:
-            before = found[key]
+        if one.rule and key in result:
+            before = result[key]
             one = replace(
                 before,
                 bytes=before.bytes + one.bytes,
@@ -300,9 +313,9 @@ def _recomputed(
                 cost_s=before.cost_s + one.cost_s,
             )
         if one.rule:
-            found[key] = one
+            result[key] = one
     planned = {(row.scope, row.phase): row for row in rows}
-    return [_said(each, planned.get((each.scope, each.phase))) for each in found.values()]
+    return [_said(item, planned.get((item.scope, item.phase))) for item in result.values()]
 
 
 def _again(phase: str, names: Iterable[str]) -> str:
@@ -320,7 +333,7 @@ def _said(finding: Finding, row: JoinedRow | None) -> Finding:
         planned = row is not None and row.planned_flops > 0
     else:
         planned = row is not None and any(
-            each.planned_bytes and set(each.axes) == set(finding.axes) for each in row.collectives
+            collective.planned_bytes and set(collective.axes) == set(finding.axes) for collective in row.collectives
         )
     rule, why = ("policy", "planned: the remat policy asks for it") if planned else ("", "not planned")
     return replace(finding, rule=rule, why=why)
@@ -329,9 +342,12 @@ def _said(finding: Finding, row: JoinedRow | None) -> Finding:
 def _planned_prices(ledger: Ledger) -> dict[Key, float]:
     prices: dict[Key, float] = {}
     for row in ledger:
-        matmul_s = float(row.expected_s) - sum(float(each.exposed_s) for each in row.collectives)
+        matmul_s = float(row.expected_s) - sum(float(collective.exposed_s) for collective in row.collectives)
         entries = [(MATMUL, frozenset[str](), matmul_s)]
-        entries += [(each.kind, frozenset(each.axes), float(each.expected_s)) for each in row.collectives]
+        entries += [
+            (collective.kind, frozenset(collective.axes), float(collective.expected_s))
+            for collective in row.collectives
+        ]
         for kind, axes, seconds in entries:
             key = row.scope, row.phase, kind, axes
             prices[key] = prices.get(key, 0.0) + float(row.count) * seconds
@@ -339,13 +355,15 @@ def _planned_prices(ledger: Ledger) -> dict[Key, float]:
 
 
 def _by_key(collectives: Sequence[Scheduled]) -> dict[Key, list[Scheduled]]:
-    found: dict[Key, list[Scheduled]] = {}
+    by_key: dict[Key, list[Scheduled]] = {}
     for item in collectives:
-        each = item.collective
-        found.setdefault((each.scope, each.phase, each.kind, frozenset(each.axes)), []).append(item)
-    return found
+        collective = item.collective
+        by_key.setdefault((collective.scope, collective.phase, collective.kind, frozenset(collective.axes)), []).append(
+            item
+        )
+    return by_key
 
 
 def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """What has no reason first, then by cost."""
-    return tuple(sorted(findings, key=lambda each: (bool(each.rule), -each.cost_s)))
+    """Sort findings: those without a reason first, then by cost."""
+    return tuple(sorted(findings, key=lambda finding: (bool(finding.rule), -finding.cost_s)))

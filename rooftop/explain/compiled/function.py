@@ -52,11 +52,11 @@ def inspect(
     refuses the program.
     """
     laid = laid_mesh(Slice.parse(on) if isinstance(on, str) else on, mesh)
-    given = {"function": function, "arrays": arguments, "dims": dict(dims or {}), "auto": auto}
-    request = CompileRequest(mesh=laid, program=PROGRAM, arguments=given, save=save)
+    parameters = {"function": function, "arrays": arguments, "dims": dict(dims or {}), "auto": auto}
+    request = CompileRequest(mesh=laid, program=PROGRAM, arguments=parameters, save=save)
     if isinstance(function, str):
-        texts = [_text(each) for each in arguments]
-        asked = replace(request, arguments=given | {"arrays": texts})
+        texts = [_text(argument) for argument in arguments]
+        asked = replace(request, arguments=parameters | {"arrays": texts})
         try:
             compiled = compile_ahead_of_time(asked, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
         except RooftopError as error:
@@ -105,14 +105,14 @@ def lower(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
 def _imported(name: str) -> Callable[..., Any]:
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        result: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            result = getattr(result, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise RooftopError("function", name, f"module:function that can be imported ({error})") from None
-    if not callable(found):
-        raise RooftopError("function", name, f"a function; this is a {type(found).__name__}")
-    called: Callable[..., Any] = found
+    if not callable(result):
+        raise RooftopError("function", name, f"a function; this is a {type(result).__name__}")
+    called: Callable[..., Any] = result
     return called
 
 

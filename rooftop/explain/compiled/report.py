@@ -1,4 +1,4 @@
-"""A compiled program as a report: what the compiler made of it and, beside a plan, whether that is what was planned."""
+"""A compiled program as a report: the compiler's result and, next to a plan, the differences from the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledReport:
-    """A compiled program, timed; ``plan`` is what it is set beside (None: any other program)."""
+    """A compiled program, timed; ``plan`` is what it is set next to (None: any other program)."""
 
     plan: TrainingPlan | None
     compiled: Compiled
@@ -57,12 +57,12 @@ class CompiledReport:
 
     @cached_property
     def joined(self) -> tuple[JoinedRow, ...]:
-        """Planned beside compiled by scope and phase; empty without a plan."""
+        """Planned next to compiled by scope and phase; empty without a plan."""
         return () if self.plan is None else tuple(join(self.plan.ledger, self.ledger))
 
     @cached_property
     def findings(self) -> Findings:
-        """What was compiled and not planned, planned and not compiled, and done twice."""
+        """Work compiled but not planned, planned but not compiled, and done twice."""
         planned = Ledger(()) if self.plan is None else self.plan.ledger
         return find(self.joined, planned, self.timeline.collectives, self.operations, self.compiled.mesh)
 
@@ -75,7 +75,7 @@ class CompiledReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether every check holds."""
+        """True if every check holds."""
         return all(check.holds for check in self.checks)
 
     @property
@@ -87,7 +87,7 @@ class CompiledReport:
 
     @property
     def peak_bytes(self) -> float:
-        """What is alive in HBM at the peak; XLA's own figure where it left no report of what that is."""
+        """Bytes alive in HBM at the peak; XLA's own figure if it left no buffer report."""
         at_peak = self.compiled.at_peak
         return float(self.compiled.peak_bytes if at_peak is None else at_peak.peak_bytes)
 
@@ -98,7 +98,7 @@ class CompiledReport:
 
     @property
     def kernel_flops(self) -> float:
-        """FLOPs per device and step within hand-written kernels, as declared beside each of them."""
+        """FLOPs per device and step within hand-written kernels, as declared next to each of them."""
         return float(self.ledger.flops()) - self.flops
 
     def slowest(self, count: int) -> list[OperationRoofline]:
@@ -133,68 +133,70 @@ class CompiledReport:
             "kernels": list(self.timeline.kernels),
             "step": self.timed.step.to_json(),
             "planned_step": None if planned is None else _planned_step(planned),
-            "collectives": [_entry(each) for each in self.timeline.collectives],
-            "unexpected": [each.to_json() for each in findings.unexpected],
-            "missing": [each.to_json() for each in findings.missing],
-            "recomputed": [each.to_json() for each in findings.recomputed],
-            "spelled": [each.to_json() for each in findings.spelled],
-            "checks": [each.to_json() for each in self.checks],
+            "collectives": [_entry(collective) for collective in self.timeline.collectives],
+            "unexpected": [finding.to_json() for finding in findings.unexpected],
+            "missing": [finding.to_json() for finding in findings.missing],
+            "recomputed": [finding.to_json() for finding in findings.recomputed],
+            "spelled": [finding.to_json() for finding in findings.spelled],
+            "checks": [check.to_json() for check in self.checks],
             "agrees": self.agrees,
             "verdict": self.verdict,
-            "joined": [each.to_json() for each in self.joined],
-            "operations": [each.to_json() for each in self.slowest(top)],
+            "joined": [item.to_json() for item in self.joined],
+            "operations": [item.to_json() for item in self.slowest(top)],
             "ledger": self.ledger.to_json(),
         }
 
 
 def report(plan: TrainingPlan | None, compiled: Compiled) -> CompiledReport:
-    """What the compiler made of a program, beside its plan if there is one."""
+    """Report on a compiled program, next to its plan if there is one."""
     return CompiledReport(plan=plan, compiled=compiled)
 
 
 def largest(at_peak: PeakMemory | None, count: int) -> list[dict[str, Any]]:
     """The largest arrays that are alive at the peak, as plain JSON values."""
-    return [] if at_peak is None else [asdict(each) for each in at_peak.buffers[:count]]
+    return [] if at_peak is None else [asdict(buffer) for buffer in at_peak.buffers[:count]]
 
 
 def _planned_step(ledger: Ledger) -> dict[str, float]:
     """The figures of ``rooftop.compiler.timed.CompiledTimes`` for a planned ledger."""
     exposed = {"ici": 0.0, "dcn": 0.0}
     for row in ledger:
-        for each in row.collectives:
-            bound = sum(float(seconds) for seconds in each.time_s.values())
-            for name, seconds in each.time_s.items():
-                exposed[name] += float(row.count) * float(each.exposed_s) * float(seconds) / bound if bound else 0.0
+        for collective in row.collectives:
+            bound = sum(float(seconds) for seconds in collective.time_s.values())
+            for name, seconds in collective.time_s.items():
+                exposed[name] += (
+                    float(row.count) * float(collective.exposed_s) * float(seconds) / bound if bound else 0.0
+                )
     busy = {f"{name}_s": float(ledger.total(name)) for name in ("mxu", "vpu", "hbm")}
     shown = {f"exposed_{name}_s": seconds for name, seconds in exposed.items()}
     return busy | shown | {"expected_s": float(ledger.expected_s), "serial_s": float(ledger.serial_s)}
 
 
 def _entry(item: Scheduled) -> dict[str, Any]:
-    each = item.collective
+    collective = item.collective
     return {
-        "scope": each.scope,
-        "phase": each.phase,
-        "kind": each.kind,
-        "axes": list(each.axes),
-        "bytes": each.bytes,
-        "wire_bytes": each.wire_bytes,
-        "count": each.executions,
+        "scope": collective.scope,
+        "phase": collective.phase,
+        "kind": collective.kind,
+        "axes": list(collective.axes),
+        "bytes": collective.bytes,
+        "wire_bytes": collective.wire_bytes,
+        "count": collective.executions,
         "expected_s": item.price_s,
         "exposed_s": item.exposed_s,
-        "synchronous": each.synchronous,
-        "ring": each.hops > 0,
-        "source": each.source,
+        "synchronous": collective.synchronous,
+        "ring": collective.hops > 0,
+        "source": collective.source,
     }
 
 
-def _alone(found: CompiledReport) -> str:
+def _alone(compiled_report: CompiledReport) -> str:
     """The verdict on a program that nobody planned."""
-    total_s, usable = found.timeline.total_s, found.compiled.mesh.slice.device_hbm_usable_bytes
-    share = found.timeline.exposed_s / total_s if total_s else 0.0
+    total_s, usable = compiled_report.timeline.total_s, compiled_report.compiled.mesh.slice.device_hbm_usable_bytes
+    share = compiled_report.timeline.exposed_s / total_s if total_s else 0.0
     return (
         f"{format_seconds(total_s)} expected, {share:.0%} of it waiting for collectives; "
-        f"peak {format_bytes(found.peak_bytes)} of {format_bytes(usable)} a device"
+        f"peak {format_bytes(compiled_report.peak_bytes)} of {format_bytes(usable)} a device"
     )
 
 
@@ -225,7 +227,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether they agree to within the tolerance, or to within ``slack`` of the unit."""
+        """True if both agree within the tolerance, or within ``slack`` of the unit."""
         excess = self.planned - self.compiled
         within = -self.below * self.compiled <= excess <= self.above * self.compiled
         return within or abs(excess) <= self.slack
@@ -258,7 +260,7 @@ def checks(
     """Matmul FLOPs, peak memory, collective bytes by axes, expected time, and collectives without a reason."""
     planned, flops = float(plan.ledger.flops(kernels=False)), float(compiled.flops(kernels=False))
     over, under = PEAK
-    found = [
+    result = [
         Check(name="matmul FLOPs", unit="", planned=planned, compiled=flops, above=FLOPS, below=FLOPS),
         Check(
             name="peak memory", unit="B", planned=plan.memory_bytes, compiled=peak_bytes,
@@ -267,10 +269,10 @@ def checks(
     ]  # fmt: skip
     for axes, (ours, theirs) in bytes_by_axes(joined, findings).items():
         name = f"collectives over {axes}"
-        found.append(
+        result.append(
             Check(name=name, unit="B", planned=ours, compiled=theirs, above=COLLECTIVES, below=COLLECTIVES, slack=SMALL)
         )
-    found.append(
+    result.append(
         Check(
             name="expected time",
             unit="s",
@@ -280,11 +282,11 @@ def checks(
             below=TIME,
         )
     )
-    stray = sum(each.bytes for each in findings.unexplained)
-    found.append(
+    stray = sum(item.bytes for item in findings.unexplained)
+    result.append(
         Check(name="unexplained collectives", unit="B", planned=0.0, compiled=stray, above=0.0, below=0.0, slack=SMALL)
     )
-    return tuple(found)
+    return tuple(result)
 
 
 def bytes_by_axes(joined: Iterable[JoinedRow], findings: Findings) -> dict[str, tuple[float, float]]:
@@ -300,8 +302,8 @@ def bytes_by_axes(joined: Iterable[JoinedRow], findings: Findings) -> dict[str, 
         sums[1] += compiled
 
     for row in joined:
-        for each in row.collectives:
-            add(each.axes, each.planned_bytes or 0.0, each.compiled_bytes or 0.0)
+        for collective in row.collectives:
+            add(collective.axes, collective.planned_bytes or 0.0, collective.compiled_bytes or 0.0)
     for finding in findings.missing:
         if finding.rule == IN_STEPS:
             add(finding.axes, -finding.bytes, 0.0)
@@ -311,9 +313,9 @@ def bytes_by_axes(joined: Iterable[JoinedRow], findings: Findings) -> dict[str, 
     return {axes: (planned, compiled) for axes, (planned, compiled) in totals.items() if planned or compiled}
 
 
-def verdict(plan: TrainingPlan, peak_bytes: float, found: Iterable[Check]) -> str:
+def verdict(plan: TrainingPlan, peak_bytes: float, checks: Iterable[Check]) -> str:
     """One line: what holds, or what does not."""
-    broken = [str(check) for check in found if not check.holds]
+    broken = [str(check) for check in checks if not check.holds]
     line = f"differs: {'; '.join(broken)}" if broken else "as planned"
     capacity = format_bytes(plan.problem.capacity)
     if not plan.fits:

@@ -21,7 +21,7 @@ class OperationRoofline:
     ``shape`` is that of its results as XLA writes it, ``matmul`` the M, K, N of its largest matmul ('' without one).
     ``flops`` of a hand-written ``kernel`` are those that its program declares. ``time_s`` is the bound by resource at
     peak rates, ``expected_s`` what the operation takes on the timeline: its time at the named fractions of the chip or,
-    of a copy that runs beside the rest, the wait for it.
+    of a copy that runs next to the rest, the wait for it.
     """
 
     name: str
@@ -85,17 +85,17 @@ def operations(module: Module, line: ScheduleTimeline, rates: Rates) -> tuple[Op
     A fusion that computes while a collective advances counts by what it computes. Expected seconds times executions add
     up to ``compute_s`` and ``other_wait_s`` of the timeline.
     """
-    found = (
+    result = (
         _operation(module, computation, instruction, place, line, rates)
         for computation in scheduled(module)
         for instruction, place in _placed(module, computation)
     )
-    return tuple(each for each in found if each.expected_s)
+    return tuple(item for item in result if item.expected_s)
 
 
-def slowest(found: Iterable[OperationRoofline], count: int) -> list[OperationRoofline]:
+def slowest(rooflines: Iterable[OperationRoofline], count: int) -> list[OperationRoofline]:
     """The operations that take the most time over all their executions."""
-    return sorted(found, key=lambda each: -each.total_s)[:count]
+    return sorted(rooflines, key=lambda item: -item.total_s)[:count]
 
 
 def _placed(module: Module, computation: HloComputation) -> Iterator[tuple[Instruction, tuple[str, str]]]:
@@ -114,7 +114,7 @@ def _operation(
     rates: Rates,
 ) -> OperationRoofline:
     done = work(module, computation, instruction)
-    sizes = max(done.matmuls, key=lambda each: each[0] * each[1] * each[2], default=None)
+    sizes = max(done.matmuls, key=lambda matmul: matmul[0] * matmul[1] * matmul[2], default=None)
     executions = module.executions[computation.name]
     return OperationRoofline(
         name=instruction.name,
@@ -123,7 +123,7 @@ def _operation(
         phase=place[1],
         source=module.source(instruction),
         executions=executions,
-        shape=", ".join(f"{each.dtype}[{','.join(map(str, each.dims))}]" for each in instruction.shape),
+        shape=", ".join(f"{item.dtype}[{','.join(map(str, item.dims))}]" for item in instruction.shape),
         matmul="" if sizes is None else " x ".join(f"{size:.0f}" for size in sizes[:3]),
         flops=done.flops,
         hbm_bytes=float(done.hbm_bytes),

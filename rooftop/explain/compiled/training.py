@@ -1,4 +1,4 @@
-"""A training plan compiled: its program built, given to XLA:TPU for the plan's slice, and set beside the plan."""
+"""A training plan compiled: its program built, given to XLA:TPU for the plan's slice, and set next to the plan."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compile_plan(
     save: bool = False,
     on_progress: Progress | None = None,
 ) -> CompiledReport | Refusal:
-    """Compile a plan's program and set it beside the plan; a refusal if it does not fit in HBM.
+    """Compile a plan's program and set it next to the plan; a refusal if it does not fit in HBM.
 
     ``save`` keeps the executable. Raises RooftopError for a plan that no program can run as it stands, and for what
     ``rooftop.compiler.compiling.compile_ahead_of_time`` refuses.
@@ -96,7 +96,7 @@ def compile_plan(
 
 
 def request(plan: TrainingPlan) -> CompileRequest:
-    """What to compile. Raises RooftopError for a plan that no program can run as it stands."""
+    """Return the compile request of a plan. Raises RooftopError for a plan that no program can run."""
     program = TrainProgram.from_plan(plan)
     return CompileRequest(
         mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=training_options(plan.mesh)
@@ -116,17 +116,17 @@ def nearest_fit(plan: TrainingPlan, needed_bytes: float) -> TrainingPlan | None:
     slice_ = Slice(smaller, problem.slice.shape, problem.slice.num_slices)
     free = replace(problem, slice=slice_, axes=None, mesh=None, remat=None, microbatches=None)
     for candidate in (replace(free, mesh=plan.mesh), free):
-        found = _best(candidate, problem)
-        if found is not None:
-            return found
+        nearest_fit = _best(candidate, problem)
+        if nearest_fit is not None:
+            return nearest_fit
     return None
 
 
 def _best(candidate: Problem, problem: Problem) -> TrainingPlan | None:
-    found = sweep(candidate)
-    if not found.fits.any():
+    result = sweep(candidate)
+    if not result.fits.any():
         return None
-    only = found.only(found.best)
+    only = result.only(result.best)
     mesh: Any = replace(only.layouts, slice=problem.slice).mesh(0)
     return TrainingPlan(problem=problem, mesh=mesh, choice=only.choices[0])
 

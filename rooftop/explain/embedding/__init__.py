@@ -1,1 +1,1 @@
-"""Plans of embedding tables beside the programs that XLA compiles of them."""
+"""Plans of embedding tables next to the programs that XLA compiles of them."""

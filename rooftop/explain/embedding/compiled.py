@@ -1,4 +1,4 @@
-"""A plan of embedding tables compiled: each stack's lookup and update, and whole steps, by XLA:TPU beside the plan.
+"""A plan of embedding tables compiled: each stack's lookup and update, and whole steps, by XLA:TPU next to the plan.
 
 HBM that SparseCores take as their stack is in no memory analysis: the compiler's own high-water marks say it
 (``rooftop.compiler.sparsecore``). Bytes are of one device unless said otherwise.
@@ -57,7 +57,7 @@ class EmbedReport:
 
     @cached_property
     def overlap(self) -> dict[str, SparseCoreOverlap]:
-        """TensorCore work beside SparseCore work, by step."""
+        """TensorCore work next to SparseCore work, by step."""
         return {name: sparsecore_overlap(one.compiled.module) for name, one in self.steps.items()}
 
     def needed_bytes(self, step: str) -> int:
@@ -71,13 +71,13 @@ class EmbedReport:
 
     def stacks(self) -> list[dict[str, Any]]:
         """Each stack's lookup and update: HBM of one SparseCore and memory of a tile, planned and compiled."""
-        own, found = per_device(self.plan.problem.slice), []
+        own, stacks = per_device(self.plan.problem.slice), []
         for stack in self.plan.problem.stacking.stacks:
             planned = self.plan.stack_memory(stack)
             for part, name in STACK_OF_PART.items():
                 marks = self.parts[stack.name][part]
                 hbm = planned[name] / own
-                found.append(
+                stacks.append(
                     {
                         "stack": stack.name,
                         "tables": [place.table.name for place in stack.places],
@@ -91,11 +91,11 @@ class EmbedReport:
                         "tile_bytes": marks.tile_bytes,
                     }
                 )
-        return found
+        return stacks
 
     @property
     def agrees(self) -> bool:
-        """Whether every stack in HBM is as planned, within TOLERANCE, and the plan found no obstacle either."""
+        """True if every stack in HBM is as planned, within TOLERANCE, and the plan has no obstacle."""
         return not self.plan.obstacles and all(row["holds"] for row in self.stacks())
 
     @property
@@ -223,9 +223,9 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
                     part_request(plan, part, stack, how.checks)
                 )
             except Infeasible as no:
-                found = largest_of_stack(plan, part, stack, no, how)
+                result = largest_of_stack(plan, part, stack, no, how)
                 return EmbedRefusal(
-                    plan=plan, checks=how.checks, part=part, stack=stack.name, why=_why(no), largest=found
+                    plan=plan, checks=how.checks, part=part, stack=stack.name, why=_why(no), largest=result
                 )
     steps: dict[str, Marks] = {}
     for step in STEPS:
@@ -265,7 +265,7 @@ def _plain(limits: Limits) -> dict[str, dict[str, int]]:
 
 
 def _why(no: Infeasible) -> str:
-    """What the compiler said, in a line."""
+    """The compiler's message in one line."""
     if isinstance(no, OutOfMemory):
         return f"XLA needs {format_bytes(no.needed_bytes)} of {format_bytes(no.available_bytes)} of HBM"
     return f"no room in {no.what} ({no.by})" if no.what == TILE_MEMORY else str(no)
@@ -273,8 +273,8 @@ def _why(no: Infeasible) -> str:
 
 def _no_room(plan: EmbedPlan, step: str, why: str, no: Infeasible, over: float, how: Compilation) -> EmbedRefusal:
     """The refusal of a step that needs ``over`` bytes of HBM too many (infinity: that is not known)."""
-    found = largest_of_step(plan, step, no, over, how)
-    return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=found)
+    result = largest_of_step(plan, step, no, over, how)
+    return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=result)
 
 
 #: Limits that one search tries at most.
@@ -296,7 +296,7 @@ class LargestLimits:
 
     @property
     def monotonic(self) -> bool:
-        """Whether all that are larger are refused too: otherwise the compiler may take some."""
+        """True if all larger limits are refused too; otherwise the compiler may accept some."""
         return refuses_larger(self.why)
 
 
@@ -323,22 +323,22 @@ def largest_share(
     what might just fit, from a share and its ``over`` (1 and ``begin`` at first): None is no idea, 0 the least there
     is. ``same`` shares come to the same: a search ends where nothing is between what fits and what does not.
     """
-    low, high, tried, found = 0.0, 1.0, 0, False
+    low, high, tried, result = 0.0, 1.0, 0, False
     last, excess, reach, slow = 1.0, begin, NEAR, 0
     while tried < most and high - low > NEAR * high and not same(low, high):
-        wanted, margin = guess(last, excess), NEAR / 2 * high
+        target, margin = guess(last, excess), NEAR / 2 * high
         share = (low + high) / 2
-        if wanted is not None and wanted <= 0 and not found:
+        if target is not None and target <= 0 and not result:
             share = 0.0
         elif slow == _SLOW:
             slow = 0
-        elif wanted is not None and low + margin < wanted < high - margin:
-            share, slow = wanted, slow + 1
-        elif wanted is not None:
-            beside = low + reach * (low or high) if wanted <= low + margin else high - reach * high
+        elif target is not None and low + margin < target < high - margin:
+            share, slow = target, slow + 1
+        elif target is not None:
+            beside = low + reach * (low or high) if target <= low + margin else high - reach * high
             reach *= 2
             share = beside if low < beside < high else share
-        if found and same(share, low):
+        if result and same(share, low):
             low = share
             continue
         if same(share, high):
@@ -347,13 +347,13 @@ def largest_share(
         tried, width = tried + 1, high - low
         last, excess = share, over(share)
         if excess <= 0:
-            low, found = share, True
+            low, result = share, True
         elif share == 0:
             return None
         else:
             high = share
         slow = 0 if high - low <= width / 2 else slow
-    return Bounds(fits=low, refused=high, tried=tried) if found else None
+    return Bounds(fits=low, refused=high, tried=tried) if result else None
 
 
 def largest_of_step(plan: EmbedPlan, step: str, no: Infeasible, over: float, how: Compilation) -> LargestLimits | None:
@@ -402,7 +402,7 @@ def largest_of_stack(
     # What fits does not say by how much: the last that did not has the word.
     too_much: tuple[float, float] | None = None
     # One part alone may take limits with which the other does not compile.
-    parts = sorted(STACK_OF_PART, key=lambda each: each != part)
+    parts = sorted(STACK_OF_PART, key=lambda item: item != part)
 
     def limits_of(share: float) -> StackLimits:
         return plan.scaled(share, (stack,)).problem.limits[stack.name]
@@ -410,10 +410,10 @@ def largest_of_stack(
     def tried(share: float) -> float:
         nonlocal count, why
         count += 1
-        for each in parts:
-            what = f"{each} of {stack.name} with {share:.2%} of its limits, {count} of at most {MOST_TRIALS}"
+        for part in parts:
+            what = f"{part} of {stack.name} with {share:.2%} of its limits, {count} of at most {MOST_TRIALS}"
             try:
-                how.about(what).run(part_request(plan, each, stack, how.checks, limits_of(share)))
+                how.about(what).run(part_request(plan, part, stack, how.checks, limits_of(share)))
             except Infeasible as no:
                 why = no
                 return over_bytes(no)

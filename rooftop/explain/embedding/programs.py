@@ -21,7 +21,7 @@ STACK_OF_PART: Mapping[str, str] = {"lookup": "forward_stack", "update": "backwa
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """How plans are compiled: see ``rooftop.compiler.compiling``. ``checks`` are names of sparsecore_checks.CHECKS."""
+    """Options for compiling plans: see ``rooftop.compiler.compiling``. ``checks`` are names of CHECKS."""
 
     checks: tuple[str, ...] = ()
     timeout_s: float | None = None
@@ -69,7 +69,7 @@ def step_options(step: str, checks: tuple[str, ...]) -> dict[str, bool | int | s
 
 
 def heap_bytes(marks: Marks) -> int:
-    """What XLA's heap holds of a device's HBM at the peak, by its buffers: its own figure may have some stack in it."""
+    """Bytes of XLA's heap in a device's HBM at the peak, from its buffers: its own figure may include stack."""
     at_peak = marks.compiled.at_peak
     return marks.compiled.peak_bytes if at_peak is None else at_peak.allocated_bytes
 

@@ -1,1 +1,1 @@
-"""Measured beside compiled beside planned: a trace explained."""
+"""Measured next to compiled next to planned: a trace explained."""

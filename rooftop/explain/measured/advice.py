@@ -1,4 +1,4 @@
-"""What to try, from rules that have evidence in the trace and in the compiled module. No evidence, no advice."""
+"""Advice, from rules with evidence in the trace and in the compiled module. No evidence, no advice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Advice:
 
 
 def advise(
-    found: Measured,
+    measured: Measured,
     programs: Mapping[int, TracedProgram],
     rows: tuple[Columns, ...],
     roof: Roofs | None,
@@ -56,39 +56,46 @@ def advise(
     planned: bool,
 ) -> tuple[Advice, ...]:
     """All that the rules say, what is worth most first. ``planned``: the rows have a plan to compare with."""
-    if not found.step_s:
+    if not measured.step_s:
         return ()
     rules = (
-        *_gathered(found, programs, rows, planned),
-        *_host_bound(found),
-        *_padded(found, roof),
-        *_exposed(found, programs),
-        *_uneven(found),
-        *_slow(found, roof),
-        *_recomputed(found),
-        *_sparse(found),
+        *_gathered(measured, programs, rows, planned),
+        *_host_bound(measured),
+        *_padded(measured, roof),
+        *_exposed(measured, programs),
+        *_uneven(measured),
+        *_slow(measured, roof),
+        *_recomputed(measured),
+        *_sparse(measured),
     )
-    return tuple(sorted(rules, key=lambda each: -each.seconds))
+    return tuple(sorted(rules, key=lambda rule: -rule.seconds))
 
 
-def origin_of(each: MeasuredCollective, programs: Mapping[int, TracedProgram]) -> OpOrigin | None:
-    """What a collective's operand is made of, where the trace has its module."""
-    return next((program.origins[each.name] for program in programs.values() if each.name in program.origins), None)
+def origin_of(collective: MeasuredCollective, programs: Mapping[int, TracedProgram]) -> OpOrigin | None:
+    """Origin of a collective's operand, if the trace has its module."""
+    return next(
+        (program.origins[collective.name] for program in programs.values() if collective.name in program.origins), None
+    )
 
 
 def _gathered(
-    found: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], planned: bool
+    measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], planned: bool
 ) -> Iterator[Advice]:
     """Activations that the partitioner gathers: an operation needs them whole, and nothing says how to split it."""
-    plan = {(row.scope, row.phase, each.kind) for row in rows for each in row.collectives if each.planned_bytes}
-    for each in found.collectives:
-        source = origin_of(each, programs)
-        place = each.facts.place
-        if source is None or each.facts.kind not in ("all_gather", "all_to_all") or source.argument or source.asked:
+    plan = {
+        (row.scope, row.phase, collective.kind)
+        for row in rows
+        for collective in row.collectives
+        if collective.planned_bytes
+    }
+    for item in measured.collectives:
+        source = origin_of(item, programs)
+        place = item.facts.place
+        if source is None or item.facts.kind not in ("all_gather", "all_to_all") or source.argument or source.asked:
             continue
-        if planned and (place.scope, place.phase, each.facts.kind) in plan:
+        if planned and (place.scope, place.phase, item.facts.kind) in plan:
             continue
-        whole = "" if each.facts.bytes is None else f" of {format_bytes(each.facts.bytes)}"
+        whole = "" if item.facts.bytes is None else f" of {format_bytes(item.facts.bytes)}"
         yield Advice(
             rule="gathered_activation",
             what=(
@@ -96,21 +103,21 @@ def _gathered(
                 "(jax.lax.with_sharding_constraint, or out_sharding) saves the gather if the operation can run on parts"
             ),
             evidence=(
-                f"{each.name}, an {each.facts.kind}{whole} over {','.join(each.facts.axes)}, is called for by no "
+                f"{item.name}, an {item.facts.kind}{whole} over {','.join(item.facts.axes)}, is called for by no "
                 "sharding of the "
                 "program: the partitioner inserts it for the operation at "
-                f"{_file(each.facts.source) or 'an unknown line'}. It "
+                f"{_file(item.facts.source) or 'an unknown line'}. It "
                 f"gathers what {source.made_by} computes ({_file(source.source) or source.op_name or 'no source'}), "
                 "no weight"
             ),
-            source=each.facts.source,
-            seconds=each.exposed_s,
+            source=item.facts.source,
+            seconds=item.exposed_s,
         )
 
 
-def _host_bound(found: Measured) -> Iterator[Advice]:
-    between = [each for each in found.idle.waits if each.reason in _HOST_ADVICE]
-    if found.idle.between_s < _HOST * found.step_s or not between:
+def _host_bound(measured: Measured) -> Iterator[Advice]:
+    between = [wait for wait in measured.idle.waits if wait.reason in _HOST_ADVICE]
+    if measured.idle.between_s < _HOST * measured.step_s or not between:
         return
     first = between[0]
     where = f" at {first.where}" if first.where else ""
@@ -119,23 +126,23 @@ def _host_bound(found: Measured) -> Iterator[Advice]:
         rule="host_bound",
         what=_HOST_ADVICE[first.reason],
         evidence=(
-            f"between executions the devices idle {format_seconds(found.idle.between_s)} of "
-            f"{format_seconds(found.step_s)} a "
+            f"between executions the devices idle {format_seconds(measured.idle.between_s)} of "
+            f"{format_seconds(measured.step_s)} a "
             f"step; in {format_seconds(first.seconds)} of that the host {first.reason}{where}{inner}"
         ),
         source=first.where,
-        seconds=found.idle.between_s,
+        seconds=measured.idle.between_s,
     )
 
 
-def _padded(found: Measured, roof: Roofs | None) -> Iterator[Advice]:
+def _padded(measured: Measured, roof: Roofs | None) -> Iterator[Advice]:
     """Matmuls with a dim that does not fill the systolic array; dims of one size are one."""
     if roof is not None and roof.chip is not None and roof.chip.kind != "tpu":
         return
     tile = _TILE if roof is None or roof.chip is None else roof.chip.mxu_tile
-    whole = sum(op.count * (op.facts.flops or 0.0) for op in found.ops)
+    whole = sum(op.count * (op.facts.flops or 0.0) for op in measured.ops)
     groups: dict[float, list[tuple[MeasuredOp, str]]] = {}
-    for op in found.ops:
+    for op in measured.ops:
         if op.facts.matmul is None:
             continue
         for name, size in zip(("contracts", "puts out"), op.facts.matmul[1:], strict=True):
@@ -164,24 +171,26 @@ def _padded(found: Measured, roof: Roofs | None) -> Iterator[Advice]:
         )
 
 
-def _exposed(found: Measured, programs: Mapping[int, TracedProgram]) -> Iterator[Advice]:
+def _exposed(measured: Measured, programs: Mapping[int, TracedProgram]) -> Iterator[Advice]:
     """Collectives that the device waits for; those of one kind over the same axes are one."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[MeasuredCollective]] = {}
-    for each in found.collectives:
-        groups.setdefault((each.facts.kind, each.facts.axes, each.facts.role == "whole"), []).append(each)
+    for collective in measured.collectives:
+        groups.setdefault((collective.facts.kind, collective.facts.axes, collective.facts.role == "whole"), []).append(
+            collective
+        )
     for (kind, axes, whole), group in groups.items():
-        exposed = sum(each.exposed_s for each in group)
-        if exposed < _EXPOSED * found.step_s:
+        exposed = sum(member.exposed_s for member in group)
+        if exposed < _EXPOSED * measured.step_s:
             continue
         first = group[0]
-        made = origin_of(first, programs)
-        line = f" ({_file(made.source)})" if made and made.source else ""
-        waits = f"; its operand is made by {made.made_by}{line}" if made and not made.argument else ""
+        operand = origin_of(first, programs)
+        line = f" ({_file(operand.source)})" if operand and operand.source else ""
+        waits = f"; its operand is made by {operand.made_by}{line}" if operand and not operand.argument else ""
         if whole:
             how = "the device waits for all of it"
             what = "work that does not depend on it, to run beside it: a later use, an earlier start, more microbatches"
         else:
-            how = f"{format_seconds(sum(each.hidden_s for each in group))} pass beside compute"
+            how = f"{format_seconds(sum(member.hidden_s for member in group))} pass beside compute"
             what = (
                 "more work between its beginning and its end, or less to move: a larger batch a device, a smaller axis"
             )
@@ -199,11 +208,11 @@ def _exposed(found: Measured, programs: Mapping[int, TracedProgram]) -> Iterator
         )
 
 
-def _uneven(found: Measured) -> Iterator[Advice]:
-    counted = [each for each in found.steps if each.counted]
-    seconds = sorted(each.seconds for each in counted)
+def _uneven(measured: Measured) -> Iterator[Advice]:
+    counted = [step for step in measured.steps if step.counted]
+    seconds = sorted(step.seconds for step in counted)
     middle = seconds[len(seconds) // 2]
-    worst = max(counted, key=lambda each: each.seconds)
+    worst = max(counted, key=lambda step: step.seconds)
     if len(seconds) > 2 and worst.seconds > (1 + _SPREAD) * middle:
         yield Advice(
             rule="uneven_steps",
@@ -216,12 +225,12 @@ def _uneven(found: Measured) -> Iterator[Advice]:
         )
 
 
-def _slow(found: Measured, roof: Roofs | None) -> Iterator[Advice]:
-    for op in found.ops if roof is not None else ():
-        if op.facts.category != COMPUTE or op.time_s < _SLOW * found.step_s or roof is None:
+def _slow(measured: Measured, roof: Roofs | None) -> Iterator[Advice]:
+    for op in measured.ops if roof is not None else ():
+        if op.facts.category != COMPUTE or op.time_s < _SLOW * measured.step_s or roof is None:
             continue
         bound = roof.bound_s(op.facts)
-        name = max(bound, key=lambda each: bound[each])
+        name = max(bound, key=lambda item: bound[item])
         share = op.count * bound[name] / op.time_s
         if 0 < share < _OF_ROOF:
             yield Advice(
@@ -233,13 +242,14 @@ def _slow(found: Measured, roof: Roofs | None) -> Iterator[Advice]:
             )
 
 
-def _recomputed(found: Measured) -> Iterator[Advice]:
-    spent = sum(row.time_s for row in found.rows if row.phase == "recompute")
-    if spent >= _RECOMPUTE * found.step_s:
+def _recomputed(measured: Measured) -> Iterator[Advice]:
+    spent = sum(row.time_s for row in measured.rows if row.phase == "recompute")
+    if spent >= _RECOMPUTE * measured.step_s:
         yield Advice(
             rule="recomputed",
             what="a remat policy that saves more (rooftop plan train lists those that fit)",
-            evidence=f"{format_seconds(spent)} of {format_seconds(found.step_s)} a step go into a second forward pass",
+            evidence=f"{format_seconds(spent)} of {format_seconds(measured.step_s)} a step go into a second forward "
+            "pass",
             source="",
             seconds=spent,
         )
@@ -249,12 +259,12 @@ def _file(source: str) -> str:
     return source.rpartition("/")[2]
 
 
-def _sparse(found: Measured) -> Iterator[Advice]:
-    """SparseCores: work that nothing runs beside, batches that take several passes, ids that were dropped."""
-    work = found.sparse
-    alone = max((each.alone_s for each in work.cores), default=0.0)
-    if alone > _ALONE * found.step_s:
-        busiest = max(work.cores, key=lambda each: each.alone_s)
+def _sparse(measured: Measured) -> Iterator[Advice]:
+    """SparseCores: work that nothing runs next to, batches that take several passes, ids that were dropped."""
+    work = measured.sparse
+    alone = max((core.alone_s for core in work.cores), default=0.0)
+    if alone > _ALONE * measured.step_s:
+        busiest = max(work.cores, key=lambda core: core.alone_s)
         yield Advice(
             rule="sparse_core_alone",
             what="pipelining: look the next batch's ids up while this one's dense layers run, with XLA's option for it "
@@ -270,7 +280,7 @@ def _sparse(found: Measured) -> Iterator[Advice]:
             what="higher limits of ids per partition (rooftop embed stats observes them), or a smaller batch",
             evidence=f"a step takes up to {work.minibatches} passes over the tables: its batch exceeds the limits",
             source="",
-            seconds=max((each.busy_s for each in work.cores), default=0.0) * (1 - 1 / work.minibatches),
+            seconds=max((core.busy_s for core in work.cores), default=0.0) * (1 - 1 / work.minibatches),
         )
     if work.dropped_ids:
         yield Advice(

@@ -23,7 +23,7 @@ Moves = tuple[str, tuple[str, ...]]
 
 @dataclass(kw_only=True)
 class CompiledRow:
-    """What the compiled programs do for a scope in a step: FLOPs, HBM bytes, payloads, and seconds at peak rates."""
+    """Work of the compiled programs for a scope in a step: FLOPs, HBM bytes, payloads, and seconds at peak rates."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
@@ -33,7 +33,7 @@ class CompiledRow:
 
 @dataclass(kw_only=True)
 class PlannedRow:
-    """What was planned for a scope in a step: seconds with and in exposed collectives, FLOPs, bytes, payloads."""
+    """Planned work for a scope in a step: seconds with and in exposed collectives, FLOPs, bytes, payloads."""
 
     time_s: float = 0.0
     exposed_s: float = 0.0
@@ -79,7 +79,7 @@ class Columns:
 
     def to_json(self, step_s: float) -> dict[str, Any]:
         """Plain JSON values."""
-        mine, made, plan = self.measured, self.compiled, self.planned
+        mine, compiled, plan = self.measured, self.compiled, self.planned
         return {
             "scope": self.scope,
             "phase": self.phase,
@@ -95,28 +95,28 @@ class Columns:
                 "source": "" if mine.slowest is None else mine.slowest.facts.source,
             },
             "compiled": None
-            if made is None
-            else {"flops": made.flops, "hbm_bytes": made.hbm_bytes, "bound_s": made.bound_s},
+            if compiled is None
+            else {"flops": compiled.flops, "hbm_bytes": compiled.hbm_bytes, "bound_s": compiled.bound_s},
             "planned": None
             if plan is None
             else {"time_s": plan.time_s, "exposed_s": plan.exposed_s, "flops": plan.flops, "hbm_bytes": plan.hbm_bytes},
-            "collectives": [each.to_json() for each in self.collectives],
+            "collectives": [collective.to_json() for collective in self.collectives],
         }
 
 
 def columns(
-    found: Measured, programs: Mapping[int, TracedProgram], planned: Ledger | None, roof: Roofs | None
+    result: Measured, programs: Mapping[int, TracedProgram], planned: Ledger | None, roof: Roofs | None
 ) -> tuple[Columns, ...]:
     """All rows, those that take longest first, then what only the compiler or the plan has, in the order of scopes."""
-    measured = {(row.scope, row.phase): row for row in found.rows}
-    compiled = compiled_rows(found, programs, roof)
+    measured = {(row.scope, row.phase): row for row in result.rows}
+    compiled = compiled_rows(result, programs, roof)
     plan = {} if planned is None else planned_rows(planned)
     order = {name: at for at, name in enumerate(SCOPES)}
     rest = sorted(
         (set(compiled) | set(plan)) - set(measured),
         key=lambda key: (order.get(key[0], len(order)), key[0], PHASES.index(key[1])),
     )
-    moves = _measured_moves(found)
+    moves = _measured_moves(result)
     return tuple(
         Columns(
             scope=key[0],
@@ -130,12 +130,14 @@ def columns(
     )
 
 
-def compiled_rows(found: Measured, programs: Mapping[int, TracedProgram], roof: Roofs | None) -> dict[Key, CompiledRow]:
-    """What the programs of a trace do in a step, each as often as the trace says that it runs."""
+def compiled_rows(
+    measured: Measured, programs: Mapping[int, TracedProgram], roof: Roofs | None
+) -> dict[Key, CompiledRow]:
+    """Work of a trace's programs in a step, times the number of runs in the trace."""
     rows: dict[Key, CompiledRow] = {}
     for number, program in programs.items():
-        runs = _runs_a_step(found, number)
-        places = {each.name: inside for inside in program.module.computations.values() for each in inside}
+        runs = _runs_a_step(measured, number)
+        places = {instruction.name: inside for inside in program.module.computations.values() for instruction in inside}
         for name, facts in program.facts.items():
             if facts.role == "done" or not runs:
                 continue
@@ -157,12 +159,12 @@ def compiled_rows(found: Measured, programs: Mapping[int, TracedProgram], roof: 
 def planned_rows(ledger: Ledger) -> dict[Key, PlannedRow]:
     """A planned ledger by scope and phase, counts applied."""
     rows: dict[Key, PlannedRow] = {}
-    for each in ledger:
-        row, count = rows.setdefault(each.key, PlannedRow()), float(each.count)
-        row.time_s += count * float(each.expected_s)
-        row.flops += count * (sum(map(float, each.flops.values())) + float(each.kernel_flops))
-        row.hbm_bytes += count * float(each.hbm_bytes)
-        for collective in each.collectives:
+    for item in ledger:
+        row, count = rows.setdefault(item.key, PlannedRow()), float(item.count)
+        row.time_s += count * float(item.expected_s)
+        row.flops += count * (sum(map(float, item.flops.values())) + float(item.kernel_flops))
+        row.hbm_bytes += count * float(item.hbm_bytes)
+        for collective in item.collectives:
             key = collective.kind, tuple(sorted(collective.axes))
             row.exposed_s += count * float(collective.exposed_s)
             row.bytes[key] = row.bytes.get(key, 0.0) + count * float(collective.bytes)
@@ -170,43 +172,43 @@ def planned_rows(ledger: Ledger) -> dict[Key, PlannedRow]:
     return rows
 
 
-def _runs_a_step(found: Measured, program: int) -> float:
-    """How often a program runs in a step: by the executions that begin in the counted steps of the first device."""
-    device = next(each for each in found.trace.devices if len(each.track))
-    counted = [each for each in found.steps if each.counted]
+def _runs_a_step(measured: Measured, program: int) -> float:
+    """Number of runs of a program in a step: the executions that begin in the counted steps of the first device."""
+    device = next(device for device in measured.trace.devices if len(device.track))
+    counted = [step for step in measured.steps if step.counted]
     own = device.runs.starts[device.runs.programs == program]
     if not len(device.runs.starts):
         return 1.0
-    within = [int(((own >= each.begins) & (own < each.ends)).sum()) for each in counted]
+    within = [int(((own >= step.begins) & (own < step.ends)).sum()) for step in counted]
     return sum(within) / len(counted)
 
 
-def _measured_moves(found: Measured) -> dict[Key, dict[Moves, list[float]]]:
+def _measured_moves(measured: Measured) -> dict[Key, dict[Moves, list[float]]]:
     """Seconds in flight and exposed by (scope, phase), kind and axes."""
     rows: dict[Key, dict[Moves, list[float]]] = {}
-    for each in found.collectives:
-        for place in each.facts.places:
+    for collective in measured.collectives:
+        for place in collective.facts.places:
             sums = rows.setdefault((place.scope, place.phase), {})
-            both = sums.setdefault((each.facts.kind, tuple(sorted(each.facts.axes))), [0.0, 0.0])
-            both[0] += place.share * each.in_flight_s
-            both[1] += place.share * each.exposed_s
+            both = sums.setdefault((collective.facts.kind, tuple(sorted(collective.facts.axes))), [0.0, 0.0])
+            both[0] += place.share * collective.in_flight_s
+            both[1] += place.share * collective.exposed_s
     return rows
 
 
 def _collectives(
     measured: dict[Moves, list[float]], compiled: CompiledRow | None, planned: PlannedRow | None
 ) -> tuple[CollectiveColumns, ...]:
-    made = {} if compiled is None else dict(compiled.bytes)
+    compiled_bytes = {} if compiled is None else dict(compiled.bytes)
     plan = {} if planned is None else planned.bytes
     shown = {} if planned is None else planned.shown_s
     seen = dict(measured)
-    # What the compiler spells in another way stands beside what was planned.
+    # What the compiler spells in another way stands next to what was planned.
     for kind, axes in plan:
         other = SPELLED_AS.get(kind, kind), axes
         if other in plan:
             continue
-        if (kind, axes) not in made and other in made:
-            made[kind, axes] = made.pop(other)
+        if (kind, axes) not in compiled_bytes and other in compiled_bytes:
+            compiled_bytes[kind, axes] = compiled_bytes.pop(other)
         if (kind, axes) not in seen and other in seen:
             seen[kind, axes] = seen.pop(other)
     return tuple(
@@ -215,9 +217,9 @@ def _collectives(
             axes=key[1],
             in_flight_s=seen[key][0] if key in seen else None,
             exposed_s=seen[key][1] if key in seen else None,
-            compiled_bytes=made.get(key),
+            compiled_bytes=compiled_bytes.get(key),
             planned_bytes=plan.get(key),
             planned_exposed_s=shown.get(key),
         )
-        for key in dict.fromkeys([*seen, *made, *plan])
+        for key in dict.fromkeys([*seen, *compiled_bytes, *plan])
     )

@@ -57,23 +57,23 @@ class Change:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """What moves another amount, in words."""
+        """Collectives whose bytes differ, in words."""
         old, new = (({} if row is None else row.bytes) for row in (self.before, self.after))
-        found = []
+        result = []
         for key in dict.fromkeys([*old, *new]):
             one, two = old.get(key, 0.0), new.get(key, 0.0)
             if abs(two - one) > _SAME * max(one, two):
                 name = f"{key[0]} over {','.join(key[1])}"
-                found.append(
+                result.append(
                     f"new {name} of {format_bytes(two)}" if not one
                     else f"no {name} of {format_bytes(one)}" if not two
                     else f"{name}: {format_bytes(one)}, then {format_bytes(two)}"
                 )  # fmt: skip
-        return tuple(found)
+        return tuple(result)
 
     @property
     def differs(self) -> bool:
-        """Whether any figure does."""
+        """True if any figure differs."""
         return abs(self.time_s) > _SAME * max(_time(self.before), _time(self.after)) or bool(self.collectives)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,11 +106,11 @@ class Difference:
         if not self.changes:
             return f"{line}; no row differs"
         most = self.changes[0]
-        told = f"; {'; '.join(most.collectives)}" if most.collectives else ""
+        collectives_text = f"; {'; '.join(most.collectives)}" if most.collectives else ""
         if self.before.kind != self.after.kind:
             line += f" ({self.before.kind}, then {self.after.kind})"
         sign = "+" if most.time_s > 0 else "-"
-        return f"{line}; most in {most.scope} {most.phase}: {sign}{format_seconds(abs(most.time_s))}{told}"
+        return f"{line}; most in {most.scope} {most.phase}: {sign}{format_seconds(abs(most.time_s))}{collectives_text}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -120,7 +120,7 @@ class Difference:
             "before": {"name": self.before.name, "kind": self.before.kind, "step_s": self.before.step_s},
             "after": {"name": self.after.name, "kind": self.after.kind, "step_s": self.after.step_s},
             "verdict": self.verdict,
-            "changes": [each.to_json() for each in self.changes],
+            "changes": [change.to_json() for change in self.changes],
         }
 
 
@@ -130,8 +130,8 @@ def difference(before: Side, after: Side) -> Difference:
         Change(scope=key[0], phase=key[1], before=before.rows.get(key), after=after.rows.get(key))
         for key in dict.fromkeys([*before.rows, *after.rows])
     ]
-    found = sorted((each for each in changes if each.differs), key=lambda each: -abs(each.time_s))
-    return Difference(before=before, after=after, changes=tuple(found))
+    result = sorted((change for change in changes if change.differs), key=lambda change: -abs(change.time_s))
+    return Difference(before=before, after=after, changes=tuple(result))
 
 
 def read_side(path: Path) -> Side:
@@ -163,9 +163,9 @@ def _of_report(name: str, data: Mapping[str, Any]) -> Side:
             flops=None if row["compiled"] is None else row["compiled"]["flops"],
             hbm_bytes=None if row["compiled"] is None else row["compiled"]["hbm_bytes"],
             bytes={
-                (each["kind"], tuple(each["axes"])): each["compiled_bytes"]
-                for each in row["collectives"]
-                if each["compiled_bytes"]
+                (item["kind"], tuple(item["axes"])): item["compiled_bytes"]
+                for item in row["collectives"]
+                if item["compiled_bytes"]
             },
         )
         for row in data["rows"]

@@ -1,4 +1,4 @@
-"""What every op of a trace is, by the compiled module that it comes from: scope, line, FLOPs, bytes, mesh axes."""
+"""Facts about every op of a trace from its compiled module: scope, line, FLOPs, bytes, mesh axes."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class TracedProgram:
 
     @cached_property
     def ours(self) -> bool:
-        """Whether it opens the scopes of ``rooftop.core.scopes``."""
-        names = (each.op_name for computation in self.module.computations.values() for each in computation)
+        """True if the program opens the scopes of ``rooftop.core.scopes``."""
+        names = (item.op_name for computation in self.module.computations.values() for item in computation)
         return any(program_place(name, ours=True)[0] != UNSCOPED for name in names if name)
 
     @cached_property
@@ -78,62 +78,66 @@ class TracedProgram:
     @cached_property
     def facts(self) -> Mapping[str, Facts]:
         """The facts of every instruction that a device may run by itself, by its name."""
-        found: dict[str, Facts] = {}
+        facts: dict[str, Facts] = {}
         moved = self._moved()
-        inside = {each for name in self.module.computations for each, _ in self._fused(name)}
+        inside = {item for name in self.module.computations for item, _ in self._fused(name)}
         for computation in self.module.computations.values():
             if not self.module.executions[computation.name] or computation.name in inside:
                 continue
             used_by = users(computation)
             for instruction in computation:
-                found[instruction.name] = self._facts(computation, instruction, used_by, moved)
-        return found
+                facts[instruction.name] = self._facts(computation, instruction, used_by, moved)
+        return facts
 
     @cached_property
     def origins(self) -> Mapping[str, OpOrigin]:
-        """What every collective's operand is made of, by its instruction and by the op that holds that."""
-        found: dict[str, OpOrigin] = {}
-        for each in self.collectives:
-            for inside, name in each.instructions:
+        """Origin of every collective's operand, by its instruction and by the op that contains the instruction."""
+        origins: dict[str, OpOrigin] = {}
+        for collective in self.collectives:
+            for inside, name in collective.instructions:
                 computation = self.module.computations[inside]
-                made = origin(self.module, computation, computation.instructions[name])
+                origin_ = origin(self.module, computation, computation.instructions[name])
                 for known in (name, *self._outermost(inside, name)):
-                    found.setdefault(known, made)
-        return found
+                    origins.setdefault(known, origin_)
+        return origins
 
     def _fused(self, name: str) -> list[tuple[str, str]]:
-        """Whether a computation is part of one instruction: fused, applied, or compared by."""
-        roles = [(name, each.opcode) for _, each in self.module.callers.get(name, ())]
-        return [each for each in roles if each[1] not in (*_CONTROL_OPS, "async-start", "call-start")]
+        """Callers for which a computation is part of one instruction: fused, applied, or a comparator."""
+        roles = [(name, item.opcode) for _, item in self.module.callers.get(name, ())]
+        return [role for role in roles if role[1] not in (*_CONTROL_OPS, "async-start", "call-start")]
 
     def _moved(self) -> dict[str, list[LogicalCollective]]:
         """The logical collectives by the instruction that a device runs for them."""
-        found: dict[str, list[LogicalCollective]] = {}
-        for each in self.collectives:
-            for place in dict.fromkeys(each.instructions):
+        moved: dict[str, list[LogicalCollective]] = {}
+        for collective in self.collectives:
+            for place in dict.fromkeys(collective.instructions):
                 for name in self._outermost(*place):
-                    found.setdefault(name, []).append(each)
-        return found
+                    moved.setdefault(name, []).append(collective)
+        return moved
 
     @cached_property
     def _ends(self) -> dict[str, tuple[str, str]]:
         """The fusions that begin and end an asynchronous collective, each with its role and the one that begins it."""
-        found: dict[str, tuple[str, str]] = {}
-        for each in self.collectives:
-            names = list(dict.fromkeys(name for place in each.instructions for name in self._outermost(*place)))
-            if not each.synchronous and not each.hops and len(names) > 1:
+        ends: dict[str, tuple[str, str]] = {}
+        for collective in self.collectives:
+            names = list(dict.fromkeys(name for place in collective.instructions for name in self._outermost(*place)))
+            if not collective.synchronous and not collective.hops and len(names) > 1:
                 names.sort(key=lambda name: self._position[name])
-                found |= {names[0]: ("start", ""), names[-1]: ("done", names[0])}
-        return found
+                ends |= {names[0]: ("start", ""), names[-1]: ("done", names[0])}
+        return ends
 
     @cached_property
     def _position(self) -> dict[str, int]:
         """Every instruction's place in its computation."""
-        return {each.name: at for inside in self.module.computations.values() for at, each in enumerate(inside)}
+        return {
+            instruction.name: at
+            for inside in self.module.computations.values()
+            for at, instruction in enumerate(inside)
+        }
 
     def _outermost(self, inside: str, name: str) -> list[str]:
         around = holders(self.module, inside)
-        return [outer for place, each in around for outer in self._outermost(place.name, each.name)] or [name]
+        return [outer for place, item in around for outer in self._outermost(place.name, item.name)] or [name]
 
     def _facts(
         self,
@@ -147,7 +151,7 @@ class TracedProgram:
         logical = moved.get(instruction.name) or moved.get(begun, [])
         done = work(self.module, computation, instruction)
         kind, role = collective_kind(opcode)
-        if logical and opcode == "fusion" and not all(each.synchronous for each in logical):
+        if logical and opcode == "fusion" and not all(item.synchronous for item in logical):
             # What only carries an asynchronous collective on computes in the meantime.
             role, begun = self._ends.get(instruction.name, ("", ""))
             logical = logical if role and not done.flops else []
@@ -163,7 +167,7 @@ class TracedProgram:
             category = COPY if opcode in _COPY_OPS else COMPUTE
         scope, phase = self._place(computation, instruction, used_by)
         called = _called_matmul(computation, instruction)
-        largest = called or max(done.matmuls, key=lambda each: each[0] * each[1] * each[2], default=None)
+        largest = called or max(done.matmuls, key=lambda matmul: matmul[0] * matmul[1] * matmul[2], default=None)
         return Facts(
             category=category,
             places=(OpPlace(scope=scope, phase=phase),),
@@ -179,7 +183,7 @@ class TracedProgram:
         self, computation: HloComputation, instruction: Instruction, used_by: Mapping[str, list[Instruction]],
         logical: Sequence[LogicalCollective], kind: str, role: str, begun: str,
     ) -> Facts:  # fmt: skip
-        parts = [(each.scope, each.phase, each.bytes / max(1, each.hops)) for each in logical]
+        parts = [(item.scope, item.phase, item.bytes / max(1, item.hops)) for item in logical]
         total = sum(nbytes for _, _, nbytes in parts)
         places = [
             OpPlace(scope=scope, phase=phase, share=nbytes / total if total else 1 / len(parts))
@@ -192,14 +196,14 @@ class TracedProgram:
         return Facts(
             category=COLLECTIVE,
             places=tuple(places),
-            source=next((each.source for each in logical if each.source), "") or self._source(instruction),
+            source=next((item.source for item in logical if item.source), "") or self._source(instruction),
             opcode=instruction.opcode,
             flops=0.0,
             hbm_bytes=0.0,
             kind=first.kind if first else kind,
             axes=first.axes if first else (),
             bytes=total if logical else None,
-            wire_bytes=sum(each.wire_bytes / max(1, each.hops) for each in logical) if logical else None,
+            wire_bytes=sum(item.wire_bytes / max(1, item.hops) for item in logical) if logical else None,
             role=role,
             started_by=begun,
         )
@@ -213,18 +217,18 @@ class TracedProgram:
         if instruction.opcode == "fusion":
             inner = self.module.computations[instruction.called[0]]
             names = [
-                *(each.op_name for each in inner if each.opcode in MATMULS),
+                *(instruction.op_name for instruction in inner if instruction.opcode in MATMULS),
                 *names,
-                *(each.op_name for each in inner),
+                *(instruction.op_name for instruction in inner),
             ]
         places = [program_place(name, ours=False) for name in names if name]
-        return next((each for each in places if each[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
+        return next((place for place in places if place[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
 
     def _source(self, instruction: Instruction) -> str:
         if (own := self.module.source(instruction)) or instruction.opcode != "fusion":
             return own
         inner = self.module.computations[instruction.called[0]]
-        return next((line for each in inner if (line := self.module.source(each))), "")
+        return next((line for instruction in inner if (line := self.module.source(instruction))), "")
 
     def _begun(self, computation: HloComputation, instruction: Instruction) -> str:
         """The name of what began what this instruction ends; '' for any other."""
@@ -242,21 +246,21 @@ def _called_matmul(computation: HloComputation, instruction: Instruction) -> tup
         return None
     contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
     left, out = computation.operands(instruction)[0].shape[0], instruction.shape[0]
-    k = math.prod(left.dims[int(each)] for each in re.findall(r"\d+", contracted[1])) if contracted else 1
+    k = math.prod(left.dims[int(item)] for item in re.findall(r"\d+", contracted[1])) if contracted else 1
     n = out.dims[-1] if out.dims else 1
     return out.elements / n, float(k), float(n), matmul_dtype(computation, instruction)
 
 
 def programs_of(
-    trace: Trace, mesh: Mapping[str, int] | None, texts: Sequence[str] = (), kept: Sequence[str] = ()
+    trace: Trace, mesh: Mapping[str, int] | None, texts: Sequence[str] = (), sources: Sequence[str] = ()
 ) -> tuple[dict[int, TracedProgram], dict[str, str]]:
     """The compiled programs of a trace by number, and of those without a module why they have none.
 
     ``mesh`` is what the program that has as many devices runs on; ``texts`` are modules that were given, and come
-    first; ``kept`` those that lie beside the trace, which come last.
+    first; ``sources`` those that lie next to the trace, which come last.
     """
-    by_name, beside = _by_name(texts), _by_name(kept)
-    found: dict[int, TracedProgram] = {}
+    by_name, beside = _by_name(texts), _by_name(sources)
+    result: dict[int, TracedProgram] = {}
     missing: dict[str, str] = {}
     used = {op.program for op in trace.ops}
     for number, name in trace.programs.items():
@@ -272,10 +276,10 @@ def programs_of(
         program = program_of(text, mesh)
         try:
             # Programs of all kinds come here: of one that cannot be read, the trace alone tells.
-            found |= {number: program} if program.facts else {}
+            result |= {number: program} if program.facts else {}
         except (RooftopError, LookupError, ValueError) as error:
             missing[name] = f"its HLO cannot be read ({type(error).__name__}: {error})"
-    return found, missing
+    return result, missing
 
 
 def _by_name(texts: Sequence[str]) -> dict[str, str]:
@@ -286,9 +290,11 @@ def _by_name(texts: Sequence[str]) -> dict[str, str]:
 def program_of(text: str, mesh: Mapping[str, int] | None) -> TracedProgram:
     """A program from the text of its module. Raises RooftopError for other text."""
     module, devices = parse(text), devices_of(text)
-    given = mesh is not None and devices in (1, math.prod(mesh.values()))
+    known_mesh = mesh is not None and devices in (1, math.prod(mesh.values()))
     return TracedProgram(
-        module=module, mesh=dict(mesh) if given and mesh is not None else infer_mesh(module, devices), given=given
+        module=module,
+        mesh=dict(mesh) if known_mesh and mesh is not None else infer_mesh(module, devices),
+        given=known_mesh,
     )
 
 
@@ -301,8 +307,8 @@ def _merged(op: Op, program: TracedProgram | None) -> Facts:
     own = facts_of(op)
     if program is None:
         return own
-    found = program.facts.get(op.name) or program.facts.get(_STEM.sub("", op.name))
-    return own if found is None else found
+    result = program.facts.get(op.name) or program.facts.get(_STEM.sub("", op.name))
+    return own if result is None else result
 
 
 def read_module(path: Path) -> str:
@@ -368,35 +374,35 @@ class OpOrigin:
 
 
 def origin(module: Module, computation: HloComputation, instruction: Instruction) -> OpOrigin:
-    """Where the first operand of an instruction comes from, seen through what only moves it, and out of loops."""
+    """Origin of an instruction's first operand, followed through moves and out of loops."""
     at = computation
-    found = computation.operands(instruction)[0] if instruction.operands else instruction
+    result = computation.operands(instruction)[0] if instruction.operands else instruction
     for _ in range(_STEPS):
-        step = _behind(module, at, found)
+        step = _behind(module, at, result)
         if step is None:
             break
-        at, found = step
-    is_argument = found.opcode == "parameter" and at.name == module.entry
+        at, result = step
+    is_argument = result.opcode == "parameter" and at.name == module.entry
     return OpOrigin(
         asked=_ASKED.search(instruction.op_name) is not None,
-        argument=(found.op_name or found.name).replace("\\", "") if is_argument else "",
-        made_by=found.name,
-        op_name=found.op_name,
-        source=module.source(found),
+        argument=(result.op_name or result.name).replace("\\", "") if is_argument else "",
+        made_by=result.name,
+        op_name=result.op_name,
+        source=module.source(result),
     )
 
 
-def _behind(module: Module, at: HloComputation, found: Instruction) -> tuple[HloComputation, Instruction] | None:
+def _behind(module: Module, at: HloComputation, result: Instruction) -> tuple[HloComputation, Instruction] | None:
     """One step back: through a move, out of a fusion, or out of a loop that does not change it; None at the end."""
-    if found.opcode == "parameter":
+    if result.opcode == "parameter":
         around = holders(module, at.name)
         if around:
             outer, holder = around[0]
-            return outer, outer.operands(holder)[int(found.literal)]
+            return outer, outer.operands(holder)[int(result.literal)]
         return None
-    if found.opcode == "get-tuple-element":
-        source = at.operands(found)[0]
-        index = int(found.attribute("index") or 0)
+    if result.opcode == "get-tuple-element":
+        source = at.operands(result)[0]
+        index = int(result.attribute("index") or 0)
         if source.opcode == "parameter":
             return _carried(module, at, index)
         if source.opcode == "tuple":
@@ -404,20 +410,22 @@ def _behind(module: Module, at: HloComputation, found: Instruction) -> tuple[Hlo
         if source.opcode == "while":
             # What a loop hands on unchanged it was given.
             body = module.computations[source.called_as("body")]
-            made = body.operands(body.instructions[body.root])[index]
-            if _is_carried(body, made, index):
+            output = body.operands(body.instructions[body.root])[index]
+            if _is_carried(body, output, index):
                 start = at.operands(source)[0]
                 return (at, at.operands(start)[index]) if start.opcode == "tuple" else None
-            return body, made
+            return body, output
         return at, source
-    if found.opcode in _MOVES and found.operands:
-        return at, at.operands(found)[0]
-    if found.opcode == "fusion":
-        inner = module.computations[found.called[0]]
+    if result.opcode in _MOVES and result.operands:
+        return at, at.operands(result)[0]
+    if result.opcode == "fusion":
+        inner = module.computations[result.called[0]]
         if all(
-            each.opcode in (*_MOVES, "parameter", "constant", "tuple", "compare", "select", "add") for each in inner
+            instruction.opcode in (*_MOVES, "parameter", "constant", "tuple", "compare", "select", "add")
+            for instruction in inner
         ) and any(
-            each.opcode in ("dynamic-slice", "convert", "copy", "slice", "transpose", "bitcast") for each in inner
+            instruction.opcode in ("dynamic-slice", "convert", "copy", "slice", "transpose", "bitcast")
+            for instruction in inner
         ):
             root = inner.instructions[inner.root]
             return inner, root
@@ -425,30 +433,30 @@ def _behind(module: Module, at: HloComputation, found: Instruction) -> tuple[Hlo
 
 
 def _carried(module: Module, body: HloComputation, index: int) -> tuple[HloComputation, Instruction] | None:
-    """Where a loop takes an element that its body does not change; what it changes was computed."""
+    """Initial value of a loop element that the body does not change; None if the body changes it."""
     for outer, loop in module.callers.get(body.name, ()):
         if loop.opcode != "while":
             continue
-        made = (
+        initial = (
             body.operands(body.instructions[body.root])[index]
             if body.instructions[body.root].opcode == "tuple"
             else None
         )
-        if made is None:
+        if initial is None:
             return None
-        if not _is_carried(body, made, index):
-            return body, made
+        if not _is_carried(body, initial, index):
+            return body, initial
         start = outer.operands(loop)[0]
         return (outer, outer.operands(start)[index]) if start.opcode == "tuple" else None
     return None
 
 
-def _is_carried(body: HloComputation, made: Instruction, index: int) -> bool:
-    """Whether what a body hands on in a place is what it was given there."""
-    while made.opcode in ("copy", "bitcast") and made.operands:
-        made = body.operands(made)[0]
+def _is_carried(body: HloComputation, output: Instruction, index: int) -> bool:
+    """Return True if the loop body passes carry element ``index`` through unchanged."""
+    while output.opcode in ("copy", "bitcast") and output.operands:
+        output = body.operands(output)[0]
     return (
-        made.opcode == "get-tuple-element"
-        and int(made.attribute("index") or 0) == index
-        and body.operands(made)[0].opcode == "parameter"
+        output.opcode == "get-tuple-element"
+        and int(output.attribute("index") or 0) == index
+        and body.operands(output)[0].opcode == "parameter"
     )

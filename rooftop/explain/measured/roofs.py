@@ -81,7 +81,7 @@ def roofs(trace: Trace, chip: Chip | None) -> Roofs | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Achieved:
-    """What a device did per second of a step, of FLOPs or of bytes; ``peak`` is its roof (None: not known)."""
+    """FLOPs or bytes of a device per second of a step; ``peak`` is its roof (None: not known)."""
 
     resource: str
     per_s: float
@@ -92,16 +92,16 @@ class Achieved:
         return vars(self) | {"of_roof": self.per_s / self.peak if self.peak else None}
 
 
-def achieved(found: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
+def achieved(measured: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
     """FLOP/s, HBM bytes/s and bytes/s sent over a whole step, idle time included; without those that no op tells.
 
     The roof of FLOPs is that of the dtype that most of them are in; that of ICI both ports of one axis.
     """
-    if not found.step_s:
+    if not measured.step_s:
         return ()
     flops: dict[str, float] = {}
     moved = sent = 0.0
-    for op in found.ops:
+    for op in measured.ops:
         if op.facts.role != "done":
             flops[op.facts.dtype] = flops.get(op.facts.dtype, 0.0) + op.count * (op.facts.flops or 0.0)
             moved += op.count * (op.facts.hbm_bytes or 0.0)
@@ -114,15 +114,15 @@ def achieved(found: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
     }  # fmt: skip
     rates = {"mxu": sum(flops.values()), "hbm": moved, "ici": sent}
     return tuple(
-        Achieved(resource=name, per_s=amount / found.step_s, peak=peaks[name])
+        Achieved(resource=name, per_s=amount / measured.step_s, peak=peaks[name])
         for name, amount in rates.items()
         if amount
     )
 
 
-def doubts(found: Measured, roof: Roofs | None) -> tuple[str, ...]:
-    """What cannot be: peaks of the trace that are not the catalogue's, and rates that beat a roof."""
-    return () if roof is None else (*_peaks(found.trace, roof), *_beaten(found, roof))
+def doubts(measured: Measured, roof: Roofs | None) -> tuple[str, ...]:
+    """Impossible figures: peaks of the trace that differ from the catalogue, and rates above a roof."""
+    return () if roof is None else (*_peaks(measured.trace, roof), *_beaten(measured, roof))
 
 
 def _peaks(trace: Trace, roof: Roofs) -> Iterator[str]:
@@ -130,19 +130,19 @@ def _peaks(trace: Trace, roof: Roofs) -> Iterator[str]:
     if own is None or roof.chip is None:
         return
     sides = (("FLOP/s", own[0], roof.flops_per_s["bf16"]), ("B/s of HBM", own[1], roof.hbm_bytes_per_s))
-    for unit, told, known in sides:
-        if abs(told - known) > _SAME * known:
+    for unit, traced, known in sides:
+        if abs(traced - known) > _SAME * known:
             yield (
-                f"the trace says that a device's peak is {format_count(told, unit)}, the catalogue "
+                f"the trace says that a device's peak is {format_count(traced, unit)}, the catalogue "
                 f"{format_count(known, unit)} "
                 f"for {roof.chip.name}: the catalogue's is used"
             )
 
 
-def _beaten(found: Measured, roof: Roofs) -> Iterator[str]:
-    for op in found.ops:
+def _beaten(measured: Measured, roof: Roofs) -> Iterator[str]:
+    for op in measured.ops:
         if op.facts.category != COMPUTE:
-            # A copy that runs beside the rest is begun in no time.
+            # A copy that runs next to the rest is begun in no time.
             continue
         flops, moved = op.per_second(op.facts.flops), op.per_second(op.facts.hbm_bytes)
         peak = roof.flops_per_s.get(op.facts.dtype, roof.flops_per_s["bf16"])
@@ -159,12 +159,12 @@ def _beaten(found: Measured, roof: Roofs) -> Iterator[str]:
         return
     # Whatever axes a collective runs over, a device has no more links than these.
     links = 2 * roof.chip.ici_axes * roof.chip.ici_bytes_per_s / roof.chip.devices
-    for each in found.collectives:
-        sent = each.wire_bytes_per_s
+    for collective in measured.collectives:
+        sent = collective.wire_bytes_per_s
         # Of an end whose beginning the trace does not have, nobody knows how long it was under way.
-        if each.facts.role != "done" and sent and sent > _BEATS * links:
+        if collective.facts.role != "done" and sent and sent > _BEATS * links:
             yield (
-                f"{each.name} beats the roof, at {format_bytes(sent)}/s sent of {format_bytes(links)}/s over all "
+                f"{collective.name} beats the roof, at {format_bytes(sent)}/s sent of {format_bytes(links)}/s over all "
                 "links: an input is wrong"
             )
 

@@ -29,7 +29,7 @@ class TrueMatmul:
 
     def __str__(self) -> str:
         what = "contracted" if self.contracts else "output"
-        sides = " x ".join(_shape(each) for each in (self.left, self.right))
+        sides = " x ".join(_shape(item) for item in (self.left, self.right))
         return f"{self.name}: {sides} -> {_shape(self.result)}, the {what} dim of {self.split} split"
 
 
@@ -45,13 +45,13 @@ class Inferred:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return vars(self) | {"matmuls": [dict(vars(each)) for each in self.matmuls]}
+        return vars(self) | {"matmuls": [dict(vars(matmul)) for matmul in self.matmuls]}
 
 
 def infer(operations: Sequence[Operation]) -> tuple[Inferred, ...]:
-    """What the sums among some operations tell; none if no sum has both its groups and its matmul among them."""
-    by_name = {each.name: each for each in operations}
-    found = []
+    """Infer parallelism from the sums among operations; empty if no sum has both its groups and its matmul."""
+    by_name = {operation.name: operation for operation in operations}
+    result = []
     for operation in operations:
         moved = operation.moved
         if moved is None or moved.kind not in _SUMS or not moved.members or not operation.operands:
@@ -63,24 +63,24 @@ def infer(operations: Sequence[Operation]) -> tuple[Inferred, ...]:
         matmuls = [_true(summed, summed.matmul, local, moved.members, contracts=True)]
         for name, _ in summed.operands:
             maker = _behind(name, by_name)
-            made = maker.matmul if maker is not None else None
-            if maker is not None and made is not None and local in maker.results[0].shape:
-                matmuls.insert(0, _true(maker, made, local, moved.members, contracts=False))
+            matmul = maker.matmul if maker is not None else None
+            if maker is not None and matmul is not None and local in maker.results[0].shape:
+                matmuls.insert(0, _true(maker, matmul, local, moved.members, contracts=False))
         groups = moved.groups or ((),)
         step = stride(groups[0])
         # Groups of one stride interleave: so many devices lie between two members of the first.
-        devices = max(moved.members * (step or 1), 1 + max((max(each, default=0) for each in groups), default=0))
-        found.append(
+        devices = max(moved.members * (step or 1), 1 + max((max(group, default=0) for group in groups), default=0))
+        result.append(
             Inferred(ways=moved.members, step=step, devices=devices, summed_by=operation.name, matmuls=tuple(matmuls))
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def _true(operation: Operation, matmul: HloMatmul, local: int, ways: int, *, contracts: bool) -> TrueMatmul:
     left, right = sorted((layout.shape for _, layout in operation.operands if layout is not None), key=len)[:2]
 
     def grown(sizes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(ways * each if each == local else each for each in sizes)
+        return tuple(ways * size if size == local else size for size in sizes)
 
     return TrueMatmul(
         name=operation.name,
@@ -94,14 +94,14 @@ def _true(operation: Operation, matmul: HloMatmul, local: int, ways: int, *, con
 
 def _behind(name: str, by_name: dict[str, Operation]) -> Operation | None:
     """The operation of a name, seen through what only moves its result."""
-    found = by_name.get(name)
+    behind = by_name.get(name)
     while (
-        found is not None
-        and found.opcode in ("copy", "bitcast", "copy-done", "copy-start", "reshape")
-        and found.operands
+        behind is not None
+        and behind.opcode in ("copy", "bitcast", "copy-done", "copy-start", "reshape")
+        and behind.operands
     ):
-        found = by_name.get(found.operands[0][0])
-    return found
+        behind = by_name.get(behind.operands[0][0])
+    return behind
 
 
 def _shape(sizes: Sequence[int]) -> str:

@@ -73,13 +73,13 @@ class Operation:
 
     @property
     def called(self) -> str:
-        """What a fusion calls, without its number: all-reduce-scatter of %all-reduce-scatter.3."""
+        """Computation that a fusion calls, without its number: all-reduce-scatter of %all-reduce-scatter.3."""
         match = re.search(r"\bcalls=%?([\w.\-]+)", self.attributes)
         return re.sub(r"\.\d+$", "", match[1]) if match else ""
 
     @property
     def does(self) -> str:
-        """What the opcode means."""
+        """Meaning of the opcode."""
         known = _opcodes()
         text = known["opcodes"].get(self.called) or known["opcodes"].get(self.opcode, "an operation of HLO")
         kind = re.search(r"\bkind=(\w+)", self.attributes)
@@ -87,13 +87,13 @@ class Operation:
 
     @property
     def moved(self) -> Moved | None:
-        """What it communicates; None for what is no collective."""
+        """Communication of the instruction; None if it is no collective."""
         kind = COLLECTIVES.get(self.called) or COLLECTIVES.get(self.opcode.removesuffix("-start").removesuffix("-done"))
         if not kind or not self.results:
             return None
-        given = [layout for _, layout in self.operands if layout is not None]
-        out = max(_nbytes(each) for each in self.results)
-        put = max((_nbytes(each) for each in given), default=out)
+        operands = [layout for _, layout in self.operands if layout is not None]
+        out = max(_nbytes(result) for result in self.results)
+        put = max((_nbytes(item) for item in operands), default=out)
         groups = None
         if "replica_groups=" in self.attributes:
             groups = _groups(self.attributes)
@@ -110,20 +110,20 @@ class Operation:
         """The matmul that its shapes tell of: a dot, or a fusion of two arrays whose sizes fit one; None without."""
         if self.moved or self.opcode not in ("fusion", "dot", "convolution", "custom-call") or len(self.results) != 1:
             return None
-        given = [layout.shape for _, layout in self.operands if layout is not None]
-        pairs = combinations(given, 2)
-        found = (_matmul(left, right, self.results[0].shape) for left, right in pairs)
-        return max((each for each in found if each is not None), key=lambda each: each.flops, default=None)
+        shapes = [layout.shape for _, layout in self.operands if layout is not None]
+        pairs = combinations(shapes, 2)
+        result = (_matmul(left, right, self.results[0].shape) for left, right in pairs)
+        return max((item for item in result if item is not None), key=lambda item: item.flops, default=None)
 
     @property
     def hbm_bytes(self) -> float:
         """Bytes of its operands and results in HBM, padding included, each once."""
         arrays = [*self.results, *(layout for _, layout in self.operands if layout is not None)]
-        return float(sum(each.nbytes for each in arrays if each.memory_space == 0)) if self.does_work else 0.0
+        return float(sum(array.nbytes for array in arrays if array.memory_space == 0)) if self.does_work else 0.0
 
     @property
     def does_work(self) -> bool:
-        """Whether it takes time."""
+        """True if the instruction takes time."""
         return self.opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
 
 
@@ -143,10 +143,10 @@ def read_operation(text: str) -> Operation:
     return Operation(
         name=match[1],
         opcode=_CAMEL.sub("-", opcode[1]).lower(),
-        results=tuple(TileLayout.parse(each) for each in _ARRAY.findall(rest[:end])),
+        results=tuple(TileLayout.parse(item) for item in _ARRAY.findall(rest[:end])),
         operands=tuple(
-            (each["name"], TileLayout.parse(each["array"]) if each["array"] else None)
-            for each in _OPERAND.finditer(inside)
+            (item["name"], TileLayout.parse(item["array"]) if item["array"] else None)
+            for item in _OPERAND.finditer(inside)
         ),
         attributes=rest[closing + 1 :],
     )
@@ -236,7 +236,7 @@ def operation_json(operation: Operation, chip: Chip | None) -> dict[str, Any]:
         "opcode": operation.opcode,
         "calls": operation.called,
         "does": operation.does,
-        "results": [layout_json(each) for each in operation.results],
+        "results": [layout_json(result) for result in operation.results],
         "operands": [
             {"name": name, "layout": None if layout is None else layout_json(layout)}
             for name, layout in operation.operands
@@ -251,7 +251,7 @@ def operation_json(operation: Operation, chip: Chip | None) -> dict[str, Any]:
 
 
 def _matmul(left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> HloMatmul | None:
-    """How arrays of these sizes multiply: the sizes that both have and the result has not are contracted."""
+    """Matmul of arrays of these sizes: sizes that both have and the result lacks are contracted."""
     elements = prod(left) * prod(right)
     for batch in _subsets(left):
         if not _has(right, batch) or not _has(out, batch):
@@ -274,25 +274,25 @@ def _subsets(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _without(sizes: Sequence[int], taken: Sequence[int]) -> list[int]:
     left = list(sizes)
-    for each in taken:
-        if each in left:
-            left.remove(each)
+    for item in taken:
+        if item in left:
+            left.remove(item)
     return left
 
 
-def _has(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
-    return len(_without(sizes, wanted)) == len(sizes) - len(wanted)
+def _has(sizes: Sequence[int], required: Sequence[int]) -> bool:
+    return len(_without(sizes, required)) == len(sizes) - len(required)
 
 
 def _equal(one: Sequence[int], other: Sequence[int]) -> bool:
-    return sorted(each for each in one if each != 1) == sorted(each for each in other if each != 1)
+    return sorted(item for item in one if item != 1) == sorted(item for item in other if item != 1)
 
 
 def _groups(attributes: str) -> Groups | None:
     """The replica groups of a line. One that a page has cut short, '{{0,16,32}, ...}', is told by its first group."""
     first = re.search(r"replica_groups=\{\{([\d,]+)\}\s*,\s*\.\.\.", attributes)
     if first:
-        return (tuple(int(each) for each in first[1].split(",")),)
+        return (tuple(int(item) for item in first[1].split(",")),)
     try:
         return replica_groups(attributes.replace("}, {", "},{"), 1)
     except RooftopError:
@@ -305,9 +305,9 @@ def _nbytes(layout: TileLayout) -> float:
 
 def _dtype(operation: Operation) -> str:
     """Rooftop's name of the dtype that it multiplies in."""
-    given = [layout.dtype for _, layout in operation.operands if layout is not None] or [operation.results[0].dtype]
+    dtypes = [layout.dtype for _, layout in operation.operands if layout is not None] or [operation.results[0].dtype]
     names = {hlo: name for name, hlo in HLO_DTYPES.items()}
-    return names.get(given[0], "bf16")
+    return names.get(dtypes[0], "bf16")
 
 
 def _shape_end(text: str) -> int:

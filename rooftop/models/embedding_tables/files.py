@@ -70,32 +70,32 @@ def tables_from_json(data: Mapping[str, Any]) -> Tables:
     )
 
 
-def _mapping(field: str, given: object) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise RooftopError(field, given, "a section (a mapping of names to values)")
-    return dict(given)
+def _mapping(field: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RooftopError(field, value, "a section (a mapping of names to values)")
+    return dict(value)
 
 
-def _known(field: str, given: Mapping[str, Any], kind: type[Any], needed: tuple[str, ...] = ()) -> None:
+def _known(field: str, mapping: Mapping[str, Any], kind: type[Any], needed: tuple[str, ...] = ()) -> None:
     names = [one.name for one in dataclasses.fields(kind) if one.name != "name"]
-    for name in given:
+    for name in mapping:
         if name not in names:
             raise unknown(field, str(name), names)
     for name in needed:
-        if name not in given:
+        if name not in mapping:
             raise RooftopError(f"{field}.{name}", None, "a value: it has no default")
 
 
-def _table(name: str, given: object) -> EmbeddingTable:
+def _table(name: str, value: object) -> EmbeddingTable:
     where = f"tables.{name}"
-    fields = _mapping(where, given)
+    fields = _mapping(where, value)
     _known(where, fields, EmbeddingTable, ("vocabulary", "width"))
     if "quantization" in fields:
         fields["quantization"] = _mapping(f"{where}.quantization", fields["quantization"])
         _known(f"{where}.quantization", fields["quantization"], Quantization, ("low", "high"))
     arguments = {
-        "initializer": (Initializer, lambda given: _kind(f"{where}.initializer", given, ())),
-        "optimizer": (TableOptimizer, lambda given: _kind(f"{where}.optimizer", given, ("learning_rate", "clip"))),
+        "initializer": (Initializer, lambda value: _kind(f"{where}.initializer", value, ())),
+        "optimizer": (TableOptimizer, lambda value: _kind(f"{where}.optimizer", value, ("learning_rate", "clip"))),
         "quantization": (Quantization, dict),
     }
     for part, (kind, read) in arguments.items():
@@ -105,18 +105,18 @@ def _table(name: str, given: object) -> EmbeddingTable:
 
 
 def _in_table(where: str, kind: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What is made of these arguments; what is wrong with them is said with the table's name."""
+    """Call ``cls`` with these arguments; name the table in any error."""
     try:
         return kind(**arguments)
     except RooftopError as error:
         raise RooftopError(f"{where}.{error.field}", error.given, error.accepted) from None
 
 
-def _kind(field: str, given: object, own: tuple[str, ...]) -> dict[str, Any]:
+def _kind(field: str, value: object, own: tuple[str, ...]) -> dict[str, Any]:
     """Arguments of an Initializer or a TableOptimizer: a bare name, or its kind and parameters side by side."""
-    if isinstance(given, str):
-        return {"kind": given}
-    fields = _mapping(field, given)
+    if isinstance(value, str):
+        return {"kind": value}
+    fields = _mapping(field, value)
     if not isinstance(fields.get("kind"), str):
         raise RooftopError(f"{field}.kind", fields.get("kind"), "its kind, a name")
     arguments: dict[str, Any] = {"kind": fields.pop("kind")}
@@ -124,8 +124,8 @@ def _kind(field: str, given: object, own: tuple[str, ...]) -> dict[str, Any]:
     return arguments | {"parameters": tuple(fields.items())}
 
 
-def _feature(name: str, given: object) -> Feature:
+def _feature(name: str, value: object) -> Feature:
     where = f"features.{name}"
-    fields = _mapping(where, given)
+    fields = _mapping(where, value)
     _known(where, fields, Feature, ("table",))
     return Feature(name=name, **fields)

@@ -1,4 +1,4 @@
-"""What a stack of tables is compiled for: the sizes of its partitions and buffers, the same for host and devices.
+"""Limits of a stack of tables: the sizes of its partitions and buffers, the same on host and devices.
 
 SparseCores allot their memory when they are compiled (the SparseCore deep dive, section 7): a batch has to keep within
 these limits. C counts all SparseCores.
@@ -18,7 +18,7 @@ BUCKETS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StackLimits:
-    """What a stack's program is compiled for.
+    """Limits that a stack's program is compiled for.
 
     A *partition* is what one SparseCore looks up on another: at most ``max_ids`` ids, a sample's duplicates counted
     once, and ``max_unique_ids`` different rows, in one pass over it. ``buffer`` counts the ids of one SparseCore, all

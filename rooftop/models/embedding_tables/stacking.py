@@ -36,7 +36,7 @@ def padded(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StackPlace:
-    """Where a table lies in a stack: from local row ``offset`` on, on every SparseCore, ``rows`` rows there.
+    """Rows of a table in its stack: ``rows`` local rows from ``offset`` on, on every SparseCore.
 
     SparseCore (id + ``rotation``) mod C has the row of ``id``, at local row ``offset`` + id div C.
     """
@@ -128,9 +128,9 @@ def stack_tables(
     devices; a SparseCore holds B x rows per sample / ``cores`` activations of the padded width, in float32. With
     ``disable_table_stacking`` every table is a stack of its own. Raises RooftopError.
     """
-    for field, given in (("cores", cores), ("cores_per_device", cores_per_device), ("batch", batch)):
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise RooftopError(field, given, "a whole number of at least 1")
+    for field, count in (("cores", cores), ("cores_per_device", cores_per_device), ("batch", batch)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise RooftopError(field, count, "a whole number of at least 1")
     if cores % cores_per_device:
         raise RooftopError("cores", cores, f"a multiple of cores_per_device, {cores_per_device}")
     # A device's samples are split over its SparseCores: what does not divide is held, and refused, by preprocessing.
@@ -196,12 +196,12 @@ def pack(stacking: Stacking, tables: Mapping[str, NDArray[Any]], padding: float 
         out = np.full((stacking.cores, stack.rows, stack.width), padding, np.result_type(*dtypes) if dtypes else None)
         for place in stack.places:
             table = place.table
-            given = np.asarray(tables[table.name]) if table.name in tables else None
-            if given is None or given.shape != (table.vocabulary, table.width):
-                shape = "no such table" if given is None else given.shape
+            values = np.asarray(tables[table.name]) if table.name in tables else None
+            if values is None or values.shape != (table.vocabulary, table.width):
+                shape = "no such table" if values is None else values.shape
                 raise RooftopError(f"table {table.name}", shape, f"an array of shape {(table.vocabulary, table.width)}")
             whole = np.full((place.rows * stacking.cores, stack.width), padding, out.dtype)
-            whole[: table.vocabulary, : table.width] = given
+            whole[: table.vocabulary, : table.width] = values
             shards = whole.reshape(place.rows, stacking.cores, stack.width).swapaxes(0, 1)
             out[:, place.offset : place.offset + place.rows] = np.roll(shards, place.rotation, axis=0)
         packed[stack.name] = out
@@ -213,7 +213,7 @@ def unpack(stacking: Stacking, stacks: Mapping[str, NDArray[Any]]) -> dict[str, 
 
     Arrays of optimizer slots with one float per row have a last dim of 1 there, and here. Raises RooftopError.
     """
-    found = {}
+    unpacked = {}
     for stack in stacking.stacks:
         if stack.name not in stacks:
             raise RooftopError("stacks", f"no {stack.name}", f"all of {', '.join(one.name for one in stacking.stacks)}")
@@ -225,13 +225,13 @@ def unpack(stacking: Stacking, stacks: Mapping[str, NDArray[Any]]) -> dict[str, 
         for place in stack.places:
             shards = np.roll(array[:, place.offset : place.offset + place.rows], -place.rotation, axis=0)
             whole = shards.swapaxes(0, 1).reshape(-1, array.shape[2])
-            found[place.table.name] = whole[: place.table.vocabulary, : place.table.width].copy()
-    return {table.name: found[table.name] for table in stacking.tables.tables}
+            unpacked[place.table.name] = whole[: place.table.vocabulary, : place.table.width].copy()
+    return {table.name: unpacked[table.name] for table in stacking.tables.tables}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackReport:
-    """What a stack costs. Bytes are those of all SparseCores together; ``waste`` is padding / stored, 0 to 1."""
+    """Memory of a stack. Bytes are those of all SparseCores together; ``waste`` is padding / stored, 0 to 1."""
 
     name: str
     tables: tuple[str, ...]
@@ -245,11 +245,11 @@ class StackReport:
 
 
 def report(stacking: Stacking, *, batch: int) -> list[StackReport]:
-    """What each stack costs: its tables, the optimizer's slots, the padding, and a SparseCore's activations.
+    """Memory of each stack: its tables, the optimizer's slots, the padding, and a SparseCore's activations.
 
     A slot with one float per row is stored padded to ALIGNMENT floats, as rows of a table are.
     """
-    found = []
+    reports = []
     for stack in stacking.stacks:
         rows = stack.rows * stacking.cores
         useful = slots = useful_slots = 0
@@ -259,7 +259,7 @@ def report(stacking: Stacking, *, batch: int) -> list[StackReport]:
         slots = rows * sum(padded(floats, ALIGNMENT) for floats in stack.optimizer.slots(stack.width)) * _FLOAT
         stored = rows * stack.width * _FLOAT
         padding = stored + slots - useful - useful_slots
-        found.append(
+        reports.append(
             StackReport(
                 name=stack.name,
                 tables=tuple(place.table.name for place in stack.places),
@@ -274,4 +274,4 @@ def report(stacking: Stacking, *, batch: int) -> list[StackReport]:
                 * _FLOAT,
             )
         )
-    return found
+    return reports

@@ -1,4 +1,4 @@
-"""What an embedding model is made of: tables, the features that look them up, and how SparseCores are set.
+"""Parts of an embedding model: tables, the features that look them up, and the SparseCore settings.
 
 Dims: V vocabulary (rows of a table), W width (floats of a row), B samples of a step. A *stack* is several tables that
 are stored and looked up as one (``tables_stacking``).
@@ -24,7 +24,7 @@ INITIALIZERS: dict[str, dict[str, float]] = {
     "uniform": {"low": -0.05, "high": 0.05},
 }
 
-#: Kind of optimizer -> its parameters beside the learning rate, and their defaults.
+#: Kind of optimizer -> its parameters next to the learning rate, and their defaults.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {},
     "adagrad": {"initial_accumulator": 0.1},
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "adagrad_momentum": {"initial_accumulator": 0.1, "momentum": 0.9, "beta2": 1.0, "epsilon": 1e-10, "power": 2.0},
 }
 
-#: Kind of optimizer -> floats that it keeps beside each float of a row (a row-wise one keeps one a row, see ``slots``).
+#: Kind of optimizer -> floats kept for each float of a row (a row-wise one keeps one a row, see ``slots``).
 _SLOTS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 0, "adam": 2, "ftrl": 2, "adagrad_momentum": 2}
 
 #: Ids are 32-bit on SparseCores, and a lookup's columns count the rows of a whole stack.
@@ -42,48 +42,48 @@ MOST_ROWS = 2**31 - 1
 MOST_WIDTH = 1 << 16
 
 
-def _number(field: str, given: object, accepted: str, *, low: float = -math.inf, high: float = math.inf) -> None:
+def _number(field: str, value: object, accepted: str, *, low: float = -math.inf, high: float = math.inf) -> None:
     """Refuse what is no finite number from ``low`` to ``high``."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
-        raise RooftopError(field, given, accepted)
-    if not low <= given <= high:
-        raise RooftopError(field, given, accepted)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RooftopError(field, value, accepted)
+    if not low <= value <= high:
+        raise RooftopError(field, value, accepted)
 
 
-def _whole(field: str, given: object, least: int, most: int) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= most:
-        raise RooftopError(field, given, f"a whole number from {least} to {most}")
+def _whole(field: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise RooftopError(field, value, f"a whole number from {least} to {most}")
 
 
-def _name(field: str, given: object) -> None:
+def _name(field: str, value: object) -> None:
     # A name becomes a part of a scope (tables/NAME/lookup) and of a file.
-    if not isinstance(given, str) or not given or set(given) & set("/\\ \n\t") or len(given) > 200:
-        raise RooftopError(field, given, "a name of 1 to 200 characters without blanks or slashes")
+    if not isinstance(value, str) or not value or set(value) & set("/\\ \n\t") or len(value) > 200:
+        raise RooftopError(field, value, "a name of 1 to 200 characters without blanks or slashes")
 
 
 def _parameters(
     field: str,
     kind: str,
-    given: Mapping[str, float],
+    parameters: Mapping[str, float],
     known: Mapping[str, Mapping[str, float]],
     others: tuple[str, ...] = (),
 ) -> tuple[tuple[str, float], ...]:
     """All parameters of ``kind``, the defaults included, as sorted pairs: equal exactly if they mean the same.
 
-    ``others`` are accepted beside them where ``field`` is written.
+    ``others`` are accepted next to them where ``field`` is written.
     """
     if kind not in known:
         raise unknown(f"{field}.kind", str(kind), known)
-    for name, value in given.items():
+    for name, value in parameters.items():
         if name not in known[kind]:
             raise unknown(field, name, (*known[kind], *others))
         _number(f"{field}.{name}", value, "a finite number")
-    return tuple(sorted((name, float(value)) for name, value in {**known[kind], **given}.items()))
+    return tuple(sorted((name, float(value)) for name, value in {**known[kind], **parameters}.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Initializer:
-    """How the rows of a table begin: ``kind`` is a key of INITIALIZERS, ``parameters`` are those that it names."""
+    """Initial values of a table's rows: ``kind`` is a key of INITIALIZERS, ``parameters`` are those that it names."""
 
     kind: str = "normal"
     parameters: tuple[tuple[str, float], ...] = ()
@@ -103,9 +103,9 @@ class Initializer:
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptimizer:
-    """What updates a table: ``kind`` is a key of OPTIMIZERS, ``parameters`` are those that it names.
+    """Optimizer of a table: ``kind`` is a key of OPTIMIZERS, ``parameters`` are those that it names.
 
-    ``learning_rate`` is the rate itself or what a schedule multiplies. ``clip`` bounds the absolute value of every
+    ``learning_rate`` is the rate, or the factor of a schedule. ``clip`` bounds the absolute value of every
     element of a row's gradient (after duplicates have been merged); None leaves gradients alone.
     """
 
@@ -132,16 +132,16 @@ class TableOptimizer:
 
     @property
     def elementwise(self) -> bool:
-        """Whether each float of a row is updated by itself: what SparseCores do, which see no row as a whole."""
+        """True if each float of a row is updated on its own, as on SparseCores, which never see a whole row."""
         return self.kind != "rowwise_adagrad"
 
     @property
     def additive(self) -> bool:
-        """Whether updates by several gradients of a row, one after the other, come to one by their sum."""
+        """True if sequential updates of a row equal a single update with the summed gradient."""
         return self.kind == "sgd" and self.clip is None
 
     def slots(self, width: int) -> tuple[int, ...]:
-        """Floats per row of each array that the optimizer keeps beside a table of ``width`` floats per row."""
+        """Floats per row of each array that the optimizer keeps next to a table of ``width`` floats per row."""
         if self.kind == "rowwise_adagrad":
             return (1,)
         return (width,) * _SLOTS[self.kind]
@@ -222,7 +222,7 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCoreConfig:
-    """How SparseCores are used: the seven parameters of the SparseCore deep dive (section 4), with its defaults.
+    """SparseCore settings: the seven parameters of the SparseCore deep dive (section 4), with its defaults.
 
     ``max_ids_per_chip_per_sample`` bounds the ids of one chip, all tables together, per sample of its batch.
     ``max_ids_per_table`` and ``max_unique_ids_per_table`` bound the ids that one SparseCore sends for a table, all
@@ -241,20 +241,20 @@ class SparseCoreConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            given = getattr(self, field.name)
+            value = getattr(self, field.name)
             if isinstance(field.default, bool):
-                if not isinstance(given, bool):
-                    raise RooftopError(f"config.{field.name}", given, "true or false")
-            elif field.default is None and given is not None:
-                if not isinstance(given, Mapping):
-                    raise RooftopError(f"config.{field.name}", given, "a limit for each table named")
-                for table, limit in given.items():
+                if not isinstance(value, bool):
+                    raise RooftopError(f"config.{field.name}", value, "true or false")
+            elif field.default is None and value is not None:
+                if not isinstance(value, Mapping):
+                    raise RooftopError(f"config.{field.name}", value, "a limit for each table named")
+                for table, limit in value.items():
                     _whole(f"config.{field.name}.{table}", limit, 1, MOST_ROWS)
         _whole("config.max_ids_per_chip_per_sample", self.max_ids_per_chip_per_sample, 1, MOST_ROWS)
 
     @property
     def initialized_on_host(self) -> bool:
-        """Whether tables begin on the host and are sent, rather than on the device."""
+        """True if tables are initialised on the host and sent to the device."""
         return self.initialize_tables_on_host and not self.enable_fast_table_initialization
 
 
@@ -307,7 +307,7 @@ class Tables:
         return tuple(feature for feature in self.features if feature.table == table)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``tables_from_json`` reads again."""
+        """Return the JSON that ``tables_from_json`` reads."""
         return {
             "config": {name: value for name, value in vars(self.config).items() if value is not None},
             "tables": {table.name: _table_json(table) for table in self.tables},
@@ -321,7 +321,7 @@ class Tables:
 
 
 def _table_json(table: EmbeddingTable) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "vocabulary": table.vocabulary,
         "width": table.width,
         "combiner": table.combiner,
@@ -333,7 +333,7 @@ def _table_json(table: EmbeddingTable) -> dict[str, Any]:
         },
     }
     if table.optimizer.clip is not None:
-        found["optimizer"]["clip"] = table.optimizer.clip
+        entry["optimizer"]["clip"] = table.optimizer.clip
     if table.quantization is not None:
-        found["quantization"] = vars(table.quantization).copy()
-    return found
+        entry["quantization"] = vars(table.quantization).copy()
+    return entry

@@ -79,10 +79,10 @@ class KvCache:
         return -(-tokens // self.page_tokens)
 
     def copies(self) -> tuple[Copy, ...]:
-        """What is to be copied, in this order, before the next step; asked once."""
-        found = tuple(self._copies)
+        """Copies to make, in this order, before the next step; each call empties the list."""
+        pending = tuple(self._copies)
         self._copies.clear()
-        return found
+        return pending
 
     def match(self, sequence: CachedSequence) -> int:
         """Pages that are here of what ``sequence`` begins with."""
@@ -95,18 +95,18 @@ class KvCache:
         at least one fewer than all, because the last one has to be computed for its logits.
         """
         keys = sequence.keys[: (tokens - 1) // self.page_tokens]
-        found, on_host = self.prefixes.find(keys) if self.prefixes is not None and keys else ([], [])
-        need = self.pages_for(tokens) - len(found)
-        self.device.share(found)
+        on_device, on_host = self.prefixes.find(keys) if self.prefixes is not None and keys else ([], [])
+        need = self.pages_for(tokens) - len(on_device)
+        self.device.share(on_device)
         if self.device.available - spare < need:
-            self.device.release(found)
+            self.device.release(on_device)
             return False
         self.host.share(on_host)
-        pages = found + self._take(need)
-        length = len(found) + len(on_host)
+        pages = on_device + self._take(need)
+        length = len(on_device) + len(on_host)
         if on_host:
             self._copies.append(
-                Copy(to_host=False, source=tuple(on_host), target=tuple(pages[len(found) : length]))
+                Copy(to_host=False, source=tuple(on_host), target=tuple(pages[len(on_device) : length]))
             )  # fmt: skip
         self.host.release(on_host)
         if on_host and self.prefixes is not None:

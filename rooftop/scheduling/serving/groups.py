@@ -82,42 +82,42 @@ class GroupedScheduler:
     @property
     def caches(self) -> tuple[KvCache, ...]:
         """The cache of each group."""
-        return tuple(each.cache for each in self._groups)
+        return tuple(group.cache for group in self._groups)
 
     @property
     def outstanding(self) -> int:
         """Sequences that are here and not finished."""
-        return len(self._unplaced) + sum(each.outstanding for each in self._groups)
+        return len(self._unplaced) + sum(group.outstanding for group in self._groups)
 
     @property
     def queued(self) -> int:
         """Sequences that have no pages."""
-        return len(self._unplaced) + sum(each.queued for each in self._groups)
+        return len(self._unplaced) + sum(group.queued for group in self._groups)
 
     @property
     def waiting(self) -> tuple[CachedSequence, ...]:
         """Sequences that have no pages: those of groups, then those that have no group."""
-        return tuple(chain(*(each.waiting for each in self._groups), self._unplaced))
+        return tuple(chain(*(group.waiting for group in self._groups), self._unplaced))
 
     @property
     def swapped(self) -> tuple[CachedSequence, ...]:
         """Sequences in the host's memory."""
-        return tuple(chain(*(each.swapped for each in self._groups)))
+        return tuple(chain(*(group.swapped for group in self._groups)))
 
     @property
     def prefilling(self) -> Mapping[CachedSequence, None]:
         """See ``Scheduler``."""
-        return ChainMap(*(each.prefilling for each in self._groups))
+        return ChainMap(*(group.prefilling for group in self._groups))
 
     @property
     def generating(self) -> Mapping[CachedSequence, None]:
         """See ``Scheduler``."""
-        return ChainMap(*(each.generating for each in self._groups))
+        return ChainMap(*(group.generating for group in self._groups))
 
     @property
     def to_send(self) -> Mapping[CachedSequence, list[int]]:
         """See ``Scheduler``."""
-        return ChainMap(*(each.to_send for each in self._groups))
+        return ChainMap(*(group.to_send for group in self._groups))
 
     def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why such a request could never be served here, or None."""
@@ -137,33 +137,36 @@ class GroupedScheduler:
     def next_step(self) -> GroupedStep | None:
         """The next step, or None while there is nothing to do."""
         self._place()
-        found = self._prompts() if self.policy.chunk_tokens is None else {}
-        if not any(found.values()):
-            found = self._shared()
-        return GroupedStep.of(tuple(found[each] for each in self._groups))
+        steps = self._prompts() if self.policy.chunk_tokens is None else {}
+        if not any(steps.values()):
+            steps = self._shared()
+        return GroupedStep.of(tuple(steps[group] for group in self._groups))
 
     def _prompts(self) -> dict[Scheduler, EngineStep | None]:
         """A whole prompt in each group that has one: all who generate wait for them."""
-        return {each: each.next_step(generate=False) for each in self._groups}
+        return {group: group.next_step(generate=False) for group in self._groups}
 
     def _shared(self) -> dict[Scheduler, EngineStep | None]:
         """A token for all who generate, and pieces of prompts in what that leaves of a step."""
-        expected = {each: each.outstanding - len(each.waiting) - len(each.prefilling) for each in self._groups}
-        found = dict[Scheduler, EngineStep | None]()
+        expected = {
+            scheduler: scheduler.outstanding - len(scheduler.waiting) - len(scheduler.prefilling)
+            for scheduler in self._groups
+        }
+        steps = dict[Scheduler, EngineStep | None]()
         # Tokens for prompts are those of who came first: ids grow.
-        for each in sorted(self._groups, key=lambda group: next((s.id for s in group.prefilling), inf)):
-            del expected[each]
-            found[each] = step = each.next_step(sum(expected.values()))
+        for scheduler in sorted(self._groups, key=lambda group: next((s.id for s in group.prefilling), inf)):
+            del expected[scheduler]
+            steps[scheduler] = step = scheduler.next_step(sum(expected.values()))
             if step is not None:
-                expected[each] = step.batch + sum(chunk.tokens for chunk in step.chunks)
-        return found
+                expected[scheduler] = step.batch + sum(chunk.tokens for chunk in step.chunks)
+        return steps
 
     def complete(self, step: EngineStep, repeats: int = 1) -> None:
         """See ``Scheduler``."""
         assert isinstance(step, GroupedStep)
-        for each, part in zip(self._groups, step.parts, strict=True):
+        for group, part in zip(self._groups, step.parts, strict=True):
             if part is not None:
-                each.complete(part, repeats)
+                group.complete(part, repeats)
 
     def advance(self, sequence: CachedSequence, tokens: int) -> None:
         """See ``Scheduler``."""
@@ -180,13 +183,13 @@ class GroupedScheduler:
         """See ``Scheduler``."""
         if sequence in self._unplaced:
             self._unplaced.remove(sequence)
-        for each in self._groups:
-            each.forget(sequence)
+        for group in self._groups:
+            group.forget(sequence)
 
     def receive(self) -> list[CachedSequence]:
         """See ``Scheduler``."""
         self._place()
-        return list(chain(*(each.receive() for each in self._groups)))
+        return list(chain(*(group.receive() for group in self._groups)))
 
     def sent(self, sequence: CachedSequence) -> None:
         """See ``Scheduler``."""
@@ -198,7 +201,7 @@ class GroupedScheduler:
 
     def _home(self, sequence: CachedSequence) -> Scheduler:
         """The group that has it. What is to be sent may have its group at the server where it goes by now."""
-        sends = next((each for each in self._groups if sequence in each.to_send), None)
+        sends = next((group for group in self._groups if sequence in group.to_send), None)
         return self._groups[sequence.group] if sends is None else sends
 
     def _place(self) -> None:
@@ -210,7 +213,7 @@ class GroupedScheduler:
                 return
             caches = [self._groups[number].cache for number in takers]
             loads = [
-                cache.device.used + sum(cache.pages_for(each.target) for each in self._groups[number].waiting)
+                cache.device.used + sum(cache.pages_for(waiting.target) for waiting in self._groups[number].waiting)
                 for number, cache in zip(takers, caches, strict=True)
             ]
             matches = [cache.match(sequence) for cache in caches]
@@ -222,7 +225,7 @@ class GroupedScheduler:
         """The groups that have room for ``sequence``."""
         if self.outstanding - len(self._unplaced) >= self.policy.max_batch:
             return []
-        return [number for number, each in enumerate(self._groups) if each.takes(sequence)]
+        return [number for number, group in enumerate(self._groups) if group.takes(sequence)]
 
 
 #: What batches continuously: over one cache, or over one for each group of devices.

@@ -1,4 +1,4 @@
-"""What is decided and by which policy: the words that schedulers, engines and simulations share."""
+"""Policies, steps and queues: the types that schedulers, engines and simulations share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PREEMPTION = ("recompute", "swap")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How a server batches.
+    """Batching policy of a server.
 
     ``max_batch`` is the most sequences it holds at once, ``chunk_tokens`` the most tokens of a step when prompts are
-    prefilled in chunks (None: whole prompts, by themselves), ``preemption`` what becomes of a sequence when the pages
+    prefilled in chunks (None: whole prompts, by themselves), ``preemption`` the fate of a sequence when the pages
     run out: its KV is computed anew later, or swapped to the host's memory (where that is full, computed anew).
     """
 
@@ -54,7 +54,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
-    """What to execute: first ``copies``, in order; then the prefill of ``chunks`` and one token for each generating.
+    """Work of one step: first ``copies``, in order; then the prefill of ``chunks`` and one token for each generating.
 
     ``prefill`` is what the device computes for the chunks, padding included: (new tokens, tokens before them) of each;
     ``batch`` and ``context_tokens`` what it computes to generate: sequences, and tokens of KV that they read.
@@ -78,7 +78,7 @@ class EngineStep:
 
 
 class Queue:
-    """What every scheduler has: a policy, a cache, and the sequences that wait, first come, first served."""
+    """Base of every scheduler: a policy, a cache, and the waiting sequences in order of arrival."""
 
     def __init__(self, policy: Policy, cache: KvCache) -> None:
         self.policy, self.cache = policy, cache

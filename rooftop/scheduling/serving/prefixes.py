@@ -51,7 +51,7 @@ class PrefixCache:
         self._leaves: dict[PagePool, list[tuple[int, int, _Node]]] = {device: [], host: []}
 
     def match(self, keys: Keys) -> int:
-        """How many pages of a prompt with ``keys`` are here, in either tier. Changes nothing (routing asks)."""
+        """Number of cached pages of a prompt with ``keys``, in either tier. Changes nothing; routing calls it."""
         return sum(common for _, common in self._walk(keys))
 
     def find(self, keys: Keys) -> tuple[list[int], list[int]]:
@@ -79,11 +79,11 @@ class PrefixCache:
 
         Where the same content is here already, the sequence gives up its own copy for the one that is here.
         """
-        held = list(pages)
+        pages_now = list(pages)
         done = 0
         parent = self._root
         for node in self.touch(keys):
-            own = held[done : done + len(node.keys)]
+            own = pages_now[done : done + len(node.keys)]
             if node.pool is self._host:
                 node.pool.evict(node.pages)
                 node.pages, node.pool = own, self._device
@@ -92,17 +92,17 @@ class PrefixCache:
             elif node.pages != own:
                 self._device.share(node.pages)
                 self._device.release(own)
-                held[done : done + len(node.keys)] = node.pages
+                pages_now[done : done + len(node.keys)] = node.pages
             done += len(node.keys)
             parent = node
         if done < len(keys):
-            rest = _Node(keys[done:], held[done:], self._device, parent, self._uses)
+            rest = _Node(keys[done:], pages_now[done:], self._device, parent, self._uses)
             self._device.keep(rest.pages)
             parent.children[rest.keys[0]] = rest
             parent.device_children += 1
             parent = rest
         self._push(parent)
-        return held
+        return pages_now
 
     def evict(self, count: int) -> list[Copy]:
         """Free ``count`` idle pages of HBM, the least recently used; returns what is to be copied to the host."""
@@ -189,7 +189,7 @@ class PrefixCache:
             heappush(self._leaves[node.pool], (node.used_at, self._entries, node))
 
     def _is_leaf(self, node: _Node) -> bool:
-        """Whether nothing of its own tier lies below it."""
+        """Return True if no node of its own tier lies below it."""
         return not (node.device_children if node.pool is self._device else node.children)
 
     def _oldest(self, pool: PagePool) -> _Node:
@@ -221,9 +221,9 @@ def _parent(node: _Node) -> _Node:
 
 def _subtree(node: _Node) -> Iterator[_Node]:
     nodes = [node]
-    for each in nodes:
-        nodes.extend(each.children.values())
-        yield each
+    for current in nodes:
+        nodes.extend(current.children.values())
+        yield current
 
 
 class PagePool:
@@ -258,7 +258,7 @@ class PagePool:
         return len(self._users) - self.first - len(self._free) - self.idle
 
     def users(self, page: int) -> int:
-        """How many sequences hold ``page``."""
+        """Number of sequences that hold ``page``."""
         return self._users[page] if page < len(self._users) else 0
 
     def take(self, count: int) -> list[int]:
@@ -287,11 +287,11 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """One sequence fewer holds ``pages``; those that none holds are free, or idle if a prefix cache keeps them."""
-        users, kept = self._users, self._kept
+        users, cached = self._users, self._kept
         for page in pages:
             users[page] -= 1
             if not users[page]:
-                if kept[page]:
+                if cached[page]:
                     self.idle += 1
                 else:
                     self._free.append(page)

@@ -12,7 +12,7 @@ ROUTING = ("round_robin", "least_loaded", "affinity")
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How replicas are chosen.
+    """Choice of a replica for each request.
 
     ``affinity`` sends a request where the longest prefix of its prompt is cached, unless that replica has more than
     ``imbalance`` times the average load, and one more: then, and where no one has a prefix of it, to the least loaded.

@@ -1,4 +1,4 @@
-"""What a serving engine does next: admission, batching, chunked prefill, preemption. No clock, no arrays, no JAX.
+"""Scheduler of a serving engine: admission, batching, chunked prefill, preemption. No clock, no arrays, no JAX.
 
 A scheduler serves one server (a replica on a slice). An engine, real or simulated, repeats: ``next_step``, execute it,
 ``complete``, and ``finish`` for every sequence that has ended. Sequences come in by ``submit`` at any time.
@@ -27,7 +27,7 @@ ROLES = ("both", "prefill", "generate")
 
 @dataclass(slots=True)
 class _Preempted:
-    """What one decision did to sequences that were running."""
+    """Sequences that one decision preempted or swapped."""
 
     lost: list[CachedSequence] = field(default_factory=list)
     resumed: list[CachedSequence] = field(default_factory=list)
@@ -85,18 +85,18 @@ class Scheduler(Queue):
         return sequence.length + (self._steps - sequence.since if sequence in self.generating else 0)
 
     def may_admit(self) -> bool:
-        """Whether what was submitted last could change the next step: no one waits before it, and there is a slot.
+        """Return True if the last submitted sequence may change the next step: it is first and a slot is free.
 
         If not, the step that is being repeated may go on.
         """
         return len(self.waiting) == 1 and not self.swapped and self._held < self.policy.max_batch
 
     def takes(self, sequence: CachedSequence) -> bool:
-        """Whether ``sequence``, which waits elsewhere, could be admitted: there is a slot and room behind who waits."""
+        """Return True if ``sequence``, waiting elsewhere, could be admitted after those that wait here."""
         ahead = len(self.waiting)
         if self.swapped or self._held + ahead >= self.policy.max_batch:
             return False
-        need = sum(self.cache.pages_for(each.target) for each in (*self.waiting, sequence))
+        need = sum(self.cache.pages_for(waiting.target) for waiting in (*self.waiting, sequence))
         spare = self._spare + ahead if self._held or ahead else 0
         return self.cache.device.available - spare >= need
 
@@ -187,7 +187,7 @@ class Scheduler(Queue):
 
     def receive(self) -> list[CachedSequence]:
         """Sequences, of those submitted to this generate server, that have got pages: their KV may be sent now."""
-        found = list[CachedSequence]()
+        received = list[CachedSequence]()
         while self.waiting and not self.swapped and self._held < self.policy.max_batch:
             length = self.waiting[0].length
             if not self.cache.admit(self.waiting[0], length, self._spare):
@@ -195,8 +195,8 @@ class Scheduler(Queue):
             sequence = self.waiting.popleft()
             sequence.length = length
             self.incoming[sequence] = None
-            found.append(sequence)
-        return found
+            received.append(sequence)
+        return received
 
     def sent(self, sequence: CachedSequence) -> None:
         """The KV of ``sequence`` has left this prefill server: its pages are free."""
@@ -217,16 +217,16 @@ class Scheduler(Queue):
 
     def _chunks(self, budget: int) -> list[Chunk]:
         """Pieces of prompts, begun ones first, of ``budget`` tokens in all."""
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         for sequence in self.prefilling:
             if budget <= 0:
-                return found
-            found.append(_chunk(sequence, budget))
-            budget -= found[-1].tokens
+                return chunks
+            chunks.append(_chunk(sequence, budget))
+            budget -= chunks[-1].tokens
         while budget > 0 and not self._preempted.lost and self._admit_next():
-            found.append(_chunk(next(reversed(self.prefilling)), budget))
-            budget -= found[-1].tokens
-        return found
+            chunks.append(_chunk(next(reversed(self.prefilling)), budget))
+            budget -= chunks[-1].tokens
+        return chunks
 
     def _admit_next(self) -> bool:
         """Admit the head of the queue, if it has a slot and pages."""

@@ -31,7 +31,7 @@ class StaticScheduler(Queue):
         return sequence.length + (self._steps if sequence in self.generating else 0)
 
     def may_admit(self) -> bool:
-        """Whether what was submitted could change the next step: not while a batch is under way."""
+        """Return True if a submitted sequence may change the next step: never while a batch is running."""
         return not self.generating
 
     def next_step(self) -> EngineStep | None:

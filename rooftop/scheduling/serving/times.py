@@ -1,4 +1,4 @@
-"""What a step of a serving engine takes: what a serving plan provides and a simulation asks."""
+"""Step times of a serving engine: the interface that a serving plan provides and a simulation calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepTimes(Protocol):
         ...
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """A step that prefills ``chunks`` and generates beside them (chunked prefill), as the two methods above do."""
+        """A step that prefills ``chunks`` and generates next to them (chunked prefill), as the two methods above do."""
         ...
 
     def transfer_s(self, tokens: int) -> float:

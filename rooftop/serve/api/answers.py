@@ -32,15 +32,15 @@ class PendingAnswer:
     """The sequences of one request, as pieces or as a whole. Whoever stops reading cancels what is left of it."""
 
     def __init__(
-        self, wanted: Wanted, prepared: PreparedRequest, texts: Texts, form: Form, metrics: PrometheusMetrics
+        self, requested: Wanted, prepared: PreparedRequest, texts: Texts, form: Form, metrics: PrometheusMetrics
     ) -> None:
-        self.wanted, self.form = wanted, form
+        self.wanted, self.form = requested, form
         self._prepared, self._metrics = prepared, metrics
         self._choices = [
             AnswerChoice(
                 texts.vocabulary,
-                wanted.stop,
-                logprobs=wanted.logprobs is not None,
+                requested.stop,
+                logprobs=requested.logprobs is not None,
                 text=text,
                 calling=prepared.calling,
             )
@@ -64,7 +64,7 @@ class PendingAnswer:
         try:
             async with aclosing(self._stream.read()) as reading:
                 async for come in reading:
-                    found = []
+                    result = []
                     for index, token, when in come:
                         choice = self._choices[index]
                         if choice.finish is not None:
@@ -79,9 +79,9 @@ class PendingAnswer:
                         if choice.stopped:
                             self._stream.cancel(index)
                         if piece is not None:
-                            found.append((index, piece))
-                    if found:
-                        yield found
+                            result.append((index, piece))
+                    if result:
+                        yield result
         except BrokenOff as broken:
             self.broken_off = str(broken)
             raise
@@ -99,7 +99,7 @@ class PendingAnswer:
             async for come in reading:
                 for index, piece in come:
                     parts[index].append(piece)
-        joined = [_join(each) for each in parts]
+        joined = [_join(part) for part in parts]
         return self.form.whole(joined, self.usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -121,7 +121,7 @@ class PendingAnswer:
         return usage(sum(map(len, prompts)), sum(choice.tokens for choice in self._choices))
 
     def record(self) -> dict[str, Any]:
-        """What the log says of it; no text."""
+        """Return the log record of the answer, without any text."""
         first = min((first for first, _ in self._times.values()), default=None)
         return {
             "id": self.form.id,
@@ -233,7 +233,7 @@ class TokenStream:
 
     def cancel(self, index: int | None = None) -> None:
         """End sequence ``index``, or all: no one reads on."""
-        for each in [*self._running] if index is None else [index]:
-            number = self._running.pop(each, None)
+        for item in [*self._running] if index is None else [index]:
+            number = self._running.pop(item, None)
             if number is not None:
                 self._engine.cancel(number)

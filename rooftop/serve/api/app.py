@@ -39,7 +39,7 @@ _RETRY_S = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the API answers.
+    """Settings of the API.
 
     ``model`` is the name that requests say. Without ``keys`` everyone may ask. ``origins`` are those of web pages that
     may ask from a browser: none, unless named. ``log_texts`` puts prompts and answers into the log.
@@ -152,8 +152,8 @@ class Api:
     def _require_key(self, request: Request) -> None:
         if not self.settings.keys:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        known = [hmac.compare_digest(given.encode(), key.encode()) for key in self.settings.keys]
+        scheme, _, presented = request.headers.get("authorization", "").partition(" ")
+        known = [hmac.compare_digest(presented.encode(), key.encode()) for key in self.settings.keys]
         if scheme.lower() != "bearer" or not any(known):
             raise Refused(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -174,9 +174,9 @@ class Api:
             "vocab": self.texts.vocab,
         }
 
-    def _require_model(self, given: str) -> None:
-        if given != self.settings.model:
-            message = f"model: got {given[:60]!r}; accepted: {self.settings.model!r}"
+    def _require_model(self, model: str) -> None:
+        if model != self.settings.model:
+            message = f"model: got {model[:60]!r}; accepted: {self.settings.model!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
     async def _completions(self, request: Request) -> Response:
@@ -190,14 +190,14 @@ class Api:
         engine = self._require_ready()
         body = await self._body(request)
         try:
-            wanted, prepared = await run_in_threadpool(self._prepare, body, chat, engine.longest)
+            requested, prepared = await run_in_threadpool(self._prepare, body, chat, engine.longest)
             form = Form(
                 id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
                 created=int(time.time()),
                 model=self.settings.model,
                 chat=chat,
             )
-            answer = PendingAnswer(wanted, prepared, self.texts, form, self.metrics)
+            answer = PendingAnswer(requested, prepared, self.texts, form, self.metrics)
             answer.start(TokenStream(self._inbox, engine), arrival_s)
         except RooftopError as wrong:
             # The code by which clients know that less may do.
@@ -207,7 +207,7 @@ class Api:
             self._require_ready()
             raise Refused(429, str(full), code="rate_limit_exceeded", retry_s=full.retry_after_s) from None
         headers = {"x-request-id": form.id}
-        if wanted.stream:
+        if requested.stream:
             return _EventStream(answer.events(), headers, lambda: self._note(request, answer, body))
         try:
             whole = await _unless_left(request.receive, answer.whole())
@@ -230,9 +230,9 @@ class Api:
         return self.engine
 
     def _prepare(self, body: bytes, chat: bool, longest: int) -> tuple[Wanted, PreparedRequest]:
-        wanted = read_request(body, chat=chat)
-        self._require_model(wanted.model)
-        return wanted, prepare(wanted, self.texts, longest)
+        requested = read_request(body, chat=chat)
+        self._require_model(requested.model)
+        return requested, prepare(requested, self.texts, longest)
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -282,16 +282,16 @@ async def _http_error(request: Request, exception: Exception) -> Response:
 
 def _published(settings: Settings) -> dict[str, Any]:
     """The document, saying which model there is and whether keys are needed."""
-    found = copy.deepcopy(dict(document()))
-    for path in found["paths"].values():
+    published = copy.deepcopy(dict(document()))
+    for path in published["paths"].values():
         for operation in path.values():
             if operation.pop("security", None) and settings.keys:
                 operation["security"] = [{"key": []}]
             for parameter in operation.get("parameters", ()):
                 parameter["schema"]["enum"] = [settings.model]
     for name in ("CompletionRequest", "ChatRequest"):
-        found["components"]["schemas"][name]["properties"]["model"]["enum"] = [settings.model]
-    return found
+        published["components"]["schemas"][name]["properties"]["model"]["enum"] = [settings.model]
+    return published
 
 
 class _EventStream(Response):

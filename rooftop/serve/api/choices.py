@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerPiece:
-    """What is new in an answer: ``first`` if nothing came before; ``finish`` ends it. ``logprobs`` None: not wanted.
+    """New part of an answer: ``first`` if nothing came before; ``finish`` ends it. ``logprobs`` None: not wanted.
 
     ``calls`` are of tools.
     """
@@ -66,7 +66,7 @@ class AnswerChoice:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended it."""
+        """True if a stop string ended the answer."""
         return self._stops.stopped
 
     def push(self, token: Token) -> AnswerPiece | None:

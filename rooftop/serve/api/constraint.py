@@ -18,7 +18,7 @@ _COMPACT: Any = {"whitespace_flexible": False}
 
 
 class Matcher:
-    """Where an answer is in its grammar. Of one request; one thread calls its methods.
+    """Position of one request's answer in its grammar. One thread calls its methods.
 
     ``failed``, which others may read, is why the answer is not of the grammar, as when that has grown too complex.
     """
@@ -59,12 +59,12 @@ class Grammars:
         if not self.ends:
             raise RooftopError("response_format", "a constraint", "a model that has a token to end its text")
         try:
-            made = llguidance.LLTokenizer(self.definition, n_vocab=self.vocab, eos_token=list(self.ends))
+            tokenizer = llguidance.LLTokenizer(self.definition, n_vocab=self.vocab, eos_token=list(self.ends))
         except Exception as error:  # the package raises nothing narrower
             raise RooftopError(
                 "response_format", "a constraint", f"a tokenizer that llguidance reads ({error})"
             ) from None
-        object.__setattr__(self, "_tokenizer", made)
+        object.__setattr__(self, "_tokenizer", tokenizer)
 
     def json(self, schema: Mapping[str, Any], field: str = "response_format.json_schema.schema") -> Matcher:
         """JSON of a JSON schema. Raises RooftopError for a schema that cannot be kept to, which ``field`` has."""

@@ -31,11 +31,11 @@ class Vocabulary:
         self.byte_fallback = "ByteFallback" in kinds
 
     def says(self, token: int) -> bool:
-        """Whether decoding looks at ``token``: special tokens, and ids beyond the vocabulary, are left out."""
+        """Return True if decoding uses ``token``; special tokens and ids beyond the vocabulary are skipped."""
         return token not in self._special and self._backend.id_to_token(token) is not None
 
     def special(self, token: int) -> str | None:
-        """How a special token is spelled; None for any other."""
+        """Text of a special token; None for any other token."""
         return self._added[token] if token in self._special else None
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -43,7 +43,7 @@ class Vocabulary:
         return str(self._backend.decode(list(tokens)))
 
     def is_byte(self, token: int) -> bool:
-        """Whether ``token`` stands for one byte of a character that the vocabulary does not have."""
+        """Return True if ``token`` is one byte of a character outside the vocabulary."""
         return self.byte_fallback and _BYTE.fullmatch(self._backend.id_to_token(token) or "") is not None
 
     def bytes_of(self, token: int) -> bytes:
@@ -91,7 +91,7 @@ class Detokeniser:
         return "" if self._vocabulary.is_byte(token) else self._take(last=False)
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return the withheld text at the end."""
         return self._take(last=True) if self._held else ""
 
     def _take(self, *, last: bool) -> str:
@@ -115,7 +115,7 @@ class StopStrings:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """What of the text can be shown, after ``piece`` was added; ``stopped`` says whether that was the end."""
+        """Add ``piece`` and return the text that can be shown; ``stopped`` then says if a stop string ended it."""
         if not self._strings:
             return piece
         text = self._held + piece
@@ -124,14 +124,14 @@ class StopStrings:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)[1]]
-        held = max(_overlap(text, string) for string in self._strings)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        withheld = max(_overlap(text, string) for string in self._strings)
+        self._held = text[len(text) - withheld :]
+        return text[: len(text) - withheld]
 
     def flush(self) -> str:
-        """What was held back, at the end."""
-        held, self._held = self._held, ""
-        return held
+        """Return the withheld text at the end."""
+        withheld, self._held = self._held, ""
+        return withheld
 
 
 def _overlap(text: str, string: str) -> int:

@@ -113,10 +113,10 @@ class _EngineMetrics(Collector):
             labels=_SHAPE,
         )
         seconds = CounterMetricFamily("rooftop_program_seconds", "Time of those steps, by shape.", labels=_SHAPE)
-        for each in stats.program_times:
-            shape = [str(size) for size in each.shape]
-            runs.add_metric(shape, each.runs)
-            seconds.add_metric(shape, each.seconds)
+        for program_time in stats.program_times:
+            shape = [str(size) for size in program_time.shape]
+            runs.add_metric(shape, program_time.runs)
+            seconds.add_metric(shape, program_time.seconds)
         yield runs
         yield seconds
         info = GaugeMetricFamily(

@@ -87,21 +87,23 @@ def read_request(body: bytes, *, chat: bool) -> Wanted:
     )
 
 
-def prepare(wanted: Wanted, texts: Texts, longest: int) -> PreparedRequest:
+def prepare(requested: Wanted, texts: Texts, longest: int) -> PreparedRequest:
     """Tokens, sampling and constraint of each sequence. Takes milliseconds for long texts.
 
     Raises RooftopError for what the model has no room for, or cannot be held to.
     """
-    fields, how = wanted.fields, None
-    if wanted.chat:
+    fields, how = requested.fields, None
+    if requested.chat:
         tools = (fields.get("tools") or None) if fields.get("tool_choice") != "none" else None
         how = calling(fields, texts.template_text(with_tools=bool(tools)))
         prompts = [texts.chat(fields["messages"], tools, fields.get("chat_template_kwargs"))]
     else:
         prompts = _prompts(fields["prompt"], texts)
-    where = "messages" if wanted.chat else "prompt"
-    if len(prompts) * wanted.n > MOST_SEQUENCES:
-        raise RooftopError("n", wanted.n, f"at most {MOST_SEQUENCES} sequences in all; here are {len(prompts)} prompts")
+    where = "messages" if requested.chat else "prompt"
+    if len(prompts) * requested.n > MOST_SEQUENCES:
+        raise RooftopError(
+            "n", requested.n, f"at most {MOST_SEQUENCES} sequences in all; here are {len(prompts)} prompts"
+        )
     for ids in prompts:
         if not ids:
             raise RooftopError(where, "no tokens", f"1 to {longest - 1} tokens")
@@ -114,21 +116,21 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> PreparedRequest:
     base = Sampling(
         **{name: fields[name] for name in _SAMPLING if name in fields},
         stop_tokens=frozenset(fields.get("stop_token_ids", ())).union(() if fields.get("ignore_eos") else texts.ends),
-        logprobs=wanted.logprobs,
+        logprobs=requested.logprobs,
         logit_bias={int(token): bias for token, bias in fields.get("logit_bias", {}).items()},
     )
     samplings = []
     for ids in prompts:
         room = longest - len(ids)
-        if wanted.max_tokens is not None and wanted.max_tokens > room:
+        if requested.max_tokens is not None and requested.max_tokens > room:
             name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
             accepted = f"at most {room}: {where} of {len(ids)} tokens leave so many of {longest}"
-            raise TooLong(name, wanted.max_tokens, accepted)
-        for choice in range(wanted.n):
+            raise TooLong(name, requested.max_tokens, accepted)
+        for choice in range(requested.n):
             samplings.append(
                 replace(
                     base,
-                    max_tokens=wanted.max_tokens or room,
+                    max_tokens=requested.max_tokens or room,
                     # Choices differ, and each can be drawn again.
                     seed=None if base.seed is None else base.seed + choice,
                     constraint=None if matcher is None else matcher.copy(),
@@ -136,24 +138,24 @@ def prepare(wanted: Wanted, texts: Texts, longest: int) -> PreparedRequest:
             )
     echo = [texts.vocabulary.decode(ids) if fields.get("echo") else "" for ids in prompts]
     return PreparedRequest(
-        prompts=tuple(ids for ids in prompts for _ in range(wanted.n)),
+        prompts=tuple(ids for ids in prompts for _ in range(requested.n)),
         samplings=tuple(samplings),
-        echo=tuple(text for text in echo for _ in range(wanted.n)),
+        echo=tuple(text for text in echo for _ in range(requested.n)),
         calling=how,
     )
 
 
-def _prompts(given: Any, texts: Texts) -> list[tuple[int, ...]]:
-    if isinstance(given, str):
-        return [texts.prompt(given)]
-    if isinstance(given[0], int):
-        return [tuple(given)]
-    return [texts.prompt(each) if isinstance(each, str) else tuple(each) for each in given]
+def _prompts(prompts: Any, texts: Texts) -> list[tuple[int, ...]]:
+    if isinstance(prompts, str):
+        return [texts.prompt(prompts)]
+    if isinstance(prompts[0], int):
+        return [tuple(prompts)]
+    return [texts.prompt(item) if isinstance(item, str) else tuple(item) for item in prompts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What every part of one answer begins with, and how its parts are written."""
+    """Format of one answer: the fields that begin every part, and the way parts are written."""
 
     id: str
     created: int
@@ -162,8 +164,8 @@ class Form:
 
     def whole(self, choices: Sequence[AnswerPiece], usage: Mapping[str, int]) -> dict[str, Any]:
         """The answer in one piece."""
-        found = [self._choice(index, piece, streamed=False) for index, piece in enumerate(choices)]
-        return self._head(streamed=False) | {"choices": found, "usage": dict(usage)}
+        result = [self._choice(index, piece, streamed=False) for index, piece in enumerate(choices)]
+        return self._head(streamed=False) | {"choices": result, "usage": dict(usage)}
 
     def part(self, index: int, piece: AnswerPiece, *, usage: bool) -> dict[str, Any]:
         """A piece of choice ``index`` in a stream; ``usage``: a stream that ends with one says null before."""
@@ -184,7 +186,7 @@ class Form:
         elif streamed:
             delta = {"role": "assistant"} if piece.first else {}
             delta |= {"content": piece.text} if piece.text or (piece.first and not piece.calls) else {}
-            content = {"delta": delta | ({"tool_calls": [_part(each) for each in piece.calls]} if piece.calls else {})}
+            content = {"delta": delta | ({"tool_calls": [_part(call) for call in piece.calls]} if piece.calls else {})}
         else:
             calls = {"tool_calls": _whole_calls(piece.calls)} if piece.calls else {}
             said = piece.text or (None if calls else "")
@@ -202,26 +204,26 @@ def _part(part: CallPart) -> dict[str, Any]:
 
 
 def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
-    found = list[dict[str, Any]]()
+    whole_calls = list[dict[str, Any]]()
     for part in parts:
         if part.name is not None:
-            found.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
-        found[-1]["function"]["arguments"] += part.arguments
-    return found
+            whole_calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        whole_calls[-1]["function"]["arguments"] += part.arguments
+    return whole_calls
 
 
 def _chat_logprobs(entries: Sequence[Logprob]) -> dict[str, Any]:
     def one(entry: Logprob) -> dict[str, Any]:
         return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
-    return {"content": [one(entry) | {"top_logprobs": [one(each) for each in entry.top]} for entry in entries]}
+    return {"content": [one(entry) | {"top_logprobs": [one(item) for item in entry.top]} for entry in entries]}
 
 
 def _logprobs(entries: Sequence[Logprob]) -> dict[str, Any]:
     return {
         "tokens": [entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{each.text: each.logprob for each in entry.top} for entry in entries],
+        "top_logprobs": [{item.text: item.logprob for item in entry.top} for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
 

@@ -29,9 +29,11 @@ _CLIPPED = 60
 @cache
 def document() -> Mapping[str, Any]:
     """The OpenAPI document of the server."""
-    found: dict[str, Any] = json.loads(files("rooftop.serve.api").joinpath("openapi.json").read_text(encoding="utf-8"))
-    found["info"]["version"] = __version__
-    return found
+    document: dict[str, Any] = json.loads(
+        files("rooftop.serve.api").joinpath("openapi.json").read_text(encoding="utf-8")
+    )
+    document["info"]["version"] = __version__
+    return document
 
 
 def read_body(body: bytes, name: str) -> dict[str, Any]:
@@ -48,8 +50,8 @@ def read_body(body: bytes, name: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise RooftopError("body", "half a surrogate pair", "JSON whose strings are Unicode") from None
     except ValueError as error:
-        given = _clip(body.decode("utf-8", errors="replace"))
-        raise RooftopError("body", given, f"JSON in UTF-8 ({error})") from None
+        body_text = _clip(body.decode("utf-8", errors="replace"))
+        raise RooftopError("body", body_text, f"JSON in UTF-8 ({error})") from None
     except RecursionError:
         raise RooftopError("body", "JSON that is nested too deeply", "fewer levels") from None
     read: dict[str, Any] = _read(value, document()["components"]["schemas"][name], "")
@@ -76,9 +78,9 @@ def _read(value: Any, schema: Mapping[str, Any], where: str) -> Any:
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf):
             raise _wrong(where, f"{len(value)} items", _accepted(schema))
         items = schema.get("items", {})
-        if items.get("type") == "integer" and all(type(each) is int for each in value):
+        if items.get("type") == "integer" and all(type(item) is int for item in value):
             return _read_ids(value, items, where)
-        return [_read(each, items, f"{where}[{index}]") for index, each in enumerate(value)]
+        return [_read(item, items, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, str) and len(value) < schema.get("minLength", 0):
         raise _wrong(where, value, _accepted(schema))
     if _is(value, "number") and not _within(value, schema):
@@ -104,7 +106,7 @@ def _within(value: float, schema: Mapping[str, Any]) -> bool:
 def _read_ids(values: list[int], items: Mapping[str, Any], where: str) -> list[int]:
     """A long list of whole numbers at once."""
     if values and not (_within(min(values), items) and _within(max(values), items)):
-        index = next(index for index, each in enumerate(values) if not _within(each, items))
+        index = next(index for index, value in enumerate(values) if not _within(value, items))
         raise _wrong(f"{where}[{index}]", values[index], _accepted(items))
     return values
 
@@ -112,25 +114,25 @@ def _read_ids(values: list[int], items: Mapping[str, Any], where: str) -> list[i
 def _read_object(value: dict[str, Any], schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     dot = f"{where}." if where else ""
-    found = dict[str, Any]()
-    for name, each in value.items():
+    result = dict[str, Any]()
+    for name, item in value.items():
         if "propertyNames" in schema and not re.search(schema["propertyNames"]["pattern"], name):
             raise _wrong(where, name, f"names that match {schema['propertyNames']['pattern']}")
         if name in known:
-            read = _read(each, known[name], f"{dot}{name}")
+            read = _read(item, known[name], f"{dot}{name}")
             if read is not None:
-                found[name] = read
+                result[name] = read
         elif others is False:
             close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
             hint = f"did you mean {' or '.join(close)}? " if close else ""
-            raise RooftopError(f"{dot}{_clip(name)}", _clip(each), f"{hint}one of {', '.join(known)}")
+            raise RooftopError(f"{dot}{_clip(name)}", _clip(item), f"{hint}one of {', '.join(known)}")
         else:
-            found[name] = each if others is True else _read(each, others, f"{dot}{_clip(name)}")
+            result[name] = item if others is True else _read(item, others, f"{dot}{_clip(name)}")
     # After what is there and wrong: a part of another type lacks what this one has.
     for name in schema.get("required", ()):
         if name not in value:
             raise RooftopError(f"{dot}{name}", None, _accepted(known[name]))
-    return found
+    return result
 
 
 def _read_any(value: Any, schemas: list[Mapping[str, Any]], where: str) -> Any:
@@ -148,13 +150,13 @@ def _read_any(value: Any, schemas: list[Mapping[str, Any]], where: str) -> Any:
 
 
 def _accepted(schema: Mapping[str, Any]) -> str:
-    """What a schema accepts, in words."""
+    """Describe in words what a schema accepts."""
     if "$ref" in schema:
         return _accepted(document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
     if "anyOf" in schema:
-        return " or ".join(_accepted(each) for each in schema["anyOf"])
+        return " or ".join(_accepted(item) for item in schema["anyOf"])
     if "enum" in schema:
-        return "one of " + ", ".join(json.dumps(each) for each in schema["enum"])
+        return "one of " + ", ".join(json.dumps(item) for item in schema["enum"])
     kinds = schema.get("type", "a value")
     words = [kinds] if isinstance(kinds, str) else list(kinds)
     if words[0] == "array":

@@ -75,7 +75,7 @@ class Texts:
         regex: str | None,
         calls: Mapping[str, Any] | None = None,
     ) -> Matcher | None:
-        """What an answer is held to, if anything; ``calls``: the schema of a call. Raises RooftopError."""
+        """Return the matcher of a constrained answer, or None; ``calls``: the schema of a call. Raises RooftopError."""
         if calls is not None:
             return self._grammars.json(calls, "tools")
         kind = "text" if response_format is None else response_format["type"]
@@ -91,7 +91,7 @@ class Texts:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What the ids spell."""
+        """Bytes of each id."""
         return Vocabulary(self.tokenizer.definition)
 
     @cached_property
@@ -109,15 +109,15 @@ class Texts:
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: content as one text, arguments of tool calls as objects."""
-    found = dict(message)
-    if isinstance(found.get("content"), list):
-        found["content"] = "\n".join(part["text"] for part in found["content"])
-    if found.get("tool_calls"):
-        found["tool_calls"] = [
+    for_template = dict(message)
+    if isinstance(for_template.get("content"), list):
+        for_template["content"] = "\n".join(part["text"] for part in for_template["content"])
+    if for_template.get("tool_calls"):
+        for_template["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
-            for call in found["tool_calls"]
+            for call in for_template["tool_calls"]
         ]
-    return found
+    return for_template
 
 
 class _Arguments(dict[str, Any]):
@@ -184,7 +184,7 @@ class ChatTemplate:
         if isinstance(configured, str):
             templates["default"] = configured
         elif isinstance(configured, list):
-            templates |= {str(each["name"]): str(each["template"]) for each in configured}
+            templates |= {str(item["name"]): str(item["template"]) for item in configured}
         for path in (folder / _FILE, *sorted((folder / _MORE).glob("*.jinja"))):
             if path.exists():
                 templates["default" if path.name == _FILE else path.stem] = _read(path)
@@ -215,9 +215,9 @@ class ChatTemplate:
         if name not in self.templates:
             raise RooftopError("messages", "a chat", f"a default chat template; there are {', '.join(self.templates)}")
         # Keys without a value are left out: templates print them, or ask whether they are there.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {**self.tokens, **(more or {})}
-        variables |= {"messages": given, "tools": tools or None, "documents": None}
+        variables |= {"messages": cleaned, "tools": tools or None, "documents": None}
         try:
             return (
                 _environment()
@@ -227,7 +227,7 @@ class ChatTemplate:
         except Exception as error:  # a template computes what it likes, and may fail in every way
             reason = " ".join(str(error).split())[:200]
             raise RooftopError(
-                "messages", f"{len(given)} of them", f"what the chat template takes ({reason})"
+                "messages", f"{len(cleaned)} of them", f"what the chat template takes ({reason})"
             ) from None
 
 

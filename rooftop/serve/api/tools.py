@@ -35,16 +35,16 @@ _END = re.compile(rf".*?</{TOKEN}invoke>", re.DOTALL)
 
 
 def argument(text: str, *, first: bool) -> tuple[str, int, bool] | None:
-    """What comes next of a call's arguments, as JSON of an object; None if it is not all there.
+    """Return the next part of a call's arguments as JSON of an object; None if it is incomplete.
 
     With it how many characters of ``text`` say so, and whether it is the end. ``first``: none has come before.
     """
-    found = _ARGUMENT.match(text)
-    if found is not None:
-        name, value = json.dumps(found[1], ensure_ascii=False), found[3]
-        if found[2] == "true" or not _is_json(value):
+    result = _ARGUMENT.match(text)
+    if result is not None:
+        name, value = json.dumps(result[1], ensure_ascii=False), result[3]
+        if result[2] == "true" or not _is_json(value):
             value = json.dumps(value, ensure_ascii=False)
-        return f"{'{' if first else ', '}{name}: {value.strip()}", found.end(), False
+        return f"{'{' if first else ', '}{name}: {value.strip()}", result.end(), False
     end = _END.match(text)
     return None if end is None else ("{}" if first else "}", end.end(), True)
 
@@ -74,7 +74,7 @@ _SIGNS["dsml"] = (TOKEN,)
 _CLOSES = {"hermes": "</tool_call>", "dsml": CLOSES, "deepseek": "<\uff5ctool\u2581calls\u2581end\uff5c>"}
 #: DeepSeek's tokens of one call: before it, between its kind and name or its name and arguments, and behind it.
 _CALL, _SEP, _ENDS = (f"<\uff5ctool\u2581{word}\uff5c>" for word in ("call\u2581begin", "sep", "call\u2581end"))
-#: What may stand between calls, beside blanks.
+#: What may stand between calls, next to blanks.
 _BETWEEN = {"deepseek": ("```", _ENDS)}
 #: Special tokens that calls are made of: they are read, and never shown.
 MARKERS: frozenset[str] = frozenset(
@@ -92,7 +92,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, kw_only=True)
 class Calling:
-    """What tools there are, by their names, and the ``form`` in which an answer calls them.
+    """Available tools by name, and the ``form`` in which an answer calls them.
 
     ``schema`` is one of JSON, if an answer must be a call.
     """
@@ -104,7 +104,7 @@ class Calling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallPart:
-    """What is new of call ``index``: with ``id`` and ``name`` it begins; ``arguments`` is a piece of JSON."""
+    """New part of call ``index``: with ``id`` and ``name`` it begins; ``arguments`` is a piece of JSON."""
 
     index: int
     arguments: str = ""
@@ -113,7 +113,7 @@ class CallPart:
 
 
 def calling(fields: Mapping[str, Any], template: str | None) -> Calling | None:
-    """How the answer to a chat request calls tools; None if it may not, or no one knows how this model does.
+    """Return how the answer to a chat request calls tools; None if it may not, or if the model's form is unknown.
 
     ``template`` is the text of the chat template. Raises RooftopError for a choice that cannot be.
     """
@@ -161,14 +161,14 @@ def _schema(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _moved(schema: Any, place: str) -> Any:
     """A schema whose references to its own root lead to ``place``."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: _moved(value, place) for name, value in schema.items()}
+    moved = {name: _moved(value, place) for name, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        found["$ref"] = place + reference[1:]
-    return found
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 class CallReader:
@@ -189,7 +189,7 @@ class CallReader:
         self._content, self._parts = "", list[CallPart]()
 
     def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
-        """What of content and calls ``text`` completes."""
+        """Add ``text`` and return the content and calls that it completes."""
         self._text += text
         self._content, self._parts = "", []
         while self._text and self._read():
@@ -199,8 +199,8 @@ class CallReader:
     def flush(self) -> str:
         """The content that was held back, at the end of the answer."""
         none = self._read in (self._outside, self._answer, self._object) or bool(self._before)
-        held, self._text = self._before + self._text if none else "", ""
-        return held if held.strip() or not self.calls else ""
+        withheld, self._text = self._before + self._text if none else "", ""
+        return withheld if withheld.strip() or not self.calls else ""
 
     # Each of these reads what it can from the beginning of the text, and says whether to go on reading.
 
@@ -223,8 +223,8 @@ class CallReader:
             self._before, self._text, self._read = before[len(shown) :] + opens, after, self._between
             return True
         # Blanks and what may begin a call wait for what comes after them.
-        held = next(size for size in range(len(self._opens) - 1, -1, -1) if before.endswith(self._opens[:size]))
-        shown = before[: len(before) - held].rstrip()
+        withheld = next(size for size in range(len(self._opens) - 1, -1, -1) if before.endswith(self._opens[:size]))
+        shown = before[: len(before) - withheld].rstrip()
         self._content, self._text = self._content + shown, before[len(shown) :]
         return False
 
@@ -281,10 +281,10 @@ class CallReader:
             return False
         end += self._scanned
         try:
-            found = json.loads(self._text[:end])
+            result = json.loads(self._text[:end])
         except (ValueError, RecursionError):
             return self._no_call()
-        name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+        name, arguments = result.get("name"), result.get("arguments", result.get("parameters", {}))
         if not isinstance(name, str) or not self._known(name):
             return self._no_call()
         self._begin(name)
@@ -311,10 +311,10 @@ class CallReader:
 
     def _tagged(self) -> bool:
         """Arguments in tags of their own."""
-        found = argument(self._text, first=self._first)
-        if found is None:
+        result = argument(self._text, first=self._first)
+        if result is None:
             return False
-        said, size, last = found
+        said, size, last = result
         self._argue(said)
         self._text, self._first = self._text[size:], False
         if last:
@@ -330,7 +330,7 @@ class CallReader:
         return True
 
     def _no_call(self) -> bool:
-        """What comes now is content to the next marker."""
+        """Treat the text up to the next marker as content."""
         self._content += self._before
         self._before, self._read = "", self._outside
         if not self._opens or self._how.form == "llama":
@@ -339,13 +339,13 @@ class CallReader:
         return True
 
     def _known(self, name: str) -> bool:
-        """Whether it is a call: where only its form tells, it must be one of a tool that there is."""
+        """Return True if this is a call; if only its form says so, it must name an available tool."""
         return self._how.form != "llama" or name in self._how.names
 
     def _begin(self, name: str) -> None:
         length, prefix = (9, "") if self._how.form == "mistral" else (24, "call_")
-        made = prefix + "".join(secrets.choice(_LETTERS) for _ in range(length))
-        self._parts.append(CallPart(index=self.calls, id=made, name=name))
+        call_id = prefix + "".join(secrets.choice(_LETTERS) for _ in range(length))
+        self._parts.append(CallPart(index=self.calls, id=call_id, name=name))
         self.calls += 1
         self._before = ""
 
@@ -356,14 +356,14 @@ class CallReader:
 
 @dataclass
 class _Scan:
-    """How deep in objects and lists of JSON a text is."""
+    """Nesting depth of a text in JSON objects and lists."""
 
     depth: int = 0
     quoted: bool = False
     escaped: bool = False
 
     def end(self, text: str) -> int | None:
-        """Where in ``text``, which goes on with what was read before, the outermost object ends; None: not in it."""
+        """Index in ``text``, which continues the text read before, of the end of the outermost object, or None."""
         for at, character in enumerate(text):
             if self.escaped:
                 self.escaped = False

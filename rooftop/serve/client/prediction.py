@@ -1,4 +1,4 @@
-"""What the simulator says of a server: with step times of a plan, or those that the engine measured of itself."""
+"""Predictions of the simulator for a server, with step times of a plan or times that the engine measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionInput:
-    """What /metrics of a rooftop server says at one time: (name, labels) -> value."""
+    """Values of /metrics of a rooftop server at one time: (name, labels) -> value."""
 
     values: Mapping[tuple[str, _Labels], float] = field(default_factory=dict)
 
@@ -32,10 +32,10 @@ class PredictionInput:
         """None where there is no such server."""
         try:
             answer = httpx.get(f"{url}/metrics", timeout=30.0)
-            samples = [each for family in text_string_to_metric_families(answer.text) for each in family.samples]
+            samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
         except (httpx.HTTPError, ValueError):
             return None
-        values = {(each.name, tuple(sorted(each.labels.items()))): each.value for each in samples}
+        values = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
         return cls(values=values) if any(name == "rooftop_policy" for name, _ in values) else None
 
     def one(self, name: str) -> float:
@@ -53,7 +53,7 @@ class PredictionInput:
 
     @property
     def policy(self) -> tuple[Policy, bool]:
-        """How the engine batches, all its copies together, and whether it has a prefix cache."""
+        """Batching policy of the engine, all its copies together, and True if it has a prefix cache."""
         labels = dict(next(iter(self.labelled("policy"))))
         chunk = labels["chunk_tokens"]
         policy = Policy(
@@ -92,7 +92,7 @@ def measured_times(before: PredictionInput, after: PredictionInput) -> MeasuredT
     )
     copies = 1 if prefill_pages else after.servers
     handovers = since("handovers_total")
-    # Within one process the KV goes over between two steps, and takes its part of what these take beside programs.
+    # Within one process the KV goes over between two steps, and takes its part of what these take next to programs.
     handover_s = since("handover_seconds_total") / handovers if handovers else 0.0 if after.servers > 1 else None
     return MeasuredTimes(
         page_tokens=page_tokens,
@@ -116,13 +116,15 @@ def outside_s(before: PredictionInput, after: PredictionInput, ttft_s: float) ->
     return ttft_s - (after.one(f"{name}_sum") - before.one(f"{name}_sum")) / answered if answered else None
 
 
-def deployment_of(told: PredictionInput | None, times: StepTimes, *, policy: Policy, prefix_cache: bool) -> Deployment:
-    """The servers of an engine, as many as are ``told`` of, each with these ``times``.
+def deployment_of(
+    reported: PredictionInput | None, times: StepTimes, *, policy: Policy, prefix_cache: bool
+) -> Deployment:
+    """The servers of an engine, as many as are ``reported`` of, each with these ``times``.
 
     Copies in one process take their steps at once, as do the two parts of an engine there; those of two processes go
     at their own pace. Raises RooftopError for what cannot be simulated.
     """
-    apart, servers = policy.batching == "disaggregated", 1 if told is None else told.servers
+    apart, servers = policy.batching == "disaggregated", 1 if reported is None else reported.servers
     copies = 1 if apart else servers
     return Deployment(
         policy=replace(policy, max_batch=-(-policy.max_batch // copies)),

@@ -40,13 +40,13 @@ class ReplayTarget:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """Headers of every request."""
         return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What became of one request; times in seconds since the replay began. ``error``: why there was no answer."""
+    """Outcome of one request; times in seconds since the replay began. ``error``: why there was no answer."""
 
     due_s: float
     sent_s: float = 0.0
@@ -59,7 +59,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What was measured. Definitions are those of ``rooftop.simulate.serving.metrics``, seen by the client.
+    """Measurements of a replay. Definitions are those of ``rooftop.simulate.serving.metrics``, seen by the client.
 
     A request arrives when it is sent; a token when the event with it does, so that the times between tokens are those
     between events. ``duration_s`` is from the first request to the last token.
@@ -71,46 +71,46 @@ class Replayed:
     @property
     def served(self) -> list[Record]:
         """Requests that were answered whole."""
-        return [each for each in self.records if each.error is None and each.times_s]
+        return [record for record in self.records if record.error is None and record.times_s]
 
     def trace(self) -> RequestTrace:
-        """What was served, when it was sent and with the lengths that it had: for a simulation of the same."""
-        served = sorted(self.served, key=lambda each: each.sent_s)
+        """Trace of the served requests, with their send times and lengths, to simulate the same load."""
+        served = sorted(self.served, key=lambda item: item.sent_s)
         return RequestTrace(
-            arrival_s=np.array([each.sent_s for each in served]) - served[0].sent_s,
-            prompt_tokens=np.array([each.prompt_tokens for each in served], np.int64),
-            output_tokens=np.array([each.output_tokens for each in served], np.int64),
+            arrival_s=np.array([item.sent_s for item in served]) - served[0].sent_s,
+            prompt_tokens=np.array([item.prompt_tokens for item in served], np.int64),
+            output_tokens=np.array([item.output_tokens for item in served], np.int64),
         )
 
     def to_json(self) -> dict[str, Any]:
         """All figures, by the names of a simulation; times in seconds."""
-        served, failed = self.served, [each for each in self.records if each.error is not None]
-        ttft = np.array([each.times_s[0] - each.sent_s for each in served])
-        e2e = np.array([each.times_s[-1] - each.sent_s for each in served])
-        after = np.array([each.output_tokens - 1.0 for each in served])
+        served, failed = self.served, [record for record in self.records if record.error is not None]
+        ttft = np.array([item.times_s[0] - item.sent_s for item in served])
+        e2e = np.array([item.times_s[-1] - item.sent_s for item in served])
+        after = np.array([item.output_tokens - 1.0 for item in served])
         after[after <= 0] = np.nan
         tpot = (e2e - ttft) / after
-        gaps = [b - a for each in served for a, b in itertools.pairwise(each.times_s)]
-        first = min((each.sent_s for each in self.records), default=0.0)
-        duration = max((each.times_s[-1] for each in served), default=first) - first
+        gaps = [b - a for item in served for a, b in itertools.pairwise(item.times_s)]
+        first = min((record.sent_s for record in self.records), default=0.0)
+        duration = max((item.times_s[-1] for item in served), default=first) - first
         good = self._good(ttft, tpot)
-        tokens = sum(each.output_tokens for each in served)
+        tokens = sum(item.output_tokens for item in served)
         return {
             "requests": {
                 "offered": len(self.records),
                 "finished": len(served),
-                "refused": sum(each.refused for each in failed),
-                "failed": sum(not each.refused for each in failed),
-                "why": next((each.error for each in failed), None),
+                "refused": sum(item.refused for item in failed),
+                "failed": sum(not item.refused for item in failed),
+                "why": next((item.error for item in failed), None),
                 "per_second": _rate(len(served), duration),
             },
             "tokens": {
-                "prompt": sum(each.prompt_tokens for each in served),
+                "prompt": sum(item.prompt_tokens for item in served),
                 "generated": tokens,
                 "generated_per_second": _rate(tokens, duration),
             },
             "duration_s": duration,
-            "worst_lag_s": max((each.sent_s - each.due_s for each in self.records), default=0.0),
+            "worst_lag_s": max((record.sent_s - record.due_s for record in self.records), default=0.0),
             "ttft_s": spread(ttft),
             "tpot_s": spread(tpot),
             "itl_s": spread(np.array(gaps)),
@@ -139,14 +139,14 @@ def _rate(amount: float, of: float) -> float:
 
 def prompts_of(trace: RequestTrace, vocab: int, seed: int) -> list[list[int]]:
     """Token ids for each request: at random, but blocks with equal hashes are equal."""
-    found = []
+    prompts_of = []
     for request, length in enumerate(trace.prompt_tokens.tolist()):
         ids = list[int]()
         for hashed in () if trace.hashes is None else trace.hashes[request]:
             ids += np.random.default_rng([seed, 1, hashed]).integers(0, vocab, trace.hash_tokens).tolist()
         ids += np.random.default_rng([seed, 0, request]).integers(0, vocab, max(0, length - len(ids))).tolist()
-        found.append(ids[:length])
-    return found
+        prompts_of.append(ids[:length])
+    return prompts_of
 
 
 async def replay(
@@ -177,7 +177,7 @@ async def replay(
                 on_progress(done, len(records), "requests")
 
         outputs = trace.output_tokens.tolist()
-        await asyncio.gather(*(one(*each) for each in zip(records, prompts, outputs, strict=True)))
+        await asyncio.gather(*(one(*record) for record in zip(records, prompts, outputs, strict=True)))
     return Replayed(records=records, targets=targets)
 
 
@@ -230,7 +230,7 @@ async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
 
 
 def _message(text: str) -> str:
-    """What an error in OpenAI's form says."""
+    """Message of an error in OpenAI's form."""
     try:
         return str(json.loads(text)["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):
@@ -242,7 +242,7 @@ def find_model(url: str, model: str | None, key: str | None) -> tuple[str, int |
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30.0)
-        listed = {each["id"]: each.get("vocab") for each in answer.json()["data"]} if answer.is_success else {}
+        listed = {item["id"]: item.get("vocab") for item in answer.json()["data"]} if answer.is_success else {}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise RooftopError("url", url, f"a server with OpenAI's API ({type(error).__name__}: {error})") from None
     if not answer.is_success:

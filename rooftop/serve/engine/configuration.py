@@ -1,4 +1,4 @@
-"""What an engine is told: its policy, its cache, and the shapes that its programs are compiled for."""
+"""Configuration of an engine: its policy, its cache, and the shapes that its programs are compiled for."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Shapes:
 
     @property
     def mixed(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Rows and width of what generates and of what is prefilled with it: one piece, beside the largest batch.
+        """Rows and width of what generates and of what is prefilled with it: one piece, next to the largest batch.
 
         Smaller batches would each need programs of their own, and gain less: weights are read once for both.
         """
         return [((self.batches[-1], 1), (1, width)) for width in self.widths]
 
     def rows(self, pieces: int, width: int) -> int:
-        """How many rows the next prefill of so many pieces of one width has."""
+        """Number of rows of the next prefill of this many pieces of one width."""
         return prefill_rows(pieces, max(1, self.prefill_tokens // width))
 
 
@@ -92,7 +92,7 @@ def _grown(first: int, last: int, factor: int) -> Iterable[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """How an engine serves.
+    """Configuration of an engine.
 
     ``policy`` is what the simulator simulates; with 'disaggregated' batching the first ``prefill_devices`` of the
     devices prefill and the others generate, or, in two processes, those of one and of the other ``role``. A sequence
@@ -128,7 +128,7 @@ class Configuration:
 
     @property
     def own_policy(self) -> Policy:
-        """That of one of the ``copies``."""
+        """Policy of one of the ``copies``."""
         return replace(self.policy, max_batch=-(-self.policy.max_batch // self.copies))
 
     def __post_init__(self) -> None:

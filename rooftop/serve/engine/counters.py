@@ -1,4 +1,4 @@
-"""What the servers of an engine count of themselves, and the time that they spend on it."""
+"""Counters of an engine's servers, and the time that their steps take."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from time import perf_counter
 from rooftop.scheduling.serving.groups import AnyScheduler
 from rooftop.serve.engine.requests import EngineStats, ProgramTimes
 
-#: Of a program: rows, new tokens of each, tokens of context, and rows that generate beside those that are prefilled.
+#: Of a program: rows, new tokens of each, tokens of context, and rows that generate next to those that are prefilled.
 Shape = tuple[int, int, int, int]
 
 
 @dataclass(kw_only=True)
 class Counters:
-    """What servers did, in sums; ``device_s`` is what of ``step_s`` went by in XLA and in waiting for it.
+    """Sums over the steps of servers; ``device_s`` is the part of ``step_s`` spent in XLA and waiting for it.
 
     Steps that several servers take at once count as one; ``busy_s`` is the time of the longest of each.
     """
@@ -43,7 +43,7 @@ class Counters:
         it has taken no longer.
         """
         known = [self.alone.get(program) for program in programs]
-        means = [None if each is None else each[1] / each[0] for each in known]
+        means = [None if entry is None else entry[1] / entry[0] for entry in known]
         spent, unknown = sum(mean for mean in means if mean is not None), means.count(None)
         if at_most and not unknown:
             seconds = min(seconds, spent)
@@ -74,12 +74,12 @@ class Counters:
         )  # fmt: skip
 
     def on_device(self) -> _OnDevice:
-        """What goes by inside is time of the device."""
+        """Count the time inside the context as device time."""
         return _OnDevice(self)
 
 
 class Handovers:
-    """How long the KV of sequences takes to another process: from when it is wanted there until all of it has come."""
+    """Time that KV takes to another process: from the request there until all of it has arrived."""
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
@@ -108,11 +108,11 @@ class Handovers:
 def stats_of(
     schedulers: Sequence[AnyScheduler], counters: Counters, *, page_tokens: int, programs: int, compilations: int
 ) -> EngineStats:
-    """What the servers of an engine did and hold; of requests, only those that they have.
+    """Statistics of an engine's servers; of requests, only those that they hold.
 
     The first of them may be one that only prefills.
     """
-    groups = [group for each in schedulers for group in each.groups]
+    groups = [group for scheduler in schedulers for group in scheduler.groups]
     caches = [group.cache for group in groups]
     front, back = schedulers[0], schedulers[-1]
     prefills = front.groups if front.role == "prefill" else ()

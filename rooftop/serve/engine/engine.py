@@ -69,12 +69,12 @@ class PagedEngine:
 
     @property
     def policy(self) -> Policy:
-        """How it batches."""
+        """Batching policy."""
         return self.configuration.policy
 
     @property
     def prefix_cache(self) -> bool:
-        """Whether prompts that begin alike share KV."""
+        """True if prompts with a common prefix share KV."""
         return self.configuration.prefix_cache
 
     def start(self) -> None:
@@ -115,8 +115,8 @@ class PagedEngine:
             self._state = "draining"
             done = self._wake.wait_for(lambda: not self._open, timeout_s)
             left = list(self._open)
-        for each in left:
-            self.cancel(each)
+        for entry in left:
+            self.cancel(entry)
         with self._wake:
             self._wake.wait_for(lambda: not self._open, 60.0)
             self._state = "stopped"
@@ -137,7 +137,7 @@ class PagedEngine:
 
     def stats(self) -> EngineStats:
         """See ``requests.Engine``."""
-        found = stats_of(
+        result = stats_of(
             [server.scheduler for server in self._servers],
             self._counters,
             page_tokens=self.configuration.page_tokens,
@@ -146,7 +146,7 @@ class PagedEngine:
         )
         with self._wake:
             open_ = len(self._open)
-        return replace(found, waiting=max(0, open_ - found.running), requests=self._requests)
+        return replace(result, waiting=max(0, open_ - result.running), requests=self._requests)
 
     def check(self) -> None:
         """See ``requests.Engine``."""
@@ -173,8 +173,8 @@ class PagedEngine:
 
     def _check(self) -> None:
         for server in self._servers:
-            running = [each for each in list(self._running.values()) if self._home(each) is server]
-            check_scheduler(server.scheduler, [each.sequence for each in running])
+            running = [request for request in list(self._running.values()) if self._home(request) is server]
+            check_scheduler(server.scheduler, [request.sequence for request in running])
 
     def _home(self, running: Running) -> EngineServer:
         """The server whose pool the pages of ``running`` are of."""
@@ -208,8 +208,8 @@ class PagedEngine:
                 raise RooftopError("logit_bias", token, f"tokens from 0 to {vocab - 1}")
         total = len(request.prompt) + how.max_tokens
         if total > self.longest:
-            given = f"{len(request.prompt)} tokens and {how.max_tokens} to generate"
-            raise RooftopError("prompt", given, f"at most {self.longest} together")
+            sizes = f"{len(request.prompt)} tokens and {how.max_tokens} to generate"
+            raise RooftopError("prompt", sizes, f"at most {self.longest} together")
         for server in self._servers:
             refused = server.scheduler.refusal(len(request.prompt), how.max_tokens)
             if refused is not None:
@@ -286,8 +286,8 @@ class PagedEngine:
     def _copy_for(self, running: Running) -> int:
         """Which replica gets it: one that has the beginning of its prompt, unless others have much less to do."""
         schedulers = [server.scheduler for server in self._servers]
-        matches = [max(cache.match(running.sequence) for cache in each.caches) for each in schedulers]
-        chosen = _ROUTING.choose(self._routed, [each.outstanding for each in schedulers], matches)
+        matches = [max(cache.match(running.sequence) for cache in scheduler.caches) for scheduler in schedulers]
+        chosen = _ROUTING.choose(self._routed, [scheduler.outstanding for scheduler in schedulers], matches)
         self._routed += 1
         return chosen
 
@@ -350,7 +350,7 @@ class PagedEngine:
         self._deliver(running, token)
 
     def _deliver(self, running: Running, token: Token) -> bool:
-        """Whether the token was taken."""
+        """Deliver a token; return True if it was accepted."""
         if running.request.id not in self._open:
             # Abandoned: its end has been said.
             return False

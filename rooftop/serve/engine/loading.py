@@ -58,8 +58,8 @@ def published(checkpoint: Path) -> WeightSource:
     model = from_huggingface(path, checkpoint.resolve().name)
 
     def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
-        found: Transformer[Any] = load_weights(checkpoint, model, decoder.abstract_weights(mesh), placed=placed)
-        return found
+        weights: Transformer[Any] = load_weights(checkpoint, model, decoder.abstract_weights(mesh), placed=placed)
+        return weights
 
     return WeightSource(model=model, stops=stop_tokens(checkpoint), weights=weights)
 
@@ -69,9 +69,9 @@ def drawn(model: ModelConfig, *, seed: int = 0) -> WeightSource:
 
     def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
         described = describe(model)
-        made = initialise(described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
-        found: Transformer[Any] = jax.tree.map(placed, described, made)
-        return found
+        initial = initialise(described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
+        weights: Transformer[Any] = jax.tree.map(placed, described, initial)
+        return weights
 
     return WeightSource(model=model, stops=frozenset(), weights=weights)
 
@@ -93,15 +93,20 @@ def load(
     Raises RooftopError for what is wrong with any of it, and Infeasible where weights or cache do not fit.
     """
     configuration = configuration or Configuration()
-    made = parts(checkpoint, configuration, draft, devices, options)
+    loaded = parts(checkpoint, configuration, draft, devices, options)
     return PagedEngine(
-        made.replicas, configuration, longest=made.longest, stops=made.stops, draft=made.draft, on_progress=on_progress
+        loaded.replicas,
+        configuration,
+        longest=loaded.longest,
+        stops=loaded.stops,
+        draft=loaded.draft,
+        on_progress=on_progress,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an engine is made of."""
+    """Parts of an engine."""
 
     replicas: list[Replica]
     draft: Replica | None
@@ -117,7 +122,7 @@ def parts(
     options: Mapping[str, Any] | None,
     replica: Callable[..., Replica] = Replica,
 ) -> EngineParts:
-    """What ``load`` makes an engine of, with a kind of ``replica``; raises as it does."""
+    """Load the parts of an engine, with a kind of ``replica``; raises as ``load`` does."""
     source = published(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     guesser = published(draft) if isinstance(draft, Path) else draft
     here = list(jax.devices() if devices is None else devices)
@@ -144,7 +149,7 @@ def parts(
     )
     if any(rows % decoder.groups.ways for rows in shapes.batches):
         raise RooftopError("batches", shapes.batches, f"multiples of the {decoder.groups.ways} groups")
-    made = partial(
+    make_replica = partial(
         replica,
         pages=pages,
         host_pages=configuration.host_pages,
@@ -154,15 +159,15 @@ def parts(
         options=None if options is None else dict(options),
     )
     return EngineParts(
-        replicas=[made(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
-        draft=None if drafter is None or small is None else made(drafter, meshes[-1], small, drafts=True),
+        replicas=[make_replica(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
+        draft=None if drafter is None or small is None else make_replica(drafter, meshes[-1], small, drafts=True),
         longest=longest,
         stops=source.stops,
     )
 
 
 def configuration_of(plan: Mapping[str, Any]) -> Configuration:
-    """How a serving plan (plan.json of kind 'serve') is served: its batch, where it generates, weights and cache.
+    """Return the configuration of a serving plan (plan.json of kind 'serve'): batch, devices, weights and cache.
 
     These are plain where the plan has a format that no engine has. Raises RooftopError for another kind of plan, and
     where its axes split what an engine does not.
@@ -194,9 +199,9 @@ def stop_tokens(checkpoint: Path) -> frozenset[int]:
             keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         except ValueError as error:
             raise RooftopError(str(path), f"{error}", "JSON") from None
-        found = keys.get("eos_token_id", keys.get("text_config", {}).get("eos_token_id"))
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        result = keys.get("eos_token_id", keys.get("text_config", {}).get("eos_token_id"))
+        if result is not None:
+            return frozenset([result] if isinstance(result, int) else result)
     return frozenset()
 
 
@@ -247,26 +252,26 @@ def _require_draft(model: ModelConfig, draft: ModelConfig, configuration: Config
 def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Mesh]:
     """One mesh or several copies of it, or the one that prefills and the one that generates."""
     sizes, copies = dict(configuration.mesh), configuration.copies
-    each = math.prod(sizes.values()) // copies
+    per_copy = math.prod(sizes.values()) // copies
     split = configuration.policy.batching == "disaggregated" and configuration.role == "both"
     if bool(configuration.prefill_devices) != split:
-        accepted = f"{each} with disaggregated batching, 0 with any other"
+        accepted = f"{per_copy} with disaggregated batching, 0 with any other"
         raise RooftopError("prefill_devices", configuration.prefill_devices, accepted)
-    if split and configuration.prefill_devices != each:
-        raise RooftopError("prefill_devices", configuration.prefill_devices, f"{each}, as many as the mesh has")
+    if split and configuration.prefill_devices != per_copy:
+        raise RooftopError("prefill_devices", configuration.prefill_devices, f"{per_copy}, as many as the mesh has")
     count = 2 if split else copies
-    if count * each > len(here):
+    if count * per_copy > len(here):
         raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, f"at most the {len(here)} devices that are here")
-    if jax.process_count() > 1 and count * each < len(here):
+    if jax.process_count() > 1 and count * per_copy < len(here):
         accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
         raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, accepted)
     axes = ENGINE_AXES[1:]
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
-    groups = _apart(here, count, each)
+    groups = _apart(here, count, per_copy)
     return [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
 
 
-def _apart(here: Sequence[jax.Device], count: int, each: int) -> list[Sequence[jax.Device]]:
+def _apart(here: Sequence[jax.Device], count: int, item: int) -> list[Sequence[jax.Device]]:
     """``count`` meshes' devices: of several processes, as many of each process in all of them, in the same places.
 
     All processes then run all programs, and what goes from mesh to mesh stays in its process. Raises RooftopError where
@@ -276,11 +281,11 @@ def _apart(here: Sequence[jax.Device], count: int, each: int) -> list[Sequence[j
     for device in here:
         of_process.setdefault(device.process_index, []).append(device)
     if count == 1 or len(of_process) == 1:
-        return [here[at * each : (at + 1) * each] for at in range(count)]
-    share, rest = divmod(each, len(of_process))
+        return [here[at * item : (at + 1) * item] for at in range(count)]
+    share, rest = divmod(item, len(of_process))
     if rest or any(len(own) != count * share for own in of_process.values()):
         accepted = f"as many devices of each of the {len(of_process)} processes in each of {count} meshes"
-        raise RooftopError("mesh", f"{each} devices", accepted)
+        raise RooftopError("mesh", f"{item} devices", accepted)
     return [
         [device for own in of_process.values() for device in own[at * share : (at + 1) * share]] for at in range(count)
     ]
@@ -296,23 +301,23 @@ def _placed(
 
     def placed(parameter: Parameter, array: jax.Array) -> Any:
         with jax.set_mesh(mesh):
-            dim, kept = summed_dim(parameter), array
+            dim, stored = summed_dim(parameter), array
             if dim is not None and configuration.weights != "plain":
-                kept = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights)
+                stored = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights)
             turns = decoder.weights_left and (dim == 1 or parameter.dims == ("embed", "vocab"))
             whole = Turned.of if turns else lambda leaf: leaf
             if not parameter.stacked:
-                return whole(kept)
-            return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], kept)) for at in range(parameter.shape[0]))
+                return whole(stored)
+            return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], stored)) for at in range(parameter.shape[0]))
 
-    found = by_layer(decoder.model, weights(decoder, mesh, placed))
-    if found.unembed is None and decoder.specs.rules.parameters["vocab"]:
+    result = by_layer(decoder.model, weights(decoder, mesh, placed))
+    if result.unembed is None and decoder.specs.rules.parameters["vocab"]:
         # A tied table is split over D, and would be exchanged for one split over V in every step.
         with jax.set_mesh(mesh):
             place = NamedSharding(mesh, decoder.specs.parameter("embed", "vocab"))
-            unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(found.embed)
-            found = replace(found, unembed=jax.device_put(unembed, place))
-    return found
+            unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(result.embed)
+            result = replace(result, unembed=jax.device_put(unembed, place))
+    return result
 
 
 #: Of the memory that weights leave, the part that the cache gets by itself: the rest is for steps and the host.
@@ -345,7 +350,7 @@ def _memory(device: jax.Device) -> int:
 
 
 def _sharing(mesh: Mesh) -> int:
-    """How many devices of the mesh share the memory of one."""
+    """Number of devices of the mesh that share one memory."""
     local = mesh.local_devices
     return len(local) if local[0].platform == "cpu" else 1
 
@@ -381,7 +386,7 @@ def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configur
         if jax.process_count() > 1:
             # The same in all processes: what the one with the least has.
             free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
-        fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(each.page_bytes for each in decoders)
+        fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(decoder.page_bytes for decoder in decoders)
         useful = configuration.own_policy.max_batch * -(-longest // page_tokens)
         pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
     own = max(1, pages // groups)

@@ -82,7 +82,7 @@ class Programs:
         ]  # fmt: skip
         self._no_adjustments = partial(Adjustments.none, slots + 1, decoder.model.vocab)
         leaves, self._adjustment_tree = jax.tree.flatten(jax.eval_shape(self._no_adjustments))
-        self._adjustments = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=self.whole) for each in leaves]
+        self._adjustments = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.whole) for leaf in leaves]
         self._compiled = dict[Key, jax.stages.Compiled]()
 
     def __getitem__(self, key: Key) -> jax.stages.Compiled:
@@ -92,21 +92,21 @@ class Programs:
         return key in self._compiled
 
     def of_role(self, role: str) -> list[Key]:
-        """What a step of a server with that role can need."""
-        wanted: list[Key] = [("allocate",), ("take",), ("put",), ("adjust",), ("mask",)]
+        """Keys of the programs that steps of a server with this role may need."""
+        keys: list[Key] = [("allocate",), ("take",), ("put",), ("adjust",), ("mask",)]
         pages = [context // self._decoder.page_tokens for context in self._shapes.contexts]
         if not self._drafts and role != "prefill":
-            wanted += [("step", (rows, 1, width)) for rows in self._shapes.batches for width in pages]
+            keys += [("step", (rows, 1, width)) for rows in self._shapes.batches for width in pages]
         if role != "generate":
-            wanted += [("step", (*shape, width)) for shape in self._shapes.prefills for width in pages]
+            keys += [("step", (*shape, width)) for shape in self._shapes.prefills for width in pages]
         if self._mixes and role == "both":
-            wanted += [("step", *((*shape, width) for shape in mix)) for mix in self._shapes.mixed for width in pages]
+            keys += [("step", *((*shape, width) for shape in mix)) for mix in self._shapes.mixed for width in pages]
         if self._guesses and role != "prefill":
             kind = ("propose", 1) if self._drafts else ("check", 1 + self._guesses)
-            wanted += [(kind[0], (rows, kind[1], width)) for rows in self._shapes.batches for width in pages]
+            keys += [(kind[0], (rows, kind[1], width)) for rows in self._shapes.batches for width in pages]
         if not self._drafts:
-            wanted += [("choose", rows) for rows in self._choices]
-        return wanted
+            keys += [("choose", rows) for rows in self._choices]
+        return keys
 
     def compile(self, keys: Iterable[Key], on_progress: Callable[[int, int], None] | None = None) -> None:
         """Those of ``keys`` that there are not yet. Raises Infeasible where the process cannot have so many."""
@@ -142,10 +142,10 @@ class Programs:
                 widths=[width for _, width, _ in shapes],
                 every=every,
             )
-            apart = np.cumsum([len(each) for each in packed])[:-1]
+            apart = np.cumsum([len(item) for item in packed])[:-1]
             return (
                 jnp.split(tokens, apart),
-                [self._with_room(each) for each in jnp.split(logits, apart)],
+                [self._with_room(item) for item in jnp.split(logits, apart)],
                 jax.tree.leaves(pools),
             )
 
@@ -201,17 +201,20 @@ class Programs:
 
         def put(pools: list[jax.Array], pages: jax.Array, contents: list[jax.Array]) -> list[jax.Array]:
             return [
-                groups.put(pool, pages, each, jax.typeof(pool).sharding.spec)
-                for pool, each in zip(pools, contents, strict=True)
+                groups.put(pool, pages, item, jax.typeof(pool).sharding.spec)
+                for pool, item in zip(pools, contents, strict=True)
             ]
 
         return put, (0,), (self.pools, self._ints(COPIED), self.contents)
 
     def _adjust_program(self) -> _Traced:
         def adjust(adjustments: list[jax.Array], slot: jax.Array, *rows: jax.Array) -> list[jax.Array]:
-            return [each.at[slot].set(row) for each, row in zip(adjustments, rows, strict=True)]
+            return [adjustment.at[slot].set(row) for adjustment, row in zip(adjustments, rows, strict=True)]
 
-        rows = [jax.ShapeDtypeStruct(each.shape[1:], each.dtype, sharding=self.whole) for each in self._adjustments]
+        rows = [
+            jax.ShapeDtypeStruct(adjustment.shape[1:], adjustment.dtype, sharding=self.whole)
+            for adjustment in self._adjustments
+        ]
         return adjust, (0,), (self._adjustments, self._ints(), *rows)
 
     def _mask_program(self) -> _Traced:
@@ -227,22 +230,22 @@ class Programs:
         take, donated, arguments = self._take_program()
 
         def gather(pools: list[jax.Array], pages: jax.Array) -> list[jax.Array]:
-            return [jax.sharding.reshard(each, P()) for each in take(pools, pages)]
+            return [jax.sharding.reshard(item, P()) for item in take(pools, pages)]
 
         return gather, donated, arguments
 
 
 def _alike(arrays: Iterable[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in arrays]
+    return [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays]
 
 
 def _apart(sizes: set[int]) -> list[int]:
     """The largest of ``sizes``, and of the others each that is ``_CHOICES`` times smaller than the one above it."""
-    found = list[int]()
+    apart = list[int]()
     for size in sorted(sizes, reverse=True):
-        if not found or size * _CHOICES <= found[0]:
-            found.insert(0, size)
-    return found
+        if not apart or size * _CHOICES <= apart[0]:
+            apart.insert(0, size)
+    return apart
 
 
 class Compilations:

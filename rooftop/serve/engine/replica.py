@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class Adjusted:
-    """What changes the logits of one request, in full: see ``rooftop.programs.serving.sampling.Adjustments``."""
+    """Adjustments to the logits of one request, in full: see ``rooftop.programs.serving.sampling.Adjustments``."""
 
     bias: npt.NDArray[np.float32]
     seen: Ints
@@ -81,10 +81,10 @@ class Replica:
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
         """Every program that a step of a server with that role can need; returns how many. Raises Infeasible."""
-        wanted = self._wanted(role)
-        self._programs.compile(wanted, on_progress)
+        keys = self._wanted(role)
+        self._programs.compile(keys, on_progress)
         self.allocate()
-        return len(wanted)
+        return len(keys)
 
     def _wanted(self, role: str) -> list[Key]:
         return self._programs.of_role(role)
@@ -94,14 +94,14 @@ class Replica:
 
         And ``choose_tokens`` for parts with a row that wants that; what a draft chooses after a prompt is never used.
         """
-        program = self._programs["check" if every else "step", *(_shape(*each) for each in parts)]
-        tokens, logits, self._pools = program(self._weights, self._pools, [self._given(each) for each, _ in parts])
+        program = self._programs["check" if every else "step", *(_shape(*part) for part in parts)]
+        tokens, logits, self._pools = program(self._weights, self._pools, [self._given(part) for part, _ in parts])
         if self._one_at_a_time:
             jax.block_until_ready(logits)
-        heads = [heads_of_each(*each) if every else each[0][:, :HEAD] for each in parts]
+        heads = [heads_of_each(*part) if every else part[0][:, :HEAD] for part in parts]
         return [
-            Chosen(tokens=likeliest) if self.drafts or only_likeliest(asked) else self._chosen(each, asked)
-            for likeliest, each, asked in zip(tokens, logits, heads, strict=True)
+            Chosen(tokens=likeliest) if self.drafts or only_likeliest(asked) else self._chosen(token, asked)
+            for likeliest, token, asked in zip(tokens, logits, heads, strict=True)
         ]
 
     def _chosen(self, logits: jax.Array, asked: Ints) -> Chosen:
@@ -115,24 +115,24 @@ class Replica:
         return Chosen(tokens=chosen[0], logprobs=chosen[1], top=chosen[2], top_ids=chosen[3])
 
     def can_mix(self, *parts: tuple[Ints, int]) -> bool:
-        """Whether one program takes these parts together."""
-        return ("step", *(_shape(*each) for each in parts)) in self._programs
+        """Return True if one program takes these parts together."""
+        return ("step", *(_shape(*part) for part in parts)) in self._programs
 
     def propose(self, packed: Ints) -> Ints:
         """Run ``programs.serving.decode.propose`` for ``packed`` [R, HEAD + 1 + P]: guesses [R, ``guesses``]."""
         program = self._programs["propose", _shape(packed, 1)]
-        found, self._pools = program(self._weights, self._pools, self._put(packed))
+        result, self._pools = program(self._weights, self._pools, self._put(packed))
         if self._one_at_a_time:
             jax.block_until_ready(self._pools)
-        return np.asarray(found)
+        return np.asarray(result)
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Pages to the host's memory and back, in order."""
-        for each in copies:
-            source, target = np.array(each.source, np.int32), np.array(each.target, np.int32)
+        for copy in copies:
+            source, target = np.array(copy.source, np.int32), np.array(copy.target, np.int32)
             for first in range(0, len(source), COPIED):
                 out, into = source[first : first + COPIED], target[first : first + COPIED]
-                if each.to_host:
+                if copy.to_host:
                     self._host.keep(into, self._taken(out))
                 else:
                     self._fill(into, self._host.contents(self._padded(out, 0)))
@@ -146,8 +146,8 @@ class Replica:
         self._fill(pages, contents)
 
     def _taken(self, pages: Ints) -> Sequence[jax.Array]:
-        found: Sequence[jax.Array] = self._programs["take",](self._pools, self._put(self._padded(pages, self.pages)))
-        return jax.block_until_ready(found) if self._one_at_a_time else found
+        result: Sequence[jax.Array] = self._programs["take",](self._pools, self._put(self._padded(pages, self.pages)))
+        return jax.block_until_ready(result) if self._one_at_a_time else result
 
     def _fill(self, pages: Ints, contents: Sequence[Content]) -> None:
         moved = placed(contents, self._programs.contents)
@@ -156,8 +156,8 @@ class Replica:
             jax.block_until_ready(self._pools)
 
     def adjust(self, slot: int, how: Adjusted) -> None:
-        """What changes the logits of the request in ``slot`` from now on."""
-        arrays = [self._put(each) for each in (np.int32(slot), how.bias, how.seen, how.mask, how.penalties)]
+        """Set the adjustments to the logits of the request in ``slot``."""
+        arrays = [self._put(item) for item in (np.int32(slot), how.bias, how.seen, how.mask, how.penalties)]
         self._adjustments = self._programs["adjust",](self._adjustments, *arrays)
 
     def set_mask(self, slot: int, mask: npt.NDArray[np.uint32]) -> None:
@@ -173,8 +173,8 @@ class Replica:
             placed: jax.Array = jax.device_put(array, self._programs.whole)
             return placed
         # ``device_put`` would have all processes compare what they have, each time.
-        given = np.asarray(array)
-        return jax.make_array_from_callback(given.shape, self._programs.whole, lambda index: given[index])
+        values = np.asarray(array)
+        return jax.make_array_from_callback(values.shape, self._programs.whole, lambda index: values[index])
 
     def _padded(self, pages: Ints, with_: int) -> Ints:
         return np.concatenate([pages, np.full(COPIED - len(pages), with_, np.int32)])
@@ -196,34 +196,34 @@ class HostPages:
 
     def __init__(self, contents: Sequence[jax.ShapeDtypeStruct], pages: int) -> None:
         self._kept = list[dict[_Place, npt.NDArray[Any]]]()
-        for each in contents:
-            assert isinstance(each.sharding, NamedSharding)
-            own = each.sharding.shard_shape(each.shape)
-            whole = each.sharding.is_fully_addressable
-            shape = (pages, *(each.shape if whole else own)[1:])
-            places = {()} if whole else _places(each.sharding, each.shape).values()
-            self._kept.append({place: np.zeros(shape, each.dtype) for place in places})
+        for content in contents:
+            assert isinstance(content.sharding, NamedSharding)
+            own = content.sharding.shard_shape(content.shape)
+            whole = content.sharding.is_fully_addressable
+            shape = (pages, *(content.shape if whole else own)[1:])
+            places = {()} if whole else _places(content.sharding, content.shape).values()
+            self._kept.append({place: np.zeros(shape, content.dtype) for place in places})
 
     def keep(self, pages: Ints, contents: Sequence[jax.Array]) -> None:
         """Put the first of ``contents`` into ``pages``, as many as these are."""
-        for kept, array in zip(self._kept, contents, strict=True):
+        for target, array in zip(self._kept, contents, strict=True):
             for place, shard in _shards(array).items():
-                kept[place][pages] = np.asarray(shard)[: len(pages)]
+                target[place][pages] = np.asarray(shard)[: len(pages)]
 
     def contents(self, pages: Ints) -> list[Content]:
-        """What is in ``pages``."""
+        """Contents of ``pages``."""
         return [
-            kept[()][pages] if () in kept else {place: shard[pages] for place, shard in kept.items()}
-            for kept in self._kept
+            store[()][pages] if () in store else {place: shard[pages] for place, shard in store.items()}
+            for store in self._kept
         ]
 
 
 def placed(contents: Sequence[Content], like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """``contents`` on the devices of ``like``; what is in shards has a shard here for each of this process's."""
-    if all(each.sharding is not None and each.sharding.is_fully_addressable for each in like):
-        found: list[jax.Array] = jax.device_put(list(contents), [each.sharding for each in like])
-        return found
-    return [_placed(content, each) for content, each in zip(contents, like, strict=True)]
+    if all(item.sharding is not None and item.sharding.is_fully_addressable for item in like):
+        placed: list[jax.Array] = jax.device_put(list(contents), [item.sharding for item in like])
+        return placed
+    return [_placed(content, item) for content, item in zip(contents, like, strict=True)]
 
 
 def _placed(content: Content, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -244,10 +244,10 @@ def _shards(array: jax.Array) -> dict[_Place, Any]:
 
 
 def _places(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[jax.Device, _Place]:
-    """What each device of this process has."""
-    found = sharding.addressable_devices_indices_map(shape)
-    return {device: _place(index) for device, index in found.items() if index is not None}
+    """Shards of each device of this process."""
+    result = sharding.addressable_devices_indices_map(shape)
+    return {device: _place(index) for device, index in result.items() if index is not None}
 
 
 def _place(index: tuple[slice, ...]) -> _Place:
-    return tuple((each.start, each.stop) for each in index)
+    return tuple((item.start, item.stop) for item in index)

@@ -1,4 +1,4 @@
-"""What passes between the API and the engine: requests in, tokens out. Token ids only: texts are the API's.
+"""Messages between the API and the engine: requests in, tokens out. Token ids only; texts stay in the API.
 
 Dims: V vocabulary.
 """
@@ -21,7 +21,7 @@ MOST_TOP = 20
 
 
 class Constraint(Protocol):
-    """What a text may go on with: a grammar, a schema. One object for one request; called by the engine's thread."""
+    """Constraint on the next tokens: a grammar or a schema. One object a request; the engine's thread calls it."""
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """The tokens allowed next, [ceil(V/32)]: token t is bit t % 32 of word t // 32."""
@@ -34,7 +34,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens of a request are chosen.
+    """Sampling of a request's tokens.
 
     Logits first get the penalties (OpenAI's ``presence_penalty`` and ``frequency_penalty`` count what was generated;
     ``repetition_penalty``, of Keskar et al. 2019, divides positive and multiplies negative logits of tokens of prompt
@@ -87,7 +87,7 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether the choice depends on the tokens before it."""
+        """True if the choice depends on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
@@ -135,10 +135,10 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramTimes:
-    """How long one compiled program took, all its ``runs`` together: what a simulation of this engine is fed with.
+    """Time of one compiled program over all its ``runs``: input to a simulation of this engine.
 
     It has room for ``sequences`` sequences and ``tokens`` new tokens of prompts in all (0: it generates one token for
-    each sequence), each of which can read ``context_tokens`` tokens of KV; beside those that it prefills, it generates
+    each sequence), each of which can read ``context_tokens`` tokens of KV; next to those that it prefills, it generates
     a token for ``generating`` others. ``seconds`` are from when the step that ran
     it began until its tokens were known to the host; programs of one step share the step's time.
     """
@@ -158,7 +158,7 @@ class ProgramTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """What an engine did since it began, and what it holds now. Seconds are sums.
+    """Totals of an engine since it started, and its current state. Seconds are sums.
 
     ``waiting`` requests have no place yet, ``running`` ones do. ``host_s`` is the time of steps outside XLA, ``step_s``
     that of all steps. ``prefix_tokens`` are those of ``prompt_tokens`` that were found in the prefix cache.
@@ -199,7 +199,7 @@ class EngineStats:
 
 
 class ServingEngine(Protocol):
-    """What the API asks of an engine. All methods are safe to call from any thread."""
+    """Interface of an engine to the API. All methods are safe to call from any thread."""
 
     @property
     def longest(self) -> int:
@@ -208,12 +208,12 @@ class ServingEngine(Protocol):
 
     @property
     def policy(self) -> Policy:
-        """How it batches: /metrics tells, so that a simulation can do the same."""
+        """Batching policy; /metrics reports it so that a simulation can use the same."""
         ...
 
     @property
     def prefix_cache(self) -> bool:
-        """Whether prompts that begin alike share KV."""
+        """True if prompts with a common prefix share KV."""
         ...
 
     def start(self) -> None:

@@ -34,13 +34,13 @@ Ints = npt.NDArray[np.int32]
 
 def page_keys(tokens: list[int], page_tokens: int, known: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
     """A key for each full page of ``tokens``: a digest of them and all before; ``known`` are the first ones."""
-    found = list(known)
-    last = found[-1] if found else b""
-    for end in range((len(found) + 1) * page_tokens, len(tokens) + 1, page_tokens):
+    result = list(known)
+    last = result[-1] if result else b""
+    for end in range((len(result) + 1) * page_tokens, len(tokens) + 1, page_tokens):
         page = np.array(tokens[end - page_tokens : end], np.int32).tobytes()
         last = blake2b(page, digest_size=16, key=last).digest()
-        found.append(last)
-    return tuple(found)
+        result.append(last)
+    return tuple(result)
 
 
 def check_pages(cache: KvCache, sequences: Iterable[CachedSequence], away: Iterable[list[int]] = ()) -> None:
@@ -93,17 +93,17 @@ class Running:
 
     @property
     def adjusted(self) -> bool:
-        """Whether its logits are changed before it chooses."""
+        """True if its logits are adjusted before sampling."""
         how = self.request.sampling
         return how.penalised or bool(how.logit_bias) or how.constraint is not None
 
-    def extend_keys(self, held: int) -> None:
-        """Give the pages that are full of its first ``held`` tokens their keys."""
+    def extend_keys(self, pages: int) -> None:
+        """Give the pages that are full of its first ``pages`` tokens their keys."""
         if self.cached:
-            self.sequence.keys = page_keys(self.tokens[:held], self.page_tokens, self.sequence.keys)  # type: ignore[arg-type]
+            self.sequence.keys = page_keys(self.tokens[:pages], self.page_tokens, self.sequence.keys)  # type: ignore[arg-type]
 
     def guessable(self, most: int) -> int:
-        """How many of ``most`` tokens may be guessed: no more than it may still generate but for the last one."""
+        """Number of tokens to guess: at most ``most``, and one fewer than it may still generate."""
         # With adjustments the choice behind a guess would have to know of it.
         return 0 if self.adjusted else max(0, min(most, self.request.sampling.max_tokens - self.generated - 1))
 
@@ -120,7 +120,7 @@ class Running:
         return row
 
     def adjustments(self, vocab: int) -> Adjusted:
-        """What changes its logits, from all its tokens so far."""
+        """Adjustments to its logits, from all its tokens so far."""
         how, prompt = self.request.sampling, len(self.request.prompt)
         bias = np.zeros(vocab, np.float32)
         for token, by in how.logit_bias.items():

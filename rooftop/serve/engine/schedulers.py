@@ -17,8 +17,12 @@ def scheduler_of(configuration: Configuration, replica: Replica, role: str) -> A
     """One that knows of no request, over a cache that holds nothing."""
     groups = replica.decoder.groups.ways
     # The last page of each group takes what is written for padding. A pool may be there for more than is asked for.
-    held = (replica.pages + 1) // groups
-    pages = held - 1 if configuration.pages is None else min(held - 1, max(1, configuration.pages // groups))
+    pages_per_group = (replica.pages + 1) // groups
+    pages = (
+        pages_per_group - 1
+        if configuration.pages is None
+        else min(pages_per_group - 1, max(1, configuration.pages // groups))
+    )
     return make_scheduler(
         configuration.own_policy,
         role,
@@ -27,7 +31,7 @@ def scheduler_of(configuration: Configuration, replica: Replica, role: str) -> A
         pages=pages,
         host_pages=configuration.host_pages // groups,
         prefixes=configuration.prefix_cache,
-        padding=held - pages,
+        padding=pages_per_group - pages,
     )
 
 
@@ -35,10 +39,10 @@ def check_scheduler(scheduler: AnyScheduler, sequences: Iterable[Held]) -> None:
     """Raises AssertionError if a page is lost: see ``check_pages``. ``sequences`` are all that are here."""
     sending = {} if scheduler.role == "generate" else scheduler.to_send
     # A sequence that is being sent has pages at both servers; its own are those where it goes.
-    here = [each for each in sequences if each not in sending]
+    here = [sequence for sequence in sequences if sequence not in sending]
     for number, group in enumerate(scheduler.groups):
         away = {} if scheduler.role == "generate" else group.to_send
-        check_pages(group.cache, [each for each in here if each.group == number], away.values())
+        check_pages(group.cache, [item for item in here if item.group == number], away.values())
 
 
 def rows_of(groups: Sequence[int], rows: int, ways: int) -> list[int]:
@@ -48,9 +52,9 @@ def rows_of(groups: Sequence[int], rows: int, ways: int) -> list[int]:
     """
     blocks = ways if rows % ways == 0 else 1
     size, taken = rows // blocks, [0] * blocks
-    found = list[int]()
+    rows_of = list[int]()
     for group in groups:
         block = group % blocks
-        found.append(block * size + taken[block] if taken[block] < size else -1)
+        rows_of.append(block * size + taken[block] if taken[block] < size else -1)
         taken[block] += 1
-    return found
+    return rows_of

@@ -115,7 +115,7 @@ class EngineServer:
             drawn = [np.asarray(chosen.tokens) for _, chosen in sent.prefills]
         self.counters.ran(sent.programs, perf_counter() - sent.begun_s, at_most=over)
         self.scheduler.complete(sent.step)
-        found = list[tuple[Running, Token]]()
+        collect = list[tuple[Running, Token]]()
         if sent.generating is not None and generated is not None:
             now, table = sent.generating, self._slots.rows
             before = table[now.order, START] // self._page_tokens
@@ -124,25 +124,27 @@ class EngineServer:
                 table[now.order, DRAWN] += 1
                 table[now.order, TOKEN] = generated[now.rows]
                 rows = list(zip(now.rows, now.requests, strict=True))
-                found += self._tokens(rows, generated.tolist(), now.chosen)
+                collect += self._tokens(rows, generated.tolist(), now.chosen)
             else:
-                found += self._checked(now, now.guesses, generated.tolist())
-            held = table[now.order, START]
-            for at in np.flatnonzero(held // self._page_tokens > before):
-                now.requests[at].extend_keys(int(held[at]))
+                collect += self._checked(now, now.guesses, generated.tolist())
+            starts = table[now.order, START]
+            for at in np.flatnonzero(starts // self._page_tokens > before):
+                now.requests[at].extend_keys(int(starts[at]))
         for (rows, chosen), values in zip(sent.prefills, drawn, strict=True):
-            found += self._tokens(rows, values.tolist(), chosen)
+            collect += self._tokens(rows, values.tolist(), chosen)
         for chunk in sent.step.chunks:
             self.counters.prompt_tokens += chunk.tokens
             if chunk.last:
                 self._prefilled(self.running[chunk.sequence.id])
-        return found
+        return collect
 
     @staticmethod
     def _is_over(sent: Sent) -> bool:
-        """Whether the device has done all of a step already."""
-        chosen = [each for _, each in sent.prefills] + ([] if sent.generating is None else [sent.generating.chosen])
-        return all(each.tokens.is_ready() for each in chosen)  # type: ignore[attr-defined]
+        """Return True if the device has finished the step."""
+        chosen = [prefill for _, prefill in sent.prefills] + (
+            [] if sent.generating is None else [sent.generating.chosen]
+        )
+        return all(item.tokens.is_ready() for item in chosen)  # type: ignore[attr-defined]
 
     def leave(self, running: Running) -> None:
         """``running`` has no place here any more."""
@@ -195,20 +197,22 @@ class EngineServer:
         if not self.replica.guesses:
             return None
         most = [
-            running.guessable(min(self.replica.guesses, len(running.sequence.pages) * self._page_tokens - held - 1))
-            for running, held in zip(self._generating, start.tolist(), strict=True)
+            running.guessable(
+                min(self.replica.guesses, len(running.sequence.pages) * self._page_tokens - cached_tokens - 1)
+            )
+            for running, cached_tokens in zip(self._generating, start.tolist(), strict=True)
         ]
         if self._draft is None:
-            found = [
-                running.lookup.guess(running.tokens, each) for running, each in zip(self._generating, most, strict=True)
+            result = [
+                running.lookup.guess(running.tokens, item) for running, item in zip(self._generating, most, strict=True)
             ]
         else:
             asked = packed.copy()
             asked[self._at, COUNT] += np.array(most, np.int32)
             with self.counters.on_device():
                 guesses = self._draft.propose(asked).tolist()
-            found = [guesses[at][:each] for at, each in zip(self._at, most, strict=True)]
-        return found if any(found) else None
+            result = [guesses[at][:item] for at, item in zip(self._at, most, strict=True)]
+        return result if any(result) else None
 
     def _generate(self) -> _Generating:
         """The rows of the sequences that generate."""
@@ -257,18 +261,18 @@ class EngineServer:
             (generating.chosen,) = self._run((generating.packed, 1 + self.replica.guesses), every=True)
         elif generating is not None:
             (generating.chosen,) = self._run((generating.packed, 1))
-        for each in prefills:
-            part = each.packed, each.width
+        for prefill in prefills:
+            part = prefill.packed, prefill.width
             if self._draft is not None:
                 with self.counters.on_device():
                     self._draft.step(part)
             (chosen,) = self._run(part)
-            yield each.complete, chosen
+            yield prefill.complete, chosen
 
     def _run(self, *parts: Part, every: bool = False) -> list[Chosen]:
         packed, width = parts[-1]
         rows, columns = packed.shape
-        beside = sum(len(each) for each, _ in parts[:-1])
+        beside = sum(len(part) for part, _ in parts[:-1])
         self._ran.append((rows, 1 if every else width, (columns - HEAD - width) * self._page_tokens, beside))
         with self.counters.on_device():
             return self.replica.step(*parts, every=every)
@@ -278,7 +282,7 @@ class EngineServer:
     ) -> Iterator[tuple[Running, Token]]:
         """The token of each row, appended to its request."""
         asked = any(running.request.sampling.logprobs is not None for _, running in rows)
-        likely = [np.asarray(each) for each in (chosen.logprobs, chosen.top, chosen.top_ids)] if asked else []
+        likely = [np.asarray(item) for item in (chosen.logprobs, chosen.top, chosen.top_ids)] if asked else []
         for row, running in rows:
             token, how, id_ = values[row], running.request.sampling, running.request.id
             running.tokens.append(token)
@@ -361,7 +365,7 @@ class BatchSlots:
         row[START], row[DRAWN], row[TOKEN] = sequence.length, running.generated, running.tokens[-1]
 
     def constrain(self, running: Running) -> None:
-        """What ``running`` may choose next, where it has a constraint."""
+        """Set the mask of tokens that a constrained ``running`` may choose next."""
         constraint = running.request.sampling.constraint
         if constraint is not None:
             self._replica.set_mask(running.slot, constraint.mask())
@@ -389,7 +393,7 @@ class BatchSlots:
                     [piece.running.sequence.group for piece in pieces], rows, self._replica.decoder.groups.ways
                 )
                 placed = list(zip(at, pieces, strict=True))
-                yield self._packed([each for each in placed if each[0] >= 0], width, rows)
+                yield self._packed([item for item in placed if item[0] >= 0], width, rows)
                 pieces = [piece for row, piece in placed if row < 0]
 
     def _packed(self, pieces: list[tuple[int, _Piece]], width: int, rows: int) -> Prefill:

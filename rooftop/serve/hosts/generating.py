@@ -56,10 +56,10 @@ class _Masks:
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """See ``rooftop.serve.engine.requests.Constraint``; waits for the other process."""
-        found = self._come.get()
-        if found is None:
+        mask = self._come.get()
+        if mask is None:
             raise LinkLost("the link is lost")
-        return found
+        return mask
 
     def accept(self, token: int) -> None:
         """The other process sees the token, and accepts it."""
@@ -159,8 +159,8 @@ class Generator:
                     self._inbox.put(message)
             except LinkLost as error:
                 self._inbox.put(error)
-                for each in list(self._constraints.values()):
-                    each.end()
+                for constraint in list(self._constraints.values()):
+                    constraint.end()
                 return
 
     def _work(self) -> NoReturn:
@@ -275,7 +275,7 @@ class Generator:
         self._server = EngineServer(scheduler, self.replica, self._running, self._counters)
 
     def _report(self, *, checked: bool = False) -> GeneratorReport:
-        """What is so now; ``checked`` also counts the pages."""
+        """Return the current report; ``checked`` also counts the pages."""
         scheduler, counters, problem = self._server.scheduler, self._counters, None
         if checked:
             try:

@@ -1,4 +1,4 @@
-"""What goes over a link (``rooftop.serve.hosts.link``): requests with their tokens, pages, and what a process did.
+"""Messages over a link (``link``): requests with their tokens, pages, and reports of a process.
 
 Dims: V vocabulary, P pages of a piece.
 
@@ -38,9 +38,9 @@ _SAMPLED = 1 << 20
 
 
 def offered(running: Running) -> dict[str, Any]:
-    """What another process needs to go on with a request: the fields of an ``offer``, but for the ticket."""
+    """Fields of an ``offer``, without the ticket: all that another process needs to continue a request."""
     how = running.request.sampling
-    sampling = {each.name: getattr(how, each.name) for each in fields(how) if each.name != "constraint"}
+    sampling = {field.name: getattr(how, field.name) for field in fields(how) if field.name != "constraint"}
     sampling |= {"stop_tokens": sorted(how.stop_tokens), "logit_bias": list(how.logit_bias.items())}
     return {
         "prompt": running.request.prompt,
@@ -60,7 +60,7 @@ def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: C
     }
     request = ServeRequest(id=ticket, prompt=tuple(offer["prompt"]), sampling=Sampling(**sampling), arrival_s=0.0)
     prompt, generated = len(request.prompt), len(offer["generated"])
-    found = Running(
+    taken = Running(
         request=request,
         deliver=lambda token: None,
         sequence=Held(
@@ -75,8 +75,8 @@ def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: C
         page_tokens=page_tokens,
         cached=False,
     )
-    found.tokens += offer["generated"]
-    return found
+    taken.tokens += offer["generated"]
+    return taken
 
 
 def begin_anew(running: Running) -> None:
@@ -111,34 +111,34 @@ def pieces(pages: int) -> int:
 def page_bytes(replica: Replica, arrays: Sequence[Any], count: int) -> Sequence[Buffer]:
     """The first ``count`` of pages as ``Replica.take`` gives them, of one pool array after the other."""
     assert len(arrays) == len(replica.pool_leaves)
-    return [np.asarray(each)[:count].reshape(-1).view(np.uint8).data for each in arrays]
+    return [np.asarray(array)[:count].reshape(-1).view(np.uint8).data for array in arrays]
 
 
-def send_pages(link: Link, ticket: int, replica: Replica, held: Sequence[int], wanted: Iterable[int]) -> None:
-    """Send the ``wanted`` pieces of the pages that a request holds. Called by the thread of ``replica``."""
-    for piece in wanted:
-        pages = np.array(held[piece * COPIED : (piece + 1) * COPIED], np.int32)
+def send_pages(link: Link, ticket: int, replica: Replica, own_pages: Sequence[int], indices: Iterable[int]) -> None:
+    """Send the ``indices`` pieces of the pages that a request holds. Called by the thread of ``replica``."""
+    for piece in indices:
+        pages = np.array(own_pages[piece * COPIED : (piece + 1) * COPIED], np.int32)
         payload = partial(page_bytes, replica, replica.take(pages), len(pages))
         link.send("pages", payload=payload, ticket=ticket, piece=piece)
 
 
 def page_arrays(replica: Replica, payload: bytearray, count: int) -> list[np.ndarray[Any, Any]] | None:
     """The reverse, as ``Replica.put`` takes them: [COPIED, ...]. None if the payload is of another size."""
-    found, at = [], 0
+    result, at = [], 0
     for leaf in replica.pool_leaves:
         array = np.zeros((COPIED, *leaf.shape[1:]), leaf.dtype)
         part = array[:count].reshape(-1).view(np.uint8)
         if at + part.size > len(payload):
             return None
         part[:] = np.frombuffer(payload, np.uint8, part.size, at)
-        found.append(array)
+        result.append(array)
         at += part.size
-    return found if at == len(payload) else None
+    return result if at == len(payload) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorReport:
-    """What a process that generates did since it began, and what it holds; ``problem`` is a page that is lost."""
+    """Totals and current state of a generating process; ``problem`` describes a lost page."""
 
     stats: EngineStats
     problem: str | None = None
@@ -146,7 +146,7 @@ class GeneratorReport:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> GeneratorReport:
         """From the fields of a ``report``."""
-        times = tuple(ProgramTimes(**each) for each in fields["stats"]["program_times"])
+        times = tuple(ProgramTimes(**field) for field in fields["stats"]["program_times"])
         return cls(stats=EngineStats(**(fields["stats"] | {"program_times": times})), problem=fields["problem"])
 
     def fields(self) -> dict[str, Any]:
@@ -162,26 +162,28 @@ _NOW = (
 
 
 def summed(stats: Iterable[EngineStats]) -> EngineStats:
-    """What processes of one engine did and hold together."""
+    """Sum of the reports of one engine's processes."""
     first, *others = stats
-    found = {each.name: getattr(first, each.name) for each in fields(first)}
+    result = {field.name: getattr(first, field.name) for field in fields(first)}
     for other in others:
-        for name in found.keys() - {"page_tokens", "servers", "program_times"}:
-            found[name] += getattr(other, name)
-        times = {each.shape: each for each in found["program_times"]}
-        for each in other.program_times:
-            known = times.get(each.shape)
+        for name in result.keys() - {"page_tokens", "servers", "program_times"}:
+            result[name] += getattr(other, name)
+        times = {item.shape: item for item in result["program_times"]}
+        for program_time in other.program_times:
+            known = times.get(program_time.shape)
             if known is not None:
-                each = replace(each, runs=each.runs + known.runs, seconds=each.seconds + known.seconds)
-            times[each.shape] = each
-        found["program_times"] = tuple(times[shape] for shape in sorted(times))
-    return EngineStats(**found)
+                program_time = replace(
+                    program_time, runs=program_time.runs + known.runs, seconds=program_time.seconds + known.seconds
+                )
+            times[program_time.shape] = program_time
+        result["program_times"] = tuple(times[shape] for shape in sorted(times))
+    return EngineStats(**result)
 
 
 def ended(stats: EngineStats) -> EngineStats:
-    """What is left of a process that has ended: what it did."""
-    found = {each.name: getattr(stats, each.name) for each in fields(stats)}
-    return EngineStats(**found | dict.fromkeys(_NOW, 0))
+    """Report of a process that has ended: only its totals."""
+    result = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    return EngineStats(**result | dict.fromkeys(_NOW, 0))
 
 
 def fingerprint(checkpoint: Path) -> str:

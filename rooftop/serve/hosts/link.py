@@ -119,9 +119,9 @@ class Link:
         self._sent += 1
         size = sum(len(part) for part in payload)
         lengths = _LENGTHS.pack(len(head), size)
-        found = [lengths, self._digest(self._send_key, number, b"lengths", lengths).digest()]
-        found += [head, self._digest(self._send_key, number, b"head", head).digest()]
-        self._connection.sendall(b"".join(found))
+        result = [lengths, self._digest(self._send_key, number, b"lengths", lengths).digest()]
+        result += [head, self._digest(self._send_key, number, b"head", head).digest()]
+        self._connection.sendall(b"".join(result))
         if size:
             digest = self._digest(self._send_key, number, b"payload", b"")
             for part in payload:
@@ -166,12 +166,12 @@ def accept(listening: socket.socket, key: str) -> Link:
     return _greeted(connection, key, asks=False)
 
 
-def address(given: str, field: str) -> tuple[str, int]:
+def address(text: str, field: str) -> tuple[str, int]:
     """HOST:PORT, of which the host may be in brackets. Raises RooftopError naming ``field``."""
-    host, colon, port = given.rpartition(":")
+    host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise RooftopError(field, given, "HOST:PORT")
+        raise RooftopError(field, text, "HOST:PORT")
     return host, int(port)
 
 
@@ -218,8 +218,8 @@ def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
 
 def _exactly(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytearray:
     """``count`` bytes, until then. Raises LinkLost where they do not come."""
-    found = bytearray(count)
-    view, at = memoryview(found), 0
+    exactly = bytearray(count)
+    view, at = memoryview(exactly), 0
     while at < count:
         try:
             if until_s is not None:
@@ -231,4 +231,4 @@ def _exactly(connection: socket.socket, count: int, *, until_s: float | None = N
         if not more:
             raise LinkLost("the other side has closed the link")
         at += more
-    return found
+    return exactly

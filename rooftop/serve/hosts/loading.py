@@ -38,14 +38,14 @@ def load_prefill(
 
     With a kind of ``replica``, as the first of several processes (``together``). Raises as ``load`` does.
     """
-    made = parts(checkpoint, configuration, None, None, options, replica)
+    loaded = parts(checkpoint, configuration, None, None, options, replica)
     return PrefillEngine(
-        made.replicas[0],
+        loaded.replicas[0],
         configuration,
         other,
-        facts=_facts(checkpoint, made.replicas[0], configuration),
-        longest=made.longest,
-        stops=made.stops,
+        facts=_facts(checkpoint, loaded.replicas[0], configuration),
+        longest=loaded.longest,
+        stops=loaded.stops,
         on_progress=on_progress,
         on_link=on_link,
     )
@@ -60,13 +60,13 @@ def load_generator(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Generator:
     """The other part (role 'generate'), likewise. Raises as ``load`` does."""
-    made = parts(checkpoint, configuration, None, None, options, replica)
-    facts = _facts(checkpoint, made.replicas[0], configuration)
-    return Generator(made.replicas[0], configuration, longest=made.longest, facts=facts, on_progress=on_progress)
+    loaded = parts(checkpoint, configuration, None, None, options, replica)
+    facts = _facts(checkpoint, loaded.replicas[0], configuration)
+    return Generator(loaded.replicas[0], configuration, longest=loaded.longest, facts=facts, on_progress=on_progress)
 
 
 def _facts(checkpoint: Path, replica: Replica, configuration: Configuration) -> dict[str, Any]:
-    """What two processes of one engine have in common: the same weights, and pages that can be sent."""
+    """Facts that two processes of one engine must share: the same weights, and pages that can be sent."""
     return {
         "version": rooftop.__version__,
         "checkpoint": fingerprint(checkpoint),
@@ -84,11 +84,11 @@ def main() -> None:
     # Whatever else is printed goes to stderr.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    told: GeneratorTask = pickle.load(sys.stdin.buffer)
+    task: GeneratorTask = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
 
     try:
-        generator = load_generator(told.checkpoint, told.configuration, options=told.options)
+        generator = load_generator(task.checkpoint, task.configuration, options=task.options)
         generator.start()
     except RooftopError as error:
         said = {"field": error.field, "given": str(error.given), "accepted": error.accepted}
@@ -100,7 +100,7 @@ def main() -> None:
     with bind("127.0.0.1", 0) as bound:
         bound.listen()
         print(json.dumps({"port": bound.getsockname()[1]}), file=out, flush=True)
-        generator.serve(bound, told.key, lambda event: None)
+        generator.serve(bound, task.key, lambda event: None)
 
 
 def _end_with(pipe: IO[bytes]) -> None:

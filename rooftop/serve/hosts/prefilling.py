@@ -109,13 +109,13 @@ class PrefillEngine(PagedEngine):
         with self._lock:
             others = [*self._past, *([] if self._report is None else [self._report.stats])]
             away = self._away_tokens
-        found = summed([own, *others])
+        result = summed([own, *others])
         with self._wake:
             open_ = len(self._open)
         return replace(
-            found,
-            tokens=found.tokens + away,
-            waiting=max(0, open_ - found.running),
+            result,
+            tokens=result.tokens + away,
+            waiting=max(0, open_ - result.running),
             handovers=self._handovers.count,
             handover_s=self._handovers.seconds,
         )
@@ -159,13 +159,13 @@ class PrefillEngine(PagedEngine):
         fields = offered(running) | {"constrained": constraint is not None}
         link.send("offer", payload=payload, ticket=running.ticket, **fields)
 
-    def _send_pages(self, link: Link, ticket: int, wanted: list[int]) -> None:
+    def _send_pages(self, link: Link, ticket: int, indices: list[int]) -> None:
         with self._lock:
             running = self._away.get(ticket)
-        held = None if running is None else self._servers[0].scheduler.to_send.get(running.sequence)
-        if held is None:
+        pages = None if running is None else self._servers[0].scheduler.to_send.get(running.sequence)
+        if pages is None:
             return
-        send_pages(link, ticket, self.replicas[0], held, wanted)
+        send_pages(link, ticket, self.replicas[0], pages, indices)
 
     def _sent(self, sequence: Held) -> None:
         scheduler = self._servers[0].scheduler
@@ -292,8 +292,8 @@ class PrefillEngine(PagedEngine):
                 message = link.receive()
                 fields = message.fields
                 if message.kind == "tokens":
-                    for each in fields["tokens"]:
-                        self._came(link, each)
+                    for field in fields["tokens"]:
+                        self._came(link, field)
                 elif message.kind == "wanted":
                     self._handovers.wanted(fields["ticket"])
                     self._ask(partial(self._send_pages, link, fields["ticket"], fields["pieces"]))

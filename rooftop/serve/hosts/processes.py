@@ -1,4 +1,4 @@
-"""Where the process that generates comes from: this machine, on which it is started, or another one.
+"""The generating process: started on this machine, or reached on another one.
 
 The one that is started here is told everything over its stdin, says on stdout where it listens, and ends with its
 stdin, that is with the process that started it.
@@ -75,7 +75,7 @@ class Remote:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorTask:
-    """What a process that is started to generate is told: what it loads, and the key of its link."""
+    """Task of a generating process: the checkpoint to load, and the key of its link."""
 
     checkpoint: Path
     configuration: Configuration
@@ -84,7 +84,7 @@ class GeneratorTask:
 
 
 class Child:
-    """One that is started here, with ``environment`` beside ours, and again when it is lost."""
+    """One that is started here, with ``environment`` next to ours, and again when it is lost."""
 
     def __init__(
         self,

@@ -57,8 +57,8 @@ class JoinedReplica(Replica):
         if self._role != "prefill":
             return super().take(pages)
         padded = self._put(self._padded(pages, self.pages))
-        found: Sequence[jax.Array] = self._programs["gather",](self._pools, padded)
-        return jax.block_until_ready(found) if self._one_at_a_time else found
+        result: Sequence[jax.Array] = self._programs["gather",](self._pools, padded)
+        return jax.block_until_ready(result) if self._one_at_a_time else result
 
     def fill(self, pages: Ints, contents: Sequence[np.ndarray[Any, Any]]) -> None:
         """``put`` of pages as ``page_parts`` has them."""
@@ -71,7 +71,7 @@ class JoinedReplica(Replica):
 
 def page_parts(contents: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
     """Pages [COPIED, ...] of each pool array as bytes: a dtype such as bfloat16 has no name that NumPy knows."""
-    return [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in contents]
+    return [np.ascontiguousarray(content).reshape(-1).view(np.uint8) for content in contents]
 
 
 #: Bytes in which the first process says where it listens.
@@ -94,8 +94,8 @@ class Followers:
 
     def tell(self, kind: str, arrays: Sequence[np.ndarray[Any, Any]] = (), **fields: Any) -> None:
         """Have all of them do ``kind``; ``arrays`` are copied before this returns."""
-        shapes = [[list(each.shape), each.dtype.str] for each in arrays]
-        sent: list[Buffer] = [each.tobytes() for each in arrays]
+        shapes = [[list(array.shape), array.dtype.str] for array in arrays]
+        sent: list[Buffer] = [array.tobytes() for array in arrays]
         for link in self._links:
             link.send(kind, payload=(lambda: sent) if sent else None, arrays=shapes, **fields)
 
@@ -131,8 +131,8 @@ class Followers:
 class Leading(JoinedReplica):
     """A replica whose ``followers`` do what it does."""
 
-    def __init__(self, followers: Followers, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, followers: Followers, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._followers, self._number, self._compiled = followers, followers.number(), False
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
@@ -173,7 +173,7 @@ class Leading(JoinedReplica):
     def copy(self, copies: Iterable[Copy]) -> None:
         """See ``Replica``; each process has its own shards in its own host's memory."""
         every = list(copies)
-        self._tell("copy", copies=[[each.to_host, each.source, each.target] for each in every])
+        self._tell("copy", copies=[[item.to_host, item.source, item.target] for item in every])
         super().copy(every)
 
     def take(self, pages: Ints) -> Sequence[jax.Array]:
@@ -183,7 +183,7 @@ class Leading(JoinedReplica):
 
     def put(self, pages: Ints, contents: Sequence[Content]) -> None:
         """See ``Replica``; ``contents`` are what was taken last, or have come from elsewhere."""
-        came = [each for each in contents if isinstance(each, np.ndarray)]
+        came = [content for content in contents if isinstance(content, np.ndarray)]
         if came:
             self._tell("fill", pages, *page_parts(came))
         else:
@@ -195,7 +195,7 @@ class Leading(JoinedReplica):
 
 
 def leading(followers: Followers) -> Callable[..., Leading]:
-    """What makes the replicas of the first process."""
+    """Return the factory of the first process's replicas."""
     return partial(Leading, followers)
 
 
@@ -209,9 +209,14 @@ def load_together(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PagedEngine:
     """In the first process: an engine, not yet started, over the devices of all. Raises as ``loading.load`` does."""
-    made = parts(checkpoint, configuration, draft, None, options, replica=leading(followers))
+    loaded = parts(checkpoint, configuration, draft, None, options, replica=leading(followers))
     return PagedEngine(
-        made.replicas, configuration, longest=made.longest, stops=made.stops, draft=made.draft, on_progress=on_progress
+        loaded.replicas,
+        configuration,
+        longest=loaded.longest,
+        stops=loaded.stops,
+        draft=loaded.draft,
+        on_progress=on_progress,
     )
 
 
@@ -309,7 +314,7 @@ class Follower:
 
 
 def _do(replica: JoinedReplica, message: Message, taken: list[jax.Array]) -> None:
-    """What the first process has said; ``taken`` is what pages held that go from replica to replica."""
+    """Run a command of the first process; ``taken`` holds pages on their way from replica to replica."""
     fields, at = message.fields, 0
     arrays = list[np.ndarray[Any, Any]]()
     for shape, name in fields["arrays"]:
@@ -346,7 +351,7 @@ def _do(replica: JoinedReplica, message: Message, taken: list[jax.Array]) -> Non
 
 
 def _facts(checkpoint: Path, configuration: Configuration, draft: Path | None) -> dict[str, Any]:
-    """What all processes must have alike, as JSON."""
+    """Facts that all processes must share, as JSON."""
     fields = asdict(configuration)
     fields |= fields.pop("policy")
     return {name: str(value) for name, value in fields.items()} | {
@@ -358,13 +363,13 @@ def _facts(checkpoint: Path, configuration: Configuration, draft: Path | None) -
 
 def _shared(text: str) -> str:
     """The ``text`` of the first process, in all of them."""
-    given = np.zeros(_WHERE, np.uint8)
-    given[: len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
-    return bytes(multihost_utils.broadcast_one_to_all(given)).rstrip(b"\0").decode()
+    encoded = np.zeros(_WHERE, np.uint8)
+    encoded[: len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(encoded)).rstrip(b"\0").decode()
 
 
 def own_host(coordinator: str) -> str:
-    """Where the others reach the first process: at the coordinator, which it is, or where it reaches other networks."""
+    """Address at which the others reach the first process: the coordinator's, or that of its outgoing route."""
     if coordinator == "auto":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

@@ -73,12 +73,12 @@ def simulate(
         transfers = _messages(torus, members, shift, chunks or 1)
     else:
         transfers = _collecting(kind, torus, members, shards_of(nbytes, count), chunks, cut_through)
-    found = run(torus, transfers, cut_through=cut_through)
+    best = run(torus, transfers, cut_through=cut_through)
     if kind == "all_reduce":
         operands = np.full(count, shards_of(nbytes, count).sum())
         gathering, _ = _gathering("all_gather", torus, members, operands, 1)
-        found = min(found, run(torus, gathering, cut_through=cut_through), key=lambda each: each.seconds)
-    return found
+        best = min(best, run(torus, gathering, cut_through=cut_through), key=lambda result: result.seconds)
+    return best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class _Members:
         return (UP, ahead) if up else (DOWN, size - ahead)
 
     def is_middle(self, axis: int, position: int) -> bool:
-        """Whether a member lies in the middle of a line; on a ring every one does."""
+        """Return True if a member has a neighbour on both sides; on a ring every one does."""
         place = int(np.unravel_index(position, self.size)[axis])
         return self.ring[axis] or place == self.size[axis] // 2
 
@@ -188,8 +188,8 @@ def _gathering(
         turns += [((rank + 0.5) / len(pieces), *piece) for rank, piece in enumerate(pieces)]
     transfers: list[LinkTransfer] = []
     trees: list[int] = []
-    each = product(sorted(turns), members.flips, members.groups)
-    for number, ((_, position, order, size), flip, chips) in enumerate(each):
+    combinations = product(sorted(turns), members.flips, members.groups)
+    for number, ((_, position, order, size), flip, chips) in enumerate(combinations):
         nbytes = size / len(members.flips)
         transfers += _tree(torus, members, chips[position], position, order, flip, nbytes, len(transfers))
         trees += [number] * (len(transfers) - len(trees))

@@ -73,13 +73,13 @@ def _network(source: ShardedArray, target: ShardedArray, prices: Prices) -> tupl
         raise RooftopError("array", str(spread), "an array without partial sums, to move to or from one chip")
     # A scatter is the messages of a gather the other way.
     chip = torus.chip(place)
-    found = run(torus, gather(torus, chip, _shares(spread, chip, torus, prices)))
-    return Step(op=op, inputs=(source,), output=target), _cost(whole, found, torus)
+    result = run(torus, gather(torus, chip, _shares(spread, chip, torus, prices)))
+    return Step(op=op, inputs=(source,), output=target), _cost(whole, result, torus)
 
 
-def _cost(moved: float, found: NetworkRun, torus: Torus) -> Cost:
-    busy = {"ici": float(found.busy_s.max())}
-    return Cost(bytes=moved, resources=busy, latency_s=found.hops * torus.hop_s, time_s=found.seconds)
+def _cost(moved: float, result: NetworkRun, torus: Torus) -> Cost:
+    busy = {"ici": float(result.busy_s.max())}
+    return Cost(bytes=moved, resources=busy, latency_s=result.hops * torus.hop_s, time_s=result.seconds)
 
 
 def _shares(array: ShardedArray, chip: int, torus: Torus, prices: Prices) -> Floats:

@@ -1,4 +1,4 @@
-"""What every device of a ring, a line or a torus holds after each round of a collective, for pictures of it.
+"""Shards that every device of a ring, a line or a torus has after each round of a collective, for pictures.
 
 In a round every device sends to each neighbour at most what it got in the round before (chapter 3). ``held[t][d][s]``
 is how much of shard s device d holds after t rounds, 0 to 1: of an AllGather and AllToAll the share of its bytes, of a
@@ -70,20 +70,20 @@ def torus_rounds(kind: str, sizes: Sequence[int], rings: Sequence[bool]) -> Roun
     held: list[Floats] = []
     sent: list[tuple[tuple[int, int], ...]] = []
     now: dict[int, Floats] = {}
-    every = [(each, axis, rounds(each, sizes[axis], ring=rings[axis])) for each, axis in stages]
-    for _, axis, found in reversed(every):
-        now[axis] = found.held[0]
-    for _, axis, found in every:
-        for at in range(len(found.held)):
-            now[axis] = found.held[at]
+    every = [(part, axis, rounds(part, sizes[axis], ring=rings[axis])) for part, axis in stages]
+    for _, axis, stage_rounds in reversed(every):
+        now[axis] = stage_rounds.held[0]
+    for _, axis, stage_rounds in every:
+        for at in range(len(stage_rounds.held)):
+            now[axis] = stage_rounds.held[at]
             if at or not held:
-                held.append(_product([now[each] for each in axes]))
-        sent += [_along(pairs, axis, sizes) for pairs in found.sent]
+                held.append(_product([now[position] for position in axes]))
+        sent += [_along(pairs, axis, sizes) for pairs in stage_rounds.sent]
     return Rounds(held=np.array(held), sent=tuple(sent))
 
 
 def _product(factors: Sequence[Floats]) -> Floats:
-    """What devices hold of shards that are split over several axes, from what they hold along each."""
+    """Holdings of shards split over several axes, from the holdings along each axis."""
     whole: Floats = np.ones((1, 1))
     for factor in factors:
         whole = np.asarray(np.kron(whole, factor), np.float64)
@@ -99,7 +99,7 @@ def _along(pairs: tuple[tuple[int, int], ...], axis: int, sizes: Sequence[int]) 
 
 
 def _steps(away: npt.NDArray[np.int64], done: int, ring: bool) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom in round ``done`` of an AllGather: each shard moves on from where it came the round before."""
+    """Pairs (from, to) in round ``done`` of an AllGather: each shard moves on from where it came the round before."""
     devices = len(away)
     pairs = set()
     for device in range(devices):
@@ -125,10 +125,10 @@ def _sums(away: npt.NDArray[np.int64], reach: int) -> Floats:
 
 
 def _on_way(away: npt.NDArray[np.int64], operand: int, shard: int, reach: int) -> npt.NDArray[np.bool_]:
-    """Where what started at ``operand`` is, on a shortest way to ``shard``, when it is ``reach`` from it or nearer."""
+    """Mask of operands that started at ``operand`` and are within ``reach`` of ``shard`` on a shortest path."""
     left = min(int(away[operand, shard]), reach)
-    found: npt.NDArray[np.bool_] = (away[:, shard] == left) & (away[:, operand] == away[operand, shard] - left)
-    return found
+    mask: npt.NDArray[np.bool_] = (away[:, shard] == left) & (away[:, operand] == away[operand, shard] - left)
+    return mask
 
 
 def _all_to_all(away: npt.NDArray[np.int64], last: int) -> Rounds:

@@ -125,7 +125,7 @@ class Torus:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkRun:
-    """What a simulation found.
+    """Result of a simulation.
 
     ``seconds`` is when the last byte arrived and ``hops`` the links on the path that took so long; ``link_bytes`` and
     ``busy_s`` are [P, 2, chips] by axis, direction (up, down) and the chip that a link leaves. ``left_s`` is when each

@@ -46,8 +46,8 @@ class _Events:
         front, back = deployment.schedulers()
         roles = ["both" if not back else "prefill"] * len(front) + ["generate"] * len(back)
         self.servers = [
-            SimulatedServer(number, role, each)
-            for number, (role, each) in enumerate(zip(roles, [*front, *back], strict=True))
+            SimulatedServer(number, role, times)
+            for number, (role, times) in enumerate(zip(roles, [*front, *back], strict=True))
         ]
         self.front, self.back = self.servers[: len(front)], self.servers[len(front) :]
         for server in self.servers:
@@ -158,8 +158,8 @@ class _Events:
         elif lead.planned > 1 and (certain or server.scheduler.may_admit()):
             steps = steps_by(now - lead.started_s, lead.first_s, lead.growth_s, lead.planned)
             if steps < lead.planned:
-                for each in lead.together:
-                    each.planned = steps
+                for partner in lead.together:
+                    partner.planned = steps
                 lead.version += 1
                 self.push(lead.started_s + run_seconds(steps, lead.first_s, lead.growth_s), _DONE, lead)
 
@@ -210,7 +210,7 @@ class _Events:
             else:
                 server.first_s = self.times.prefill_s(step.prefill) if step.chunks else 0.0
         if step.copies:
-            # Copies have a path of their own beside the step, which takes as long as the longer of the two.
+            # Copies have a path of their own next to the step, which takes as long as the longer of the two.
             pages = sum(len(copy.source) for copy in step.copies)
             server.first_s = max(server.first_s, self.times.host_copy_s(pages * self.times.page_tokens))
         server.meter(now)
@@ -290,7 +290,7 @@ class _Events:
         server.newcomers.append(request)
 
     def generates(self, entry: tuple[int, int, int]) -> bool:
-        """Whether an entry of ``ends`` is of a stay that goes on."""
+        """Return True if an entry of ``ends`` belongs to a sequence that is still generating."""
         return self.joined.get(entry[1], (0,))[0] == entry[2]
 
     def leave(self, server: SimulatedServer, request: int) -> None:
@@ -363,7 +363,7 @@ class _Events:
 
 
 def joint_steps(times: StepTimes, step: EngineStep, most: int) -> tuple[int, float, float]:
-    """How many steps to take at once, at most ``most``; the time of the first and what each takes more than the last.
+    """Number of steps to take at once (at most ``most``), the time of the first, and the growth from step to step.
 
     Times are convex or concave in the context: where the second of three points lies on the line through the others,
     they are on a line all the way.

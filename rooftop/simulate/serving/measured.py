@@ -16,7 +16,7 @@ _FEW = 4
 class MeasuredProgram:
     """A compiled program with room for ``sequences`` sequences, that read up to ``context_tokens`` tokens of KV each.
 
-    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence; beside those that it
+    It prefills ``tokens`` new tokens in all, or with 0 generates a token for each sequence; next to those that it
     prefills, it may have room for ``generating`` others. A run takes ``seconds``.
     """
 
@@ -37,7 +37,7 @@ class MeasuredTimes:
     """``StepTimes`` of an engine with static shapes: a step takes as long as the programs that it is padded to.
 
     Only programs that ran are known; what would need another one is priced as the nearest. ``overhead_s`` is what each
-    step takes beside its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together. Of an
+    step takes next to its programs. ``kv_tokens`` are those of all ``kv_groups`` groups of devices together. Of an
     engine of two parts they are those of the one that generates; the other one has ``prefill_kv_tokens`` in
     ``prefill_kv_groups``, and sends the KV of a sequence in ``handover_s``.
     """
@@ -88,34 +88,40 @@ class MeasuredTimes:
 
     @cached_property
     def _generates(self) -> list[MeasuredProgram]:
-        found = [each for each in self.programs if not each.tokens]
-        return sorted(found, key=lambda each: (each.sequences, each.context_tokens))
+        decode_programs = [program for program in self.programs if not program.tokens]
+        return sorted(decode_programs, key=lambda program: (program.sequences, program.context_tokens))
 
     @cached_property
     def _prefills(self) -> dict[int, list[MeasuredProgram]]:
         """Programs by width, in ascending order."""
-        found: dict[int, list[MeasuredProgram]] = {}
-        prefills = [each for each in self.programs if each.tokens and not each.generating]
-        for each in sorted(prefills, key=lambda each: (each.width, each.context_tokens)):
-            found.setdefault(each.width, []).append(each)
-        return found
+        by_width: dict[int, list[MeasuredProgram]] = {}
+        prefills = [program for program in self.programs if program.tokens and not program.generating]
+        for program in sorted(prefills, key=lambda program: (program.width, program.context_tokens)):
+            by_width.setdefault(program.width, []).append(program)
+        return by_width
 
     def _size(self, batch: int) -> int:
         """Rows of the program that generates for so many sequences."""
-        sizes = [each.sequences for each in self._generates]
-        return min((each for each in sizes if each >= batch), default=sizes[-1])
+        sizes = [program.sequences for program in self._generates]
+        return min((size for size in sizes if size >= batch), default=sizes[-1])
 
     def _generate_s(self, batch: int, context_tokens: int) -> float:
         size = self._size(batch)
-        return _nearest([each for each in self._generates if each.sequences == size], context_tokens // batch + 1)
+        return _nearest(
+            [program for program in self._generates if program.sequences == size], context_tokens // batch + 1
+        )
 
     def _mixed(self, batch: int, run: _Run) -> list[MeasuredProgram]:
         """The programs that do a run while they generate."""
         size = self._size(batch)
         shape = (run.rows, run.rows * run.width)
         return sorted(
-            (each for each in self.programs if each.generating == size and (each.sequences, each.tokens) == shape),
-            key=lambda each: each.context_tokens,
+            (
+                program
+                for program in self.programs
+                if program.generating == size and (program.sequences, program.tokens) == shape
+            ),
+            key=lambda program: program.context_tokens,
         )
 
     def _runs(self, chunks: Sequence[tuple[int, int]]) -> Iterator[_Run]:
@@ -125,10 +131,10 @@ class MeasuredTimes:
         for tokens, before in chunks:
             for wave, start in enumerate(range(0, tokens, widths[-1])):
                 size = min(widths[-1], tokens - start)
-                width = next(each for each in widths if each >= size)
+                width = next(width for width in widths if width >= size)
                 waves.setdefault((wave, width), []).append(before + start + size)
         for (_, width), ends in sorted(waves.items(), key=lambda wave: wave[0]):
-            rows = {each.sequences for each in self._prefills[width]}
+            rows = {program.sequences for program in self._prefills[width]}
             while ends:
                 count = prefill_rows(len(ends), max(rows))
                 count = count if count in rows else max(rows)
@@ -136,7 +142,9 @@ class MeasuredTimes:
                 yield _Run(rows=count, width=width, context_tokens=max(taken))
 
     def _run_s(self, run: _Run) -> float:
-        return _nearest([each for each in self._prefills[run.width] if each.sequences == run.rows], run.context_tokens)
+        return _nearest(
+            [program for program in self._prefills[run.width] if program.sequences == run.rows], run.context_tokens
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,5 +167,5 @@ def prefill_rows(pieces: int, full: int) -> int:
 
 def _nearest(programs: list[MeasuredProgram], context_tokens: int) -> float:
     """The time of the smallest program that reads so many tokens; of the largest if none does."""
-    enough = [each for each in programs if each.context_tokens >= context_tokens]
-    return (min(enough, key=lambda each: each.context_tokens) if enough else programs[-1]).seconds
+    enough = [program for program in programs if program.context_tokens >= context_tokens]
+    return (min(enough, key=lambda program: program.context_tokens) if enough else programs[-1]).seconds

@@ -1,4 +1,4 @@
-"""What users feel and what servers do, out of a simulation.
+"""Metrics of a simulation: latencies of requests and use of servers.
 
 Definitions are those of the serving benchmark tools. Per request, of ``n`` tokens generated:
 
@@ -103,8 +103,8 @@ class ServingMetrics:
             bounds = np.stack([joined + 1, last + 1], axis=1)
             several = bounds[:, 0] < bounds[:, 1]
             if several.any():
-                found = np.maximum.reduceat(longest, bounds[several].ravel())[::2]
-                np.maximum.at(worst, request[several], found)
+                maxima = np.maximum.reduceat(longest, bounds[several].ravel())[::2]
+                np.maximum.at(worst, request[several], maxima)
         return worst
 
     @cached_property
@@ -175,7 +175,7 @@ class ServingMetrics:
         }
 
     def _server(self, server: SimulatedServer) -> dict[str, Any]:
-        """What one server did with its time and its pages."""
+        """Use of one server's time and pages."""
         runs, duration = self._runs[server.number], self.duration_s
         seconds = runs["end_s"] - runs["start_s"]
         prefills, generates = runs["prefill_tokens"] > 0, runs["generating"] > 0
@@ -218,10 +218,10 @@ def spread(values: Floats) -> dict[str, float] | None:
     known = values[~np.isnan(values)]
     if not len(known):
         return None
-    found = np.percentile(known, PERCENTILES)
+    percentiles = np.percentile(known, PERCENTILES)
     return (
         {"mean": float(known.mean())}
-        | {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)}
+        | {f"p{p}": float(value) for p, value in zip(PERCENTILES, percentiles, strict=True)}
         | {"max": float(known.max())}
     )
 

@@ -1,4 +1,4 @@
-"""What happens in a simulation of serving: on servers, in runs of equal steps, and to requests."""
+"""Records of a serving simulation: servers, runs of equal steps, and requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stay(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SimulatedServer:
-    """What happened on one server, and while the simulation runs, what is happening."""
+    """Record of one server: its past runs and, during a simulation, its current one."""
 
     number: int
     role: str
@@ -93,7 +93,7 @@ class SimulatedServer:
 
 @dataclass(kw_only=True, slots=True)
 class Requests:
-    """What became of the requests: lists [request]. A refused one has no times (NaN) and its reason in ``refused``."""
+    """Outcome of the requests: lists [request]. A refused one has no times (NaN) and its reason in ``refused``."""
 
     first_s: list[float]
     last_s: list[float]
@@ -109,7 +109,7 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What happened: the input, the servers with their runs, the requests with their times."""
+    """A finished simulation: its input, servers with their runs, requests with their times."""
 
     trace: RequestTrace
     deployment: Deployment

@@ -16,7 +16,7 @@ _MICROSECONDS = 1e6
 
 
 def timeline(simulation: Simulation, until_s: float) -> dict[str, Any]:
-    """What begins in the first ``until_s`` seconds, as a JSON object; its times are in microseconds."""
+    """Return the events that begin in the first ``until_s`` seconds as a JSON object; times in microseconds."""
     events: list[dict[str, Any]] = []
     for server in simulation.servers:
         events += _server(server, until_s)

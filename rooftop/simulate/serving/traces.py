@@ -66,8 +66,10 @@ class RequestTrace:
         if self.hashes is None:
             return ()
         hashes, prompt = self.hashes[request], int(self.prompt_tokens[request])
-        each = self.hash_tokens // page_tokens
-        keys = tuple(base + page for hashed in hashes for base in (hashed * each,) for page in range(each))
+        hashes_per_page = self.hash_tokens // page_tokens
+        keys = tuple(
+            base + page for hashed in hashes for base in (hashed * hashes_per_page,) for page in range(hashes_per_page)
+        )
         return keys[: prompt // page_tokens] if len(hashes) * self.hash_tokens < prompt + self.hash_tokens else keys
 
 
@@ -217,11 +219,11 @@ def _whole(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> int:
 
 
 def _hashes(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    found = next((row[name] for name in _HASHES if row.get(name) is not None), ())
+    ids = next((row[name] for name in _HASHES if row.get(name) is not None), ())
     try:
-        values = tuple(int(value) for value in found.split()) if isinstance(found, str) else tuple(found)
+        values = tuple(int(value) for value in ids.split()) if isinstance(ids, str) else tuple(ids)
     except (TypeError, ValueError):
         values = (None,)
     if not all(type(value) is int for value in values):
-        raise RooftopError(where, found, "hashes as whole numbers")
+        raise RooftopError(where, ids, "hashes as whole numbers")
     return values

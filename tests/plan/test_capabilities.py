@@ -1,0 +1,206 @@
+"""What programs can run stands in one table: plans, programs and the documentation agree with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+
+from rooftop import capabilities
+from rooftop.arrays import AXES, Mesh
+from rooftop.capabilities import ENGINE_AXES, ENGINE_WEIGHTS, KERNELS, SERVING, TRAINING, ServingSpec, obstacles
+from rooftop.cli.main import cli
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.models.activations import parse_policy
+from rooftop.plan.layouts import Layouts, enumerate_layouts
+from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice
+from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.programs.attention.attend import _ATTEND
+from rooftop.programs.serving.quantised import FORMATS
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import abstract_batch, abstract_state
+from rooftop.serve.engine.loading import configuration_of
+
+MODELS = ("llama3-8b", "gemma2-9b", "gpt-oss-20b", "mixtral-8x7b", "deepseek-v2-lite", "gpt3-175b")
+
+
+@cache
+def _layouts(slice_: str) -> Layouts:
+    return enumerate_layouts(Slice.parse(slice_), AXES, {})
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> TrainingPlan:
+    """Plans of any model, with any mesh that the slice carries; many of them are not executable."""
+    layouts = _layouts(draw(st.sampled_from(("v5e:4x4", "v5p:2x2x4", "h100:8x2", "v5e:16x16"))))
+    slice_ = layouts.slice
+    mesh = layouts.mesh(draw(st.integers(0, len(layouts) - 1)))
+    model = load_model(draw(st.sampled_from(MODELS)))
+    # Such a mesh is refused before anything is priced.
+    assume(model.moe is not None or mesh.size("expert") == 1)
+    schedule = draw(st.sampled_from(("1f1b", "gpipe", "zero_bubble", "interleaved")))
+    chunks = 2 if schedule == "interleaved" else 1
+    seq_len = draw(st.sampled_from((384, 1024, 4096)))
+    state = st.sampled_from(("bf16", "f32", "int8"))
+    numerics = Numerics(
+        matmul=draw(st.sampled_from(("bf16", "bf16", "bf16", "int8"))),
+        moments=draw(st.sampled_from(("bf16", "f32"))),
+        weights=draw(st.sampled_from(("f32", "bf16"))) if draw(st.booleans()) else draw(state),
+        optimizer=draw(st.sampled_from(("adamw", "lion", "sgd"))),
+    )
+    problem = Problem(
+        model=model,
+        slice=slice_,
+        workload=Workload(batch_tokens=draw(st.sampled_from((96, 256, 1024))) * seq_len, seq_len=seq_len),
+        numerics=numerics,
+        schedule=schedule,
+        chunks=chunks,
+    )
+    remat = draw(st.sampled_from(("none", "block", "block,qkv=offload")))
+    choice = Choice(
+        remat=remat,
+        policy=parse_policy(remat),
+        microbatches=draw(st.sampled_from((1, 2, 4, 8))),
+        schedule=schedule,
+        chunks=chunks,
+    )
+    return TrainingPlan(problem=problem, mesh=mesh, choice=choice)
+
+
+@settings(max_examples=100)
+@given(plans())
+def test_a_plan_is_executable_exactly_if_its_program_is_built(plan: TrainingPlan) -> None:
+    if plan.obstacles:
+        with pytest.raises(RooftopError) as refused:
+            TrainProgram.from_plan(plan)
+        assert refused.value.given == plan.obstacles[0]
+        return
+    program = TrainProgram.from_plan(plan)
+    sizes = {axis: plan.mesh.size(axis) for axis in AXES}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    # Arrays of the wrong size for the mesh are refused here.
+    assert abstract_state(program, mesh).weights.embed.shape == (plan.problem.model.vocab, plan.problem.model.d_model)
+    assert abstract_batch(program, mesh).tokens.shape == (plan.problem.workload.batch_seqs, program.seq_len)
+
+
+def problem(
+    model: str = "llama3-8b", on: str = "v5e:4x4", *, seqs: int = 64, seq_len: int = 4096, **more: Any
+) -> Problem:
+    workload = Workload(batch_tokens=seqs * seq_len, seq_len=seq_len)
+    return Problem(model=load_model(model), slice=Slice.parse(on), workload=workload, **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "obstacle"),
+    [
+        (problem(numerics=Numerics(matmul="int8")), "no program multiplies in int8 yet"),
+        (problem(numerics=Numerics(weights="f16")), "no program has weights in f16"),
+        (problem(on="v5e:4x8", axes={"tensor": 16, "fsdp": 2}), "8 key/value heads cannot be split 16 ways"),
+        (problem("gpt3-175b", "v4:4x4x4", seq_len=2048, axes={"tensor": 8, "fsdp": 8}), "a vocabulary of 50257"),
+        (problem("gpt3-175b", "v4:4x4x4", seq_len=4096), "learned positions for 2048 tokens, not 4096"),
+        (problem(axes={"context": 4, "fsdp": 4}, seq_len=1536), "sequences of a multiple of 1024 here"),
+        (problem("gpt-oss-20b", "v5e:16x16", seqs=256, axes={"fsdp": 256}), "an F of 2880 of experts"),
+        (problem("gemma2-9b", "h100:8x2"), "the cudnn kernel has no softcap"),
+        (problem("gpt-oss-20b", "h100:8x2"), "the cudnn kernel has no attention sinks"),
+        (problem("deepseek-v2-lite", "h100:8x2"), "the cudnn kernel has no values of another size than keys"),
+        (problem(on="h100:8x2", axes={"context": 2, "fsdp": 8}), "cannot attend to keys of other devices"),
+    ],
+)  # fmt: skip
+def test_obstacles_name_what_programs_lack(asked: Problem, obstacle: str) -> None:
+    plan = plan_training(asked, alternatives=0).plan
+    assert any(obstacle in text for text in plan.obstacles)
+
+
+def test_the_nearest_plan_is_executable() -> None:
+    """A plan in int8 is priced, and the one that runs has matmuls in bf16 on the same slice."""
+    answer = plan_training(problem(numerics=Numerics(matmul="int8")))
+    assert answer.nearest_executable is not None
+    assert (answer.nearest_executable["slice"], answer.nearest_executable["matmul"]) == ("v5e:4x4", "bf16")
+    assert answer.nearest_executable["executable"]
+    copied = plan_training(problem(on="v5e:4x8", axes={"tensor": 16, "fsdp": 2})).nearest_executable
+    assert copied is not None
+    assert copied["slice"] == "v5e:4x8" and copied["executable"]
+
+
+def test_changes_that_no_program_runs_are_marked() -> None:
+    answer = plan_training(problem(on="v5p:4x4x4", seqs=32, axes={"fsdp": 16, "tensor": 4}))
+    missing = {entry["change"]: entry["obstacle"] for entry in answer.what_if}
+    assert missing["tensor collectives overlapped (collective matmuls)"] is not None
+    assert "int8" in missing["int8 matmuls in the layers"]
+    assert missing["ICI twice as fast"] is None
+    words = "plan train llama3-8b --on v5p:4x4x4 --batch-seqs 32 --mesh fsdp=16,tensor=4"
+    printed = CliRunner().invoke(cli, words.split()).output
+    assert "collective matmuls yet" in printed and "multiplies in int8 yet" in printed
+
+
+def spec(**more: Any) -> ServingSpec:
+    fields: dict[str, Any] = {"model": load_model("llama3-8b"), "axes": {"tensor": 4}, "batch": 8}
+    return ServingSpec(**fields | more)
+
+
+@pytest.mark.parametrize(
+    ("more", "obstacle"),
+    [
+        ({"axes": {"fsdp": 2, "tensor": 4}}, "--mesh tensor=4,context=2"),
+        ({"weights": "int4"}, "weights in int4 with a scale for each column"),
+        ({"weights": "int8", "weight_group": 64}, "groups of 64"),
+        ({"weights": "f16"}, "weights in f16"),
+        ({"kv": "f8_e4m3"}, "a cache in f8_e4m3"),
+        ({"matmul": "int8"}, "no engine multiplies in int8"),
+        ({"kv_sharing": 2}, "2 layers share a cache"),
+        ({"axes": {"context": 32}, "kv_split": "seq"}, "pages of 16 tokens cannot be split 32 ways"),
+        ({"axes": {"data": 3}}, "8 sequences cannot be split 3 ways"),
+        ({"axes": {"data": 2}, "disaggregated": True}, "one copy, not 2 over data"),
+        ({"drafted": True, "disaggregated": True}, "--mode interleaved"),
+    ],
+)
+def test_engines_name_what_they_lack(more: dict[str, Any], obstacle: str) -> None:
+    assert obstacle in next(obstacles(SERVING, spec(**more)))
+
+
+@pytest.mark.parametrize("format_", list(ENGINE_WEIGHTS))
+def test_engines_have_every_format_of_the_table(format_: tuple[str, int | None]) -> None:
+    weights, group = format_
+    assert not list(obstacles(SERVING, spec(weights=weights, weight_group=group, kv="int8")))
+    axes = {"data": 2, "tensor": 4, "context": 1}
+    plan = {
+        "kind": "serve",
+        "mesh": {"axes": axes},
+        "kv_split": "seq",
+        "generate": {"batch": 8},
+        "dtypes": {"weights": weights, "weight_group": group, "kv": "int8"},
+    }
+    made = configuration_of(plan)
+    assert (made.weights, made.cache, dict(made.mesh)) == (ENGINE_WEIGHTS[format_], "int8", {"data": 2, "tensor": 4})
+
+
+def test_the_table_lists_what_programs_have() -> None:
+    assert set(ENGINE_WEIGHTS.values()) == {"plain", *FORMATS}
+    assert set(KERNELS) == set(_ATTEND)
+    assert set(ENGINE_AXES) < set(AXES)
+    plan = plan_training(problem(), alternatives=0).plan
+    assert not list(obstacles(TRAINING, plan.spec))
+    assert plan.spec.runnable() == plan.spec
+    assert replace(plan.spec, matmul="int8", weights="f16").runnable() == plan.spec
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "capabilities.md").read_text(encoding="utf-8")
+    assert capabilities.table() in page
+
+
+def test_a_mesh_that_is_laid_has_every_axis() -> None:
+    slice_ = Slice.parse("v5e:4x4")
+    assert tuple(Mesh.lay(slice_, dict.fromkeys(AXES, 1) | {"fsdp": 16}).shape) == AXES

@@ -1,0 +1,419 @@
+"""Training plans: sums that must add up, orders that must hold, and refusals that must name what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rooftop.arrays import AXES, parse_axes
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.schemas import schema
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
+from rooftop.models.activations import CHECKPOINTS
+from rooftop.plan.shapes import attended_pairs
+from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.workload import Numerics, Workload
+
+SLICES = [
+    "v5e:4x4",
+    "v5e:16x16",
+    "v5e:16x16@2",
+    "v5p:4x4x4",
+    "v5p:4x8x8",
+    "v6e:8x8",
+    "tpu7x:4x4x4",
+    "v4:4x4x8",
+    "h100:8x4",
+]
+MODELS = ["llama3-8b", "llama3-70b", "mixtral-8x7b", "gemma2-9b", "deepseek-v2-lite", "qwen3-8b"]
+
+
+def problem(
+    model: str = "llama3-8b", on: str = "v5p:4x4x4", seqs: int = 256, seq_len: int = 4096, **more: object
+) -> Problem:
+    return Problem(
+        model=load_model(model),
+        slice=Slice.parse(on),
+        workload=Workload(batch_tokens=seqs * seq_len, seq_len=seq_len, tokens=1e12),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def best(found: Sweep) -> TrainingPlan:
+    only = found.only(found.best)
+    return TrainingPlan(problem=found.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+
+
+problems = st.builds(
+    problem,
+    model=st.sampled_from(MODELS),
+    on=st.sampled_from(SLICES),
+    seqs=st.sampled_from([64, 256, 1024]),
+    seq_len=st.sampled_from([2048, 8192]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems)
+def test_what_the_plan_says_adds_up(given_: Problem) -> None:
+    found = sweep(given_)
+    plan = best(found)
+    data = plan.to_json()
+    memory, step = data["memory"], data["step"]
+    classes = ("weights", "optimizer", "gradients", "activations", "workspace")
+    assert memory["total"] == pytest.approx(sum(memory[name] for name in classes))
+    assert memory["fits"] == (memory["total"] <= memory["capacity"])
+    # The ledger of the winner adds up to the number that the sweep saw.
+    assert sum(row["count"] * row["expected_s"] for row in data["ledger"]) == pytest.approx(step["expected_s"])
+    assert found.expected_s[found.best] == pytest.approx(step["expected_s"])
+    assert found.memory_bytes[found.best] == pytest.approx(memory["total"])
+    for name in ("mxu", "vpu", "hbm", "ici", "dcn", "pcie"):
+        total = sum(row["count"] * row["time_s"].get(name, 0.0) for row in data["ledger"])
+        assert total == pytest.approx(step[f"{name}_s"])
+    assert 0 < step["lower_s"] <= step["expected_s"] * (1 + 1e-9)
+    assert step["expected_s"] <= step["upper_s"] * (1 + 1e-9)
+    assert 0 < plan.mfu < 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems)
+def test_no_recompute_means_model_flops(given_: Problem) -> None:
+    """Without remat a device executes its share of the model's FLOPs; attention runs by whole blocks."""
+    found = sweep(replace(given_, remat="none", microbatches=1))
+    plan = best(found)
+    tensor = plan.mesh.shape["tensor"]
+    if given_.model.mla is None and given_.model.kv_heads % tensor == 0:
+        matmuls = float(plan.ledger.flops(kernels=False)) * given_.slice.devices
+        layers = given_.model.layers / plan.mesh.shape["stage"]
+        if layers == int(layers) and plan.mesh.shape["stage"] == 1:
+            expected = 3 * flops_per_token(given_.model, given_.workload.seq_len).matmul * given_.workload.batch_tokens
+            assert matmuls == pytest.approx(expected, rel=2e-3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(MODELS), st.sampled_from(["v5p:4x4x4", "v6e:8x8", "h100:8x4"]))
+def test_more_chips_never_raise_compute_time(model: str, on: str) -> None:
+    small = Slice.parse(on)
+    large = Slice(small.chip, (*small.shape[:-1], small.shape[-1] * 2), small.num_slices)
+    seconds = [best(sweep(problem(model, slice_.name))).ledger.total("mxu") for slice_ in (small, large)]
+    assert float(seconds[1]) <= float(seconds[0]) * (1 + 1e-9)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from(MODELS), st.sampled_from(["v5e:4x4", "v5p:4x4x4", "v5e:16x16@2", "h100:8x4"]))
+def test_bounding_loses_no_winner(model: str, on: str) -> None:
+    job = problem(model, on)
+    quick, whole = sweep(job), sweep(job, exhaustive=True)
+    assert quick.searched == whole.searched
+    assert quick.expected_s[quick.best] == pytest.approx(whole.expected_s[whole.best])
+    ranked = [[found.expected_s[candidate] for candidate in found.alternatives(5)] for found in (quick, whole)]
+    assert ranked[0] == pytest.approx(ranked[1])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_plan_json_round_trips_and_follows_its_schema(model: str) -> None:
+    answer = plan_training(problem(model))
+    data = json.loads(json.dumps(answer.to_json()))
+    jsonschema.validate(data, schema("plan"))
+    again = TrainingPlan.from_json(data).to_json()
+    for name, value in again.items():
+        assert json.loads(json.dumps(value)) == data[name], name
+
+
+def test_search_balances_fsdp_and_tensor_as_the_book_says() -> None:
+    """Fewer tokens per chip ask for more tensor parallelism: X_opt grows with the square root of the batch."""
+    tensor = [
+        best(sweep(problem("llama3-70b", "v5p:16x16x16", seqs=seqs))).mesh.shape["tensor"] for seqs in (512, 1024, 8192)
+    ]
+    assert tensor == sorted(tensor, reverse=True)
+    assert tensor[0] > tensor[-1]
+
+
+def test_remat_trades_flops_for_memory() -> None:
+    found = {name: best(sweep(problem("llama3-8b", remat=name))) for name in ("none", "matmuls", "minimal", "block")}
+    memory = [found[name].memory["activations"] for name in ("none", "matmuls", "minimal", "block")]
+    assert memory == sorted(memory, reverse=True)
+    mxu = {name: float(plan.ledger.total("mxu")) for name, plan in found.items()}
+    assert mxu["none"] == pytest.approx(mxu["matmuls"])
+    assert mxu["matmuls"] < mxu["minimal"] < mxu["block"]
+
+
+def test_offload_moves_bytes_to_the_host() -> None:
+    saved = best(sweep(problem("llama3-8b", remat="block,qkv=save", axes={"fsdp": 64})))
+    offloaded = best(sweep(problem("llama3-8b", remat="block,qkv=offload", axes={"fsdp": 64})))
+    moved = saved.memory["activations"] - offloaded.memory["activations"]
+    assert offloaded.to_json()["memory"]["host"] == pytest.approx(moved)
+    assert float(offloaded.ledger.total("pcie")) > 0 == float(saved.ledger.total("pcie"))
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_every_offloaded_checkpoint_goes_to_the_host_and_back(model: str, checkpoint: str) -> None:
+    plan = best(sweep(problem(model, remat=f"block,{checkpoint}=offload", axes={"fsdp": 64}, microbatches=1)))
+    held = plan.to_json()["memory"]["host"]
+    # Nothing reads the MLP's output again: the next layer begins with its sum.
+    assert (held > 0) == (checkpoint != "mlp_down")
+    moved = float(plan.ledger.total("pcie")) * plan.step.rates.pcie_bytes_per_s
+    assert moved == pytest.approx(2 * held)
+
+
+def test_pipeline_bubble_shrinks_with_microbatches_and_schedule() -> None:
+    def idle(**more: object) -> float:
+        plan = best(sweep(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block", **more)))
+        return plan.exposed_s()["idle"] / (plan.expected_s - plan.exposed_s()["idle"])
+
+    few, many = idle(microbatches=4), idle(microbatches=16)
+    assert many < few
+    assert idle(microbatches=4, schedule="interleaved", chunks=2) < few
+    assert idle(microbatches=4, schedule="zero_bubble") == pytest.approx(few / 3, rel=0.02)
+    # (stages - 1)/microbatches of the busy time, which is all but the update.
+    assert few == pytest.approx(3 / 4, rel=0.01)
+
+
+def test_pipelines_that_no_program_runs_say_why() -> None:
+    def obstacles(**more: object) -> str:
+        asked = problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block", **more)
+        return "; ".join(best(sweep(asked)).obstacles)
+
+    assert not obstacles(microbatches=8)
+    several = obstacles(seqs=96, microbatches=6, schedule="interleaved", chunks=2)
+    assert "multiple of 4 microbatches, not 6" in several
+    plan = best(sweep(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block,qkv=offload", microbatches=8)))
+    assert plan.obstacles == ["no program offloads activations from a pipeline stage"]
+
+
+def test_layers_that_stages_do_not_share_are_done_by_one_of_them_and_held_by_all() -> None:
+    """DeepSeek-V2-Lite: one dense layer, then 26 of experts, of which each of two stages has 13."""
+
+    def planned(stages: int, layers: int = 27, remat: str = "block") -> TrainingPlan:
+        asked = problem(
+            "deepseek-v2-lite", "v5p:2x2x4", seqs=128, axes={"stage": stages, "expert": 16 // stages}, remat=remat,
+            microbatches=8,
+        )  # fmt: skip
+        return best(sweep(replace(asked, model=replace(asked.model, layers=layers))))
+
+    def times(plan: TrainingPlan, scope: str, phase: str = "forward") -> float:
+        return sum(float(row.count) for row in plan.ledger if (row.scope, row.phase) == (scope, phase)) / 8
+
+    two = planned(2)
+    assert not two.obstacles
+    assert float(two.step.layers.item()) == 14
+    assert (times(two, "layers/mlp/up"), times(two, "layers/moe/router"), times(two, "layers/attn/qkv")) == (1, 13, 28)
+    # The dense layer is not kept from task to task, whatever the policy: its backward pass begins with the tokens.
+    every = planned(2, remat="none")
+    flops = [float(row.flops.get("bf16", 0.0)) for row in every.ledger if row.key == ("layers/mlp/up", "recompute")]
+    assert flops[0] > 0 and times(every, "embed", "recompute") == times(two, "embed", "recompute") == 1
+    one = planned(1)
+    assert (times(one, "layers/mlp/up"), times(one, "layers/moe/router"), times(one, "embed")) == (1, 26, 1)
+    assert not times(one, "embed", "recompute")
+    # A stage's 13 layers keep two microbatches, the dense layer one while it is done.
+    kept = [each.memory["activations"] / float(each.step.tokens.item()) for each in (two, planned(2, layers=53))]
+    layer = (kept[1] - kept[0]) / (2 * 13)
+    assert kept[0] == pytest.approx((2 * 13 + 1) * layer)
+    # Every stage has the tables and the dense layer: their gradients are summed over stages.
+    summed = sum(
+        float(one.bytes) for row in two.ledger if row.scope == "gradients"
+        for one in row.collectives if "stage" in one.axes
+    )  # fmt: skip
+    step = two.step
+    shared_by_none = step.held_parameters["vocab"] + step.layer_parameters["attn"] + step.layer_parameters["mlp"]
+    assert summed == pytest.approx(2 * float(shared_by_none.item()))
+    with pytest.raises(RooftopError, match=r"mesh axis stage.*a divisor of the 26 layers that stages share"):
+        planned(4)
+
+
+def test_stages_share_whole_periods_of_layers() -> None:
+    """Gemma 3 27B: ten periods of six layers, and two layers that the last stage does alone."""
+    asked = problem("gemma3-27b", "v5p:4x4x4", axes={"stage": 2, "fsdp": 32}, remat="block", microbatches=4)
+    plan = best(sweep(asked))
+    assert not plan.obstacles and float(plan.step.layers.item()) == 32
+    forward = [float(row.count) / 4 for row in plan.ledger if (row.scope, row.phase) == ("layers/mlp/up", "forward")]
+    assert forward == [32]
+    with pytest.raises(RooftopError, match=r"mesh axis stage.*a divisor of the 10 periods of 6 layers that stages"):
+        best(sweep(replace(asked, axes={"stage": 4, "fsdp": 16})))
+
+
+def test_experts_are_exchanged_and_counted() -> None:
+    plan = best(sweep(problem("mixtral-8x7b", axes={"fsdp": 8, "expert": 8}, microbatches=1)))
+    exchanged = [
+        collective
+        for row in plan.ledger
+        for collective in row.collectives
+        if row.scope == "layers/moe/dispatch" and row.phase == "forward" and collective.axes == ("expert",)
+    ]
+    assert [collective.kind for collective in exchanged] == ["all_to_all"]
+    tokens = 256 * 4096 / 64
+    # Two experts a token: its D elements in bf16, and the expert's weight in float32.
+    assert exchanged[0].bytes == tokens * 2 * (4096 * 2 + 4)
+
+
+def test_context_parallelism_rotates_keys_and_values() -> None:
+    plan = best(sweep(problem("llama3-8b", axes={"fsdp": 16, "context": 4}, seqs=16, seq_len=65536, remat="block")))
+    core = next(row for row in plan.ledger if row.key == ("layers/attn/core", "forward"))
+    (ring,) = core.collectives
+    tokens = 16 * 65536 / 64
+    assert (ring.kind, ring.axes) == ("permute", ("context",))
+    assert ring.bytes == pytest.approx(3 * tokens * 2 * 8 * 128 * 2)
+
+
+def test_data_over_dcn_reduces_gradient_shards() -> None:
+    plan = best(sweep(problem("llama3-8b", "v5e:16x16@2", axes={"data": 2, "fsdp": 256}, seqs=512)))
+    (row,) = [row for row in plan.ledger if row.scope == "gradients"]
+    reduce, norms = row.collectives
+    assert (reduce.kind, reduce.axes) == ("all_reduce", ("data",))
+    assert (norms.kind, norms.axes) == ("all_reduce", ("data", "fsdp"))
+    assert norms.bytes == 2 * (2 * 32 + 1) * 4096
+    held = sum(plan.step.held_parameters[name].item() for name in ("dense", "vocab"))
+    assert reduce.bytes == pytest.approx(2 * held)
+    assert held == pytest.approx(8.03e9 / 256, rel=1e-3)
+    assert reduce.time_s["dcn"] == pytest.approx(reduce.bytes / plan.problem.slice.chip.dcn_bytes_per_s, rel=1e-6)
+
+
+def _compiled_rows() -> list[dict[str, str]]:
+    """What bench/compile.py wrote: plans, and what XLA:TPU made of them."""
+    path = Path(__file__).parents[2] / "bench" / "results" / "compile.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row["compiled_s"]]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row["name"]) for row in _compiled_rows()])
+def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
+    """The figures of the plan as it is now, by those of its compiled program as it was then."""
+    model = replace(load_model(row["model"]), layers=int(row["layers"]))
+    asked = Problem(
+        model=model,
+        slice=Slice.parse(row["slice"]),
+        workload=Workload(batch_tokens=int(row["sequences"]) * int(row["seq_len"]), seq_len=int(row["seq_len"])),
+        assumptions=Assumptions(attention=row["attention"]),
+        axes=parse_axes(row["mesh"]),
+        remat=row["remat"],
+        microbatches=int(row["microbatches"]),
+    )
+    plan = best(sweep(asked))
+    assert float(plan.ledger.flops(kernels=False)) == pytest.approx(float(row["compiled_flops"]), rel=0.01)
+    assert 0.97 <= plan.memory_bytes / float(row["compiled_peak_bytes"]) <= 1.10
+    assert plan.expected_s == pytest.approx(float(row["compiled_s"]), rel=0.20)
+    moved: dict[str, float] = {}
+    for planned in plan.ledger:
+        for collective in planned.collectives:
+            axes = "+".join(sorted(collective.axes))
+            moved[axes] = moved.get(axes, 0.0) + float(planned.count) * float(collective.bytes)
+    for entry in row["compiled_collective_bytes"].split():
+        axes, _, nbytes = entry.partition(":")
+        # A sum over slices is taken in steps, over other axes each: see docs/compile.md.
+        if asked.slice.num_slices == 1:
+            assert moved[axes] == pytest.approx(float(nbytes), rel=0.05, abs=2**16)
+
+
+def test_nothing_fits_says_by_how_much_and_where() -> None:
+    answer = plan_training(problem("llama3-405b", "v5e:4x4"))
+    with pytest.raises(Infeasible, match=r"over the 16\.9 GB of a v5e device; of .* are optimizer$"):
+        answer.require_fit()
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"fsdp": 16, "tensor": 3}, r"64 devices.*48.*such as fsdp="),
+        ({"fsdp": 1000}, r"64 devices.*such as fsdp=64"),
+        ({"fsdp": 2, "tensor": 32}, None),
+        ({"fsdp": 1, "tensor": 64}, r"divisor of the 32 attention heads: \[16, 32\]"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_names_the_nearest_that_does(axes: dict[str, int], message: str | None) -> None:
+    if message is None:
+        assert sweep(problem(axes=axes)).expected_s.size
+        return
+    with pytest.raises(RooftopError, match=message):
+        sweep(problem(axes=axes))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.sampled_from(AXES), st.integers(1, 40), min_size=1))
+def test_given_meshes_are_planned_or_refused(axes: dict[str, int]) -> None:
+    try:
+        found = sweep(problem(axes=axes))
+    except RooftopError as error:
+        assert "\n" not in str(error)
+    else:
+        assert {name: size for name, size in best(found).mesh.shape.items() if size > 1} == {
+            name: size for name, size in axes.items() if size > 1
+        }
+
+
+def test_interleaving_needs_chunks() -> None:
+    with pytest.raises(RooftopError, match="interleaved"):
+        problem(chunks=2)
+    with pytest.raises(RooftopError, match="gpipe"):
+        problem(schedule="pipe")
+
+
+def test_unknown_dtype_for_a_chip_is_refused() -> None:
+    with pytest.raises(RooftopError, match="bf16"):
+        sweep(problem(numerics=Numerics(matmul="f16")))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("tensr=1", "tensor"), ("tensor=2", "between 0 and 1"), ("tensor=a", "between 0 and 1")]
+)
+def test_bad_assumptions_name_the_fault(text: str, what: str) -> None:
+    with pytest.raises(RooftopError, match=what):
+        Assumptions().with_hidden(text)
+
+
+def test_hiding_more_is_never_slower() -> None:
+    slow = best(sweep(problem("llama3-70b", axes={"fsdp": 16, "tensor": 4}, seqs=64)))
+    hidden = Assumptions().with_hidden("weight_gather=1,gradient_scatter=1,tensor=1,gradient_all_reduce=1")
+    fast = best(sweep(problem("llama3-70b", axes={"fsdp": 16, "tensor": 4}, seqs=64, assumptions=hidden)))
+    assert fast.expected_s < slow.expected_s
+    assert fast.expected_s >= max(fast.lower_s.values())
+
+
+def _brute_pairs(seq_len: int, window: int | None, block: int) -> int:
+    rows = np.arange(seq_len)[:, None]
+    columns = np.arange(seq_len)[None, :]
+    seen = columns <= rows
+    if window is not None:
+        seen &= columns > rows - window
+    blocks = seq_len // block
+    used = seen.reshape(blocks, block, blocks, block).any(axis=(1, 3))
+    return int(used.sum()) * block * block
+
+
+@given(st.integers(1, 8), st.sampled_from([1, 2, 4]), st.none() | st.integers(1, 40))
+def test_attended_pairs_count_the_blocks_that_are_not_masked(blocks: int, block: int, window: int | None) -> None:
+    seq_len = blocks * block
+    assert attended_pairs(seq_len, window, block) == _brute_pairs(seq_len, window, block)
+
+
+def test_moe_memory_is_split_over_experts() -> None:
+    config = ModelConfig(
+        name="toy", family="mixtral", layers=4, d_model=1024, d_ff=4096, heads=8, kv_heads=8, d_head=128, vocab=4096,
+        max_seq_len=4096, moe=MoE(experts=16, active=2, d_ff=4096),
+    )  # fmt: skip
+    job = replace(problem(axes={"fsdp": 16, "expert": 4}), model=config)
+    held = best(sweep(job)).step.held_parameters
+    assert held["experts"].item() == 4 * 16 * 3 * 1024 * 4096 / 64
+
+
+def test_paths_to_configs_are_models_too(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 4096,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 4096,
+    }))  # fmt: skip
+    job = replace(problem(), model=load_model(str(file)))
+    assert best(sweep(job)).fits

@@ -1,0 +1,160 @@
+"""Every family that models/ reads, against transformers: logits, loss and gradients of tiny models in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rooftop.arrays.rules import Rules
+from rooftop.checkpoints.names import entries, from_checkpoint, to_checkpoint
+from rooftop.models import ModelConfig, count_params, from_huggingface, load_model, presets
+from rooftop.models.segments import segments
+from rooftop.programs.attention.context import sequence_order
+from rooftop.programs.model.describe import describe
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.model.transformer import logits, loss
+from rooftop.programs.parameters import Batch, Transformer
+from rooftop.programs.sharding import Specs
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import abstract_batch, init_state, train_step
+from tests.support.curves import mesh_of, program_of
+
+#: Tiny programs take longer to optimise than to run.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+ORACLES = Path(__file__).parents[1] / "oracles"
+NAMES = sorted(json.loads((ORACLES / "tiny_models.json").read_text()))
+
+
+def load_module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ORACLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TINY = load_module("tiny_weights")
+
+
+@cache
+def case(name: str) -> tuple[ModelConfig, dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Model, facts, weights by their published names, and what transformers made of them."""
+    facts = json.loads((ORACLES / "logits" / f"{name}.json").read_text())
+    weights = TINY.weights(facts["weights"], facts["norm_mean"])
+    assert TINY.checksum(weights) == facts["weights_checksum"]
+    golden = np.load(ORACLES / "logits" / f"{name}.npz")
+    return from_huggingface(facts["config"], name), facts, weights, dict(golden)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoint_names_there_and_back(name: str) -> None:
+    """Each published tensor has one place, every element of our weights is filled, and nothing changes on the way."""
+    model, facts, weights, _ = case(name)
+    assert {entry.name for entry in entries(model)} == set(facts["weights"])
+    back = to_checkpoint(model, from_checkpoint(model, weights))
+    assert all((back[tensor] == array).all() and back[tensor].shape == array.shape for tensor, array in weights.items())
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
+    model, facts, tensors, golden = case(name)
+    weights = jax.tree.map(jnp.asarray, from_checkpoint(model, tensors))
+    mesh = mesh_of()
+    how = Computation(model=model, specs=Specs(Rules().only({})), remat="none")
+    batch = Batch(tokens=jnp.asarray(golden["tokens"]), targets=jnp.asarray(golden["targets"]))
+
+    def step(weights: Transformer[jax.Array]) -> Any:
+        return logits(weights, batch.tokens, how), jax.value_and_grad(loss)(weights, batch, how, chunks=1)
+
+    with jax.set_mesh(mesh):
+        found, (value, gradients) = jax.jit(step, compiler_options=QUICKLY)(weights)
+    assert np.abs(np.asarray(found) - golden["logits"]).max() < 1e-4
+    assert float(value) == pytest.approx(float(golden["loss"]), abs=1e-5)
+    grads = to_checkpoint(model, jax.tree.map(np.asarray, gradients))
+    summary = np.stack([TINY.summarise(tensor, grads[tensor]) for tensor in facts["weights"]])
+    scale = np.maximum(np.abs(golden["gradients"]).max(axis=1, keepdims=True), 1e-6)
+    assert (np.abs(summary - golden["gradients"]) / scale).max() < 1e-4
+
+
+#: The tiny models that a sharded step is tried on, the sequence length (a multiple of 8), and meshes of 8 devices.
+SHARDED = {
+    "gemma2": [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2, "tensor": 2}],
+    "deepseek_v3": [{"expert": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
+    "deepseek_v2_lite": [{"context": 2, "fsdp": 2, "tensor": 2}],
+    "gpt_oss": [{"expert": 2, "fsdp": 2, "tensor": 2}],
+    "gpt2": [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2, "tensor": 2}],
+    "qwen3_moe": [{"data": 2, "expert": 2, "tensor": 2}],
+    "llama": [{"data": 2, "fsdp": 2, "tensor": 2}],
+}
+#: One of each kind in the quick tests: windows and soft caps; MLA and experts.
+QUICK = ({"data": 2, "fsdp": 2, "tensor": 2}, "gemma2"), ({"expert": 2, "fsdp": 2, "tensor": 2}, "deepseek_v3")
+MESHES = [
+    pytest.param(name, sizes, marks=() if (sizes, name) in QUICK else pytest.mark.slow)
+    for name, meshes in SHARDED.items()
+    for sizes in meshes
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), MESHES)
+def test_sharded_step_equals_the_one_device_step(name: str, sizes: dict[str, int]) -> None:
+    """Loss and gradients of the train step, microbatches and chunks included, on eight devices as on one."""
+    model = case(name)[0]
+    program = program_of(
+        model=model, batch=8, seq_len=16, microbatches=2, loss_chunks=2, attention="chunked", compute_dtype="f32"
+    )
+    one_loss, one = train(program, mesh_of())
+    loss, gradients = train(program, mesh_of(**sizes))
+    assert loss == pytest.approx(one_loss, abs=2e-6)
+    # Relative to the model's largest: the bias of keys has no gradient but rounding.
+    largest = max(np.abs(gradient).max() for gradient in jax.tree.leaves(one))
+    worst = jax.tree.map(lambda a, b: np.abs(a - b).max() / max(np.abs(b).max(), 1e-3 * largest), gradients, one)
+    assert max(jax.tree.leaves(worst)) < 1e-4
+
+
+def train(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Transformer[np.ndarray]]:
+    """Loss and gradients (from Adam's first moment) of one step."""
+    state = init_state(program, jax.random.key(0), mesh)
+    place = abstract_batch(program, mesh).tokens
+    order = sequence_order(program.seq_len, mesh.shape["context"], program.computation.context_order)
+    text = np.random.default_rng(0).integers(0, program.model.vocab, (program.batch, program.seq_len + 1), np.int32)
+    tokens, targets = (jax.device_put(ids[:, order], place.sharding) for ids in (text[:, :-1], text[:, 1:]))
+    with jax.set_mesh(mesh):
+        step = jax.jit(train_step(program, program.specs(mesh)), compiler_options=QUICKLY)
+        state, metrics = step(state, Batch(tokens=tokens, targets=targets))
+    return float(metrics.loss), jax.tree.map(np.asarray, optax.tree_utils.tree_get(state.optimizer, "mu"))
+
+
+def test_layers_become_few_scans() -> None:
+    """The period that repeats most; what is left over follows."""
+    periods = {
+        "llama3-8b": [(32, (None,))],
+        "gemma2-9b": [(21, (4096, None))],
+        "gemma3-27b": [(10, (1024,) * 5 + (None,)), (2, (1024,))],
+        "deepseek-v3": [(3, (None,)), (58, (None,))],
+    }
+    for name, wanted in periods.items():
+        found = segments(load_model(name))
+        assert [(each.repeats, tuple(kind.window for kind in each.kinds)) for each in found] == wanted
+        assert [kind.moe for each in found for kind in each.kinds] == (
+            [False, True] if name == "deepseek-v3" else [False] * sum(len(each.kinds) for each in found)
+        )
+    assert segments(load_model("gemma3-27b"))[0].layer(5, 9) == 59
+
+
+@pytest.mark.parametrize("name", presets())
+def test_described_weights_are_those_that_are_counted(name: str) -> None:
+    model = load_model(name)
+    described = sum(math.prod(parameter.shape) for parameter in jax.tree.leaves(describe(model)))
+    assert described == count_params(model).total

@@ -1,0 +1,336 @@
+"""Packed batches, z-loss, load balancing and a step's metrics: on eight emulated devices as on one, and as defined."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rooftop.arrays.rules import Rules
+from rooftop.core.errors import RooftopError
+from rooftop.models import ModelConfig, from_huggingface
+from rooftop.programs.attention.context import sequence_order
+from rooftop.programs.model.describe import describe
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.model.moe import balance, load
+from rooftop.programs.model.positions import within_segments
+from rooftop.programs.model.transformer import logits, objective
+from rooftop.programs.parameters import Batch, Transformer, initialise
+from rooftop.programs.sharding import Specs
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import StepMetrics, abstract_batch, init_state, lower, train_step
+from tests.support.curves import mesh_of, program_of
+
+#: Tiny programs take longer to optimise than to run.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+ORACLES = Path(__file__).parents[1] / "oracles" / "logits"
+SLOW = pytest.mark.slow
+#: Lengths of the documents in each of eight sequences of 16; what is left is padding.
+LENGTHS = ((9, 7), (4, 3, 9), (16,), (3, 4, 3), (7,), (3, 3, 3, 7), (9, 4), (4, 4, 4, 4))
+SEQ_LEN = 16
+
+
+@cache
+def model_of(name: str) -> ModelConfig:
+    return from_huggingface(json.loads((ORACLES / f"{name}.json").read_text())["config"], name)
+
+
+def documents(vocab: int) -> list[list[np.ndarray]]:
+    random = np.random.default_rng(0)
+    return [[random.integers(0, vocab, length).astype(np.int32) for length in lengths] for lengths in LENGTHS]
+
+
+def packed(vocab: int) -> Batch[np.ndarray]:
+    """The documents, one after another in their sequences; the last token of each predicts nothing."""
+    tokens, targets, segments, positions = np.zeros((4, len(LENGTHS), SEQ_LEN), np.int32)
+    targets -= 1
+    for row, texts in enumerate(documents(vocab)):
+        start = 0
+        for segment, text in enumerate(texts, 1):
+            here = slice(start, start + len(text))
+            tokens[row, here], segments[row, here], positions[row, here] = text, segment, np.arange(len(text))
+            targets[row, start : here.stop - 1] = text[1:]
+            start = here.stop
+        positions[row, start:] = np.arange(SEQ_LEN - start)
+    return Batch(tokens=tokens, targets=targets, segments=segments, positions=positions)
+
+
+def program(model: ModelConfig, **changes: Any) -> TrainProgram:
+    fields = {"batch": 8, "seq_len": SEQ_LEN, "packed": True, "attention": "chunked", "compute_dtype": "f32"}
+    return program_of(**({"model": model, "gradient_norm": True, "z_loss": 1e-2} | fields | changes))
+
+
+def step(
+    made: TrainProgram, mesh: jax.sharding.Mesh, batch: Batch[np.ndarray]
+) -> tuple[dict[str, float], Transformer[np.ndarray]]:
+    """The metrics that there are, and gradients (from Adam's first moment) of one step."""
+    state = init_state(made, jax.random.key(0), mesh)
+    place = abstract_batch(made, mesh).tokens.sharding
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
+    placed = jax.tree.map(lambda ids: jax.device_put(ids[:, order], place), batch)
+    with jax.set_mesh(mesh):
+        run = jax.jit(train_step(made, made.specs(mesh)), compiler_options=QUICKLY)
+        state, metrics = run(state, placed)
+    found = {name: float(value) for name, value in vars(metrics).items() if value is not None}
+    moments = optax.tree_utils.tree_get(state.optimizer, "mu")
+    return found, jax.tree.map(lambda m: np.asarray(m) / (1 - made.optimizer.b1), moments)
+
+
+def assert_close(found: Transformer[np.ndarray], wanted: Transformer[np.ndarray], tolerance: float = 1e-5) -> None:
+    """Every gradient, relative to its largest element or a hundredth of the model's largest."""
+    largest = max(np.abs(each).max() for each in jax.tree.leaves(wanted))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        scale = max(np.abs(b).max(), 1e-2 * largest)
+        assert np.abs(a - b).max() / scale < tolerance, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(name, marks=SLOW) for name in ("gpt2", "gemma2", "deepseek_v2_lite", "gpt_oss"))],
+)
+def test_a_packed_batch_is_its_documents(name: str) -> None:
+    """Loss and gradients are those of the documents alone, weighed by their tokens. Rotary and learned positions."""
+    model = model_of(name)
+    how = Computation(model=model, specs=Specs(Rules().only({})), attention="chunked", z_loss=1e-2)
+    mesh = mesh_of()
+    weights = initialise(describe(model), jax.random.key(0), mesh, how.specs, jnp.float32)
+
+    @partial(jax.jit, compiler_options=QUICKLY)
+    def step(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> Any:
+        return jax.value_and_grad(lambda weights: objective(weights, batch, how, chunks=1), has_aux=True)(weights)
+
+    alone: list[tuple[int, Any]] = []
+    with jax.set_mesh(mesh):
+        whole = step(weights, replace(packed(model.vocab), positions=None))
+        for length in sorted({length for lengths in LENGTHS for length in lengths}):
+            rows = np.stack([text for texts in documents(model.vocab) for text in texts if len(text) == length])
+            found = step(weights, Batch(tokens=rows[:, :-1], targets=rows[:, 1:]))
+            alone.append((rows[:, 1:].size, found))
+    total = sum(size for size, _ in alone)
+    assert total == (packed(model.vocab).targets >= 0).sum()
+    (value, terms), gradients = jax.tree.map(
+        lambda *each: sum(size / total * np.asarray(x) for (size, _), x in zip(alone, each, strict=True)),
+        *(found for _, found in alone),
+    )
+    assert float(whole[0][0]) == pytest.approx(float(value), rel=1e-5)
+    assert float(whole[0][1]["z_loss"]) == pytest.approx(float(terms["z_loss"]), rel=1e-5)
+    assert_close(jax.tree.map(np.asarray, whole[1]), gradients)
+
+
+SHARDED = [
+    ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2, "loss_chunks": 2}),
+    ("llama", {"context": 2, "fsdp": 2, "tensor": 2}, {"context_attention": "all_gather"}),
+    ("deepseek_v2_lite", {"context": 2, "expert": 2, "tensor": 2}, {"balance_loss": 0.1, "expert_matmul": "grouped"}),
+    *(
+        pytest.param(name, sizes, changes, marks=SLOW)
+        for name, sizes, changes in (
+            ("llama", {"context": 4, "fsdp": 2}, {"loss_chunks": 2}),
+            ("gemma2", {"context": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2}),  # windows
+            ("gemma2", {"context": 4, "fsdp": 2}, {"context_attention": "all_gather", "remat": "none"}),
+            ("llama", {"context": 4, "tensor": 2}, {"context_order": "contiguous", "microbatches": 2}),
+            ("llama", {"fsdp": 8}, {"attention": "reference", "remat": "minimal"}),
+            ("gpt2", {"context": 2, "fsdp": 2, "tensor": 2}, {}),  # learned positions
+            ("gpt_oss", {"expert": 2, "context": 2, "tensor": 2}, {"balance_loss": 0.1}),  # sinks
+            ("deepseek_v3", {"expert": 4, "tensor": 2}, {"balance_loss": 0.1}),
+            ("qwen3_moe", {"data": 2, "expert": 2, "fsdp": 2}, {"balance_loss": 0.1, "expert_matmul": "grouped"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "changes"), SHARDED)
+def test_sharded_packed_step_equals_the_one_device_step(
+    name: str, sizes: Mapping[str, int], changes: Mapping[str, Any]
+) -> None:
+    """All metrics and gradients; on one device in one microbatch, whose means are over all that carry loss."""
+    model = model_of(name)
+    batch = packed(model.vocab)
+    one = {key: value for key, value in changes.items() if key not in ("microbatches", "loss_chunks", "expert_matmul")}
+    wanted, wanted_gradients = step(program(model, **one), mesh_of(), replace(batch, positions=None))
+    found, gradients = step(program(model, **changes), mesh_of(**sizes), replace(batch, positions=None))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert wanted["tokens"] == (batch.targets >= 0).sum()
+    assert all(
+        wanted[each] for each in ("z_loss", "gradient_norm", *(["balance_loss"] if "balance_loss" in one else []))
+    )
+    assert_close(gradients, wanted_gradients, 2e-5)
+
+
+def test_positions_may_be_given() -> None:
+    """Those that restart are what is derived; others are other positions."""
+    model, mesh = model_of("llama"), mesh_of(context=2, fsdp=2)
+    batch, made = packed(model.vocab), program(model, z_loss=0.0)
+    derived, _ = step(made, mesh, replace(batch, positions=None))
+    assert step(made, mesh, batch)[0] == derived
+    other = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32) ** 2 % 13, batch.tokens.shape)
+    assert step(made, mesh, replace(batch, positions=other))[0]["loss"] != pytest.approx(derived["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_positions_restart_in_any_order_of_the_sequence(devices: int) -> None:
+    batch = packed(96)
+    order = sequence_order(SEQ_LEN, devices, "zigzag")
+    mesh = mesh_of(context=devices)
+    ids = jax.device_put(batch.segments[:, order], jax.NamedSharding(mesh, jax.P(None, "context")))
+    with jax.set_mesh(mesh):
+        found = jax.jit(within_segments)(ids, jnp.asarray(order))
+    assert (np.asarray(found) == batch.positions[:, order]).all()
+
+
+def test_a_batch_without_any_loss_changes_nothing() -> None:
+    model = model_of("llama")
+    batch = packed(model.vocab)
+    empty = replace(batch, targets=np.full_like(batch.targets, -1))
+    found, gradients = step(program(model, microbatches=2), mesh_of(fsdp=2), empty)
+    assert (found["loss"], found["z_loss"], found["gradient_norm"]) == (0, 0, 0)
+    assert all((gradient == 0).all() for gradient in jax.tree.leaves(gradients))
+
+
+def test_z_loss_is_the_mean_square_of_log_z() -> None:
+    """Value and gradient, against the formula on logits that are there as a whole."""
+    model, mesh = model_of("gemma2"), mesh_of()  # its logits are soft-capped
+    how = Computation(model=model, specs=Specs(Rules().only({})), z_loss=0.3)
+    weights = initialise(describe(model), jax.random.key(0), mesh, how.specs, jnp.float32)
+    text = np.random.default_rng(1).integers(0, model.vocab, (2, 13), np.int32)
+    batch = Batch(tokens=jnp.asarray(text[:, :-1]), targets=jnp.asarray(text[:, 1:]))
+
+    def plain(weights: Transformer[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        exp = jnp.exp(logits(weights, batch.tokens, how))
+        z = exp.sum(-1)
+        picked = jnp.take_along_axis(exp, batch.targets[..., None], -1)[..., 0]
+        squares = (jnp.log(z) ** 2).mean()
+        return -jnp.log(picked / z).mean() + 0.3 * squares, squares
+
+    def ours(weights: Transformer[jax.Array]) -> Any:
+        return objective(weights, batch, how, chunks=3)
+
+    with jax.set_mesh(mesh):
+        both = jax.jit(lambda w: [jax.value_and_grad(f, has_aux=True)(w) for f in (plain, ours)])(weights)
+    ((wanted, squares), wanted_gradients), ((value, terms), gradients) = jax.tree.map(np.asarray, both)
+    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+    assert float(terms["z_loss"]) == pytest.approx(float(squares), rel=1e-5)
+    assert squares > 1
+    assert_close(gradients, wanted_gradients)
+
+
+def published_balance(router_logits: list[np.ndarray], active: int, mask: np.ndarray) -> float:
+    """The published formula in NumPy: every layer's logits [n, E], n tokens of which ``mask`` [n] counts."""
+    rows = np.concatenate(router_logits).astype(np.float64)
+    weights = np.tile(mask, len(router_logits)).astype(np.float64)
+    probabilities = np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)
+    chosen = np.argsort(-probabilities, axis=-1)[:, :active]
+    per_choice = np.eye(rows.shape[1])[chosen]  # [n, k, E]
+    tokens_per_expert = (per_choice * weights[:, None, None]).sum(0) / weights.sum()
+    mean_probability = (probabilities * weights[:, None]).sum(0) / weights.sum()
+    return float((tokens_per_expert * mean_probability).sum() * rows.shape[1])
+
+
+def test_balance_is_the_published_formula() -> None:
+    moe, random = model_of("qwen3_moe").moe, np.random.default_rng(0)
+    assert moe is not None
+    layers = [random.standard_normal((40, moe.experts)).astype(np.float32) * 2 for _ in range(3)]
+    segments = random.integers(0, 3, 40).astype(np.int32)
+
+    def ours(layers: list[jax.Array], segments: np.ndarray | None) -> jax.Array:
+        chosen = [jax.lax.top_k(each, moe.active)[1] for each in layers]
+        return balance(sum(load(each, ids, segments, moe) for each, ids in zip(layers, chosen, strict=True)))
+
+    for ids, mask in ((None, np.ones(40, bool)), (segments, segments > 0)):
+        value, gradients = jax.value_and_grad(ours)([jnp.asarray(each) for each in layers], ids)
+        assert float(value) == pytest.approx(published_balance(layers, moe.active, mask), rel=1e-5)
+        # A change too small to choose other experts.
+        change = [random.standard_normal(each.shape).astype(np.float32) for each in layers]
+        there, back = (
+            published_balance([x + sign * 1e-4 * dx for x, dx in zip(layers, change, strict=True)], moe.active, mask)
+            for sign in (1, -1)
+        )
+        slope = sum(float((g * dx).sum()) for g, dx in zip(gradients, change, strict=True))
+        assert slope == pytest.approx((there - back) / 2e-4, rel=1e-3)
+
+
+def test_even_experts_have_the_least_balance_loss() -> None:
+    """It is then the number of experts that a token uses."""
+    moe = model_of("qwen3_moe").moe
+    assert moe is not None
+    first = np.tile(np.arange(moe.active, dtype=np.int32), (moe.experts, 1))
+    in_turn = (first + np.arange(moe.experts, dtype=np.int32)[:, None]) % moe.experts
+    even = load(jnp.zeros((moe.experts, moe.experts)), in_turn, None, moe)
+    assert float(balance(even)) == pytest.approx(moe.active)
+    crowded = load(jnp.zeros((moe.experts, moe.experts)).at[:, : moe.active].set(9.0), first, None, moe)
+    assert float(balance(crowded)) == pytest.approx(moe.experts, rel=0.01)
+
+
+def test_balance_loss_is_a_part_of_the_objective() -> None:
+    """It changes the gradient of routers, in proportion, and the loss that is told stays the cross-entropy."""
+    model = model_of("qwen3_moe")
+    batch = packed(model.vocab)
+    found = {c: step(program(model, balance_loss=c, z_loss=0.0), mesh_of(), batch) for c in (0.0, 0.1, 0.2)}
+    metrics = {c: each[0] for c, each in found.items()}
+    assert metrics[0.1]["loss"] == pytest.approx(metrics[0.0]["loss"], rel=1e-5)
+    assert "balance_loss" not in metrics[0.0]
+    assert metrics[0.1]["balance_loss"] == metrics[0.2]["balance_loss"] > 1
+    routers = {c: each[1].layers[-1][-1].mlp.router for c, each in found.items()}
+    once, twice = routers[0.1] - routers[0.0], routers[0.2] - routers[0.0]
+    assert np.abs(once).max() > 1e-5
+    np.testing.assert_allclose(twice, 2 * once, atol=1e-3 * np.abs(twice).max())
+
+
+def test_gradient_norm_is_told_before_clipping() -> None:
+    model = model_of("llama")
+    batch = packed(model.vocab)
+    clipped = Optimizer(clip_norm=1e-3)
+    metrics, gradients = step(program(model), mesh_of(fsdp=2, tensor=2), batch)
+    assert metrics["gradient_norm"] == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-5)
+    again, short = step(program(model, optimizer=clipped), mesh_of(fsdp=2, tensor=2), batch)
+    assert again["gradient_norm"] == pytest.approx(metrics["gradient_norm"], rel=1e-6)
+    assert float(optax.tree.norm(short)) == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_what_is_not_asked_for_is_not_told() -> None:
+    model, mesh = model_of("llama"), mesh_of(fsdp=2)
+    made = program(model, packed=False, gradient_norm=False, z_loss=0.0)
+    batch = abstract_batch(made, mesh)
+    assert (batch.segments, batch.positions) == (None, None)
+    with jax.set_mesh(mesh):
+        _, metrics = jax.eval_shape(
+            train_step(made, made.specs(mesh)), init_state(made, jax.random.key(0), mesh), batch
+        )
+    assert metrics == StepMetrics(loss=metrics.loss)
+
+
+def test_json_has_what_is_new_and_reads_what_is_old() -> None:
+    made = program(model_of("qwen3_moe"), balance_loss=0.01, expert_matmul="grouped", context_attention="all_gather")
+    assert TrainProgram.from_json(json.loads(json.dumps(made.to_json()))) == made
+    new = {"packed", "z_loss", "balance_loss", "gradient_norm", "expert_matmul", "context_attention"}
+    stored = made.to_json()
+    stored["computation"] = {key: value for key, value in stored["computation"].items() if key not in new}
+    old = TrainProgram.from_json({key: value for key, value in stored.items() if key not in new})
+    assert old == program_of(model=made.model, batch=8, seq_len=SEQ_LEN, attention="chunked", compute_dtype="f32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"z_loss": -1.0}, "z_loss"),
+        ({"balance_loss": math.nan}, "balance_loss"),
+        ({"balance_loss": 0.01}, "balance_loss"),  # a model without experts
+        ({"context_attention": "rng"}, "context_attention"),
+        ({"expert_matmul": "dense"}, "expert_matmul"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(RooftopError) as refused:
+        lower(mesh_of(), program(model_of("llama"), **changes).to_json())
+    assert refused.value.field == field
+    assert "\n" not in str(refused.value)

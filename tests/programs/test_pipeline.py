@@ -1,0 +1,213 @@
+"""Pipeline stages: losses and gradients of every schedule equal those of the unpipelined program on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+from rooftop.arrays import AXES, Mesh
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig, MoE, load_model
+from rooftop.models.activations import parse_policy
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Choice
+from rooftop.plan.training.workload import Workload
+from rooftop.programs.parameters import Layer
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.passes import split
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import TrainState, init_state, lower
+from tests.support.curves import MODEL, mesh_of, program, train
+
+SLOW = pytest.mark.slow
+
+
+def largest_error(actual: Any, wanted: Any) -> float:
+    """Largest difference in any array, relative to that array's largest element."""
+    errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)), actual, wanted)
+    return max(jax.tree.leaves(errors))
+
+
+FOUR, MIXED = {"stage": 4}, {"stage": 2, "fsdp": 2, "tensor": 2}
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+EXPERTS = ModelConfig(**(MODEL.__dict__ | {"family": "mixtral", "moe": MoE(experts=4, active=2, d_ff=16)}))
+#: Two dense layers, then six of experts.
+DENSE_FIRST = ModelConfig(**(EXPERTS.__dict__ | {"moe": MoE(experts=4, active=2, d_ff=16, dense_layers=2)}))
+#: Two periods of two layers, and four layers behind them.
+TAILED = ModelConfig(**(MODEL.__dict__ | {"layer_windows": (4, None, 4, None, 4, 4, 4, 4)}))
+TIED = ModelConfig(**(MODEL.__dict__ | {"tied_embeddings": True}))
+CASES = [
+    pytest.param(FOUR, {"schedule": "gpipe"}, id="gpipe"),
+    pytest.param(FOUR, {"schedule": "1f1b"}, id="1f1b"),
+    pytest.param(FOUR, INTERLEAVED, id="interleaved"),
+    pytest.param(FOUR, {"schedule": "zero_bubble"}, id="zero_bubble"),
+    pytest.param(MIXED, {"schedule": "zero_bubble", "remat": "matmuls"}, id="zero_bubble-mixed"),
+    pytest.param(MIXED, {"schedule": "gpipe", "remat": "none"}, id="gpipe-mixed", marks=SLOW),
+    pytest.param(MIXED, {"schedule": "1f1b", "loss_chunks": 2}, id="1f1b-mixed", marks=SLOW),
+    pytest.param(MIXED, INTERLEAVED, id="interleaved-mixed", marks=SLOW),
+    pytest.param({"stage": 2, "data": 2, "expert": 2}, {"model": EXPERTS, "microbatches": 2}, id="experts", marks=SLOW),
+    pytest.param(
+        {"stage": 2, "fsdp": 2, "tensor": 2}, {"model": EXPERTS, "schedule": "zero_bubble"}, id="experts-split",
+        marks=SLOW,
+    ),
+    pytest.param({"stage": 2}, {"model": DENSE_FIRST, "balance_loss": 0.1}, id="dense-first"),
+    pytest.param({"stage": 2, "fsdp": 2, "tensor": 2}, {"model": DENSE_FIRST}, id="dense-first-mixed", marks=SLOW),
+    pytest.param({"stage": 2}, {"model": TAILED, "schedule": "gpipe"}, id="tailed", marks=SLOW),
+    pytest.param({"stage": 4, "data": 2}, {"model": TIED, "microbatches": 2, "z_loss": 1e-2}, id="tied", marks=SLOW),
+    pytest.param({"stage": 2, "data": 2}, {"packed": True, "schedule": "zero_bubble"}, id="packed", marks=SLOW),
+    pytest.param(
+        {"stage": 2, "context": 2, "data": 2}, {"context_attention": "all_gather", "attention": "chunked"},
+        id="context", marks=SLOW,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unpipelined() -> Callable[..., tuple[list[float], TrainState[np.ndarray]]]:
+    """``train`` on one device, once for programs that differ in nothing that counts there."""
+    found = dict[str, tuple[list[float], TrainState[np.ndarray]]]()
+
+    def trained(made: TrainProgram, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
+        computation = replace(made.computation, remat="block")
+        alike = replace(made, schedule="1f1b", chunks=1, loss_chunks=1, computation=computation)
+        key = f"{alike.to_json()} {steps}"
+        if key not in found:
+            found[key] = train(alike, mesh_of(), steps)
+        return found[key]
+
+    return trained
+
+
+@pytest.mark.parametrize(("sizes", "changes"), CASES)
+def test_one_step_equals_the_unpipelined_one(
+    sizes: Mapping[str, int], changes: Mapping[str, Any], unpipelined: Callable[..., Any]
+) -> None:
+    """Loss, and by way of the first moment gradients, which are not to vanish."""
+    adamw = Optimizer(learning_rate=1e-2)
+    made = program(**changes, optimizer=adamw)
+    wanted_losses, wanted = unpipelined(made)
+    losses, state = train(made, mesh_of(**sizes))
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    moments, wanted_moments = (optax.tree_utils.tree_get(each.optimizer, "mu") for each in (state, wanted))
+    assert min(float(np.abs(each).max()) for each in jax.tree.leaves(wanted_moments)) > 0
+    assert largest_error(moments, wanted_moments) < 1e-5
+    assert state.step == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        pytest.param({"stage": 2, "data": 2}, {"schedule": "zero_bubble", "packed": True}, id="copies", marks=SLOW),
+        pytest.param({"stage": 2, "expert": 2, "tensor": 2}, INTERLEAVED, id="experts", marks=SLOW),
+    ],
+)
+def test_the_balance_of_experts_is_that_of_all_stages_and_copies(
+    sizes: Mapping[str, int], changes: Mapping[str, Any]
+) -> None:
+    """As without stages on the same mesh, by which microbatches have the same sequences; and it counts."""
+    made = program(model=EXPERTS, microbatches=2, balance_loss=1.0, **changes)
+    alike = replace(made, schedule="1f1b", chunks=1)
+    without = replace(alike, computation=replace(alike.computation, balance_loss=0.0))
+    plain = mesh_of(**(dict(sizes) | {"stage": 1}))
+    (losses, state), (wanted_losses, wanted), (_, unbalanced) = (
+        train(made, mesh_of(**sizes)), train(alike, plain), train(without, plain)
+    )  # fmt: skip
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    moments = [optax.tree_utils.tree_get(each.optimizer, "mu") for each in (state, wanted, unbalanced)]
+    assert largest_error(moments[0], moments[1]) < 1e-5
+    assert largest_error(moments[2], moments[1]) > 1e-2
+
+
+@SLOW
+@pytest.mark.parametrize("sizes", [FOUR, MIXED], ids=["stages", "mixed"])
+@pytest.mark.parametrize(
+    "changes", [{"schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")] + [INTERLEAVED],
+    ids=lambda changes: changes["schedule"],
+)  # fmt: skip
+def test_a_curve_of_twenty_steps_equals_the_unpipelined_one(
+    sizes: Mapping[str, int], changes: Mapping[str, Any], unpipelined: Callable[..., Any]
+) -> None:
+    made = program(**changes, optimizer=Optimizer(name="sgd", learning_rate=0.5))
+    wanted, _ = unpipelined(made, steps=20)
+    losses, _ = train(made, mesh_of(**sizes), steps=20)
+    assert wanted[-1] < wanted[0] - 0.3
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "field"),
+    [
+        ({"schedule": "1f2b"}, {"stage": 2}, "schedule"),
+        ({"chunks": 2}, {"stage": 2}, "chunks"),
+        ({"remat": "block,qkv=offload"}, {"stage": 2}, "remat"),
+        ({}, {"stage": 2, "context": 2}, "context_attention"),
+        ({"schedule": "interleaved", "chunks": 3}, {"stage": 2}, "mesh axis stage"),
+        ({**INTERLEAVED, "microbatches": 8}, {"stage": 3}, "model weight layers[0][0].attn.norm.scale"),
+        ({"balance_loss": 0.01}, {"stage": 2}, "balance_loss"),  # a model without experts
+        ({"model": DENSE_FIRST}, {"stage": 4}, "model weight layers[1][0].attn.norm.scale"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes: dict[str, int], field: str) -> None:
+    with pytest.raises(RooftopError) as refused:
+        lower(mesh_of(**sizes), program(**changes).to_json())
+    assert refused.value.field == field
+    assert "\n" not in str(refused.value)
+
+
+def test_stages_do_their_own_layers_only() -> None:
+    """Layers and their state are split over stages; embeddings are on all of them."""
+    made, mesh = program(), mesh_of(**MIXED)
+    weights = init_state(made, jax.random.key(0), mesh).weights
+    ((layers,),) = weights.layers
+    assert isinstance(layers, Layer)
+    assert layers.attn.q.sharding.shard_shape(layers.attn.q.shape) == (4, 16, 2, 8)
+    assert "stage" not in str(weights.embed.sharding.spec)
+
+
+def test_a_split_backward_pass_leaves_the_weights_matmuls_for_later() -> None:
+    """Of y = tanh(x a) b, remat and all: the first part makes dx, the second da and db by one matmul each."""
+
+    @jax.checkpoint
+    def layer(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ a) @ b
+
+    def backward(dy: jax.Array, a: jax.Array, b: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        da, db, dx = jax.vjp(layer, a, b, x)[1](dy)
+        return dx, da, db
+
+    shapes = (3, 4), (4, 2), (5, 3), (5, 2)
+    a, b, x, dy = (jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(shapes))
+    traced = jax.make_jaxpr(backward)(dy, a, b, x)
+    parts = split(traced, wanted=1, stays=[False, True, True, False])
+    matmuls = [sum(each.primitive.name == "dot_general" for each in part.eqns) for part in (parts.first, parts.second)]
+    assert matmuls == [3, 2]
+    dx, *kept = jaxpr_as_fun(parts.first)(dy, a, b, x)
+    assert len(kept) == parts.kept
+    # Kept are x, dy, the hidden activations and their gradient, and nothing else.
+    assert parts.kept == 4
+    found = (dx, *jaxpr_as_fun(parts.second)(a, b, *kept))
+    assert largest_error(list(found), list(backward(dy, a, b, x))) < 1e-6
+
+
+def test_program_of_a_plan_with_stages() -> None:
+    slice_ = Slice.parse("v5e:4x4")
+    workload = Workload(batch_tokens=2**19, seq_len=4096)
+    problem = Problem(model=load_model("llama3-8b"), slice=slice_, workload=workload, schedule="interleaved", chunks=2)
+    axes = {name: () for name in AXES} | dict(Mesh.from_layout(slice_, "stage=x,context=y").axes)
+    choice = Choice(
+        remat="block", policy=parse_policy("block"), microbatches=8, schedule="interleaved", chunks=2
+    )  # fmt: skip
+    made = TrainProgram.from_plan(TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice))
+    assert (made.schedule, made.chunks, made.microbatches) == ("interleaved", 2, 8)
+    assert made.computation.context_attention == "all_gather"
+    assert TrainProgram.from_json(made.to_json()) == made

@@ -1,0 +1,177 @@
+"""Achievable fractions: what the fits claim, against the compiler's table and against published measurements."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import COLLECTIVES
+from rooftop.hardware import catalogue, chip
+from rooftop.roofline.achievable import MEASURED_DIMS, NO_MEASUREMENT, attention_seconds, fractions, matmul_fraction
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "compiler_fractions.csv"
+with RESULTS.open(encoding="utf-8") as file:
+    ROWS = list(csv.DictReader(line for line in file if not line.startswith("#")))
+FITTED = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+UNMEASURED = tuple(name for name in catalogue() if name not in FITTED)
+
+#: GEMM_SHAPES[chip]: (side of square bf16 matmuls, FLOPs/s of one device) of tpu-recipes, microbenchmarks.
+MEASURED_GEMMS = {
+    "v6e": ((8192, 827.474e12),),
+    "tpu7x": ((4096, 892.9e12), (16384, 950.1e12), (32768, 956.4e12)),
+}
+sizes = st.integers(1, 2**17)
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_every_figure_is_a_fraction_with_a_source(name: str) -> None:
+    found = fractions(name)
+    assert set(found.ici) == set(COLLECTIVES)
+    figures = {"hbm": found.hbm, "dcn": found.dcn} | {f"ici.{kind}": share for kind, share in found.ici.items()}
+    figures |= {f"matmul.{width}": fit.peak for width, fit in found.matmul.items()}
+    for path, value in figures.items():
+        assert 0 < value <= 1
+        assert found.sources[path]
+        assert (found.sources[path] == NO_MEASUREMENT) <= (value == 1)
+    assert set(found.sources) == {*figures, "attention", "collective_start_s"}
+
+
+@pytest.mark.parametrize("name", UNMEASURED)
+def test_a_chip_without_evidence_gets_its_bound(name: str) -> None:
+    assert set(fractions(name).sources.values()) == {NO_MEASUREMENT}
+    assert matmul_fraction(name, 4096, 4096, 4096) == 1
+    spec = chip(name)
+    matrix, waits = attention_seconds(spec, 1e9, 128, 128)
+    assert waits == 0
+    assert matrix == pytest.approx(4 * 128 * 1e9 * spec.devices / spec.flops_per_s["bf16"])
+
+
+def test_unknown_chips_and_dtypes_are_refused() -> None:
+    with pytest.raises(RooftopError, match="chip"):
+        fractions("v9")
+    with pytest.raises(RooftopError, match="dtype on v5e"):
+        matmul_fraction("v5e", 1024, 1024, 1024, "f8_e4m3")
+
+
+@pytest.mark.parametrize("name", FITTED)
+@given(m=sizes, k=sizes, n=sizes, larger=st.integers(1, 64))
+def test_larger_matmuls_never_reach_less(name: str, m: int, k: int, n: int, larger: int) -> None:
+    base = matmul_fraction(name, m, k, n)
+    assert 0 < base < 1
+    for bigger in ((m * larger, k, n), (m, k * larger, n), (m, k, n * larger)):
+        assert matmul_fraction(name, *bigger) >= base
+
+
+def test_sizes_outside_the_measured_range_count_as_the_nearest_inside() -> None:
+    low, high = MEASURED_DIMS
+    assert matmul_fraction("v6e", 8, high * 2, 8192) == matmul_fraction("v6e", low, high, 8192)
+
+
+def test_arrays_are_priced_as_scalars_are() -> None:
+    m, n = np.array([[512.0], [4096.0]]), np.array([1024.0, 8192.0, 65536.0])
+    found = matmul_fraction("v5p", m, 8192, n)
+    assert np.shape(found) == (2, 3)
+    assert found[1, 2] == matmul_fraction("v5p", 4096, 8192, 65536)
+
+
+@pytest.mark.parametrize("name", MEASURED_GEMMS)
+def test_bare_matmuls_reach_what_was_measured(name: str) -> None:
+    spec, fit = chip(name), fractions(name).matmul["16-bit"]
+    for side, rate in MEASURED_GEMMS[name]:
+        bare = matmul_fraction(name, side, side, side) / fit.layer
+        assert bare == pytest.approx(rate * spec.devices / spec.flops_per_s["bf16"], rel=0.06)
+
+
+@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("width", ["16-bit", "8-bit"])
+def test_the_fit_reproduces_what_the_compiler_expects_of_bare_matmuls(name: str, width: str) -> None:
+    wide = [row for row in ROWS if (row["section"], row["chip"]) == ("matmul", name)]
+    rows = [row for row in wide if (row["dtype"] == "bf16") == (width == "16-bit")]
+    assert bool(rows) == (fractions(name).sources[f"matmul.{width}"] != NO_MEASUREMENT)
+    errors = []
+    for row in rows:
+        found = matmul_fraction(name, int(row["m"]), int(row["k"]), int(row["n"]), row["dtype"])
+        errors.append(float(found) / fractions(name).matmul[width].layer / float(row["fraction"]) - 1)
+    assert not rows or np.mean(np.abs(errors)) < 0.07
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_the_matmuls_of_a_whole_layer_take_what_the_compiler_expects(name: str) -> None:
+    spec = chip(name)
+    rows = [row for row in ROWS if (row["section"], row["chip"]) == ("layer", name)]
+    assert rows
+    for row in rows:
+        tokens, d, f = int(row["m"]), int(row["k"]), int(row["n"])
+        heads, kv_heads = (int(entry.split("=")[1]) for entry in row["detail"].split()[:2])
+        widths = [(d, heads * 128), (d, kv_heads * 128), (d, kv_heads * 128), (heads * 128, d), (d, f), (d, f), (f, d)]
+        shapes = [shape for k, n in widths for shape in ((tokens, k, n), (tokens, n, k), (k, tokens, n))]
+        ideal = sum(2 * m * k * n / float(matmul_fraction(name, m, k, n)) for m, k, n in shapes)
+        seconds = ideal * spec.devices / spec.flops_per_s["bf16"]
+        assert seconds == pytest.approx(int(row["cycles"]) / spec.clock_hz, rel=0.12)
+
+
+def kernel_cycles(row: dict[str, str], stall: float = 230.0, seq: int = 4096) -> float:
+    """Cycles of one core for the causal scores of one head, as docs/achievable.md makes them from a row."""
+    block = int(row["m"])
+    detail = dict(entry.split("=") for entry in row["detail"].split())
+    side = seq // block
+    steps = side * side * (float(detail["step"]) + stall) + side * float(detail["edge"])
+    return side * (side + 1) / 2 * float(row["cycles"]) + steps
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_attention_takes_what_the_compiled_kernels_take(name: str) -> None:
+    spec, fit = chip(name), fractions(name).attention
+    assert fit is not None
+    scores = 4096 * (4096 + fit.block) / 2
+    for d_qk, d_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        cycles = {}
+        for row in ROWS:
+            chosen = (row["section"], row["chip"], row["m"], row["n"]) == ("attention", name, str(fit.block), str(d_qk))
+            if chosen:
+                cycles[row["case"]] = min(kernel_cycles(row), cycles.get(row["case"], np.inf))
+        for backward, kernels in ((False, ("forward",)), (True, ("dq", "dkv"))):
+            seconds = sum(attention_seconds(spec, scores, d_qk, d_v, backward=backward))
+            compiled = sum(cycles[kernel] for kernel in kernels) * spec.devices / spec.cores / spec.clock_hz
+            assert seconds == pytest.approx(compiled, rel=0.14)
+
+
+def test_published_kernel_timings_follow_from_the_table() -> None:
+    """Forward splash attention of 8 heads of 128 over 8192 tokens, blocks of 512 (marin pull request 6330)."""
+    for name, measured_s in (("v5p", 0.778e-3), ("v4", 1.52e-3)):
+        (row,) = [
+            row
+            for row in ROWS
+            if (row["section"], row["chip"], row["case"], row["m"], row["n"])
+            == ("attention", name, "forward", "512", "128")
+        ]
+        seconds = 8 * kernel_cycles(row, seq=8192) / chip(name).cores / chip(name).clock_hz
+        assert seconds == pytest.approx(measured_s, rel=0.05)
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_no_attention_kernel_beats_the_matrix_unit(name: str) -> None:
+    spec = chip(name)
+    for backward, matmuls in ((False, 4), (True, 14)):
+        for size in (64, 128, 256):
+            matrix, waits = attention_seconds(spec, 1e9, size, size, backward=backward)
+            assert waits > 0
+            assert matrix >= matmuls * size * 1e9 * spec.devices / spec.flops_per_s["bf16"] * (1 - 1e-12)
+
+
+def test_heads_of_128_half_fill_the_wide_matrix_units() -> None:
+    for name, same in (("v6e", True), ("tpu7x", True), ("v5p", False)):
+        half = attention_seconds(chip(name), 1e9, 128, 128)
+        assert (half == attention_seconds(chip(name), 1e9, 256, 256)) is same
+
+
+def test_attention_is_linear_in_its_scores() -> None:
+    scores = np.array([1e6, 3e6])
+    for part in attention_seconds(chip("v6e"), scores, 128, 128, backward=True):
+        assert part[1] == pytest.approx(3 * part[0])

@@ -1,0 +1,354 @@
+"""The training state on disk: exact, atomic, checked, kept as asked, the same for any mesh and number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import NamedSharding
+
+from rooftop.core.errors import RooftopError
+from rooftop.models import from_huggingface
+from rooftop.programs.model.layer import Computation
+from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.step import abstract_state
+from rooftop.runs import checkpoints as state_module
+from rooftop.runs.checkpoints import Checkpoints
+from tests.support.curves import mesh_of
+
+ORACLES = Path(__file__).parents[1] / "oracles"
+
+
+def small(seed: int) -> dict[str, Any]:
+    """A state of a float32 matrix over two devices and a counter."""
+    mesh = mesh_of(fsdp=2)
+    matrix = np.random.default_rng(seed).normal(size=(64, 32)).astype(np.float32)
+    return {
+        "matrix": jax.device_put(matrix, NamedSharding(mesh, P("fsdp"))),
+        "step": jax.device_put(np.int32(seed), NamedSharding(mesh, P())),
+    }
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit: NaN equals itself and 0 differs from -0."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    pairs = zip(map(np.asarray, jax.tree.leaves(one)), map(np.asarray, jax.tree.leaves(other)), strict=True)
+    return all(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpoints:
+    """Three checkpoints of ``small``: 1, 2, 3."""
+    checkpoints = Checkpoints(tmp_path / "run", keep=3)
+    for step in (1, 2, 3):
+        checkpoints.save(step, small(step), {"seed": step})
+    checkpoints.wait()
+    return checkpoints
+
+
+def test_a_training_state_on_another_mesh(tmp_path: Path) -> None:
+    """Weights and moments in bfloat16 and float32 go from eight devices to four, split otherwise, and to one."""
+    tiny = json.loads((ORACLES / "tiny_models.json").read_text())["llama"]
+    program = TrainProgram(
+        computation=Computation(model=from_huggingface(tiny, "llama")),
+        batch=8,
+        seq_len=16,
+        optimizer=Optimizer(moments="bf16"),
+    )
+    eight = mesh_of(data=2, fsdp=2, tensor=2)
+    draw = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: jax.device_put(draw.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding),
+        abstract_state(program, eight),
+    )
+    checkpoints = Checkpoints(tmp_path / "run")
+    with jax.set_mesh(eight):
+        checkpoints.save(7, state, {"loss": 1.5})
+    for mesh in (mesh_of(fsdp=4), mesh_of(), eight):
+        wanted = abstract_state(program, mesh)
+        found = checkpoints.restore(wanted)
+        assert (found.step, found.extra, found.refused) == (7, {"loss": 1.5}, ())
+        assert same(found.state, state)
+        assert jax.tree.map(lambda leaf: leaf.sharding, found.state) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    other = abstract_state(replace(program, optimizer=Optimizer(moments="f32")), eight)
+    with pytest.raises(RooftopError, match=r"optimizer.*\.mu\.embed: got 'bfloat16\[96, 32\]'.*float32\[96, 32\]"):
+        checkpoints.restore(other)
+    with pytest.raises(RooftopError, match=r"\.embed: got 'no such array'"):
+        checkpoints.restore(wanted.weights)
+
+
+def test_what_is_donated_after_a_save_is_saved_as_it_was(tmp_path: Path) -> None:
+    strange = np.array([0.0, -0.0, np.nan, np.inf, 1e-45], np.float32)
+    state = jax.device_put(strange, NamedSharding(mesh_of(), P()))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(0, [state], {})
+    following = jax.jit(lambda x: x + 1, donate_argnums=0)(state)
+    assert not np.array_equal(np.asarray(following), strange, equal_nan=True)
+    assert same(checkpoints.restore(abstract([following])).state, [strange])
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "left"),
+    [(1, None, (9,)), (2, None, (8, 9)), (1, 4, (4, 8, 9)), (3, 5, (5, 7, 8, 9)), (20, None, tuple(range(1, 10)))],
+)
+def test_what_is_kept(tmp_path: Path, keep: int, every: int | None, left: tuple[int, ...]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=keep, every=every)
+    for step in range(1, 10):
+        checkpoints.save(step, {"step": jnp.int32(step)}, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, left))
+
+
+def test_a_run_that_went_back_leaves_nothing_of_the_old_future(saved: Checkpoints) -> None:
+    found = saved.restore(abstract(small(0)), step=1)
+    assert found.step == 1 and same(found.state, small(1))
+    saved.save(2, small(20), {})
+    saved.wait()
+    assert saved.steps() == (1, 2)
+    assert same(saved.restore(abstract(small(0))).state, small(20))
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def largest(checkpoint: Path) -> Path:
+    return max(files_of(checkpoint), key=lambda path: path.stat().st_size)
+
+
+def truncate(checkpoint: Path) -> Path:
+    path = largest(checkpoint)
+    os.truncate(path, path.stat().st_size // 2)
+    return path
+
+
+def flip_a_bit(checkpoint: Path) -> Path:
+    path = largest(checkpoint)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def delete(checkpoint: Path) -> Path:
+    path = largest(checkpoint)
+    path.unlink()
+    return path
+
+
+def spoil_the_manifest(checkpoint: Path) -> Path:
+    path = checkpoint / "manifest.json"
+    path.write_text(
+        path.read_text().replace('\\"seed\\": 3', '\\"seed\\": 4').replace('\\"seed\\": 2', '\\"seed\\": 4')
+    )
+    return path
+
+
+def cut_the_manifest(checkpoint: Path) -> Path:
+    path = checkpoint / "manifest.json"
+    os.truncate(path, 100)
+    return path
+
+
+@pytest.mark.parametrize("spoil", [truncate, flip_a_bit, delete, spoil_the_manifest, cut_the_manifest])
+def test_a_damaged_checkpoint_is_refused_by_name(saved: Checkpoints, spoil: Callable[[Path], Path]) -> None:
+    """The one before it is taken; where every one is damaged, none."""
+    path = spoil(saved.folder / "3")
+    found = saved.restore(abstract(small(0)))
+    assert found.step == 2 and found.extra == {"seed": 2} and same(found.state, small(2))
+    assert len(found.refused) == 1 and str(path) in found.refused[0]
+    saved.verify(2)
+    with pytest.raises(RooftopError) as refused:
+        saved.verify(3)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(RooftopError) as refused:
+        saved.restore(abstract(small(0)), step=3)
+    assert str(path) in str(refused.value)
+    others = truncate(saved.folder / "2"), truncate(saved.folder / "1")
+    with pytest.raises(RooftopError) as refused:
+        saved.restore(abstract(small(0)))
+    assert all(str(each) in str(refused.value) for each in (path, *others))
+
+
+def test_every_file_is_checked(saved: Checkpoints) -> None:
+    for path in files_of(saved.folder / "3"):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(RooftopError, match=path.name):
+            saved.verify(3)
+        path.write_bytes(content)
+    saved.verify(3)
+
+
+def test_a_damaged_newest_is_replaced_by_the_run_that_goes_on(saved: Checkpoints) -> None:
+    truncate(saved.folder / "3")
+    again = Checkpoints(saved.folder, keep=1)
+    assert again.restore(abstract(small(0))).step == 2
+    again.save(3, small(3), {})
+    found = again.restore(abstract(small(0)))
+    assert again.steps() == (3,) and found.step == 3 and same(found.state, small(3))
+
+
+def test_where_there_is_none(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "nothing")
+    assert checkpoints.steps() == ()
+    with pytest.raises(RooftopError, match="nothing"):
+        checkpoints.restore(abstract(small(0)))
+    with pytest.raises(RooftopError, match="5"):
+        checkpoints.restore(abstract(small(0)), step=5)
+    for wrong in ({"keep": 0}, {"every": 0}):
+        with pytest.raises(RooftopError, match="keep"):
+            Checkpoints(tmp_path, **wrong)
+
+
+def test_at_every_moment_a_whole_checkpoint_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kill would leave before and after each change to the folder can be restored, and be gone on from."""
+    folder, moments = tmp_path / "run", list[tuple[Path, set[int]]]()
+    standing = {1}
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            before = shutil.copytree(folder, tmp_path / f"moment {len(moments)}")
+            moments.append((before, set(standing)))
+            answer = change(*arguments, **named)
+            after = shutil.copytree(folder, tmp_path / f"moment {len(moments)}")
+            moments.append((after, set(standing)))
+            return answer
+
+        return call
+
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(1, small(1), {"seed": 1})
+    checkpoints.wait()
+    rmtree = shutil.rmtree
+
+    def torn(path: Path, **named: Any) -> None:
+        """A removal that is watched half-way."""
+        watched((path / "manifest.json").unlink if (path / "manifest.json").exists() else lambda: None)()
+        rmtree(path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "write_text", watched(state_module.write_text))
+        patch.setattr(state_module.shutil, "rmtree", torn)
+        patch.setattr(Path, "rename", watched(Path.rename))
+        for step, seed in ((2, 2), (2, 20), (3, 3)):
+            standing |= {seed}
+            checkpoints.save(step, small(seed), {"seed": seed})
+            checkpoints.wait()
+            standing &= {seed}
+    names = {path.name for moment, _ in moments for path in moment.iterdir()}
+    assert names >= {"1", "2", "3", "2.writing", "2.replaced", "1.removed"}
+    for moment, seeds in moments:
+        left = Checkpoints(moment, keep=1)
+        found = left.restore(abstract(small(0)))
+        assert found.extra["seed"] in seeds and not found.refused
+        assert same(found.state, small(found.extra["seed"]))
+        left.save(4, small(4), {})
+        left.wait()
+        assert [path.name for path in moment.iterdir()] == ["4"]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import numpy as np
+from rooftop.runs.checkpoints import Checkpoints
+import jax
+checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+for step in range(1, 1000):
+    draw = np.random.default_rng(step).normal(size=(8, 4096)).astype(np.float32)
+    checkpoints.save(step, {"a": jax.device_put(draw[:4]), "b": jax.device_put(draw[4:])}, {})
+    print(step, flush=True)
+"""
+
+
+def test_kill_in_the_middle(tmp_path: Path) -> None:
+    """Killed while the background still writes: the newest that is complete is the last or the one before it."""
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line == "4\n")
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    blank = jax.ShapeDtypeStruct((4, 4096), np.float32, sharding=NamedSharding(mesh_of(), P()))
+    found = Checkpoints(tmp_path).restore({"a": blank, "b": blank})
+    assert found.step >= int(line) - 1 and not found.refused
+    draw = np.random.default_rng(found.step).normal(size=(8, 4096)).astype(np.float32)
+    assert same(found.state, {"a": draw[:4], "b": draw[4:]})
+
+
+def test_a_full_disk_keeps_the_last_good_one(saved: Checkpoints) -> None:
+    """Stood in for by a limit on the size of files, which fails a write half-way as a full disk does."""
+    big = {"matrix": jnp.asarray(np.random.default_rng(0).normal(size=(512, 1024)), jnp.float32)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, hard))
+    try:
+        saved.save(4, big, {})
+        with pytest.raises(RooftopError, match=r"step 4: got 'File too large'.*step 3 is the newest") as full:
+            saved.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(full.value)
+    assert sorted(path.name for path in saved.folder.iterdir()) == ["1", "2", "3"]
+    assert same(saved.restore(abstract(small(0))).state, small(3))
+    saved.save(4, big, {})
+    assert same(saved.restore(abstract(big)).state, big)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RooftopError, match=r"step 1: got 'Not a directory'"):
+        Checkpoints(tmp_path / "file" / "run").save(1, small(1), {})
+
+
+def together(processes: int, folder: Path, *verbs: str) -> str:
+    """Run checkpoint_process.py in several processes; the last line that the first one prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = str(Path(__file__).parents[1] / "support" / "checkpoint_process.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, program, str(process), str(processes), port, str(folder), *verbs],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(processes)
+    ]
+    said = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0] * processes, said
+    return said[0].splitlines()[-1]
+
+
+def test_two_processes_to_one_and_back(tmp_path: Path) -> None:
+    """Two processes of four devices save, one of eight restores and saves, two restore past what is damaged."""
+    together(2, tmp_path, "save", "1", "save", "2", "save", "2", "restore")
+    found = json.loads(together(1, tmp_path, "save", "3", "restore"))
+    assert found == {"step": 3, "extra": {"seed": 3}, "refused": []}
+    path = truncate(tmp_path / "3")
+    found = json.loads(together(2, tmp_path, "restore"))
+    assert (found["step"], found["extra"]) == (2, {"seed": 2})
+    assert len(found["refused"]) == 1 and str(path) in found["refused"][0]
+    together(2, tmp_path, "save", "4")
+    assert json.loads(together(1, tmp_path, "restore"))["step"] == 4

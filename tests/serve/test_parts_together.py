@@ -1,0 +1,130 @@
+"""``rooftop serve`` as two parts of two processes each: asked over HTTP, told to end, and one of them killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import test_serve as test_serve_cli
+from tests.serve import test_together as test_serve_together
+from tests.serve.test_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
+from tests.serve.test_together import adjusted, finishes_when_told
+from tests.support.serving_process import Served, started
+from tests.train.test_train import free_port
+
+#: The model of those tests, and a tokenizer.
+tiny = test_serve_cli.folder
+#: What one process answers.
+wanted = test_serve_together.wanted
+
+#: Of two groups each has pages for one answer and a bit: of two there, one has to wait in the hosts' memory.
+SHORT = ["--page-tokens", "4", "--max-model-len", "44", "--pages", "22", "--host-pages", "80"]
+
+
+class Part:
+    """Two processes of two emulated devices each; the first one says where it is."""
+
+    def __init__(self, folder: Path, arguments: list[str], port: str) -> None:
+        command = [
+            ROOFTOP, "serve", str(folder), *ENGINE, *arguments, "--devices", "2", "--coordinator",
+            f"127.0.0.1:{free_port()}", "--processes", "2", "--json",
+        ]  # fmt: skip
+        self.first = [*command, "--process", "0", "--port", port]
+        self.second = subprocess.Popen(
+            [*command, "--process", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+
+    def end(self) -> None:
+        """At once."""
+        self.second.kill()
+        self.second.communicate()
+
+
+@contextmanager
+def generating(folder: Path, *arguments: str, port: str = "0") -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+    """Where a part listens that generates, and its processes."""
+    part = Part(folder, [*arguments, "--role", "generate"], port)
+    first = subprocess.Popen(part.first, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+    try:
+        assert first.stdout is not None
+        yield json.loads(first.stdout.readline())["address"], [first, part.second]
+    finally:
+        first.kill()
+        first.communicate()
+        part.end()
+
+
+@contextmanager
+def prefilling(folder: Path, address: str, *arguments: str) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
+    """The server, which prefills, and the process that does so with it."""
+    part = Part(folder, [*arguments, "--generate-at", address], "0")
+    try:
+        with started(part.first, folder.parent, env=ENVIRONMENT) as served:
+            yield served, part.second
+    finally:
+        part.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("meshes", "swaps"),
+    [
+        # Each part splits its cache its own way: pages travel whole.
+        (("context=4", "tensor=2,context=2"), False),
+        (("tensor=2,context=2", "tensor=2,context=2"), True),
+    ],
+)
+def test_two_parts_of_two_processes_answer_as_one(
+    tiny: Path, wanted: tuple[list[str], list[str]], meshes: tuple[str, str], swaps: bool
+) -> None:
+    more = ["--preemption", "swap", "--kv-split", "batch", *SHORT] if swaps else []
+    with (
+        generating(tiny, "--mesh", meshes[1], *more) as (address, (first, second)),
+        prefilling(tiny, address, "--mesh", meshes[0], *more[4:6]) as (served, other),
+    ):
+        assert (texts(served), adjusted(served)) == wanted
+        assert served.metric("rooftop_compilations_total") == 0
+        assert (served.metric("rooftop_preemptions_total") > 0) == swaps
+        served.wait_until_idle()
+        # A signal to one of them ends its part, and no other, when what runs is finished.
+        finishes_when_told(served, other, max_tokens=40)
+        assert other.wait(60) == 0
+        assert first.poll() is None
+        second.send_signal(signal.SIGTERM)
+        assert [each.wait(60) for each in (first, second)] == [0, 0]
+        assert second.communicate()[1] == ""
+
+
+@pytest.mark.slow
+def test_a_part_that_is_lost_is_linked_when_it_is_there_again(tiny: Path, wanted: tuple[list[str], list[str]]) -> None:
+    """A killed process ends its part; what it had is prefilled again, and no answer is another one."""
+    port, mesh = str(free_port()), ["--mesh", "tensor=2,context=2"]
+    with (
+        generating(tiny, *mesh, port=port) as (address, (first, second)),
+        prefilling(tiny, address, *mesh) as (served, _),
+    ):
+        assert texts(served) == wanted[0]
+        fields: dict[str, Any] = {"model": served.model, "prompt": "a", "max_tokens": 50, "temperature": 0}
+        whole = served.complete(**fields, ignore_eos=True).json()["choices"][0]["text"]
+        with served.http.stream(
+            "POST", "/v1/completions", json=fields | {"ignore_eos": True, "stream": True}
+        ) as stream:
+            lines = stream.iter_lines()
+            begun = [next(lines) for _ in range(8)]
+            second.kill()
+            assert first.wait(60) == 1
+            with generating(tiny, *mesh, port=port):
+                events = [line.removeprefix("data: ") for line in (*begun, *lines) if line]
+                assert events.pop() == "[DONE]"
+                assert "".join(json.loads(each)["choices"][0]["text"] for each in events) == whole
+                assert texts(served) == wanted[0]
+                served.wait_until_idle()
+                assert served.metric("rooftop_compilations_total") == 0
+                assert served.stop()[0] == 0

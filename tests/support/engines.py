@@ -1,0 +1,87 @@
+"""Engines of the tiny models, and what tests ask of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rooftop.checkpoints.huggingface import save_weights
+from rooftop.checkpoints.names import from_checkpoint
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.configuration import Configuration, Shapes
+from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.loading import load
+from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
+from tests.programs.test_families import ORACLES, QUICKLY, case
+
+GREEDY: dict[str, Any] = json.loads((ORACLES / "greedy.json").read_text())
+NAMES = sorted(set(GREEDY) - {"made_with"})
+#: Few programs, so that they are compiled in seconds: batches of 4, chunks of 8 tokens, contexts of 32.
+CONFIGURATION = Configuration(
+    policy=Policy(max_batch=4, chunk_tokens=12),
+    page_tokens=4,
+    pages=40,
+    host_pages=16,
+    longest=32,
+    shapes=Shapes(batches=(4,), widths=(8,), contexts=(32,), prefill_tokens=8),
+)
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """A folder with the tiny model ``name``."""
+    model, facts, tensors, _ = case(name)
+    save_weights(folder / name, model, from_checkpoint(model, tensors))
+    (folder / name / "config.json").write_text(json.dumps(facts["config"]))
+    return folder / name
+
+
+def engine(folder: Path, configuration: Configuration = CONFIGURATION, **options: Any) -> PagedEngine:
+    """An engine of the checkpoint in ``folder``, no text of which ends by itself."""
+    longest = min(configuration.longest or 32, case(folder.name)[0].max_seq_len)
+    made = load(folder, replace(configuration, longest=longest), options=QUICKLY, **options)
+    made.stops = frozenset()
+    return made
+
+
+def again(made: PagedEngine, **changes: Any) -> PagedEngine:
+    """Another engine on the programs of one: their shapes stay."""
+    configuration = replace(made.configuration, **changes)
+    return PagedEngine(made.replicas, configuration, longest=made.longest, draft=made.draft)
+
+
+def answers(
+    serving: PagedEngine, prompts: Sequence[Sequence[int]], samplings: Iterable[Sampling], *, at_once: bool = True
+) -> list[list[Token]]:
+    """The tokens of each request; all are submitted before the first step, or one after another."""
+    found: list[list[Token]] = [[] for _ in prompts]
+    for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+        ended = threading.Event()
+
+        def deliver(token: Token, number: int = number, ended: threading.Event = ended) -> None:
+            found[number].append(token)
+            if token.finish is not None:
+                ended.set()
+
+        request = ServeRequest(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic())
+        serving.submit(request, deliver)
+        if not at_once:
+            assert ended.wait(120)
+    assert serving.drain(120)
+    serving.check()
+    assert serving.stats().pages_used == serving.stats().host_pages_used == 0 or serving.configuration.prefix_cache
+    assert serving.stats().compilations == 0
+    return found
+
+
+def greedy(name: str, serving: PagedEngine, *, at_once: bool = True) -> tuple[list[list[int | None]], list[list[int]]]:
+    """What the engine generates behind the prompts of a family, and what transformers does."""
+    cases = GREEDY[name]
+    serving.start()
+    samplings = [Sampling(max_tokens=len(each["output"]), temperature=0.0) for each in cases]
+    found = answers(serving, [each["prompt"] for each in cases], samplings, at_once=at_once)
+    return [[token.token for token in each] for each in found], [each["output"] for each in cases]

@@ -1,0 +1,118 @@
+"""Every page under axe-core: explorers, files that were opened, reports; light at a desk and dark on a phone.
+
+What axe-core cannot see (whether a text says what it should) is for people; what it sees is wrong for certain. It is
+skipped where Chromium, playwright or axe-playwright-python is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rooftop.explain.measured.report import explain
+from rooftop.present.report.trace import measured_page
+from rooftop.ui.explorers import EXPLORERS
+from tests.ui.test_browser import DESKTOP, PHONE, browser, serving
+from tests.ui.test_reading import write_run
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+__all__ = ["browser"]
+#: What makes an answer stale: a text that the first field of an explorer does not take.
+WRONG = "() => { const field = document.querySelector('form input[type=text]'); field.value = '['; "
+WRONG += "field.dispatchEvent(new Event('input', { bubbles: true })); }"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a trace, a plan of each kind, and the report of the run."""
+    from rooftop.cli.main import main
+
+    where = tmp_path_factory.mktemp("files")
+    run = write_run(where / "run")
+    (where / "report.html").write_text(measured_page(explain(run)), encoding="utf-8")
+    commands = {
+        "train": "train llama3-8b --on v5e:4x4 --batch-seqs 16 --seq 2048 --mesh fsdp=4,tensor=4 --remat block",
+        "serve": "serve llama3-8b --on v5e:2x2 --weights int8 --kv int8 --batch-seqs 8",
+        "embed": "embed docs/tables.toml --on v5p:2x2x1",
+    }
+    for name, command in commands.items():
+        with pytest.raises(SystemExit):
+            main(["plan", *command.split(), "-o", str(where / f"{name}.json"), "--json"])
+    return where
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> Any:
+    with serving([folder / "run", *sorted(folder.glob("*.json"))]) as address:
+        yield address
+
+
+@pytest.fixture(params=[(DESKTOP, "light"), (PHONE, "dark")], ids=["desk-light", "phone-dark"])
+def page(browser: Any, request: pytest.FixtureRequest) -> Any:
+    size, scheme = request.param
+    context = browser.new_context(viewport=size, color_scheme=scheme)
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
+def violations(page: Any) -> Callable[[], list[str]]:
+    """What is wrong with the page as it stands, all of its tables open."""
+
+    def found() -> list[str]:
+        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        page.wait_for_function(
+            "[...document.querySelectorAll('details')].every(each => each.querySelector('tr') || !each.open)"
+        )
+        result = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response
+        assert result["passes"], "it has looked"
+        return [f"{each['id']}: {[node['target'] for node in each['nodes']]}" for each in result["violations"]]
+
+    return found
+
+
+@pytest.mark.parametrize("name", ["", *EXPLORERS])
+def test_explorers_have_no_violation(name: str, site: str, page: Any, violations: Callable[[], list[str]]) -> None:
+    page.goto(f"{site}{name}")
+    page.wait_for_selector("body[data-ready]")
+    assert violations() == []
+
+
+@pytest.mark.parametrize("name", ["sharding", "serving"])
+def test_a_mistake_leaves_a_page_that_can_be_read(
+    name: str, site: str, page: Any, violations: Callable[[], list[str]]
+) -> None:
+    page.goto(f"{site}{name}")
+    page.wait_for_selector("body[data-ready]")
+    with page.expect_response(lambda response: response.status == 400):
+        page.evaluate(WRONG)
+    page.wait_for_selector(".wrong:visible")
+    page.wait_for_selector(".answer.stale")
+    assert violations() == []
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_files_that_are_opened_have_no_violation(
+    index: int, site: str, page: Any, violations: Callable[[], list[str]]
+) -> None:
+    page.goto(f"{site}open?file={index}")
+    page.wait_for_selector(".figures .value")
+    page.wait_for_selector(".pending", state="hidden")
+    assert violations() == []
+
+
+def test_a_report_has_no_violation(folder: Path, page: Any, violations: Callable[[], list[str]]) -> None:
+    page.goto((folder / "report.html").as_uri())
+    assert violations() == []
+
+
+def test_axe_sees_what_is_wrong(site: str, page: Any, violations: Callable[[], list[str]]) -> None:
+    page.goto(site)
+    page.wait_for_selector("body[data-ready]")
+    page.evaluate("document.querySelector('.mark').removeAttribute('aria-label')")
+    page.evaluate("document.querySelector('.mark span').remove()")
+    assert [each.partition(":")[0] for each in violations()] == ["link-name"]
