@@ -27,9 +27,9 @@ def main() -> None:
     import jax
     import numpy as np
 
+    from rooftop.capabilities import KV_SPLITS
     from rooftop.models import load_model
     from rooftop.scheduling.serving.scheduler import Policy
-    from rooftop.capabilities import KV_SPLITS
     from rooftop.serve.engine.configuration import Configuration, Shapes
     from rooftop.serve.engine.engine import PagedEngine
     from rooftop.serve.engine.loading import drawn, load
