@@ -27,9 +27,10 @@ def main() -> None:
     import jax
     import numpy as np
 
+    from rooftop.capabilities import KV_SPLITS
     from rooftop.models import load_model
     from rooftop.scheduling.serving.scheduler import Policy
-    from rooftop.serve.engine.configuration import KV_SPLITS, Configuration, Shapes
+    from rooftop.serve.engine.configuration import Configuration, Shapes
     from rooftop.serve.engine.engine import PagedEngine
     from rooftop.serve.engine.loading import drawn, load
     from rooftop.serve.engine.requests import Sampling, ServeRequest, Token

@@ -197,7 +197,7 @@ def test_the_table_lists_what_programs_have() -> None:
 
 
 def test_the_documentation_has_the_table() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "capabilities.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "capabilities.md").read_text(encoding="utf-8")
     assert capabilities.table() in page
 
 
