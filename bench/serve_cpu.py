@@ -47,7 +47,7 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
     from rooftop.scheduling.serving.scheduler import Policy
     from rooftop.serve.engine.configuration import Configuration, Shapes
     from rooftop.serve.engine.loading import load
-    from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
+    from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
 
     concurrent, prompt, longest = asked["concurrent"], asked["prompt"], asked["prompt"] + asked["outputs"][1]
     contexts, copies = -(-longest // 64) * 64, asked["copies"]
@@ -92,7 +92,7 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
             found[id_] = []
             sampling = Sampling(max_tokens=count, temperature=0.0)
             engine.submit(
-                ServeRequest(id=id_, prompt=tuple(tokens), sampling=sampling, arrival_s=time.monotonic()), deliver
+                GenerationRequest(id=id_, prompt=tuple(tokens), sampling=sampling, arrival_s=time.monotonic()), deliver
             )
         for _ in prompts:
             left.acquire()

@@ -32,7 +32,7 @@ from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import drawn, load
-from rooftop.serve.engine.requests import EngineStats, Sampling, ServeRequest, Token
+from rooftop.serve.engine.requests import EngineStats, GenerationRequest, Sampling, Token
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def measure(engine: PagedEngine, model: ModelConfig, options: argparse.Namespace
         for number in range(batch):
             prompt = tuple(random.integers(1, model.vocab, options.prompt).tolist())
             sampling = Sampling(max_tokens=options.outputs, temperature=0.0)
-            request = ServeRequest(
+            request = GenerationRequest(
                 id=1000 * turn + number, prompt=prompt, sampling=sampling, arrival_s=time.monotonic()
             )
             engine.submit(request, deliver)

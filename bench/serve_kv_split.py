@@ -33,7 +33,7 @@ def main() -> None:
     from rooftop.serve.engine.configuration import Configuration, Shapes
     from rooftop.serve.engine.engine import PagedEngine
     from rooftop.serve.engine.loading import drawn, load
-    from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
+    from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
 
     model = replace(
         load_model("llama3-8b"), name="small", d_model=512, layers=4, heads=16, kv_heads=2, d_head=32, d_ff=1408,
@@ -79,7 +79,7 @@ def main() -> None:
                 began_s, cpu_s = time.perf_counter(), time.process_time()
                 for number in range(sequences):
                     sampling = Sampling(max_tokens=ANSWER, temperature=0.0)
-                    request = ServeRequest(
+                    request = GenerationRequest(
                         id=number, prompt=tuple(tokens[number]), sampling=sampling, arrival_s=began_s
                     )
                     engine.submit(request, deliver)

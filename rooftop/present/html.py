@@ -20,7 +20,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def page(document: Document) -> str:
     """One HTML file that opens from a disk."""
     sections = list(_sections(document.charts))
-    names = _Names()
+    names = _Identifiers()
     parts = [(names.of(title), title, charts) for title, charts in sections]
     links = [tag("li", tag("a", title, href=f"#{name}")) for name, title, _ in parts]
     body = tag(
@@ -51,14 +51,14 @@ def page(document: Document) -> str:
 
 def fragment(document: Document) -> str:
     """Verdict, figures, tables and charts without a script, for a cell of a notebook."""
-    names = _Names(prefix="rooftop-")
+    names = _Identifiers(prefix="rooftop-")
     parts = [_chart(chart, names) for chart in document.charts if not chart.detail]
     style = tag("style", Html(asset("charts.css")))
     return tag("div", style, _head(document), parts, class_="rooftop")
 
 
 @dataclass(kw_only=True)
-class _Names:
+class _Identifiers:
     """Identifiers, each used once."""
 
     prefix: str = ""
@@ -107,7 +107,7 @@ def _figure(figure: ShownFigure) -> Html:
     return tag("div", tag("dt", figure.label, " ", level), tag("dd", figure.text), note)
 
 
-def _chart(chart: Chart, names: _Names) -> Html:
+def _chart(chart: Chart, names: _Identifiers) -> Html:
     name = names.of(chart.title)
     if isinstance(chart, (Table, Items)):
         about = tag("p", chart.about, class_="quiet") if chart.about else None

@@ -16,7 +16,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.serve.engine.configuration import Configuration, configuration_of
 from rooftop.serve.hosts.lead import Lead, end_process, follow
-from rooftop.serve.hosts.parts import Part, choose_part, replicas_of
+from rooftop.serve.hosts.parts import EnginePart, choose_part, replicas_of
 from rooftop.serve.logs import start_logging
 from rooftop.serve.request import ServeRequest, named_as_options, shrunk
 from rooftop.serve.sockets import address_of, bind
@@ -39,7 +39,7 @@ _LOG_EVERY_S = 5.0
 Progress = Callable[[int, int, str], None]
 
 
-class Ready(Protocol):
+class ReadyProcess(Protocol):
     """A process that is ready: one line for people, and its JSON."""
 
     @property
@@ -144,7 +144,9 @@ class ReadyFollower:
         }
 
 
-def run(request: ServeRequest, *, on_ready: Callable[[Ready], None], on_progress: Progress | None = None) -> None:
+def run(
+    request: ServeRequest, *, on_ready: Callable[[ReadyProcess], None], on_progress: Progress | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT. ``on_ready`` is called when requests are answered.
 
     ``on_progress`` (done, total, label) hears how many programs are compiled; without it, the log says so now and then.
@@ -165,7 +167,7 @@ def run(request: ServeRequest, *, on_ready: Callable[[Ready], None], on_progress
         end_process(str(error), error.exit_status)
 
 
-def _run(request: ServeRequest, on_ready: Callable[[Ready], None], on_progress: Progress | None) -> None:
+def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_progress: Progress | None) -> None:
     began_s = time.monotonic()
     part = choose_part(request)
     request = part.requested(request)
@@ -221,11 +223,11 @@ class _Server:
     request: ServeRequest
     source: ServeSource
     configuration: Configuration
-    part: Part
+    part: EnginePart
     lead: Lead | None
     bound: socket.socket
     log: logging.Logger
-    on_ready: Callable[[Ready], None]
+    on_ready: Callable[[ReadyProcess], None]
     on_progress: Progress | None
     began_s: float
 
@@ -306,11 +308,11 @@ def _log_progress(log: logging.Logger) -> Progress:
 def _generate(
     checkpoint: Path,
     configuration: Configuration,
-    part: Part,
+    part: EnginePart,
     lead: Lead | None,
     bound: socket.socket,
     log: logging.Logger,
-    on_ready: Callable[[Ready], None],
+    on_ready: Callable[[ReadyProcess], None],
 ) -> None:
     """Generate for another process until SIGTERM or SIGINT. Raises RooftopError and Infeasible."""
     from rooftop.serve.hosts.loading import load_generator

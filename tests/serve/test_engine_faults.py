@@ -16,7 +16,7 @@ from rooftop.serve.engine import programs as mappings
 from rooftop.serve.engine.configuration import Configuration, configuration_of
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import load, stop_tokens
-from rooftop.serve.engine.requests import Overloaded, Sampling, ServeRequest, Token
+from rooftop.serve.engine.requests import GenerationRequest, Overloaded, Sampling, Token
 from tests.support.engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine
 
 PROMPT = GREEDY["llama"][0]["prompt"]
@@ -50,7 +50,9 @@ class Caller:
 def ask(serving: PagedEngine, number: int, prompt: list[int] = PROMPT, **how: Any) -> Caller:
     caller = Caller()
     sampling = Sampling(**({"max_tokens": 8, "temperature": 0.0} | how))
-    serving.submit(ServeRequest(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic()), caller)
+    serving.submit(
+        GenerationRequest(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic()), caller
+    )
     return caller
 
 
@@ -96,7 +98,7 @@ def test_one_that_leaves_does_not_disturb_the_others(made: PagedEngine) -> None:
         raise BrokenPipeError
 
     sampling = Sampling(max_tokens=8, temperature=0.0)
-    serving.submit(ServeRequest(id=1, prompt=tuple(PROMPT), sampling=sampling, arrival_s=0.0), gone)
+    serving.submit(GenerationRequest(id=1, prompt=tuple(PROMPT), sampling=sampling, arrival_s=0.0), gone)
     other = ask(serving, 2)
     assert other.ended.wait(60)
     assert [token.token for token in other.tokens] == GREEDY["llama"][0]["output"][:8]

@@ -25,7 +25,7 @@ import pytest
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
-from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
+from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
 from rooftop.serve.hosts.generating import Generator
 from rooftop.serve.hosts.link import Link, LinkLost, accept, connect
 from rooftop.serve.hosts.loading import load_generator, load_prefill
@@ -141,7 +141,7 @@ class Caller:
 def ask(serving: PagedEngine, number: int, caller: Caller, **how: Any) -> Caller:
     case = CASES[number % len(CASES)]
     sampling = Sampling(**({"max_tokens": len(case["output"]), "temperature": 0.0} | how))
-    request = ServeRequest(id=number, prompt=tuple(case["prompt"]), sampling=sampling, arrival_s=time.monotonic())
+    request = GenerationRequest(id=number, prompt=tuple(case["prompt"]), sampling=sampling, arrival_s=time.monotonic())
     serving.submit(request, caller)
     return caller
 

@@ -16,7 +16,7 @@ from rooftop.scheduling.serving.groups import GroupedScheduler, GroupedStep
 from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
 from rooftop.serve.client.prediction import PredictionInput, deployment_of
 from rooftop.serve.engine.engine import PagedEngine
-from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
+from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.traces import RequestTrace
@@ -255,7 +255,7 @@ def run(
     def submit(steps: int) -> None:
         for number in [number for number, at in came.items() if at == steps]:
             how = Sampling(max_tokens=outputs[number], temperature=0.0)
-            request = ServeRequest(id=number, prompt=tuple(prompts[number]), sampling=how, arrival_s=0.0)
+            request = GenerationRequest(id=number, prompt=tuple(prompts[number]), sampling=how, arrival_s=0.0)
             serving.submit(request, deliver)
 
     decisions.after = submit  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import load
-from rooftop.serve.engine.requests import Sampling, ServeRequest, Token
+from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
 from tests.support.quickly import QUICKLY
 from tests.support.tiny_models import ORACLES, case
 
@@ -68,7 +68,7 @@ def answers(
             if token.finish is not None:
                 ended.set()
 
-        request = ServeRequest(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic())
+        request = GenerationRequest(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic())
         serving.submit(request, deliver)
         if not at_once:
             assert ended.wait(120)

@@ -13,7 +13,7 @@ from pathlib import Path
 from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.engine.requests import Deliver, EngineStats, Overloaded, ServeRequest, Token
+from rooftop.serve.engine.requests import Deliver, EngineStats, GenerationRequest, Overloaded, Token
 
 #: What begins and ends a turn of the chats here.
 TURN, END = "<|turn|>", "<|end|>"
@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
 
 @dataclass
 class _Running:
-    request: ServeRequest
+    request: GenerationRequest
     deliver: Deliver
     done: int = 0
 
@@ -76,7 +76,7 @@ class EchoEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, request: ServeRequest, deliver: Deliver) -> None:
+    def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
         if len(request.prompt) + request.sampling.max_tokens > self.longest:
             raise RooftopError("max_tokens", request.sampling.max_tokens, f"{self.longest} tokens in all")
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -129,6 +129,8 @@ class Trainer:
             self._grow(batch)
 
         with (
+            # An error, such as a line that cannot be read, leaves the last checkpoint on disk.
+            _finally(self.checkpoints.wait),
             jax.set_mesh(self.mesh),
             closing(self._trace),
             closing(self._records),
@@ -148,7 +150,6 @@ class Trainer:
                 ending = self.done == self.last or stopped()
                 if ending or self.done % request.save_every == 0:
                     losses += self._checkpoint(unread)
-            self.checkpoints.wait()
         return losses
 
     def close(self) -> None:
@@ -364,3 +365,11 @@ def require_memory(stacking: Stacking, *, batch: int, on_host: bool) -> None:
     if needed > room:
         what = f"tables and slots take at least {format_bytes(needed)} of this machine's memory"
         raise Infeasible(what, f"it has {format_bytes(room)}")
+
+
+@contextmanager
+def _finally(call: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        call()

@@ -90,11 +90,11 @@ def place_state(
 
 
 def host_state(
-    stacking: Stacking, state: EmbeddingState[jax.Array]
+    stacking: Stacking, state: EmbeddingState[Any]
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, tuple[npt.NDArray[Any], ...]]]:
     """Stacks and slots on the host, [C, rows, W] each, from the layout of any kernel."""
 
-    def fetch(array: jax.Array) -> npt.NDArray[Any]:
+    def fetch(array: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:
         return np.asarray(array).reshape(stacking.cores, -1, array.shape[-1])
 
     return (

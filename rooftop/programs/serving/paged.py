@@ -76,7 +76,7 @@ class PageParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PagePart:
     """The part of a page of ``page_tokens`` that a device stores: ``own_tokens``, from ``first`` on."""
 
     parts: PageParts
@@ -85,7 +85,7 @@ class Part:
     first: jax.Array | int
 
     @classmethod
-    def of(cls, parts: PageParts, own_tokens: int) -> Part:
+    def of(cls, parts: PageParts, own_tokens: int) -> PagePart:
         """This device's part."""
         first = lax.axis_index(parts.axes) * own_tokens if parts.axes else 0
         return cls(parts=parts, page_tokens=parts.ways * own_tokens, own_tokens=own_tokens, first=first)
@@ -201,7 +201,7 @@ class Rows:
         """Positions of the new tokens in their sequences, padding included."""
         return self.start[:, None] + jnp.arange(self.width, dtype=jnp.int32)
 
-    def places(self, part: Part, scratch: int) -> tuple[Int[Array, "R C"], Int[Array, "R C"]]:
+    def places(self, part: PagePart, scratch: int) -> tuple[Int[Array, "R C"], Int[Array, "R C"]]:
         """Page and offset of each new token; page ``scratch`` for padding and for other devices' tokens."""
         positions = self.positions()
         index = jnp.minimum(positions // part.page_tokens, self.tables.shape[1] - 1)
@@ -262,12 +262,12 @@ def attend_heads(
     """
     pages = pool.values.shape[0]
     if reader == "ragged":
-        part = Part.of(parts, pool.values.shape[1])
+        part = PagePart.of(parts, pool.values.shape[1])
         both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
         page, offset, both = _many(*_places(rows, part, pages - 1), both)
         pool = Pages(values=pool.values.at[page, offset].set(both.astype(pool.values.dtype)))
         return _by_rows(lambda q, rows: _ragged(scores, q, pool, rows), q, rows), pool
-    part = Part.of(parts, pool.values.shape[3])
+    part = PagePart.of(parts, pool.values.shape[3])
     pool = pool.write(*_places(rows, part, pages - 1), jnp.stack([k, v], axis=1))
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -291,7 +291,7 @@ def attend_latents(
 
     The first part of q is multiplied by the keys' up-projection already. Outputs are sums of latents.
     """
-    pages, part = pool.values.shape[0], Part.of(parts, pool.values.shape[3])
+    pages, part = pool.values.shape[0], PagePart.of(parts, pool.values.shape[3])
     rank = latent.shape[-1]
     both = jnp.concatenate([latent, shared], axis=-1)[:, None, None]
     pool = pool.write(*_places(rows, part, pages - 1), both)
@@ -303,7 +303,7 @@ def attend_latents(
     return _by_rows(lambda q, rows: _attended(reader, scores, q, None, rows, read, part), q, rows), pool
 
 
-def _places(rows: Sequence[Rows], part: Part, scratch: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+def _places(rows: Sequence[Rows], part: PagePart, scratch: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
     """``Rows.places`` of all rows."""
     flat = [[x.reshape(-1) for x in block.places(part, scratch)] for block in rows]
     page, offset = (jnp.concatenate(x) for x in zip(*flat, strict=True))
@@ -333,7 +333,7 @@ def _attended(
     sinks: Float[Array, " n"] | None,
     rows: Rows,
     read: _Read,
-    part: Part,
+    part: PagePart,
 ) -> Float[Array, "R C n d_v"]:
     """Softmax attention over the tokens of the tables, as far as each query may see."""
     count, width = q.shape[:2]
@@ -356,7 +356,7 @@ def _gathered(
     sinks: Float[Array, " n"] | None,
     rows: Rows,
     read: _Read,
-    part: Part,
+    part: PagePart,
     block: int,
 ) -> Float[Array, "R C n d_v"]:
     """``_attended`` for one group of rows, ``block`` tokens at a time. M = g C are the queries of a key/value head."""

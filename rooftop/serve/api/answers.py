@@ -17,7 +17,7 @@ from rooftop.serve.api.constraint import Matcher
 from rooftop.serve.api.metrics import PrometheusMetrics
 from rooftop.serve.api.openai import Form, PreparedRequest, Wanted, error, event, usage
 from rooftop.serve.api.texts import Texts
-from rooftop.serve.engine.requests import Overloaded, Sampling, ServeRequest, ServingEngine, Token
+from rooftop.serve.engine.requests import GenerationRequest, Overloaded, Sampling, ServingEngine, Token
 
 
 class BrokenOff(Exception):
@@ -210,7 +210,7 @@ class TokenStream:
     def submit(self, prompts: Sequence[tuple[int, ...]], samplings: Sequence[Sampling], arrival_s: float) -> None:
         """Queue all of them, or none. Raises RooftopError or Overloaded, as the engine does."""
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            request = ServeRequest(id=self._inbox.number(), prompt=prompt, sampling=sampling, arrival_s=arrival_s)
+            request = GenerationRequest(id=self._inbox.number(), prompt=prompt, sampling=sampling, arrival_s=arrival_s)
             self._running[index] = request.id
             try:
                 self._engine.submit(request, partial(self._inbox.put, self, index))

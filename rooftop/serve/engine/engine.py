@@ -25,7 +25,7 @@ from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Counters, stats_of
 from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import Deliver, EngineStats, Overloaded, ServeRequest, Token
+from rooftop.serve.engine.requests import Deliver, EngineStats, GenerationRequest, Overloaded, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.engine.schedulers import check_scheduler, scheduler_of
 from rooftop.serve.engine.steps import EngineServer
@@ -85,7 +85,7 @@ class PagedEngine:
         self._state = "serving"
         self._thread.start()
 
-    def submit(self, request: ServeRequest, deliver: Deliver) -> None:
+    def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
         """See ``requests.Engine``."""
         running = self._taken(request, deliver)
         with self._wake:
@@ -195,7 +195,7 @@ class PagedEngine:
         ]
         self._running.clear()
 
-    def _taken(self, request: ServeRequest, deliver: Deliver) -> Running:
+    def _taken(self, request: GenerationRequest, deliver: Deliver) -> Running:
         """Raises RooftopError for what can never be served."""
         how, vocab = request.sampling, self.model.vocab
         if not request.prompt:

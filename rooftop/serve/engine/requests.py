@@ -92,7 +92,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeRequest:
+class GenerationRequest:
     """``prompt`` are token ids, at least one; ``id`` is the caller's, and of one request at a time.
 
     ``arrival_s`` is on the clock ``time.monotonic``.
@@ -220,7 +220,7 @@ class ServingEngine(Protocol):
         """Compile everything (minutes, for a large model) and begin to serve; returns when requests are served."""
         ...
 
-    def submit(self, request: ServeRequest, deliver: Deliver) -> None:
+    def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
         """Queue a request. ``deliver`` is called from the engine's thread, and must return at once.
 
         Raises RooftopError for what can never be served, and Overloaded.

@@ -27,7 +27,7 @@ from rooftop.programs.serving.sampling import IN_PROMPT
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.serve.engine.guessing import Lookup
 from rooftop.serve.engine.replica import Adjusted
-from rooftop.serve.engine.requests import Deliver, ServeRequest
+from rooftop.serve.engine.requests import Deliver, GenerationRequest
 
 Ints = npt.NDArray[np.int32]
 
@@ -67,7 +67,7 @@ class Running:
     ``losses`` is how often that process was lost with it.
     """
 
-    request: ServeRequest
+    request: GenerationRequest
     deliver: Deliver
     sequence: CachedSequence
     stops: frozenset[int]

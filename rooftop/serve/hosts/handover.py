@@ -29,7 +29,7 @@ import numpy as np
 from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.programs import COPIED
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import Constraint, EngineStats, ProgramTimes, Sampling, ServeRequest, Token
+from rooftop.serve.engine.requests import Constraint, EngineStats, GenerationRequest, ProgramTimes, Sampling, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.hosts.link import Buffer, Link
 
@@ -58,7 +58,7 @@ def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: C
         "logit_bias": dict(offer["sampling"]["logit_bias"]),
         "constraint": constraint,
     }
-    request = ServeRequest(id=ticket, prompt=tuple(offer["prompt"]), sampling=Sampling(**sampling), arrival_s=0.0)
+    request = GenerationRequest(id=ticket, prompt=tuple(offer["prompt"]), sampling=Sampling(**sampling), arrival_s=0.0)
     prompt, generated = len(request.prompt), len(offer["generated"])
     taken = Running(
         request=request,

@@ -23,7 +23,7 @@ _LOCAL = "local"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class EnginePart:
     """The part of an engine that this process runs, and the address of the other part.
 
     ``at`` is the other part's host and port. None: there is no other part, or it is started here with ``environment``
@@ -83,7 +83,7 @@ class Part:
         return load_prefill(checkpoint, configuration, other, replica=replica, on_progress=on_progress, on_link=on_link)
 
 
-def choose_part(request: ServeRequest) -> Part:
+def choose_part(request: ServeRequest) -> EnginePart:
     """The part that ``request`` asks for. Call it before JAX starts: two processes here share the GPUs.
 
     Raises RooftopError naming the option that is wrong.
@@ -92,7 +92,7 @@ def choose_part(request: ServeRequest) -> Part:
     if role not in (None, "generate"):
         raise unknown("role", role, ("generate",))
     if role is None and at is None:
-        return Part()
+        return EnginePart()
     for name, value in (("draft", request.draft), ("prefill-devices", request.prefill_devices or None)):
         if value is not None:
             accepted = "none where two processes serve: a draft's cache is not sent, and all devices do the same"
@@ -102,14 +102,14 @@ def choose_part(request: ServeRequest) -> Part:
     if role is not None and at is not None:
         raise RooftopError("generate-at", at, "none with --role generate: the other process has this option")
     if at == _LOCAL:
-        return Part(role="prefill", environment=_share_devices())
+        return EnginePart(role="prefill", environment=_share_devices())
     if not request.link_key:
         accepted = "a word that both processes are given (or ROOFTOP_LINK_KEY): no one else may send or read KV"
         raise RooftopError("link-key", request.link_key, accepted)
     if role is not None:
-        return Part(role="generate", key=request.link_key)
+        return EnginePart(role="generate", key=request.link_key)
     assert at is not None
-    return Part(role="prefill", at=parse_address(at, "generate-at"), key=request.link_key)
+    return EnginePart(role="prefill", at=parse_address(at, "generate-at"), key=request.link_key)
 
 
 def replicas_of(lead: Lead | None, checkpoint: Path, configuration: Configuration) -> Callable[..., Replica]:
