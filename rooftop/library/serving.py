@@ -59,7 +59,7 @@ from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, r
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
-    from rooftop.serve.run import ReadyServer
+    from rooftop.serve.run import ReadyProcess
 
 #: A server's slice, or chips that are searched: 'v5e:4x4', 'v5e,v6e', or a list of chips.
 ServersLike: TypeAlias = Slice | OnSlice | Chip | str | Sequence[Chip | str]
@@ -751,7 +751,7 @@ def _planned(
 def serve(
     request: ServeRequest | Path | str,
     *,
-    on_ready: Callable[[ReadyServer], None] | None = None,
+    on_ready: Callable[[ReadyProcess], None] | None = None,
     on_progress: Progress | None = None,
 ) -> None:
     """Serve a model as OpenAI's API until SIGTERM or SIGINT.

@@ -44,7 +44,7 @@ from rooftop.cli.options import (
 from rooftop.cli.output import progress_bar
 
 if TYPE_CHECKING:
-    from rooftop.serve.run import ReadyServer
+    from rooftop.serve.run import ReadyProcess
 
 _EXAMPLES = (
     "rooftop serve llama:2M --port 8000",
@@ -229,7 +229,7 @@ def command(
         if progress is not None:
             progress(0, 1, "importing JAX")
 
-        def show(ready: ReadyServer) -> None:
+        def show(ready: ReadyProcess) -> None:
             starting.close()
             click.echo(json.dumps(ready.to_json()) if as_json else ready.line)
 
