@@ -109,7 +109,7 @@ def _row(
         time_s={"hbm": hbm / rates.hbm_bytes_per_s, "vpu": vector_s, **bound},
         expected_s=max(hbm_s, vector_s) + expected,
         serial_s=hbm_s + vector_s + expected,
-        formula="rows and activations through HBM, different rows of collective partition over the network",
+        formula="rows and activations through HBM, different rows of each partition over the network",
     )
 
 
