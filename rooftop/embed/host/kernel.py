@@ -222,14 +222,15 @@ def sort_and_merge(
                 for index in own_features:
                     feature = features[index]
                     head = ((source - first) << fields.source) + feature["head"]
-                    count += _fill(feature, first_source + source, head, fields, space, count, len(merged.weights) > 0)
+                    keys, weights = space.keys[count:], space.weights[count:]
+                    count += _fill(feature, first_source + source, head, fields, keys, weights)
             if count == 0:
                 continue
-            keys, weights = _sort(count, fields, space)
+            sorted_keys, sorted_weights = _sort(count, fields, space)
             if len(merged.weights):
-                merged.weights[done : done + count] = weights
+                merged.weights[done : done + count] = sorted_weights
             done += count
-            end = _merge(keys, fields, begin, space, merged)
+            end = _merge(sorted_keys, fields, begin, space, merged)
             # Runs follow each other; each begins where the one before ended.
             run_begin, rows_before = begin, 0
             for source in range(first, last):
@@ -248,10 +249,8 @@ def sort_and_merge(
 
 
 @njit(nogil=True, cache=True)
-def _fill(
-    feature: np.void, source: int, head: int, fields: KeyFields, space: SortSpace, filled: int, weighted: bool
-) -> int:
-    """Write keys (and weights) of the ids of a feature and a source from ``filled`` on; return their number.
+def _fill(feature: np.void, source: int, head: int, fields: KeyFields, keys: Keys, weights: NDArray[np.float32]) -> int:
+    """Write keys, and weights if there is an array for them, of the ids of a feature and a source; return their number.
 
     ``head`` is the key of the first row of activations without destination and local row.
     """
@@ -269,7 +268,7 @@ def _fill(
     all_splits = carray(_pointer(feature["splits"]), ((first + rows + 1) * split_words,), np.uint32)
     splits = all_splits[first * split_words :: split_words]
     begin, end = np.int64(splits[0]), np.int64(splits[rows])
-    ids, keys = carray(_pointer(feature["ids"]), (end * feature["id_words"],), np.uint32), space.keys[filled:]
+    ids = carray(_pointer(feature["ids"]), (end * feature["id_words"],), np.uint32)
     for row in range(rows):
         # Unsigned indices need no check for being negative; only then does LLVM vectorise.
         of_row, first_id = np.uint64(head + row), np.uint64(splits[row])
@@ -287,12 +286,12 @@ def _fill(
                     core -= cores
             local &= row_mask
             keys[to + np.uint64(step)] = (core << core_shift) | (local << row_shift) | of_row
-    if weighted:
-        weights = space.weights[filled : filled + end - begin]
+    if len(weights):
+        own = weights[: end - begin]
         if feature["weights"] == 0:
-            weights[:] = 1
+            own[:] = 1
         else:
-            weights[:] = carray(_pointer(feature["weights"]), (int(end),), np.float32)[begin:]
+            own[:] = carray(_pointer(feature["weights"]), (int(end),), np.float32)[begin:]
     return int(end - begin)
 
 
