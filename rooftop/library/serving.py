@@ -428,12 +428,12 @@ def _servers(on: ServersLike, price: float | str | None) -> tuple[dict[str, list
     else:
         where = slice_of(on, price=price)
         return {where.chip.name: [where]}, False
-    found = {}
+    result = {}
     for name in names:
         spec = chip_of(name)
         like = slice_of(Slice(spec, spec.slice_shapes[0]), price=price)
-        found[spec.name] = candidate_slices(like)
-    return found, True
+        result[spec.name] = candidate_slices(like)
+    return result, True
 
 
 def _dtypes(dtypes: DtypesLike | None, field: str, searching: bool) -> list[str]:

@@ -77,7 +77,7 @@ class AttentionWidths:
 
 
 class AttentionKind(Protocol):
-    """What everything but programs knows of a model's attention."""
+    """Sizes of a model's attention, for counting and plans."""
 
     @property
     def head_sizes(self) -> tuple[int, int]:

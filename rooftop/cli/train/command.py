@@ -174,12 +174,12 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     Trains a PLAN.json of 'rooftop plan train', or a --model. The folder of the run has everything that resumes it: the
     same command again, or --resume DIR. SIGTERM and Ctrl-C save at the next step.
     """
-    given = {
+    fields = {
         name: _plain(value)
         for name, value in ctx.params.items()
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    request = _request(given)
+    request = _request(fields)
     _require_mesh(request, ctx.params["processes"])
 
     def train() -> int:

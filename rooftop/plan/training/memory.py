@@ -70,7 +70,7 @@ def book_memory(step: TrainingStep) -> Memory:
 def saved_per_layer(step: TrainingStep, action: str) -> Number:
     """Elements per token and layer under ``action``, averaged over dense layers and layers of experts, [C, K]."""
     share = step.dense_share
-    return sum((of * kept for of, kept in zip((share, 1 - share), _kept(step, action), strict=True)), 0.0)
+    return sum((of * saved for of, saved in zip((share, 1 - share), _kept(step, action), strict=True)), 0.0)
 
 
 def saved_bytes(step: TrainingStep, action: str) -> Number:

@@ -115,13 +115,13 @@ def _steps(away: npt.NDArray[np.int64], done: int, ring: bool) -> tuple[tuple[in
 def _sums(away: npt.NDArray[np.int64], reach: int) -> Floats:
     """Operands added up in each device's sum of each shard when sums of devices within ``reach`` are still open."""
     devices = len(away)
-    held = np.zeros((devices, devices))
+    holdings = np.zeros((devices, devices))
     for shard in range(devices):
         for operand in range(devices):
             # An operand has come as near to its shard as the round allows; opposite ones come half each way.
             at = np.flatnonzero(_on_way(away, operand, shard, reach))
-            held[at, shard] += 1 / len(at) / devices
-    return held
+            holdings[at, shard] += 1 / len(at) / devices
+    return holdings
 
 
 def _on_way(away: npt.NDArray[np.int64], operand: int, shard: int, reach: int) -> npt.NDArray[np.bool_]:

@@ -43,10 +43,10 @@ class Permutation:
 
     def __call__(self, places: Ints) -> Ints:
         """Return the entries at ``places`` [n], each from 0 to size - 1: [n] int64."""
-        found = self._network(places.astype(np.uint64))
-        while (outside := found >= self.size).any():
-            found[outside] = self._network(found[outside])
-        return found.astype(np.int64)
+        result = self._network(places.astype(np.uint64))
+        while (outside := result >= self.size).any():
+            result[outside] = self._network(result[outside])
+        return result.astype(np.int64)
 
     def _network(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         half = np.uint64(max((self.size - 1).bit_length() + 1, 2) // 2)
@@ -150,8 +150,8 @@ def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Ba
             key = rows.indices(loader.batch)
             if key not in made:
                 made[key] = loader.rows(step, rows)
-            found: npt.NDArray[np.int32] = getattr(made[key], name)[:, columns[span]]
-            return found
+            shard: npt.NDArray[np.int32] = getattr(made[key], name)[:, columns[span]]
+            return shard
 
         return jax.make_array_from_callback((loader.batch, seq_len), sharding, shard)
 

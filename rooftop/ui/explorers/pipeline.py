@@ -58,8 +58,8 @@ def answer(state: State) -> Document:
         schedule=one_of("schedule", schedule, SCHEDULES),
         chunks=chunks,
     )
-    found = sweep(problem)
-    only = found.only(found.best)
+    result = sweep(problem)
+    only = result.only(result.best)
     plan = TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
     durations = durations_of(plan)
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
@@ -96,14 +96,14 @@ def answer(state: State) -> Document:
                 y=ChartAxis(label="bubble", unit="%"),
                 series=(
                     *(
-                        ChartSeries(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if each > 1 else name,
+                        ChartSeries(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if item > 1 else name,
                                points=tuple((float(count), float(bubble(name, stages=stages, microbatches=count,
-                                                                        chunks=each, durations=durations)))
+                                                                        chunks=item, durations=durations)))
                                             for count in counts if count >= stages),
                                style="line" if name == schedule else "dashed")
                         for name in SCHEDULES
                         if name != "gpipe"
-                        for each in ((chunks if chunks > 1 else 2) if name == "interleaved" else 1,)
+                        for item in ((chunks if chunks > 1 else 2) if name == "interleaved" else 1,)
                     ),
                     ChartSeries(name="here", points=((float(microbatches), waiting),), style="point"),
                 ),
