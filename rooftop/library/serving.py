@@ -406,9 +406,9 @@ def _question(
         host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
         prefill_slice=prefill_slice,
     )
-    held, cached = problem.workload.held_tokens, problem.workload.context
-    if not problem.book and cached is not None and cached > held:
-        raise RooftopError("context", cached, f"at most {held:,}: the prompt and its answer")
+    capacity, cached = problem.workload.held_tokens, problem.workload.context
+    if not problem.book and cached is not None and cached > capacity:
+        raise RooftopError("context", cached, f"at most {capacity:,}: the prompt and its answer")
     return _Question(problem=problem, where=where, numerics=numerics, modes=modes, searching=searching)
 
 

@@ -141,14 +141,14 @@ def _again(equation: Any) -> bool:
     return bool(equation.params.get("differentiated", False)) and equation.primitive.name in ("checkpoint", "remat2")
 
 
-def _scan(equation: Any, given: list[Any], at: _Place, flags: _Flags) -> list[Any]:
+def _scan(equation: Any, operands: list[Any], at: _Place, flags: _Flags) -> list[Any]:
     parameters = equation.params
     body, reverse = _closed(parameters["jaxpr"]), parameters["reverse"]
     if "ft_in" in parameters:  # newer than JAX 0.10
-        consts, carry, inputs = (list(part) for part in parameters["ft_in"].update(given).unpack())
+        consts, carry, inputs = (list(part) for part in parameters["ft_in"].update(operands).unpack())
     else:
         fixed, behind = parameters["num_consts"], parameters["num_consts"] + parameters["num_carry"]
-        consts, carry, inputs = given[:fixed], given[fixed:behind], given[behind:]
+        consts, carry, inputs = operands[:fixed], operands[fixed:behind], operands[behind:]
     carried = len(carry)
     inside = replace(at, reverse=(*at.reverse, reverse))
     places: list[_Place] = []

@@ -84,26 +84,26 @@ def as_ragged(ids: Any, feature: Feature) -> Ragged:
     return _positions(as_ragged, feature.length, name)
 
 
-def _any(given: Any, feature: Feature, name: str) -> Ragged:
-    if type(given).__module__.startswith("scipy.sparse"):
-        return from_scipy(given, weighted=feature.weighted, name=name)
-    ids, weights = given, None
-    if isinstance(given, tuple) and len(given) == 2:
+def _any(raw: Any, feature: Feature, name: str) -> Ragged:
+    if type(raw).__module__.startswith("scipy.sparse"):
+        return from_scipy(raw, weighted=feature.weighted, name=name)
+    ids, weights = raw, None
+    if isinstance(raw, tuple) and len(raw) == 2:
         if feature.weighted:
-            ids, weights = given
+            ids, weights = raw
             if isinstance(ids, tuple) and len(ids) == 2:
                 return ragged(ids[0], ids[1], weights, name=name)
         else:
-            return ragged(given[0], given[1], name=name)
-    if isinstance(given, tuple) and len(given) == 3:
-        return ragged(*given, name=name)
+            return ragged(raw[0], raw[1], name=name)
+    if isinstance(raw, tuple) and len(raw) == 3:
+        return ragged(*raw, name=name)
     if _is_arrow(ids):
         return from_arrow(ids, weights, name=name)
     if isinstance(ids, np.ndarray) and ids.dtype != object:
         return from_dense(ids, weights, length=feature.length, name=name)
     if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str | bytes):
         return from_lists(ids, weights, name=name)
-    raise RooftopError(name, type(given).__name__, _FORMS)
+    raise RooftopError(name, type(raw).__name__, _FORMS)
 
 
 def from_scipy(matrix: Any, *, weighted: bool = False, name: str = "ids") -> Ragged:

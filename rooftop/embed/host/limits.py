@@ -174,9 +174,9 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: in
     expected_fields = {"cores": stacking.cores, "cores_per_device": stacking.cores_per_device, "batch": batch}
     for field, value in {**expected_fields, "sample_passes": sample_passes}.items():
         # Files from before there were passes over samples do not say that theirs is one.
-        given = data.get(field, 1 if field == "sample_passes" else None)
-        if given != value:
-            raise RooftopError(f"limits: {field}", given, f"{value}, as here: observe the data again")
+        recorded = data.get(field, 1 if field == "sample_passes" else None)
+        if recorded != value:
+            raise RooftopError(f"limits: {field}", recorded, f"{value}, as here: observe the data again")
     stacks = data.get("stacks")
     if not isinstance(stacks, dict):
         raise RooftopError("limits: stacks", stacks, "limits for each stack")

@@ -80,13 +80,13 @@ def saved_bytes(step: TrainingStep, action: str) -> Number:
     """
     alone, dense = step.layers_alone, step.dense_layers
     total: Number = 0.0
-    for layers, once, kept in zip(
+    for layers, once, elements in zip(
         (dense, step.layers - dense),
         (alone.every_dense, alone.every - alone.every_dense),
         _kept(step, action),
         strict=True,
     ):
-        total = total + ((layers - once) * in_flight(step) + once) * kept
+        total = total + ((layers - once) * in_flight(step) + once) * elements
     return total * _own(step) * step.element_bytes
 
 

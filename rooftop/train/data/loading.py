@@ -141,16 +141,16 @@ def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Ba
     sharding = NamedSharding(mesh, spec)
     ring = specs.rules.activations["seq"]
     columns = sequence_order(seq_len, mesh.shape[ring[0]], order) if ring else np.arange(seq_len)
-    made: dict[tuple[int, int, int], Batch[npt.NDArray[np.int32]]] = {}
+    by_shape: dict[tuple[int, int, int], Batch[npt.NDArray[np.int32]]] = {}
 
     def array(name: str) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> npt.NDArray[np.int32]:
             rows, span = index or (slice(None), slice(None))
             # Devices that differ in tensor or context have the same rows: these are made once.
             key = rows.indices(loader.batch)
-            if key not in made:
-                made[key] = loader.rows(step, rows)
-            shard: npt.NDArray[np.int32] = getattr(made[key], name)[:, columns[span]]
+            if key not in by_shape:
+                by_shape[key] = loader.rows(step, rows)
+            shard: npt.NDArray[np.int32] = getattr(by_shape[key], name)[:, columns[span]]
             return shard
 
         return jax.make_array_from_callback((loader.batch, seq_len), sharding, shard)

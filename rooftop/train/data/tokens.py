@@ -232,8 +232,8 @@ def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
         except (OSError, ValueError) as error:
             raise RooftopError("data", str(path), f"a .npy array ({error})") from None
         if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
-            given = f"{path}: {array.dtype}{list(array.shape)}"
-            raise RooftopError("data", given, "whole numbers, [tokens] or [documents, tokens]")
+            problem = f"{path}: {array.dtype}{list(array.shape)}"
+            raise RooftopError("data", problem, "whole numbers, [tokens] or [documents, tokens]")
         return array, eos
     if dtype not in DTYPES:
         accepted = f"one of {', '.join(DTYPES)}, in a file {beside} such as {example}"

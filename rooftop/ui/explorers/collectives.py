@@ -243,9 +243,9 @@ def _rounds(kind: str, asked: _Asked) -> tuple[Chart, ...]:
 
 
 def _frame(kind: str, rounds: Rounds, at: int) -> dict[str, object]:
-    held = rounds.held[at]
-    whole = int((held > 1 - 1e-9).sum())
-    shards = len(held)
+    holdings = rounds.held[at]
+    whole = int((holdings > 1 - 1e-9).sum())
+    shards = len(holdings)
     says = {
         "all_gather": f"Round {at}: {whole} of {shards * shards} shards are where they are wanted.",
         "all_to_all": f"Round {at}: pieces have gone {at} hop{'' if at == 1 else 's'}.",
@@ -255,7 +255,7 @@ def _frame(kind: str, rounds: Rounds, at: int) -> dict[str, object]:
     return {
         "cells": [
             {"parts": [[shard, min(1.0, float(amount) * scale)] for shard, amount in enumerate(row)], "text": ""}
-            for row in held
+            for row in holdings
         ],
         "arrows": [[start, end] for start, end in _next(rounds, at)],
         "says": says,

@@ -115,8 +115,8 @@ def _arrays(asked: object) -> tuple[ShardedArray, ...]:
 def _held(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> str:
     local = " x ".join(map(str, array.local_shape(dims, shape)))
     copies = array.replication(shape)
-    kept = "no device holds what another does" if copies == 1 else f"{copies} devices hold the same block"
-    return f"Every device holds {local} of {array}, {format_bytes(array.device_bytes(dims, shape))}; {kept}."
+    copies_text = "no device holds what another does" if copies == 1 else f"{copies} devices hold the same block"
+    return f"Every device holds {local} of {array}, {format_bytes(array.device_bytes(dims, shape))}; {copies_text}."
 
 
 def _verdict(chosen: Strategy, strategys: Sequence[Strategy], way: int) -> str:
@@ -207,7 +207,7 @@ def _blocks(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, in
         block = 0
         for part, axes in zip(index, array.axes, strict=True):
             block = block * prod(shape[axis] for axis in axes) + part
-        held = ", ".join(
+        contents = ", ".join(
             f"{dim} {start}:{start + size}" for dim, start, size in zip(array.dims, starts, local, strict=True)
         )
         partial = f" (a part of the sum over {','.join(array.unreduced)})" if array.unreduced else ""
@@ -218,7 +218,7 @@ def _blocks(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, in
                 block=block,
                 rows=parts[0],
                 columns=parts[1],
-                label=held + partial,
+                label=contents + partial,
             )
         )
     devices = prod(shape.values())

@@ -162,9 +162,9 @@ def _shown(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> list[
     """The pure strategies, the one that was chosen, and the fastest mixes at this batch."""
     at = _nearest(tokens, curves[0])
     ranked = sorted(curves, key=lambda curve: float(curve.expected_s[at]))
-    kept = [curve.axes for curve in curves if len(curve.axes) == 1 or curve.axes == axes]
-    kept += [curve.axes for curve in ranked if curve.axes not in kept][: max(0, _DRAWN - len(kept))]
-    return [curve for curve in curves if curve.axes in kept]
+    axes_shown = [curve.axes for curve in curves if len(curve.axes) == 1 or curve.axes == axes]
+    axes_shown += [curve.axes for curve in ranked if curve.axes not in axes_shown][: max(0, _DRAWN - len(axes_shown))]
+    return [curve for curve in curves if curve.axes in axes_shown]
 
 
 def _nearest(tokens: int, curve: BatchCurve) -> int:
