@@ -46,8 +46,10 @@ def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
 
 def local_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Variables and parameters; fields of classes are not local."""
+    classes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    fields = {field.target for one in classes for field in one.body if isinstance(field, ast.AnnAssign)}
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
             yield node, node.id
         elif isinstance(node, ast.arg):
             yield node, node.arg
