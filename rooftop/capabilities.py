@@ -488,8 +488,8 @@ def require(capabilities: Iterable[Capability[Spec]], spec: Spec, accepted: str)
 def table() -> str:
     """All capabilities as the Markdown table of docs/capabilities.md."""
     lines = ["| program | property | accepted |", "|---|---|---|"]
-    rows = [("train", each.name, each.accepted) for each in TRAINING]
-    rows += [("serve", each.name, each.accepted) for each in SERVING]
+    rows = [("train", item.name, item.accepted) for item in TRAINING]
+    rows += [("serve", item.name, item.accepted) for item in SERVING]
     rows.append(
         ("embed", "optimizer of a stack", "one that updates each float of a row by itself: not rowwise_adagrad")
     )

@@ -1,4 +1,4 @@
-"""What every verb shares about output: ``--json`` is one object on stdout and nothing else."""
+"""Output of every verb: ``--json`` is one object on stdout and nothing else."""
 
 from __future__ import annotations
 
@@ -55,10 +55,7 @@ def show_document(document: Document, written: Mapping[str, object] | None = Non
 
 @contextmanager
 def progress_bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """What to call with how much is done, how much there is and what comes next: a bar on stderr if that is a terminal.
-
-    None where there is no one to look.
-    """
+    """Progress callback ``(done, total, label)`` that draws a bar on stderr; None if stderr is not a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield None
         return

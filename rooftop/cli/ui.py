@@ -69,6 +69,6 @@ def _show() -> None:
     for title in ("address", "explorer", "controls"):
         table.add_column(title)
     for name in EXPLORERS:
-        found = explorer(name)
-        table.add_row(f"/{name}", found.title, ", ".join(control.name for control in found.controls))
+        result = explorer(name)
+        table.add_row(f"/{name}", result.title, ", ".join(control.name for control in result.controls))
     console().print(table)

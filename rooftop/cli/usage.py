@@ -40,7 +40,7 @@ class VerbGroup(click.Group):
 
 
 def usage_line(error: click.UsageError) -> str:
-    """What click found wrong, in the words of a RooftopError: the field, what was given, what is accepted."""
+    """Return click's error as one line of a RooftopError: the field, its value, and the accepted values."""
     said = error.format_message().replace("\n", " ")
     if error.ctx is None:
         return said
@@ -54,8 +54,8 @@ def usage_line(error: click.UsageError) -> str:
     if isinstance(error, click.MissingParameter):
         return str(RooftopError(field, None, accepted))
     # Click does not keep what was given; of a number its sentence begins with it.
-    given, is_number, _ = error.message.partition(" is not ")
-    return f"{field}: {f'got {given}' if is_number else error.message.rstrip('.')}; accepted: {accepted}"
+    value, is_number, _ = error.message.partition(" is not ")
+    return f"{field}: {f'got {value}' if is_number else error.message.rstrip('.')}; accepted: {accepted}"
 
 
 def _usage(ctx: click.Context) -> str:

@@ -92,9 +92,9 @@ def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]], *, 
         if table.name not in values:
             raise RooftopError("checkpoint", f"no table {table.name}", "all tables of the tables file")
         if values[table.name].shape != (table.vocabulary, table.width):
-            given = "{} x {}".format(*values[table.name].shape)
+            shape = "{} x {}".format(*values[table.name].shape)
             raise RooftopError(
-                f"table {table.name}", given, f"{table.vocabulary} x {table.width}, as the tables file says"
+                f"table {table.name}", shape, f"{table.vocabulary} x {table.width}, as the tables file says"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -169,9 +169,9 @@ def _require_axes(axes: Sequence[str], shape: Mapping[str, int]) -> None:
     if len(set(axes)) < len(axes):
         raise RooftopError("axis", ",".join(axes), "each axis once")
     if all(shape[axis] == 1 for axis in axes):
-        given = ",".join(f"{axis}={shape[axis]}" for axis in axes)
+        requested = ",".join(f"{axis}={shape[axis]}" for axis in axes)
         accepted = "two devices or more: one alone sends nothing (JAX_PLATFORMS=cpu emulates eight)"
-        raise RooftopError("axis", given, accepted)
+        raise RooftopError("axis", requested, accepted)
 
 
 def _prices(where: Slice | None, shape: Mapping[str, int]) -> list[Prices]:

@@ -186,17 +186,17 @@ def compile(
     """
     from rooftop.plan.embedding.plan import EmbedPlan
 
-    wanted, timeout_s = plan_of(plan), None if timeout is None else seconds_of(timeout, "timeout")
-    if isinstance(wanted, EmbedPlan):
+    to_compile, timeout_s = plan_of(plan), None if timeout is None else seconds_of(timeout, "timeout")
+    if isinstance(to_compile, EmbedPlan):
         if save:
             raise RooftopError("save", True, "nothing with a plan of embeddings: it has many programs")
-        return _compile_embeddings(wanted, check, timeout_s, cache, on_progress)
+        return _compile_embeddings(to_compile, check, timeout_s, cache, on_progress)
     if check is not None:
         raise RooftopError("check", check, "nothing but with a plan of embeddings: its programs run on SparseCores")
     _require_compiler()
     from rooftop.explain.compiled.training import compile_plan
 
-    report = compile_plan(wanted, timeout_s=timeout_s, cache=cache, save=save, on_progress=on_progress)
+    report = compile_plan(to_compile, timeout_s=timeout_s, cache=cache, save=save, on_progress=on_progress)
     return CompileResult(report=report)
 
 

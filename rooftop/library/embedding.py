@@ -274,17 +274,17 @@ def embedding_limits(
     read = islice(parquet_batches(files, model, samples), last)
     statistics = observe(preprocessor, read if on_progress is None else _reported(read, on_progress, last))
     new: Limits = estimate(statistics, stacking, headroom=headroom)
-    kept: bool | None = None
+    unchanged: bool | None = None
     if current is not None:
         new = feed_back(current, statistics, stacking, headroom=headroom)
-        kept = new is current
+        unchanged = new is current
     return EmbeddingLimitsResult(
         stacking=stacking,
         statistics=statistics,
         limits=new,
         batch_samples=samples,
         sample_passes=passes,
-        kept=kept,
+        kept=unchanged,
     )
 
 

@@ -292,8 +292,8 @@ def validate(*, runs: Path | str | None = None, assume: str | None = None) -> Va
 def _roofs(on: ChipLike | None, figures: Mapping[str, float | str] | None) -> Chip | None:
     if on is None and figures:
         name, value = next(iter(figures.items()))
-        given = f"{name}={value}" if isinstance(value, str) else f"{name}={value:g}"
-        raise RooftopError("figure", given, "a chip to override it of: --on CHIP")
+        figure = f"{name}={value}" if isinstance(value, str) else f"{name}={value:g}"
+        raise RooftopError("figure", figure, "a chip to override it of: --on CHIP")
     return None if on is None else chip_of(on, figures)
 
 

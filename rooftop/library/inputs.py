@@ -119,8 +119,10 @@ def plan_of(plan: PlanLike) -> TrainingPlan | EmbedPlan:
         return plan.plan
     kind = data.get("kind")
     if kind not in ("train", "embed"):
-        given = f"of kind {kind!r}" if "kind" in data else "without a kind"
-        raise RooftopError("plan", name, f"a plan.json written by rooftop plan train or embed (this one is {given})")
+        kind_text = f"of kind {kind!r}" if "kind" in data else "without a kind"
+        raise RooftopError(
+            "plan", name, f"a plan.json written by rooftop plan train or embed (this one is {kind_text})"
+        )
     _require_schema(name, data, "plan" if kind == "train" else "embed")
     return TrainingPlan.from_json(data) if kind == "train" else EmbedPlan.from_json(data)
 

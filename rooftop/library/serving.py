@@ -406,9 +406,9 @@ def _question(
         host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
         prefill_slice=prefill_slice,
     )
-    held, cached = problem.workload.held_tokens, problem.workload.context
-    if not problem.book and cached is not None and cached > held:
-        raise RooftopError("context", cached, f"at most {held:,}: the prompt and its answer")
+    capacity, cached = problem.workload.held_tokens, problem.workload.context
+    if not problem.book and cached is not None and cached > capacity:
+        raise RooftopError("context", cached, f"at most {capacity:,}: the prompt and its answer")
     return _Question(problem=problem, where=where, numerics=numerics, modes=modes, searching=searching)
 
 
@@ -428,12 +428,12 @@ def _servers(on: ServersLike, price: float | str | None) -> tuple[dict[str, list
     else:
         where = slice_of(on, price=price)
         return {where.chip.name: [where]}, False
-    found = {}
+    result = {}
     for name in names:
         spec = chip_of(name)
         like = slice_of(Slice(spec, spec.slice_shapes[0]), price=price)
-        found[spec.name] = candidate_slices(like)
-    return found, True
+        result[spec.name] = candidate_slices(like)
+    return result, True
 
 
 def _dtypes(dtypes: DtypesLike | None, field: str, searching: bool) -> list[str]:

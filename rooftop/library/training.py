@@ -96,8 +96,8 @@ class TrainResult(Result):
             return f"stopped by {self.stopped_by}, saved at step {self.step}; to go on: {self.resume}"
         last, evaluation = self.last, self.evaluation
         loss = "" if last is None else f"; loss {last.loss:.4f} (unigram entropy {self.unigram_entropy:.3f})"
-        held = "" if evaluation is None else f"; held-out perplexity {evaluation.perplexity:.4g}"
-        return f"step {self.step} done{loss}{held}; run in {self.run}"
+        held_out = "" if evaluation is None else f"; held-out perplexity {evaluation.perplexity:.4g}"
+        return f"step {self.step} done{loss}{held_out}; run in {self.run}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

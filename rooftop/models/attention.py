@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rooftop.models.config import MLA, ModelConfig
 
-#: A size, or one per strategy of a sweep.
-Size = npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    #: A size, or one per strategy of a sweep.
+    Size: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class MatmulShape:
 
 def parameters(matmuls: Iterable[MatmulShape]) -> Size:
     """Elements of all the weights together."""
+    import numpy as np
+
     total: Size = sum((m.parameters for m in matmuls), np.zeros(()))
     return total
 
@@ -77,7 +80,7 @@ class AttentionWidths:
 
 
 class AttentionKind(Protocol):
-    """What everything but programs knows of a model's attention."""
+    """Sizes of a model's attention, for counting and plans."""
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -196,6 +199,8 @@ class GroupedQueries:
 
     def matmuls(self, ways: Size, kv_heads: Size) -> AttentionMatmuls:
         """See ``AttentionKind``."""
+        import numpy as np
+
         config = self.config
         d, heads = config.d_model * np.ones_like(ways), config.heads / ways
         return AttentionMatmuls(
@@ -277,6 +282,8 @@ class LatentKeys:
 
     def matmuls(self, ways: Size, kv_heads: Size) -> AttentionMatmuls:
         """See ``AttentionKind``: down-projections have no heads, every device has them whole."""
+        import numpy as np
+
         mla, d, one = self.mla, float(self.config.d_model), np.ones_like(ways)
         heads = self.config.heads / ways
         queries = heads * (mla.d_nope + mla.d_rope)

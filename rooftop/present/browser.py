@@ -54,13 +54,13 @@ def _chart(chart: Chart, place: Place, sizes: Widths, identifier: str) -> dict[s
 
 def places(charts: Sequence[Chart]) -> list[Place]:
     """The place of each chart in its row. A half that has no other half next to it has the whole row."""
-    found: list[Place] = [_PLACES.get(chart.kind, "wide") for chart in charts]
+    places: list[Place] = [_PLACES.get(chart.kind, "wide") for chart in charts]
     waiting: int | None = None
-    for at, place in enumerate([*found, "wide"]):
+    for at, place in enumerate([*places, "wide"]):
         # One bar alone leaves half a row empty.
         if place == "half":
             waiting = at if waiting is None else None
         elif waiting is not None:
-            found[waiting] = "wide"
+            places[waiting] = "wide"
             waiting = None
-    return found
+    return places

@@ -54,10 +54,10 @@ _CHARACTER = 6.3
 def colours(names: Iterable[str]) -> dict[str, int]:
     """The colour of each name: its meaning's, else the next that no name of the chart has."""
     unique = list(dict.fromkeys(names))
-    found = {name: COLOURS[name] for name in unique if name in COLOURS}
-    free = [colour for colour in range(PALETTE) if colour not in found.values()] or list(range(PALETTE))
-    rest = [name for name in unique if name not in found]
-    return found | {name: free[at % len(free)] for at, name in enumerate(rest)}
+    result = {name: COLOURS[name] for name in unique if name in COLOURS}
+    free = [colour for colour in range(PALETTE) if colour not in result.values()] or list(range(PALETTE))
+    rest = [name for name in unique if name not in result]
+    return result | {name: free[at % len(free)] for at, name in enumerate(rest)}
 
 
 def picture(chart: Chart, width: float, identifier: str) -> Html:
@@ -286,13 +286,13 @@ def lines_file(chart: Lines, title: str, note: str = "") -> str:
     """An SVG file of a chart, for light and dark pages: title, legend, and the names of points."""
     width, room, above = 660.0, 200.0, 40.0
     drawn = draw_lines(chart, width, named=True)
-    series = [each for each in chart.series if each.points]
-    palette = colours(each.name for each in series)
+    series = [curve for curve in chart.series if curve.points]
+    palette = colours(curve.name for curve in series)
     legend: list[Content] = []
-    for at, each in enumerate(series):
+    for at, item in enumerate(series):
         y = above + 20 + 20 * at
-        legend.append(tag("line", class_=f"series s{palette[each.name]}", x1=width + 8, x2=width + 28, y1=y, y2=y))
-        legend.append(tag("text", each.name, x=width + 34, y=y + 4))
+        legend.append(tag("line", class_=f"series s{palette[item.name]}", x1=width + 8, x2=width + 28, y1=y, y2=y))
+        legend.append(tag("text", item.name, x=width + 34, y=y + 4))
     if note:
         legend.append(tag("text", note, x=width + 8, y=above + 30 + 20 * len(series)))
     height = drawn.height + above

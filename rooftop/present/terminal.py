@@ -192,17 +192,18 @@ def _spacing(columns: Sequence[TableColumn], rows: Rows, width: int) -> tuple[in
 
 def _fitting(columns: Sequence[TableColumn], rows: Rows, width: int) -> tuple[tuple[TableColumn, ...], Rows, list[str]]:
     """The columns that there is room for, their rows, and the names of those left out."""
-    kept = list(range(len(columns)))
+    shown = list(range(len(columns)))
     while (
-        _total(_least([columns[at] for at in kept], [tuple(row[at] for at in kept) for row in rows if row]), 1) > width
+        _total(_least([columns[at] for at in shown], [tuple(row[at] for at in shown) for row in rows if row]), 1)
+        > width
     ):
         # Where nothing else is left, figures go from the right: those on the left name a row.
-        droppable = [at for at in kept if columns[at].drop] or [at for at in kept[2:] if columns[at].kind == "number"]
+        droppable = [at for at in shown if columns[at].drop] or [at for at in shown[2:] if columns[at].kind == "number"]
         if not droppable:
             break
-        kept.remove(max(droppable, key=lambda at: (columns[at].drop, at)))
-    left_out = [_plain(columns[at].name) for at in range(len(columns)) if at not in kept]
-    return tuple(columns[at] for at in kept), [tuple(row[at] for at in kept) if row else () for row in rows], left_out
+        shown.remove(max(droppable, key=lambda at: (columns[at].drop, at)))
+    left_out = [_plain(columns[at].name) for at in range(len(columns)) if at not in shown]
+    return tuple(columns[at] for at in shown), [tuple(row[at] for at in shown) if row else () for row in rows], left_out
 
 
 def _widths(columns: Sequence[TableColumn], rows: Rows, width: int, gap: int) -> list[int]:

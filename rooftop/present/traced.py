@@ -35,27 +35,27 @@ def compiled_document(answer: CompiledReport | Refusal) -> Document:
     return document(answer.to_json(), plan=None if plan is None else plan.to_json(), lanes=lanes)
 
 
-def measured_document(found: Explained) -> Document:
+def measured_document(explained: Explained) -> Document:
     """A trace next to its compilation and plan, with the timelines of all three."""
-    lanes = [measured_lanes(found), *_compiled(found)]
-    if found.plan is not None:
-        lanes.append(planned_lanes(found.plan))
-    plan = None if found.plan is None else found.plan.to_json()
-    return document(found.to_json(), plan=plan, lanes=lanes)
+    lanes = [measured_lanes(explained), *_compiled(explained)]
+    if explained.plan is not None:
+        lanes.append(planned_lanes(explained.plan))
+    plan = None if explained.plan is None else explained.plan.to_json()
+    return document(explained.to_json(), plan=plan, lanes=lanes)
 
 
-def measured_lanes(found: Explained) -> Lanes:
+def measured_lanes(explained: Explained) -> Lanes:
     """One step as the trace has it: the counted one that is nearest to the median, on the devices of one host."""
-    step = typical_step(found.measured.steps)
-    devices = [each for each in found.trace.devices if len(each.track)]
+    step = typical_step(explained.measured.steps)
+    devices = [device for device in explained.trace.devices if len(device.track)]
     first = devices[0].host
-    mine = [each for each in devices if each.host == first]
-    lanes = [lane for each in mine[:DRAWN_DEVICES] for lane in _device(each, step, found)]
+    mine = [device for device in devices if device.host == first]
+    lanes = [lane for item in mine[:DRAWN_DEVICES] for lane in _device(item, step, explained)]
     lanes += [
-        Lane(name=f"TPU {each.ordinal} SparseCore {each.core}", spans=tuple(spans))
-        for each in found.trace.sparse_cores
-        if each.host == first and each.ordinal in {device.ordinal for device in mine[:DRAWN_DEVICES]}
-        for spans in _rows(list(_spans(each.track, step, found, beside=False)))[:1]
+        Lane(name=f"TPU {sparse_core.ordinal} SparseCore {sparse_core.core}", spans=tuple(spans))
+        for sparse_core in explained.trace.sparse_cores
+        if sparse_core.host == first and sparse_core.ordinal in {device.ordinal for device in mine[:DRAWN_DEVICES]}
+        for spans in _rows(list(_spans(sparse_core.track, step, explained, beside=False)))[:1]
     ]
     left = len(devices) - len(mine[:DRAWN_DEVICES])
     note = f"step {step.number}, the counted one nearest to the median; where nothing is drawn the device idles"
@@ -70,24 +70,24 @@ def measured_lanes(found: Explained) -> Lanes:
 
 def typical_step(steps: Sequence[StepTime]) -> StepTime:
     """The counted step whose duration is nearest to the median."""
-    counted = [each for each in steps if each.counted] or list(steps)
-    median = sorted(each.seconds for each in counted)[len(counted) // 2]
-    return min(counted, key=lambda each: abs(each.seconds - median))
+    counted = [step for step in steps if step.counted] or list(steps)
+    median = sorted(step.seconds for step in counted)[len(counted) // 2]
+    return min(counted, key=lambda step: abs(step.seconds - median))
 
 
-def _device(device: Device, step: StepTime, found: Explained) -> Iterator[Lane]:
+def _device(device: Device, step: StepTime, explained: Explained) -> Iterator[Lane]:
     """The lanes of a device: one, or as many as it runs ops at once; then the transfers that run beside them."""
     name = f"{device.kind.upper()} {device.ordinal}"
-    for at, spans in enumerate(_rows(list(_spans(device.track, step, found, beside=False)))):
+    for at, spans in enumerate(_rows(list(_spans(device.track, step, explained, beside=False)))):
         yield Lane(name=name + (f" ({at + 1})" if at else ""), spans=tuple(spans))
-    for spans in _rows(list(_spans(device.beside, step, found, beside=True)))[:1]:
+    for spans in _rows(list(_spans(device.beside, step, explained, beside=True)))[:1]:
         yield Lane(name=f"{name} beside", spans=tuple(spans))
 
 
-def _spans(track: Track, step: StepTime, found: Explained, *, beside: bool) -> Iterator[TimeSpan]:
+def _spans(track: Track, step: StepTime, explained: Explained, *, beside: bool) -> Iterator[TimeSpan]:
     within = np.flatnonzero((track.ends > step.begins) & (track.starts < step.ends))
     for at in within.tolist():
-        op, facts = found.trace.ops[int(track.ops[at])], found.facts[int(track.ops[at])]
+        op, facts = explained.trace.ops[int(track.ops[at])], explained.facts[int(track.ops[at])]
         start, end = max(int(track.starts[at]), step.begins), min(int(track.ends[at]), step.ends)
         yield TimeSpan(
             name=op.name,
@@ -108,23 +108,23 @@ def _details(facts: Facts) -> dict[str, str | float]:
 def _rows(spans: list[TimeSpan]) -> list[list[TimeSpan]]:
     """Spans in as few rows as need be for none to overlap, a loop above what runs in it; at most ``_DEEP`` rows."""
     rows: list[list[TimeSpan]] = []
-    for each in sorted(spans, key=lambda each: (each.start_s, -each.end_s)):
-        row = next((row for row in rows if row[-1].end_s <= each.start_s * (1 + 1e-12)), None)
+    for item in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        row = next((row for row in rows if row[-1].end_s <= item.start_s * (1 + 1e-12)), None)
         if row is not None:
-            row.append(each)
+            row.append(item)
         elif len(rows) < _DEEP:
-            rows.append([each])
+            rows.append([item])
     return rows
 
 
-def _compiled(found: Explained) -> Iterator[Lanes]:
+def _compiled(explained: Explained) -> Iterator[Lanes]:
     """The schedule of the largest program, where the plan says on which slice it lies and TPUs ran it."""
-    plan = found.plan
-    if plan is None or found.trace.kind != "tpu" or not found.programs:
+    plan = explained.plan
+    if plan is None or explained.trace.kind != "tpu" or not explained.programs:
         return
-    if math.prod(plan.mesh.shape.values()) != found.measured.devices:
+    if math.prod(plan.mesh.shape.values()) != explained.measured.devices:
         return
-    program = max(found.programs.values(), key=lambda each: len(each.facts))
+    program = max(explained.programs.values(), key=lambda program: len(program.facts))
     try:
         line = timeline(program.module, plan.mesh)
     except RooftopError:

@@ -86,10 +86,10 @@ def fractions(chip_name: str) -> Fractions:
     sources: dict[str, str] = {}
 
     def figure(path: str, default: float) -> float:
-        found = entry
+        result = entry
         for part in path.split("."):
-            found = found.get(part, {})
-        value, source = found or (default, NO_MEASUREMENT)
+            result = result.get(part, {})
+        value, source = result or (default, NO_MEASUREMENT)
         sources[path] = source
         return float(value)
 
@@ -130,8 +130,8 @@ def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str 
     low, high = MEASURED_DIMS
     m, k, n = (np.minimum(np.maximum(size, low), high) for size in (m, k, n))
     ideal_s = 2.0 * m * k * n * chip.devices / chip.flops_per_s[dtype]
-    found: Number = fit.layer / (1.0 / fit.peak + (fit.start_s + m * n * fit.result_s) / ideal_s)
-    return found
+    matmul_fraction: Number = fit.layer / (1.0 / fit.peak + (fit.start_s + m * n * fit.result_s) / ideal_s)
+    return matmul_fraction
 
 
 def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False) -> int:

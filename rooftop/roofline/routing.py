@@ -47,8 +47,10 @@ def route(
     start, end = _coordinates("source", source, sizes), _coordinates("target", target, sizes)
     amount = np.asarray(nbytes, float)
     if start.shape != end.shape or amount.shape not in ((), start.shape[:1]) or (amount < 0).any():
-        given = f"{start.shape}, {end.shape} and {amount.shape}"
-        raise RooftopError("messages", given, "sources and targets of one shape [n, P], bytes of 0 or more, one or [n]")
+        shapes = f"{start.shape}, {end.shape} and {amount.shape}"
+        raise RooftopError(
+            "messages", shapes, "sources and targets of one shape [n, P], bytes of 0 or more, one or [n]"
+        )
     halves = np.broadcast_to(amount / 2, start.shape[:1])
     seconds = {axis.resource: 0.0 for axis in physical}
     for column, axis in enumerate(physical):
@@ -63,8 +65,8 @@ def route(
     )
 
 
-def _coordinates(name: str, given: npt.ArrayLike, sizes: tuple[int, ...]) -> Ints:
-    places = np.asarray(given, np.int64)
+def _coordinates(name: str, values: npt.ArrayLike, sizes: tuple[int, ...]) -> Ints:
+    places = np.asarray(values, np.int64)
     if places.ndim != 2 or places.shape[1] != len(sizes) or (places < 0).any() or (places >= sizes).any():
         shown = places.tolist() if places.size <= 8 else f"{places.shape}"
         raise RooftopError(name, shown, f"coordinates [n, {len(sizes)}] inside {'x'.join(map(str, sizes))}")

@@ -52,9 +52,9 @@ class MetricsFile:
             return
         except (OSError, ValueError) as error:
             raise RooftopError("metrics", str(path), f"records that can be read ({error})") from None
-        kept = "".join(_lines_up_to(text, step))
-        if kept != text:
-            write_text(path, kept)
+        earlier = "".join(_lines_up_to(text, step))
+        if earlier != text:
+            write_text(path, earlier)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line, NaN and infinities as null. Raises RooftopError if there is no room for it."""

@@ -162,8 +162,8 @@ class ServeRequest:
             if (dtype := getattr(self, name)) in _COMPUTED
         }
         if len(set(dtypes.values())) > 1:
-            given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise RooftopError("compute-dtype", given, "one dtype for all that is not quantised")
+            requested = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise RooftopError("compute-dtype", requested, "one dtype for all that is not quantised")
         return _COMPUTED[next(iter(dtypes.values()))] if dtypes else None
 
     def _weights(self) -> str | None:

@@ -83,11 +83,11 @@ def find_origin(step: Callable[..., Any], *arguments: Any) -> NanOrigin | None:
         places[:] = [place for place, _ in flags]
         return [flag for _, flag in flags]
 
-    found = [np.asarray(flag) for flag in jax.jit(checked, compiler_options=_quickly())(*flat)]
+    result = [np.asarray(flag) for flag in jax.jit(checked, compiler_options=_quickly())(*flat)]
     for kind, what in ((0, "NaN"), (1, "infinity")):
         marked = [
             (place.order(turns), tuple(turns), place)
-            for place, flag in zip(places, found, strict=True)
+            for place, flag in zip(places, result, strict=True)
             for turns in np.argwhere(flag[..., kind]).tolist()
         ]
         if marked:
@@ -122,17 +122,17 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], at: _
         name = equation.primitive.name
         words = (at.stack, str(equation.source_info.name_stack), "rematted_computation" if _again(equation) else "")
         here = replace(at, stack="/".join(word for word in words if word), operation=name)
-        given = [read(atom) for atom in equation.invars]
+        inputs = [read(atom) for atom in equation.invars]
         with equation.ctx.manager:
             if name == "scan":
-                made = _scan(equation, given, replace(here, at=(*at.at, len(flags))), flags)
+                outputs = _scan(equation, inputs, replace(here, at=(*at.at, len(flags))), flags)
             elif (inner := _inner(equation)) is not None:
-                made = _evaluate(inner.jaxpr, inner.consts, given, here, flags)
+                outputs = _evaluate(inner.jaxpr, inner.consts, inputs, here, flags)
             else:
-                out = equation.primitive.bind(*given, **equation.primitive.get_bind_params(equation.params))
-                made = list(out) if equation.primitive.multiple_results else [out]
-                _check(made, replace(here, at=(*at.at, len(flags))), flags)
-        values.update(zip(equation.outvars, made, strict=True))
+                out = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+                outputs = list(out) if equation.primitive.multiple_results else [out]
+                _check(outputs, replace(here, at=(*at.at, len(flags))), flags)
+        values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -141,21 +141,21 @@ def _again(equation: Any) -> bool:
     return bool(equation.params.get("differentiated", False)) and equation.primitive.name in ("checkpoint", "remat2")
 
 
-def _scan(equation: Any, given: list[Any], at: _Place, flags: _Flags) -> list[Any]:
+def _scan(equation: Any, operands: list[Any], at: _Place, flags: _Flags) -> list[Any]:
     parameters = equation.params
     body, reverse = _closed(parameters["jaxpr"]), parameters["reverse"]
     if "ft_in" in parameters:  # newer than JAX 0.10
-        consts, carry, inputs = (list(part) for part in parameters["ft_in"].update(given).unpack())
+        consts, carry, inputs = (list(part) for part in parameters["ft_in"].update(operands).unpack())
     else:
         fixed, behind = parameters["num_consts"], parameters["num_consts"] + parameters["num_carry"]
-        consts, carry, inputs = given[:fixed], given[fixed:behind], given[behind:]
+        consts, carry, inputs = operands[:fixed], operands[fixed:behind], operands[behind:]
     carried = len(carry)
     inside = replace(at, reverse=(*at.reverse, reverse))
     places: list[_Place] = []
 
-    def turn(carry: list[Any], each: list[Any]) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
+    def turn(carry: list[Any], item: list[Any]) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
         within: _Flags = []
-        out = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *each], inside, within)
+        out = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *item], inside, within)
         places[:] = [place for place, _ in within]
         return out[:carried], (out[carried:], [flag for _, flag in within])
 
@@ -178,10 +178,10 @@ def _closed(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
-def _check(made: list[Any], place: _Place, flags: _Flags) -> None:
+def _check(outputs: list[Any], place: _Place, flags: _Flags) -> None:
     """Flags of all results together, [2]: NaN, and infinity. Unreduced sums are checked once they are summed."""
     marks = []
-    for array in made:
+    for array in outputs:
         spec = jax.typeof(array).sharding.spec
         if jnp.issubdtype(array.dtype, jnp.floating) and not spec.unreduced:
             array = reshard(array, P(*spec.partitions)) if spec.reduced else array

@@ -112,12 +112,12 @@ class Forward:
 
         return jax.jit(next_)
 
-    def evaluate(self, weights: Transformer[jax.Array], held: Loader, *, most: int) -> Evaluation:
-        """Return the cross-entropy of the documents of ``held``, in batches of at least its own size.
+    def evaluate(self, weights: Transformer[jax.Array], held_out: Loader, *, most: int) -> Evaluation:
+        """Return the cross-entropy of the documents of ``held_out``, in batches of at least its own size.
 
         Of more than ``most`` batches that many are used, evenly spread and always the same.
         """
-        loader = replace(held, batch=-(-held.batch // self.rows) * self.rows)
+        loader = replace(held_out, batch=-(-held_out.batch // self.rows) * self.rows)
         specs, order = self.program.specs(self.own_mesh), self.program.computation.context_order
         weights = self.weights(weights)
         total, count = 0.0, 0

@@ -290,15 +290,15 @@ def map_plan(plan: TrainingPlan, here: Local, *, as_is: bool, shrink: bool) -> t
     small = shrunk_plan(spec, len(here.devices))
     if shrink:
         return small, f"planned for {planned_for.name}; here, on {here.name}: {_described(small)}"
-    given = f"{planned_for.name}, and here are {here.name}"
+    slices = f"{planned_for.name}, and here are {here.name}"
     if as_is and devices <= len(here.devices):
         return spec, f"planned for {planned_for.name}; here, on {here.name}, as it is: {_described(spec)}"
     local = f"--shrink to run it with {_described(small)}"
-    kept = f"--as-is to keep {_described(spec)}"
+    as_is_text = f"--as-is to keep {_described(spec)}"
     if devices <= len(here.devices):
-        raise RooftopError("plan slice", given, f"{local}; or {kept}")
+        raise RooftopError("plan slice", slices, f"{local}; or {as_is_text}")
     emulate = f" --devices {devices}" if here.devices[0].platform == "cpu" else f" on {devices} devices"
-    raise RooftopError("plan slice", given, f"{local}; or {kept},{emulate}")
+    raise RooftopError("plan slice", slices, f"{local}; or {as_is_text},{emulate}")
 
 
 def _described(spec: TrainingSpec) -> str:

@@ -103,14 +103,14 @@ def read_state(controls: Sequence[Control], query: Iterable[tuple[str, str]]) ->
     Raises RooftopError for a name that is no control, one that is given twice, and a value that is not accepted.
     """
     known = {control.name: control for control in controls}
-    given: dict[str, str] = {}
+    raw: dict[str, str] = {}
     for name, text in query:
         if name not in known:
             raise unknown("control", name, known)
-        if name in given:
-            raise RooftopError(name, f"{given[name]} and {text}", "one value")
-        given[name] = known[name].check(text)
-    return State({name: given.get(name, control.default) for name, control in known.items()})
+        if name in raw:
+            raise RooftopError(name, f"{raw[name]} and {text}", "one value")
+        raw[name] = known[name].check(text)
+    return State({name: raw.get(name, control.default) for name, control in known.items()})
 
 
 def slider(

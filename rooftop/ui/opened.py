@@ -33,7 +33,7 @@ class Opened:
 
 
 def opened(path: Path) -> Opened:
-    """What a file says; of a folder or a trace, what ``rooftop explain`` says of it. Raises RooftopError."""
+    """Document of a file; of a folder or trace, the one of ``rooftop explain``. Raises RooftopError."""
     if path.is_dir() or path.name.endswith(".xplane.pb"):
         # Traces are read with JAX's own reader, which takes seconds to start.
         try:
@@ -49,7 +49,7 @@ def opened(path: Path) -> Opened:
 
 
 def opened_text(name: str, body: bytes) -> Opened:
-    """What the content of a file says. Raises RooftopError on what rooftop did not write."""
+    """Document of a file's content. Raises RooftopError on files that rooftop did not write."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -58,7 +58,7 @@ def opened_text(name: str, body: bytes) -> Opened:
 
 
 def opened_json(name: str, data: Any) -> Opened:
-    """What JSON values say. Raises RooftopError on what rooftop did not write, or did not write so."""
+    """Document of JSON values. Raises RooftopError on values that rooftop did not write."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise RooftopError("file", name, f"{_ACCEPTED}; its kind one of {', '.join(KINDS)}")

@@ -43,31 +43,31 @@ class Shelf:
         first = first_look(path)
         if first is not None and not any(map(_is_trace, _parts(path))):
             return _with(first, notes=("It has no trace: rooftop train ... --profile steps=A..B makes one.",))
-        found = self._reading(path).result()
-        return found if first is None else _with(replace(found, what="a run"), charts=first.answer.charts)
+        result = self._reading(path).result()
+        return result if first is None else _with(replace(result, what="a run"), charts=first.answer.charts)
 
     def now(self, path: Path) -> Opened:
-        """What is known of a file at once; ``pending`` if there is more to come. Raises RooftopError."""
-        traces = [each for each in _parts(path) if _is_trace(each)]
+        """Document of a file so far; ``pending`` if more is being read. Raises RooftopError."""
+        traces = [part for part in _parts(path) if _is_trace(part)]
         if not traces or self._reading(path).done():
             return self.whole(path)
-        pending = f"Reading {format_bytes(sum(each.stat().st_size for each in traces))} of trace"
+        pending = f"Reading {format_bytes(sum(trace.stat().st_size for trace in traces))} of trace"
         first = first_look(path) or Opened(name=path.name, what="a trace", answer=Document(verdict=ShownVerdict()))
         return replace(first, pending=pending)
 
     def _reading(self, path: Path) -> Future[Opened]:
-        stamp = tuple((str(each), each.stat().st_mtime_ns, each.stat().st_size) for each in _parts(path))
+        stamp = tuple((str(part), part.stat().st_mtime_ns, part.stat().st_size) for part in _parts(path))
         with self._lock:
             if path not in self._kept or self._kept[path][0] != stamp:
-                found: Future[Opened] = Future()
-                self._kept[path] = stamp, found
+                result: Future[Opened] = Future()
+                self._kept[path] = stamp, result
                 # A daemon: Ctrl-C does not wait for it.
-                threading.Thread(target=_read, args=(path, found), name=f"reads {path.name}", daemon=True).start()
+                threading.Thread(target=_read, args=(path, result), name=f"reads {path.name}", daemon=True).start()
             return self._kept[path][1]
 
 
 def takes_long(path: Path) -> bool:
-    """Whether a file is a trace, or a folder that may have one."""
+    """True for a trace, or a folder that may have one."""
     return path.is_dir() or _is_trace(path)
 
 
@@ -75,22 +75,22 @@ def _is_trace(path: Path) -> bool:
     return path.name.endswith(".xplane.pb")
 
 
-def _with(found: Opened, *, charts: tuple[Chart, ...] = (), notes: tuple[str, ...] = ()) -> Opened:
-    """What a file says, and more."""
-    answer = found.answer
-    return replace(found, answer=replace(answer, charts=(*answer.charts, *charts), notes=(*answer.notes, *notes)))
+def _with(opened: Opened, *, charts: tuple[Chart, ...] = (), notes: tuple[str, ...] = ()) -> Opened:
+    """The document of a file, with more parts."""
+    answer = opened.answer
+    return replace(opened, answer=replace(answer, charts=(*answer.charts, *charts), notes=(*answer.notes, *notes)))
 
 
 def _parts(path: Path) -> list[Path]:
-    found = [each for pattern in _PARTS for each in path.glob(pattern)] if path.is_dir() else [path]
-    return sorted(each for each in found if each.is_file())
+    result = [item for pattern in _PARTS for item in path.glob(pattern)] if path.is_dir() else [path]
+    return sorted(item for item in result if item.is_file())
 
 
-def _read(path: Path, found: Future[Opened]) -> None:
+def _read(path: Path, openeds: Future[Opened]) -> None:
     try:
-        found.set_result(opened(path))
+        openeds.set_result(opened(path))
     except BaseException as error:
-        found.set_exception(error)  # whoever asks for it gets it
+        openeds.set_exception(error)  # whoever asks for it gets it
 
 
 #: Records of metrics that are shown, evenly over the run.
@@ -99,7 +99,7 @@ _LINE = 4096
 
 
 def first_look(path: Path) -> Opened | None:
-    """What run.json and metrics.jsonl say; None for what is no folder of a run."""
+    """Document of run.json and metrics.jsonl; None if the folder is no run."""
     try:
         about = json.loads((path / "run.json").read_text(encoding="utf-8"))
         return Opened(name=path.name, what="a run", answer=_answer(about, list(_records(path / "metrics.jsonl"))))
@@ -110,7 +110,7 @@ def first_look(path: Path) -> Opened | None:
 def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Document:
     program = about["job"]["program"]
     mesh = ", ".join(f"{name} {size}" for name, size in about.get("mesh", {}).items() if size > 1) or "one device"
-    steps = [each for each in records if "loss" in each]
+    steps = [record for record in records if "loss" in record]
     where = f"{program['computation']['model']['name']} on {about.get('devices', {}).get('name', 'devices')}, {mesh}"
     if not steps:
         return Document(verdict=ShownVerdict(says=f"{where}; no step is recorded yet."))
@@ -141,7 +141,7 @@ def _loss(records: list[Mapping[str, Any]]) -> tuple[Chart, ...]:
     series = tuple(
         ChartSeries(name=name, points=points, style="line" if len(points) > 1 else "point")
         for name, key in kinds
-        if (points := tuple((float(each["step"]), float(each[key])) for each in records if key in each))
+        if (points := tuple((float(record["step"]), float(record[key])) for record in records if key in record))
     )
     step, loss = ChartAxis(label="step", zero=False), ChartAxis(label="loss, nats a token", zero=False)
     return (Lines(title="Loss", x=step, y=loss, series=series),) if series else ()

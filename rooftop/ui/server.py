@@ -111,10 +111,10 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
 
 
 def _asked(request: Request) -> dict[str, Any]:
-    found = explorer(request.path_params["name"])
-    state = read_state(found.controls, request.query_params.multi_items())
+    result = explorer(request.path_params["name"])
+    state = read_state(result.controls, request.query_params.multi_items())
     try:
-        answer = found.answer(state)
+        answer = result.answer(state)
     except Infeasible as no:
         answer = Document(verdict=ShownVerdict(says=str(no), no=str(no)))
     return to_data(answer, _widths(request))
@@ -180,14 +180,14 @@ class _Guard:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
-        wanted = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         app: Callable[..., Awaitable[None]] = self.app
-        if not self._accepts(wanted):
+        if not self._accepts(host):
             app = PlainTextResponse("This page answers only to the name it was bound to.", status_code=421)
         await app(scope, receive, send_with_headers)
 
-    def _accepts(self, wanted: str) -> bool:
-        name = wanted.rpartition("]")[0].lstrip("[") if wanted.startswith("[") else wanted.partition(":")[0]
+    def _accepts(self, host: str) -> bool:
+        name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
         if self.names is not None:
             return name.lower() in self.names
         if name.lower() in ("localhost", socket.gethostname().lower()):

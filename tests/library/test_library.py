@@ -112,7 +112,7 @@ def test_a_result_is_what_the_verb_says(rooftop: Callable[..., Any], name: str) 
     assert repr(result) == result.summary
     assert 1 <= len(result.summary.splitlines()) <= 3
     page = result._repr_html_()
-    assert page.startswith("<div>")
+    assert page.startswith('<div class="rooftop">')
     assert "<table" in page
     result.raise_if_infeasible()
 

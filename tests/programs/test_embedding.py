@@ -27,6 +27,7 @@ from rooftop.models.embedding_tables.tables import (
     Tables,
 )
 from rooftop.plan.embedding.exchange import EXCHANGES
+from rooftop.programs.embedding.buffers import LookupInputs
 from rooftop.programs.embedding.lookup import EmbeddingProgram, lookup, update
 from rooftop.programs.embedding.optimizers import row_rule
 from rooftop.programs.embedding.state import EmbeddingState, device_inputs, initialise
@@ -305,7 +306,7 @@ def test_a_program_refuses_what_cannot_be() -> None:
     program = EmbeddingProgram(stacking=stacking, batch=BATCH, limits=limits)
     mesh = mesh_of(8)
     with jax.set_mesh(mesh), pytest.raises(RooftopError, match="4 devices"):
-        lookup(program, {}, None)  # type: ignore[arg-type]
+        lookup(program, {}, LookupInputs(stacks={}, passes=jnp.int32(1)))
 
 
 def test_a_learning_rate_of_nothing_moves_nothing_and_padding_stays_as_it_was() -> None:

@@ -111,7 +111,7 @@ def test_sparsecores_update_a_row_of_several_passes_once(
     kind: str, clip: float | None, devices: int, operation: None
 ) -> None:
     stacking, limits = stacked(kind, clip, devices)
-    asked: dict[str, Any] = {"stacking": stacking, "batch_samples": BATCH, "limits": limits, "minibatching": True}
+    asked: dict[str, Any] = {"stacking": stacking, "batch": BATCH, "limits": limits, "minibatching": True}
     reference = updated(EmbeddingProgram(**asked, sample_passes=PASSES), devices, PASSES)
     program = EmbeddingProgram(**asked, sample_passes=PASSES, kernel="sparsecore")
     found = updated(program, devices, PASSES)

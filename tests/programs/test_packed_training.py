@@ -241,11 +241,11 @@ def test_balance_is_the_published_formula() -> None:
     layers = [random.standard_normal((40, moe.experts)).astype(np.float32) * 2 for _ in range(3)]
     segments = random.integers(0, 3, 40).astype(np.int32)
 
-    def ours(layers: list[jax.Array], segments: np.ndarray | None) -> jax.Array:
+    def ours(layers: list[jax.Array], segments: jax.Array | None) -> jax.Array:
         chosen = [jax.lax.top_k(each, moe.active)[1] for each in layers]
         return balance(sum(load(each, ids, segments, moe) for each, ids in zip(layers, chosen, strict=True)))
 
-    for ids, mask in ((None, np.ones(40, bool)), (segments, segments > 0)):
+    for ids, mask in ((None, np.ones(40, bool)), (jnp.asarray(segments), segments > 0)):
         value, gradients = jax.value_and_grad(ours)([jnp.asarray(each) for each in layers], ids)
         assert float(value) == pytest.approx(published_balance(layers, moe.active, mask), rel=1e-5)
         # A change too small to choose other experts.
@@ -264,9 +264,9 @@ def test_even_experts_have_the_least_balance_loss() -> None:
     assert moe is not None
     first = np.tile(np.arange(moe.active, dtype=np.int32), (moe.experts, 1))
     in_turn = (first + np.arange(moe.experts, dtype=np.int32)[:, None]) % moe.experts
-    even = load(jnp.zeros((moe.experts, moe.experts)), in_turn, None, moe)
+    even = load(jnp.zeros((moe.experts, moe.experts)), jnp.asarray(in_turn), None, moe)
     assert float(balance(even)) == pytest.approx(moe.active)
-    crowded = load(jnp.zeros((moe.experts, moe.experts)).at[:, : moe.active].set(9.0), first, None, moe)
+    crowded = load(jnp.zeros((moe.experts, moe.experts)).at[:, : moe.active].set(9.0), jnp.asarray(first), None, moe)
     assert float(balance(crowded)) == pytest.approx(moe.experts, rel=0.01)
 
 

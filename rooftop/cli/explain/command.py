@@ -65,15 +65,15 @@ def command(
     By scope and phase it shows measured, compiled and planned; then a verdict, the largest losses with their causes,
     and what to try. With --op it makes an HLO instruction readable, with --diff it compares two of a kind.
     """
-    given = {"RUN": path, "op": lines, "diff": diff}
-    asked = [name for name, value in given.items() if value]
+    choices = {"RUN": path, "op": lines, "diff": diff}
+    asked = [name for name, value in choices.items() if value]
     if len(asked) != 1:
         raise RooftopError("explain", " and ".join(asked) or None, "one of: a run or a trace, --op HLO, --diff A B")
     of_trace = {"plan": plan, "hlo": hlo, "mesh": mesh, "report": report}
     useless = [name for name, value in of_trace.items() if value and path is None]
     useless += [name for name, value in (("on", on), ("figure", figures)) if value and diff]
     if useless:
-        raise RooftopError(useless[0], given[asked[0]], f"nothing next to --{asked[0]}")
+        raise RooftopError(useless[0], choices[asked[0]], f"nothing next to --{asked[0]}")
     count = sys.maxsize if isinstance(top, str) else top
     if path is not None:
         _trace(path, plan, hlo, mesh, on, figures, report, count, as_json)

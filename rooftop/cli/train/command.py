@@ -174,12 +174,12 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     Trains a PLAN.json of 'rooftop plan train', or a --model. The folder of the run has everything that resumes it: the
     same command again, or --resume DIR. SIGTERM and Ctrl-C save at the next step.
     """
-    given = {
+    fields = {
         name: _plain(value)
         for name, value in ctx.params.items()
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    request = _request(given)
+    request = _request(fields)
     _require_mesh(request, ctx.params["processes"])
 
     def train() -> int:
@@ -196,15 +196,15 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     return train_together(train, request.folder.path, coordinator=coordinator, processes=processes, process=process)
 
 
-def _request(given: Mapping[str, object]) -> TrainRequest:
+def _request(options: Mapping[str, object]) -> TrainRequest:
     """Build the request of these options; a run that has begun keeps its own for all others. Raises RooftopError."""
     from rooftop.runs.folder import RunFolder
     from rooftop.train.request import TrainRequest
 
-    fields = {name: value for name, value in given.items() if name not in (*_PROCESSES, "resume", "as_json")}
-    if "resume" in given:
-        return TrainRequest.resumed(Path(str(given["resume"])), fields)
-    run = given.get("run")
+    fields = {name: value for name, value in options.items() if name not in (*_PROCESSES, "resume", "as_json")}
+    if "resume" in options:
+        return TrainRequest.resumed(Path(str(options["resume"])), fields)
+    run = options.get("run")
     if run is not None and RunFolder(path=Path(str(run))).read() is not None:
         return TrainRequest.resumed(Path(str(run)), fields)
     return TrainRequest.of(fields)

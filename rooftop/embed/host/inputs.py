@@ -52,58 +52,58 @@ def ragged(values: ArrayLike, row_splits: ArrayLike, weights: ArrayLike | None =
     if splits.ndim != 1 or splits.dtype.kind not in "iu" or not len(splits):
         raise RooftopError(f"{name}: row_splits", _kind(splits), "whole numbers in one dim, 0 first")
     if splits[0] != 0 or splits[-1] != len(ids):
-        given = f"from {splits[0]} to {splits[-1]}"
-        raise RooftopError(f"{name}: row_splits", given, f"from 0 to {len(ids)}, the number of values")
+        problem = f"from {splits[0]} to {splits[-1]}"
+        raise RooftopError(f"{name}: row_splits", problem, f"from 0 to {len(ids)}, the number of values")
     if splits.dtype.kind == "u":
         splits = splits.astype(np.int64)
     falls = splits[1:] < splits[:-1]
     # Faster than any().
     if np.count_nonzero(falls):
         at = int(np.argmax(falls))
-        given = f"{splits[at]} and then {splits[at + 1]} at {at}"
-        raise RooftopError(f"{name}: row_splits", given, "numbers that do not fall")
+        problem = f"{splits[at]} and then {splits[at + 1]} at {at}"
+        raise RooftopError(f"{name}: row_splits", problem, "numbers that do not fall")
     return Ragged(values=ids, row_splits=splits, weights=_weights(weights, len(ids), name))
 
 
-def as_ragged(given: Any, feature: Feature) -> Ragged:
+def as_ragged(ids: Any, feature: Feature) -> Ragged:
     """Ids of ``feature`` in any accepted form, a row per sample (of a sequence: per position).
 
     Weighted features come as a pair (ids, weights) of the same form, as a ``Ragged`` with weights or as a SciPy
     matrix, whose columns are the ids and whose entries the weights. Raises RooftopError.
     """
     name = f"features.{feature.name}"
-    found = given if isinstance(given, Ragged) else _any(given, feature, name)
-    if isinstance(given, Ragged):
-        found = ragged(given.values, given.row_splits, given.weights, name=name)
-    if feature.weighted and found.weights is None:
+    as_ragged = ids if isinstance(ids, Ragged) else _any(ids, feature, name)
+    if isinstance(ids, Ragged):
+        as_ragged = ragged(ids.values, ids.row_splits, ids.weights, name=name)
+    if feature.weighted and as_ragged.weights is None:
         raise RooftopError(name, "ids without weights", "ids and weights: the feature is weighted")
-    if not feature.weighted and found.weights is not None:
+    if not feature.weighted and as_ragged.weights is not None:
         raise RooftopError(name, "ids and weights", "ids alone: the feature is not weighted")
-    if feature.length is None or _is_dense(given):
-        return found
-    return _positions(found, feature.length, name)
+    if feature.length is None or _is_dense(ids):
+        return as_ragged
+    return _positions(as_ragged, feature.length, name)
 
 
-def _any(given: Any, feature: Feature, name: str) -> Ragged:
-    if type(given).__module__.startswith("scipy.sparse"):
-        return from_scipy(given, weighted=feature.weighted, name=name)
-    ids, weights = given, None
-    if isinstance(given, tuple) and len(given) == 2:
+def _any(raw: Any, feature: Feature, name: str) -> Ragged:
+    if type(raw).__module__.startswith("scipy.sparse"):
+        return from_scipy(raw, weighted=feature.weighted, name=name)
+    ids, weights = raw, None
+    if isinstance(raw, tuple) and len(raw) == 2:
         if feature.weighted:
-            ids, weights = given
+            ids, weights = raw
             if isinstance(ids, tuple) and len(ids) == 2:
                 return ragged(ids[0], ids[1], weights, name=name)
         else:
-            return ragged(given[0], given[1], name=name)
-    if isinstance(given, tuple) and len(given) == 3:
-        return ragged(*given, name=name)
+            return ragged(raw[0], raw[1], name=name)
+    if isinstance(raw, tuple) and len(raw) == 3:
+        return ragged(*raw, name=name)
     if _is_arrow(ids):
         return from_arrow(ids, weights, name=name)
     if isinstance(ids, np.ndarray) and ids.dtype != object:
         return from_dense(ids, weights, length=feature.length, name=name)
     if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str | bytes):
         return from_lists(ids, weights, name=name)
-    raise RooftopError(name, type(given).__name__, _FORMS)
+    raise RooftopError(name, type(raw).__name__, _FORMS)
 
 
 def from_scipy(matrix: Any, *, weighted: bool = False, name: str = "ids") -> Ragged:
@@ -189,20 +189,20 @@ def from_dense(array: Any, weights: Any = None, *, length: int | None = None, na
         raise RooftopError(name, f"an array of shape {ids.shape}", f"shape (batch, {length}): a sequence")
     if ids.ndim not in (1, 2):
         raise RooftopError(name, f"an array of {ids.ndim} dims", "one dim or two")
-    given = None
+    row_weights = None
     if weights is not None:
-        given = np.asarray(weights)
-        if given.shape != ids.shape:
-            raise RooftopError(f"{name}: weights", f"shape {given.shape}", f"the shape of the ids, {ids.shape}")
+        row_weights = np.asarray(weights)
+        if row_weights.shape != ids.shape:
+            raise RooftopError(f"{name}: weights", f"shape {row_weights.shape}", f"the shape of the ids, {ids.shape}")
     width = 1 if ids.ndim == 1 or length is not None else ids.shape[1]
     rows = ids.size if width == 1 else ids.shape[0]
     there = ids != PAD if ids.dtype.kind == "i" else None
     if there is None or there.all():
         splits = np.arange(rows + 1, dtype=np.int64) * width
-        return ragged(ids.reshape(-1), splits, None if given is None else given.reshape(-1), name=name)
+        return ragged(ids.reshape(-1), splits, None if row_weights is None else row_weights.reshape(-1), name=name)
     counts = there.reshape(rows, width).sum(axis=1)
     splits = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    return ragged(ids[there], splits, None if given is None else given[there], name=name)
+    return ragged(ids[there], splits, None if row_weights is None else row_weights[there], name=name)
 
 
 def from_lists(lists: Sequence[Any] | NDArray[Any], weights: Any = None, *, name: str = "ids") -> Ragged:
@@ -231,26 +231,26 @@ def _flat(lists: Any) -> NDArray[Any]:
     return np.asarray(list(chain.from_iterable(lists)))
 
 
-def _positions(found: Ragged, length: int, name: str) -> Ragged:
+def _positions(ragged: Ragged, length: int, name: str) -> Ragged:
     """Lists of at most ``length`` ids as sequences: a row per position, the last ones empty."""
-    lengths = np.diff(found.row_splits)
+    lengths = np.diff(ragged.row_splits)
     if len(lengths) and lengths.max() > length:
         at = int(np.argmax(lengths > length))
         raise RooftopError(name, f"{lengths[at]} ids in sample {at}", f"at most {length} ids: the sequence's length")
     there = np.arange(length) < lengths[:, None]
     splits = np.concatenate([[0], np.cumsum(there.reshape(-1), dtype=np.int64)])
-    return Ragged(values=found.values, row_splits=splits, weights=found.weights)
+    return Ragged(values=ragged.values, row_splits=splits, weights=ragged.weights)
 
 
-def _is_dense(given: object) -> bool:
-    array = given[0] if isinstance(given, tuple) else given
+def _is_dense(ids: object) -> bool:
+    array = ids[0] if isinstance(ids, tuple) else ids
     return isinstance(array, np.ndarray) and array.ndim == 2
 
 
-def _is_arrow(given: object) -> bool:
+def _is_arrow(ids: object) -> bool:
     """True if pyarrow takes it as it is: columns of pandas before 3.0 say so of their insides alone."""
     offers = ("__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__")
-    return type(given).__module__.startswith("pandas.") or any(hasattr(given, name) for name in offers)
+    return type(ids).__module__.startswith("pandas.") or any(hasattr(ids, name) for name in offers)
 
 
 def _ids(values: ArrayLike, name: str) -> NDArray[np.integer]:
@@ -269,14 +269,14 @@ def _ids(values: ArrayLike, name: str) -> NDArray[np.integer]:
 def _weights(weights: ArrayLike | None, count: int, name: str) -> NDArray[np.float32] | None:
     if weights is None:
         return None
-    found = np.asarray(weights)
-    if found.dtype.kind not in "iuf" or found.shape != (count,):
-        raise RooftopError(f"{name}: weights", f"{_kind(found)} of shape {found.shape}", f"{count} numbers")
-    found = np.ascontiguousarray(found, dtype=np.float32)
-    if not np.isfinite(found).all():
-        at = int(np.argmin(np.isfinite(found)))
-        raise RooftopError(f"{name}: weights", f"{found[at]} at {at}", "finite numbers")
-    return found
+    result = np.asarray(weights)
+    if result.dtype.kind not in "iuf" or result.shape != (count,):
+        raise RooftopError(f"{name}: weights", f"{_kind(result)} of shape {result.shape}", f"{count} numbers")
+    result = np.ascontiguousarray(result, dtype=np.float32)
+    if not np.isfinite(result).all():
+        at = int(np.argmin(np.isfinite(result)))
+        raise RooftopError(f"{name}: weights", f"{result[at]} at {at}", "finite numbers")
+    return result
 
 
 def _kind(array: NDArray[Any]) -> str:

@@ -34,16 +34,16 @@ def observe(preprocessor: Preprocessor, batches: Iterable[Mapping[str, Any]]) ->
 
     Raises RooftopError for an empty stream or an invalid id (with the number of its batch).
     """
-    found: Statistics | None = None
+    observe: Statistics | None = None
     for number, batch in enumerate(batches, start=1):
         try:
             one = preprocessor.observe(batch)
         except RooftopError as error:
             raise RooftopError(f"batch {number}: {error.field}", error.given, error.accepted) from None
-        found = one if found is None else found.merged(one)
-    if found is None:
+        observe = one if observe is None else observe.merged(one)
+    if observe is None:
         raise RooftopError("batches", "none", "at least one batch to observe")
-    return found
+    return observe
 
 
 def estimate(statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> dict[str, StackLimits]:
@@ -64,7 +64,7 @@ def expected(
     decides.
     """
     _check_headroom(headroom)
-    found = {}
+    expected = {}
     for stack in stacking.stacks:
         ids = sum(feature.ids_per_sample * feature.rows_per_sample for feature in stack.features)
         of_core, partitions = batch / stacking.cores * ids, stacking.cores * sample_passes
@@ -72,12 +72,12 @@ def expected(
         ids_of_partition = rung((mean + 6 * math.sqrt(mean)) * (1 + headroom))
         ids_of_core = (of_core + 6 * math.sqrt(of_core)) * (1 + headroom)
         buffer = rung(ids_of_core + (ALIGNMENT - 1) * partitions)
-        found[stack.name] = StackLimits(
+        expected[stack.name] = StackLimits(
             max_ids=ids_of_partition,
             max_unique_ids=min(ids_of_partition, padded(stack.rows, ALIGNMENT)),
             buffer=min(buffer, full_buffer(ids_of_partition, partitions)),
         )
-    return found
+    return expected
 
 
 def feed_back(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> Limits:
@@ -88,23 +88,23 @@ def feed_back(limits: Limits, statistics: Statistics, stacking: Stacking, *, hea
     keeps them. Raises RooftopError if limits and statistics are of different stacks.
     """
     check_limits(limits, stacking)
-    wanted = estimate(statistics, stacking, headroom=headroom)
+    needed = estimate(statistics, stacking, headroom=headroom)
     exceeded = any(_exceeds(statistics.stacks[name], limits[name]) for name in limits)
-    smaller = sum(wanted[name].buffer for name in limits) <= _WORTH_SHRINKING * sum(
+    smaller = sum(needed[name].buffer for name in limits) <= _WORTH_SHRINKING * sum(
         limits[name].buffer for name in limits
     )
     if not exceeded and not smaller:
         return limits
     if smaller and not exceeded:
-        return wanted
-    return {name: limits[name] if _covers(limits[name], wanted[name]) else wanted[name] for name in limits}
+        return needed
+    return {name: limits[name] if _covers(limits[name], needed[name]) else needed[name] for name in limits}
 
 
 def grown(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroom: float = HEADROOM) -> Limits:
     """Limits raised to hold the observed sizes with ``headroom``; none becomes smaller."""
-    wanted = estimate(statistics, stacking, headroom=headroom)
+    needed = estimate(statistics, stacking, headroom=headroom)
     return {
-        name: StackLimits(**{limit: max(value, getattr(wanted[name], limit)) for limit, value in vars(own).items()})
+        name: StackLimits(**{limit: max(value, getattr(needed[name], limit)) for limit, value in vars(own).items()})
         for name, own in limits.items()
     }
 
@@ -171,16 +171,16 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: in
         raise RooftopError("limits", str(path), f"{accepted} (not JSON: {error})") from None
     if not isinstance(data, dict) or data.get("kind") != _KIND or data.get("schema") != _SCHEMA:
         raise RooftopError("limits", str(path), f"{accepted}, of schema {_SCHEMA}")
-    wanted = {"cores": stacking.cores, "cores_per_device": stacking.cores_per_device, "batch": batch}
-    for field, value in {**wanted, "sample_passes": sample_passes}.items():
+    expected_fields = {"cores": stacking.cores, "cores_per_device": stacking.cores_per_device, "batch": batch}
+    for field, value in {**expected_fields, "sample_passes": sample_passes}.items():
         # Files from before there were passes over samples do not say that theirs is one.
-        given = data.get(field, 1 if field == "sample_passes" else None)
-        if given != value:
-            raise RooftopError(f"limits: {field}", given, f"{value}, as here: observe the data again")
+        recorded = data.get(field, 1 if field == "sample_passes" else None)
+        if recorded != value:
+            raise RooftopError(f"limits: {field}", recorded, f"{value}, as here: observe the data again")
     stacks = data.get("stacks")
     if not isinstance(stacks, dict):
         raise RooftopError("limits: stacks", stacks, "limits for each stack")
-    found = {}
+    result = {}
     for name, fields in stacks.items():
         names = ("tables", *StackLimits.__dataclass_fields__)
         if not isinstance(fields, dict) or set(fields) != set(names):
@@ -190,9 +190,9 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: in
             here = [place.table.name for place in stacking.stack(name).places]
             if tables != here:
                 raise RooftopError(f"limits: stack {name}", f"tables {tables}", f"tables {here}, as here")
-        found[name] = StackLimits(**{field: value for field, value in fields.items() if field != "tables"})
-    check_limits(found, stacking)
-    return found
+        result[name] = StackLimits(**{field: value for field, value in fields.items() if field != "tables"})
+    check_limits(result, stacking)
+    return result
 
 
 def _most(one: StackStatistics) -> dict[str, int]:
@@ -205,20 +205,20 @@ def _most(one: StackStatistics) -> dict[str, int]:
 
 
 def _wanted(one: StackStatistics, partitions: int, headroom: float) -> StackLimits:
-    found = {limit: rung(observed * (1 + headroom)) for limit, observed in _most(one).items()}
-    found["buffer"] = min(found["buffer"], full_buffer(found["max_ids"], partitions))
-    found["max_unique_ids"] = min(found["max_unique_ids"], found["max_ids"])
-    return StackLimits(**found)
+    result = {limit: rung(observed * (1 + headroom)) for limit, observed in _most(one).items()}
+    result["buffer"] = min(result["buffer"], full_buffer(result["max_ids"], partitions))
+    result["max_unique_ids"] = min(result["max_unique_ids"], result["max_ids"])
+    return StackLimits(**result)
 
 
 def _exceeds(one: StackStatistics, limits: StackLimits) -> bool:
     return any(observed > getattr(limits, limit) for limit, observed in _most(one).items())
 
 
-def _covers(limits: StackLimits, wanted: StackLimits) -> bool:
+def _covers(limits: StackLimits, needed: StackLimits) -> bool:
     """True if limits hold the needed ones and are not twice as large."""
-    enough = all(getattr(limits, limit) >= value for limit, value in vars(wanted).items())
-    return enough and wanted.buffer > _WORTH_SHRINKING * limits.buffer
+    enough = all(getattr(limits, limit) >= value for limit, value in vars(needed).items())
+    return enough and needed.buffer > _WORTH_SHRINKING * limits.buffer
 
 
 def _check_headroom(headroom: float) -> None:

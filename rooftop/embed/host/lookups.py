@@ -65,7 +65,7 @@ class FeatureIds:
         return self.ids.row_splits[first * self.rows : last * self.rows + 1]
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Where the ids of sources ``first`` to ``last`` (exclusive) begin and end."""
+        """Begin and end of the ids of sources ``first`` to ``last`` (exclusive)."""
         return int(self.ids.row_splits[first * self.rows]), int(self.ids.row_splits[last * self.rows])
 
 

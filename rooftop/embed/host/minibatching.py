@@ -90,11 +90,11 @@ def _zipped(even: NDArray[np.uint64], odd: NDArray[np.uint64]) -> tuple[NDArray[
 
     order_even = ((even, 3), (odd, 4), (even, 2), (even, 5), (odd, 6), (even, 1), (odd, 7), (even, 0))
     order_odd = ((odd, 3), (even, 4), (odd, 2), (odd, 5), (odd, 1), (even, 6), (odd, 0), (even, 7))
-    found = [np.zeros(even.shape, np.uint64), np.zeros(even.shape, np.uint64)]
+    result = [np.zeros(even.shape, np.uint64), np.zeros(even.shape, np.uint64)]
     for half, order in enumerate((order_even, order_odd)):
         for to, (of, index) in enumerate(order):
-            found[half] |= byte(of, index, to)
-    return found[0], found[1]
+            result[half] |= byte(of, index, to)
+    return result[0], result[1]
 
 
 def bucketed(ids: Entries, cores: int) -> NDArray[np.uint8]:

@@ -411,12 +411,12 @@ class Preprocessor:
             ids = part.entries[position] if part.entries else self._entries(part, stacks[index])
             if mask:
                 ids = into_passes(ids, bucketed(ids, cores), mask, cores)
-            kept = self._fit(part, index, ids, passes, counts, own_room)
-            dropped[stack.name] += int(ids.counts.sum() - kept.counts.sum())
+            fitting = self._fit(part, index, ids, passes, counts, own_room)
+            dropped[stack.name] += int(ids.counts.sum() - fitting.counts.sum())
             if own_room is not None:
-                own_room -= np.bincount(kept.groups // passes, minlength=len(own_room))
+                own_room -= np.bincount(fitting.groups // passes, minlength=len(own_room))
             groups = (part.last - part.first) * passes
-            write_entries(kept, buffers[stack.name], part.first * passes, groups, self._per_row * passes, cores)
+            write_entries(fitting, buffers[stack.name], part.first * passes, groups, self._per_row * passes, cores)
         return passes
 
     def _entries(self, part: Part, stack: StackIds) -> Entries:

@@ -187,8 +187,10 @@ class _Worker:
         if answer.error is not None:
             raise answer.error
         assert answer.statistics is not None
-        made = Preprocessed(buffers=self._buffers[place], minibatches=answer.minibatches, statistics=answer.statistics)
-        return Ready(rest=answer.rest, made=made)
+        preprocessed = Preprocessed(
+            buffers=self._buffers[place], minibatches=answer.minibatches, statistics=answer.statistics
+        )
+        return Ready(rest=answer.rest, made=preprocessed)
 
     def _ended(self) -> RooftopError:
         """Error for a process that ended by itself, most likely for lack of memory."""
@@ -231,8 +233,8 @@ def _readier(task: _Task[Any, Any], line: Line) -> Callable[[Any, int], _Answer]
         if place not in buffers:
             spans = line.send(_AHEAD + place, preprocessor.buffers())
             buffers[place] = line.shared(_AHEAD + place, spans)
-        made = preprocessor.preprocess(ids, out=buffers[place])
-        return _Answer(rest=rest, minibatches=made.minibatches, statistics=made.statistics)
+        preprocessed = preprocessor.preprocess(ids, out=buffers[place])
+        return _Answer(rest=rest, minibatches=preprocessed.minibatches, statistics=preprocessed.statistics)
 
     return ready
 
@@ -316,5 +318,5 @@ def _file(size: int) -> IO[bytes]:
                 file.truncate(size)
             unless_kept.pop_all()
             return file
-    given = f"{size} bytes to hand to another process"
-    raise RooftopError("memory", given, f"room for them in {_MEMORY} or {tempfile.gettempdir()}")
+    problem = f"{size} bytes to hand to another process"
+    raise RooftopError("memory", problem, f"room for them in {_MEMORY} or {tempfile.gettempdir()}")

@@ -205,14 +205,16 @@ class Trainer:
 
     def _placed(self, batch: Ready[CriteoBatch]) -> tuple[Any, DlrmBatch[jax.Array]]:
         """Place a batch on the devices: the inputs of lookups, and the rest."""
-        made, rest = batch.made, batch.rest
-        self.dropped += made.statistics.dropped
-        self.passes = max(self.passes, made.minibatches)
+        preprocessed, rest = batch.made, batch.rest
+        self.dropped += preprocessed.statistics.dropped
+        self.passes = max(self.passes, preprocessed.minibatches)
         split = jax.NamedSharding(self.mesh, jax.P(self.mesh.axis_names))
         # Only the host knows these figures, so it adds them to a trace.
-        with jax.profiler.TraceAnnotation("place", dropped_ids=made.statistics.dropped, minibatches=made.minibatches):
+        with jax.profiler.TraceAnnotation(
+            "place", dropped_ids=preprocessed.statistics.dropped, minibatches=preprocessed.minibatches
+        ):
             placed = DlrmBatch(dense=jax.device_put(rest.dense, split), label=jax.device_put(rest.label, split))
-            return device_inputs(made.buffers, made.minibatches, self.mesh), placed
+            return device_inputs(preprocessed.buffers, preprocessed.minibatches, self.mesh), placed
 
     def _drain(self) -> list[Any]:
         """Finish the steps of a pipeline and return their losses."""

@@ -131,8 +131,8 @@ class Difference:
 def difference(before: Side, after: Side) -> Difference:
     """Compare two sides. Raises RooftopError for a side of training and one of serving."""
     if before.job and after.job and before.job != after.job:
-        given = f"{before.name} ({before.job}) and {after.name} ({after.job})"
-        raise RooftopError("diff", given, "two of training, or two of serving")
+        jobs = f"{before.name} ({before.job}) and {after.name} ({after.job})"
+        raise RooftopError("diff", jobs, "two of training, or two of serving")
     changes = [
         Change(scope=key[0], phase=key[1], before=before.rows.get(key), after=after.rows.get(key))
         for key in dict.fromkeys([*before.rows, *after.rows])

@@ -43,11 +43,11 @@ def sources() -> dict[str, str]:
     """Every figure of ``embed.toml`` with its source, by its path."""
 
     def of(data: Mapping[str, Any], path: str) -> dict[str, str]:
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         for name, value in data.items():
             where = f"{path}{name}"
-            found |= of(value, f"{where}.") if isinstance(value, Mapping) else {where: f"{value[0]}: {value[1]}"}
-        return found
+            result |= of(value, f"{where}.") if isinstance(value, Mapping) else {where: f"{value[0]}: {value[1]}"}
+        return result
 
     return of(figures(), "")
 
@@ -77,8 +77,8 @@ def replica_factor(*, max_ids: Number, max_unique_ids: Number, cores: Number, ro
 
 def replica_factors() -> list[float]:
     """The numbers of logical replicas per SparseCore, rising."""
-    found: list[float] = figures()["compiler"]["replica_factors"][0]
-    return found
+    replica_factors: list[float] = figures()["compiler"]["replica_factors"][0]
+    return replica_factors
 
 
 def stack_bytes(

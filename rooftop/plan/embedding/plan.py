@@ -411,8 +411,8 @@ class EmbedPlan:
     def from_json(cls, data: Mapping[str, Any]) -> EmbedPlan:
         """The inverse of ``to_json``: the problem is read, the answer is computed again. Raises RooftopError."""
         if data.get("kind") != "embed" or data.get("schema") != SCHEMA:
-            given = f"kind {data.get('kind')!r}, schema {data.get('schema')!r}"
-            raise RooftopError("plan", given, f"a plan of rooftop plan embed, schema {SCHEMA}")
+            file_kind = f"kind {data.get('kind')!r}, schema {data.get('schema')!r}"
+            raise RooftopError("plan", file_kind, f"a plan of rooftop plan embed, schema {SCHEMA}")
         try:
             workload = data["workload"]
             problem = EmbedProblem(

@@ -247,14 +247,14 @@ def front(
         sized = replace(problem, slice=slice_, numerics=kinds)
         more = {"slice": slice_.name, "weights": kinds.weights, "kv": kinds.kv}
         points += [point | more for point in pareto(sized, sized.generate_placements())]
-    kept: list[dict[str, Any]] = []
+    undominated: list[dict[str, Any]] = []
     least = inf
     for point in sorted(points, key=lambda point: (point["step_s"], -point["tokens_per_s_per_chip"])):
         cost = point["usd_per_million_tokens"] if priced else 1 / point["tokens_per_s_per_chip"]
         if cost < least:
             least = cost
-            kept.append(point)
-    return kept
+            undominated.append(point)
+    return undominated
 
 
 Placed = Sequence[tuple[Slice, list[Placement], list[Placement]]]

@@ -122,7 +122,7 @@ class Phase:
         kind = dtype or self.numerics.weights
         elements = [m.parameters / self.ways("fsdp") for m in matmuls]
         scales = (self.numerics.weight_scale_bytes(m.k, kind) for m in matmuls)
-        return sum(elements) * dtype_bytes(kind), sum(n * each for n, each in zip(elements, scales, strict=True))
+        return sum(elements) * dtype_bytes(kind), sum(n * element for n, element in zip(elements, scales, strict=True))
 
     @cached_property
     def cache_share(self) -> Number:

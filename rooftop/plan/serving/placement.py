@@ -33,7 +33,7 @@ class Placed(Protocol):
 
     @property
     def kv_split(self) -> KvSplit:
-        """What ``context`` splits of the cache: 'batch' or 'seq'."""
+        """Part of the cache that ``context`` splits: 'batch' or 'seq'."""
         ...
 
     def ways(self, axes: tuple[str, ...]) -> Number:
@@ -169,9 +169,9 @@ class Placements:
 def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
     """Group placements of one slice that can be priced together: indices and the group."""
     groups: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
-    for at, each in enumerate(placements):
-        kind = each.ways(("fsdp",)) > 1, each.ways(("expert",)) > 1
-        groups.setdefault(kind, {}).setdefault(each.kv_split, []).append(at)
+    for at, placement in enumerate(placements):
+        kind = placement.ways(("fsdp",)) > 1, placement.ways(("expert",)) > 1
+        groups.setdefault(kind, {}).setdefault(placement.kv_split, []).append(at)
     for splits in groups.values():
         for split, members in splits.items():
             if len(members) == 1:

@@ -1,4 +1,4 @@
-"""How much of a serving step's transfers hides, and its ledger.
+"""Pricing of serving steps: exposed time of transfers, and the ledger.
 
 A row takes the longer of its matmuls and its HBM streams, at named fractions. A collective between two matmuls is paid
 for its bytes. The share of its start and hops that the plan assumes passes while the next weights are read into VMEM,
@@ -39,7 +39,7 @@ def price_serving(work: Sequence[Work], placement: Placed, rates: Rates, assumpt
     durations = [[_duration(transfer, placement, rates) for transfer in item.collectives] for item in work]
     streams = sum((item.count * item.hbm_bytes / rate for item in work), 0.0)
     waits = sum(
-        (item.count * each.latency_s for item, parts in zip(work, durations, strict=True) for each in parts), 0.0
+        (item.count * part.latency_s for item, parts in zip(work, durations, strict=True) for part in parts), 0.0
     )
     # Starts and hops hide behind streams, of which there are only so many.
     room = np.minimum(1.0, streams / np.where(np.asarray(waits) > 0, waits, 1.0))

@@ -248,23 +248,23 @@ class ServingProblem:
     def _sizes(
         self,
         slice_: Slice,
-        given: Mapping[str, int] | None,
+        requested: Mapping[str, int] | None,
         axes: tuple[str, ...],
         refused: Callable[[Mapping[str, int]], str | None],
     ) -> Iterator[dict[str, int]]:
         """Axis sizes, as given or every one that is not ``refused``. Raises RooftopError if those given cannot be."""
         devices = slice_.devices
-        if given is None:
+        if requested is None:
             for chosen in _divisions(devices, len(axes)):
                 sizes = dict.fromkeys(SERVING_AXES, 1) | dict(zip(axes, chosen, strict=True))
                 if refused(sizes) is None:
                     yield sizes
             return
-        text = ",".join(f"{name}={size}" for name, size in given.items())
-        for name in given:
+        text = ",".join(f"{name}={size}" for name, size in requested.items())
+        for name in requested:
             if name not in SERVING_AXES:
                 raise unknown("mesh axis", name, SERVING_AXES)
-        sizes = {name: given.get(name, 1) for name in SERVING_AXES}
+        sizes = {name: requested.get(name, 1) for name in SERVING_AXES}
         if prod(sizes.values()) != devices:
             raise RooftopError("mesh", text, f"sizes whose product is the {devices} devices of {slice_.name}")
         why = refused(sizes)

@@ -70,7 +70,7 @@ def book_memory(step: TrainingStep) -> Memory:
 def saved_per_layer(step: TrainingStep, action: str) -> Number:
     """Elements per token and layer under ``action``, averaged over dense layers and layers of experts, [C, K]."""
     share = step.dense_share
-    return sum((of * kept for of, kept in zip((share, 1 - share), _kept(step, action), strict=True)), 0.0)
+    return sum((of * saved for of, saved in zip((share, 1 - share), _kept(step, action), strict=True)), 0.0)
 
 
 def saved_bytes(step: TrainingStep, action: str) -> Number:
@@ -80,13 +80,13 @@ def saved_bytes(step: TrainingStep, action: str) -> Number:
     """
     alone, dense = step.layers_alone, step.dense_layers
     total: Number = 0.0
-    for layers, once, kept in zip(
+    for layers, once, elements in zip(
         (dense, step.layers - dense),
         (alone.every_dense, alone.every - alone.every_dense),
         _kept(step, action),
         strict=True,
     ):
-        total = total + ((layers - once) * in_flight(step) + once) * kept
+        total = total + ((layers - once) * in_flight(step) + once) * elements
     return total * _own(step) * step.element_bytes
 
 

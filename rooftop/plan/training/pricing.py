@@ -72,18 +72,18 @@ def _exposed_shares(
 ) -> dict[tuple[str, str], Number]:
     """For each window and kind of transfer the share of its time that nothing hides."""
     window: dict[str, Number] = {}
-    wanted: dict[tuple[str, str], Number] = {}
+    to_hide: dict[tuple[str, str], Number] = {}
     for item, seconds, transfers, offload in zip(work, compute, durations, host, strict=True):
         group = _WINDOW[item.phase]
         if item.phase != "update":
             window[group] = window.get(group, 0.0) + item.count * seconds
         for transfer, duration in zip(item.collectives, transfers, strict=True):
             key = group, transfer.hides
-            wanted[key] = wanted.get(key, 0.0) + item.count * duration
-        wanted[group, "offload"] = wanted.get((group, "offload"), 0.0) + item.count * offload
+            to_hide[key] = to_hide.get(key, 0.0) + item.count * duration
+        to_hide[group, "offload"] = to_hide.get((group, "offload"), 0.0) + item.count * offload
     exposed: dict[tuple[str, str], Number] = {}
     network = dict(window)
-    for (group, hides), total in wanted.items():
+    for (group, hides), total in to_hide.items():
         # The network hides in one window together; copies to the host have a path of their own.
         room = window[group] if hides == "offload" else network[group]
         hidden = np.minimum(hideable[hides] * total, room)

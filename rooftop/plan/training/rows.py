@@ -58,15 +58,15 @@ def training_ledger(step: TrainingStep) -> Ledger:
 
 def training_work(step: TrainingStep) -> list[Work]:
     """Every piece of work of a step, in the order in which it is first done."""
-    each, alone = step.strategies.microbatches, step.layers_alone
+    microbatches, alone = step.strategies.microbatches, step.layers_alone
     dense = step.dense_layers - alone.first_dense
-    work = [*_embed(step), *_layers(step, dense * each, (step.layers - alone.first - dense) * each)]
+    work = [*_embed(step), *_layers(step, dense * microbatches, (step.layers - alone.first - dense) * microbatches)]
     if np.any(alone.first):
         # What the first stage does alone is not kept from task to task: its backward pass begins with the tokens.
         begun = replace(step, strategies=step.strategies.with_policy(POLICIES["block"]))
-        again = _embed(step, (alone.first > 0) * each)[0]
+        again = _embed(step, (alone.first > 0) * microbatches)[0]
         work += [replace(again, phase="recompute")]
-        work += _layers(begun, alone.first_dense * each, (alone.first - alone.first_dense) * each)
+        work += _layers(begun, alone.first_dense * microbatches, (alone.first - alone.first_dense) * microbatches)
     return [*work, *_head(step), *_update(step), *_pipeline(step)]
 
 
@@ -361,7 +361,7 @@ def matmuls(
     step: TrainingStep,
     scope: str,
     count: Number,
-    each: Sequence[MatmulShape],
+    shapes: Sequence[MatmulShape],
     tokens: Number,
     *,
     again: Number,
@@ -370,22 +370,22 @@ def matmuls(
     residual: bool = False,
     copies: tuple[str, ...] = ("expert", "context"),
 ) -> list[Work]:
-    """Forward, recompute and backward of ``each`` matmul of those that share an input or feed one output.
+    """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
 
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
     residual stream. ``copies`` are the axes, other than data, that hold copies of the weights: in pipeline stages their
     gradients are summed at once, elsewhere once a step.
     """
-    if not each:
+    if not shapes:
         return []
     element = step.element_bytes
     dtype = step.numerics.matmul if scope.startswith("layers") else step.numerics.compute
     operand = min(element, dtype_bytes(dtype))
-    weights = parameters(each)
-    inputs = sum((tokens * m.k for m in each), 0.0)
-    outputs = sum((tokens * m.n for m in each), 0.0)
-    flops = 2.0 * sum((tokens * m.parameters for m in each), 0.0)
+    weights = parameters(shapes)
+    inputs = sum((tokens * m.k for m in shapes), 0.0)
+    outputs = sum((tokens * m.n for m in shapes), 0.0)
+    flops = 2.0 * sum((tokens * m.parameters for m in shapes), 0.0)
     moved = (inputs + weights) * operand + outputs * element
     # A narrower dtype is made on the spot: each operand read for its scale, read again and written.
     passes = 2 * element + operand if operand < element else 0.0
@@ -394,9 +394,9 @@ def matmuls(
     stream = tokens * step.model.d_model * element / step.tensor
     weights = weights * element
 
-    forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in each), 0.0)
-    dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in each), 0.0)
-    dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in each), 0.0)
+    forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
+    dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in shapes), 0.0)
+    dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in shapes), 0.0)
     gather_weight = (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
     scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
     if np.any(step.staged):
@@ -406,18 +406,18 @@ def matmuls(
     scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
     gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)
     scatter_input = () if gathered is None else (Transfer("reduce_scatter", ("tensor",), gathered, "tensor"),)
-    shapes = " + ".join("2 T k n" for _ in each)
+    terms = " + ".join("2 T k n" for _ in shapes)
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
         scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
         hbm_bytes=moved, elementwise_bytes=quantised,
         vector_flops=VECTOR_OPS["add"] * stream / element if residual else 0.0,
-        collectives=gather_weight + gather_input + scatter_output, formula=shapes,
+        collectives=gather_weight + gather_input + scatter_output, formula=terms,
     )  # fmt: skip
     backward = Work(
         scope=scope, phase="backward", count=count, flops={dtype: 2 * flops},
         matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again,
-        collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({shapes})",
+        collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({terms})",
     )  # fmt: skip
     # In the backward pass weights, and inputs that are kept as shards, are gathered whether or not the matmul is
     # repeated; the matmul and its scattered output only if its result was not kept.
@@ -452,11 +452,11 @@ def activation(step: TrainingStep, scope: str, count: Number, hidden: Number) ->
     return [forward, recompute(forward, step.strategies.recomputed("mlp_act")), backward(forward, 2.0)]
 
 
-def offloads(step: TrainingStep, count: Number, made: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
+def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
     """Offloaded checkpoints of a layer on their way to host memory, and back for the backward pass."""
     own = step.tokens / step.tensor * step.element_bytes
     work = []
-    for name, scope in made.items():
+    for name, scope in scopes.items():
         offloaded = step.strategies.kept("offload", step.model, moe_layer=moe_layer, names=(name,))
         if offloaded.any():
             formula = f"T elements of {name} to host memory and back"

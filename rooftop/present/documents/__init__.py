@@ -74,8 +74,8 @@ def document(
     builder: Callable[..., Document] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     built = builder(data, **context)
     drawn = tuple(
-        Timeline(title=each.title, about=timeline_about(each), section="Timeline", lanes=each, detail=True)
-        for each in lanes or _planned(data)
+        Timeline(title=item.title, about=timeline_about(item), section="Timeline", lanes=item, detail=True)
+        for item in lanes or _planned(data)
     )
     at = next((at for at, chart in enumerate(built.charts) if chart.section == "Memory"), len(built.charts))
     return replace(built, charts=(*built.charts[:at], *drawn, *built.charts[at:]))

@@ -202,8 +202,8 @@ def _rows(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Tabl
     rows: list[tuple[str, ...]] = []
     for row in data["joined"]:
         moved = [
-            (f"{each['kind']} {','.join(each['axes'])}", each["planned_bytes"] or 0.0, each["compiled_bytes"] or 0.0)
-            for each in row["collectives"]
+            (f"{item['kind']} {','.join(item['axes'])}", item["planned_bytes"] or 0.0, item["compiled_bytes"] or 0.0)
+            for item in row["collectives"]
         ]
         key = row["scope"], row["phase"]
         rows.append(
@@ -317,15 +317,15 @@ def _alone(data: Mapping[str, Any]) -> Iterator[Chart]:
         return
     moved = [
         (
-            each["kind"] + (" (ring)" if each["ring"] else ""),
-            ",".join(each["axes"]),
-            format_bytes(each["bytes"]),
-            str(each["count"]),
-            format_seconds(each["expected_s"]),
-            format_seconds(each["exposed_s"]),
-            place(each["source"]),
+            item["kind"] + (" (ring)" if item["ring"] else ""),
+            ",".join(item["axes"]),
+            format_bytes(item["bytes"]),
+            str(item["count"]),
+            format_seconds(item["expected_s"]),
+            format_seconds(item["exposed_s"]),
+            place(item["source"]),
         )
-        for each in sorted(data["collectives"], key=lambda each: -each["count"] * each["expected_s"])
+        for item in sorted(data["collectives"], key=lambda entry: -entry["count"] * entry["expected_s"])
     ]
     headings = columns("collective", "axes", "bytes", "times", "time", "exposed", text=2)
     yield Table(

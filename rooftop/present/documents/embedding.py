@@ -70,15 +70,15 @@ def _stacks(data: Mapping[str, Any]) -> Table:
     names = ("stack", "tables", "width", "padding", "rows", "slots", "forward stack", "backward stack", "of a tile")
     rows = []
     for stack in data["stacks"]:
-        held = stack["memory"]
+        memory = stack["memory"]
         rows.append(
             (
                 stack["name"],
                 str(len(stack["tables"])),
                 str(stack["width"]),
                 f"{stack['waste']:.0%}",
-                *(format_bytes(held[name]) for name in ("tables", "slots", "forward_stack", "backward_stack")),
-                f"{held['tile'] / data['memory']['tile_capacity']:.0%}",
+                *(format_bytes(memory[name]) for name in ("tables", "slots", "forward_stack", "backward_stack")),
+                f"{memory['tile'] / data['memory']['tile_capacity']:.0%}",
             )
         )
     return table("Stacks of tables (HBM of one device)", names, rows, section="Stacks")

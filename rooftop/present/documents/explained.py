@@ -146,10 +146,10 @@ def _achieved(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     if data["roofs"] is None or not data["achieved"]:
         return ()
     rows = []
-    for each in data["achieved"]:
-        unit = "FLOP/s" if each["resource"] == "mxu" else "B/s"
-        cells = [format_count(each[name], unit) if each[name] else "" for name in ("per_s", "peak")]
-        rows.append((each["resource"], *cells, f"{each['of_roof']:.0%}" if each["of_roof"] is not None else ""))
+    for entry in data["achieved"]:
+        unit = "FLOP/s" if entry["resource"] == "mxu" else "B/s"
+        cells = [format_count(entry[name], unit) if entry[name] else "" for name in ("per_s", "peak")]
+        rows.append((entry["resource"], *cells, f"{entry['of_roof']:.0%}" if entry["of_roof"] is not None else ""))
     return (table(f"Achieved, next to {data['roofs']['source']} roofs", ("", "a second", "roof", "of it"), rows),)
 
 
@@ -282,13 +282,13 @@ def _memory(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Ch
 def _collectives(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
     rows = [
         (
-            f"{each['kind']} {','.join(each['axes'])}", f"{each['scope']} {each['phase']}",
-            format_bytes(each["bytes"]) if each["bytes"] is not None else "", format_seconds(each["in_flight_s"]),
-            format_seconds(each["exposed_s"]),
-            f"{format_bytes(each['wire_bytes_per_s'])}/s" if each["wire_bytes_per_s"] else "",
-            f"{each['of_roof']:.0%}" if each["of_roof"] else "", each["op"], place(each["source"]),
+            f"{entry['kind']} {','.join(entry['axes'])}", f"{entry['scope']} {entry['phase']}",
+            format_bytes(entry["bytes"]) if entry["bytes"] is not None else "", format_seconds(entry["in_flight_s"]),
+            format_seconds(entry["exposed_s"]),
+            f"{format_bytes(entry['wire_bytes_per_s'])}/s" if entry["wire_bytes_per_s"] else "",
+            f"{entry['of_roof']:.0%}" if entry["of_roof"] else "", entry["op"], place(entry["source"]),
         )
-        for each in data["collectives"]
+        for entry in data["collectives"]
     ]  # fmt: skip
     headings = (
         TableColumn(name="collective", kind="text"),
@@ -397,9 +397,9 @@ def _losses(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
 def _advice(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     """Changes to try. A change that helps against several losses is said once."""
     evidence: dict[str, list[str]] = {}
-    for each in data["advice"][:_LISTED]:
-        source = f" [{place(each['source'])}]" if each["source"] else ""
-        evidence.setdefault(each["what"], []).append(f"  {each['rule']}: {each['evidence']}{source}.")
+    for entry in data["advice"][:_LISTED]:
+        source = f" [{place(entry['source'])}]" if entry["source"] else ""
+        evidence.setdefault(entry["what"], []).append(f"  {entry['rule']}: {entry['evidence']}{source}.")
     items = tuple(Item(mark="-", text="\n".join((sentence(what), *lines))) for what, lines in evidence.items())
     return (Items(title="What to try", section="What to try", items=items),) if items else ()
 

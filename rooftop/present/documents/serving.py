@@ -78,9 +78,9 @@ def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
         return
     best = fleet["best"]
     money = "" if best["usd_per_hour"] is None else f", ${best['usd_per_hour']:,.2f} an hour at list prices"
-    each = " for each request a second" if data["workload"]["requests_per_second"] is None else ""
+    per_request = " for each request a second" if data["workload"]["requests_per_second"] is None else ""
     yield (
-        f"  {best['chips']:,.4g} chips{money}{each}; TTFT {format_seconds(best['ttft_s'])} with its queue, TPOT "
+        f"  {best['chips']:,.4g} chips{money}{per_request}; TTFT {format_seconds(best['ttft_s'])} with its queue, TPOT "
         f"{format_seconds(best['tpot_s'])}"
     )
 
@@ -163,10 +163,12 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         )  # fmt: skip
     cache = data["prefix_cache"]
     if cache["hit_rate"]:
-        held = "" if cache["prompts_held"] is None else f"; host memory holds {cache['prompts_held']:,} prompts' KV"
+        host_text = (
+            "" if cache["prompts_held"] is None else f"; host memory holds {cache['prompts_held']:,} prompts' KV"
+        )
         yield ShownFigure(
             name="prefix_cache", label="prefix cache", value=cache["speedup"], level="expected",
-            shown=f"{cache['speedup']:.2f}x", note=f"faster prefill at {cache['hit_rate']:.0%} hits{held}",
+            shown=f"{cache['speedup']:.2f}x", note=f"faster prefill at {cache['hit_rate']:.0%} hits{host_text}",
         )  # fmt: skip
 
 

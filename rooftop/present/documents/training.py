@@ -105,10 +105,10 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
             name="days", label="budget", value=data["days"] * 86400, unit="s", level="expected",
             shown=f"{data['days']:.1f} days", note=f"for {format_count(data['workload']['tokens'])} tokens; {cost}",
         )  # fmt: skip
-    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
+    classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
     yield ShownFigure(
         name="memory_bytes", label="memory", value=memory["total"], unit="B", level="expected",
-        note=f"of {format_bytes(memory['capacity'])} a device: {held}",
+        note=f"of {format_bytes(memory['capacity'])} a device: {classes_text}",
     )  # fmt: skip
     exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
     yield ShownFigure(

@@ -220,7 +220,7 @@ class TokenStream:
                 raise
 
     async def read(self) -> AsyncGenerator[list[tuple[int, Token, float]], None]:
-        """What has come since the last time; until all sequences have ended."""
+        """Yield the tokens since the last call, until all sequences have ended."""
         while self._running:
             await self.ready.wait()
             self.ready.clear()

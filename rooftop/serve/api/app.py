@@ -253,7 +253,7 @@ class Api:
 
 
 async def _http_error(request: Request, exception: Exception) -> Response:
-    """What the router says: no such path, no such method."""
+    """Error of the router: no such path, no such method."""
     assert isinstance(exception, HTTPException)
     content = error(f"{request.method} {request.url.path[:60]}: {exception.detail}", "invalid_request_error")
     return JSONResponse(content, status_code=exception.status_code, headers=exception.headers)
@@ -296,7 +296,7 @@ class _EventStream(Response):
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, _Answer]) -> _Answer | None:
-    """What ``work`` returns; None, and ``work`` is cancelled, if the client leaves before that."""
+    """Return the result of ``work``; cancel it and return None if the client leaves first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:

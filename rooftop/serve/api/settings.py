@@ -9,7 +9,7 @@ from rooftop.core.errors import RooftopError
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the API answers.
+    """Settings of the API.
 
     ``model`` is the model's name in requests. Without ``keys`` everyone may ask. Web pages of ``origins`` may ask from
     a browser. ``log_texts`` writes prompts and answers to the log.

@@ -67,7 +67,7 @@ def torus_rounds(kind: str, sizes: Sequence[int], rings: Sequence[bool]) -> Roun
     if kind == "all_reduce":
         # What was scattered last is gathered first.
         stages = [("reduce_scatter", axis) for axis in axes] + [("all_gather", axis) for axis in reversed(axes)]
-    held: list[Floats] = []
+    holdings: list[Floats] = []
     sent: list[tuple[tuple[int, int], ...]] = []
     now: dict[int, Floats] = {}
     every = [(part, axis, rounds(part, sizes[axis], ring=rings[axis])) for part, axis in stages]
@@ -76,10 +76,10 @@ def torus_rounds(kind: str, sizes: Sequence[int], rings: Sequence[bool]) -> Roun
     for _, axis, stage_rounds in every:
         for at in range(len(stage_rounds.held)):
             now[axis] = stage_rounds.held[at]
-            if at or not held:
-                held.append(_product([now[position] for position in axes]))
+            if at or not holdings:
+                holdings.append(_product([now[position] for position in axes]))
         sent += [_along(pairs, axis, sizes) for pairs in stage_rounds.sent]
-    return Rounds(held=np.array(held), sent=tuple(sent))
+    return Rounds(held=np.array(holdings), sent=tuple(sent))
 
 
 def _product(factors: Sequence[Floats]) -> Floats:
@@ -115,13 +115,13 @@ def _steps(away: npt.NDArray[np.int64], done: int, ring: bool) -> tuple[tuple[in
 def _sums(away: npt.NDArray[np.int64], reach: int) -> Floats:
     """Operands added up in each device's sum of each shard when sums of devices within ``reach`` are still open."""
     devices = len(away)
-    held = np.zeros((devices, devices))
+    holdings = np.zeros((devices, devices))
     for shard in range(devices):
         for operand in range(devices):
             # An operand has come as near to its shard as the round allows; opposite ones come half each way.
             at = np.flatnonzero(_on_way(away, operand, shard, reach))
-            held[at, shard] += 1 / len(at) / devices
-    return held
+            holdings[at, shard] += 1 / len(at) / devices
+    return holdings
 
 
 def _on_way(away: npt.NDArray[np.int64], operand: int, shard: int, reach: int) -> npt.NDArray[np.bool_]:
@@ -134,16 +134,18 @@ def _on_way(away: npt.NDArray[np.int64], operand: int, shard: int, reach: int) -
 def _all_to_all(away: npt.NDArray[np.int64], last: int) -> Rounds:
     """Pieces travel one hop a round, all at once: device d's shard s is what started on s."""
     devices = len(away)
-    held = np.zeros((last + 1, devices, devices))
+    holdings = np.zeros((last + 1, devices, devices))
     sent: list[set[tuple[int, int]]] = [set() for _ in range(last)]
     for done in range(last + 1):
         for source in range(devices):
             for target in range(devices):
                 here, there = (
-                    np.flatnonzero(_on_way(away, source, target, max(0, int(away[source, target]) - made))).tolist()
-                    for made in (done, done + 1)
+                    np.flatnonzero(
+                        _on_way(away, source, target, max(0, int(away[source, target]) - round_number))
+                    ).tolist()
+                    for round_number in (done, done + 1)
                 )
-                held[done, here, source] += 1 / len(here) / devices
+                holdings[done, here, source] += 1 / len(here) / devices
                 if here != there:
                     sent[done] |= {(start, end) for start in here for end in there if away[start, end] == 1}
-    return Rounds(held=held, sent=tuple(tuple(sorted(pairs)) for pairs in sent))
+    return Rounds(held=holdings, sent=tuple(tuple(sorted(pairs)) for pairs in sent))

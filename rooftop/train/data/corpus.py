@@ -70,13 +70,13 @@ def find_corpus(data: Sequence[str], *, progress: Progress | None = None) -> Cor
     left out. Every file is read once, for its digest. Raises RooftopError for a name that stands for nothing, a file
     that cannot be read, or text together with token ids.
     """
-    found: dict[Path, bool] = {}
+    result: dict[Path, bool] = {}
     for name in data:
         for path, alone in _files(name):
-            found[path] = found.get(path, False) or alone
-    sizes = {path: path.stat().st_size for path in found}
+            result[path] = result.get(path, False) or alone
+    sizes = {path: path.stat().st_size for path in result}
     sources, left_out, done = [], [], 0
-    for path, alone in found.items():
+    for path, alone in result.items():
         if progress is not None:
             progress(done, sum(sizes.values()), f"reading {path.name}")
         kind = KINDS.get(path.suffix.lower(), "text")
@@ -134,20 +134,20 @@ def _files(name: str) -> list[tuple[Path, bool]]:
     if path.is_file():
         return [(path, True)]
     if path.is_dir():
-        below = (each for each in path.rglob("*") if not any(p.startswith(".") for p in each.relative_to(path).parts))
+        below = (item for item in path.rglob("*") if not any(p.startswith(".") for p in item.relative_to(path).parts))
     elif glob.has_magic(name):
-        below = (Path(each) for each in glob.iglob(str(path), recursive=True))
+        below = (Path(item) for item in glob.iglob(str(path), recursive=True))
     else:
         raise RooftopError("data", name, "a file, a folder or a glob: there is none of this name")
     arrays = [suffix for suffix, kind in KINDS.items() if kind == "tokens"]
-    found = sorted(
-        each
-        for each in below
-        if each.is_file() and not (each.suffix == ".json" and any(each.with_suffix(s).exists() for s in arrays))
+    result = sorted(
+        item
+        for item in below
+        if item.is_file() and not (item.suffix == ".json" and any(item.with_suffix(s).exists() for s in arrays))
     )
-    if not found:
+    if not result:
         raise RooftopError("data", name, "a folder or glob with files in it: there are none")
-    return [(each, False) for each in found]
+    return [(item, False) for item in result]
 
 
 def _digest(path: Path, kind: str) -> str:

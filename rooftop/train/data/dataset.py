@@ -79,12 +79,12 @@ def open_dataset(
         store = tokenise(corpus, tokenizer, cache_folder("tokens"), vocab=vocab, field=source.field, progress=progress)
     if held_share and store.documents < 2:
         raise RooftopError("hold-out", held_share, "0 with one document, of which nothing can be held out")
-    kept, held = hold_out(store.documents, held_share, seed) if held_share else (None, None)
+    training, held_out = hold_out(store.documents, held_share, seed) if held_share else (None, None)
     return Dataset(
-        train=Loader(store=store, packing=pack(store, seq_len, chosen=kept), batch=batch, seed=seed),
+        train=Loader(store=store, packing=pack(store, seq_len, chosen=training), batch=batch, seed=seed),
         held=None
-        if held is None
-        else Loader(store=store, packing=pack(store, seq_len, chosen=held), batch=batch, seed=None),
+        if held_out is None
+        else Loader(store=store, packing=pack(store, seq_len, chosen=held_out), batch=batch, seed=None),
         tokenizer=tokenizer,
         left_out=len(corpus.left_out),
         unigram_entropy=unigram_entropy(store),
@@ -100,10 +100,10 @@ def _tokenizer(source: DataSource, corpus: Corpus, folder: RunFolder, progress: 
             train_bpe(_texts(corpus, source.field, progress), source.vocab).save(folder.tokenizer)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("rooftop tokenizer")
-    found = Tokenizer.load(folder.tokenizer)
-    if source.tokenizer is not None and Tokenizer.load(source.tokenizer).digest != found.digest:
+    tokenizer = Tokenizer.load(folder.tokenizer)
+    if source.tokenizer is not None and Tokenizer.load(source.tokenizer).digest != tokenizer.digest:
         raise RooftopError("tokenizer", str(source.tokenizer), f"the one that the run began with, {folder.tokenizer}")
-    return found
+    return tokenizer
 
 
 def _texts(corpus: Corpus, field: str, progress: Progress | None) -> Iterator[str]:

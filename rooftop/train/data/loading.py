@@ -43,10 +43,10 @@ class Permutation:
 
     def __call__(self, places: Ints) -> Ints:
         """Return the entries at ``places`` [n], each from 0 to size - 1: [n] int64."""
-        found = self._network(places.astype(np.uint64))
-        while (outside := found >= self.size).any():
-            found[outside] = self._network(found[outside])
-        return found.astype(np.int64)
+        result = self._network(places.astype(np.uint64))
+        while (outside := result >= self.size).any():
+            result[outside] = self._network(result[outside])
+        return result.astype(np.int64)
 
     def _network(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         half = np.uint64(max((self.size - 1).bit_length() + 1, 2) // 2)
@@ -141,17 +141,17 @@ def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Ba
     sharding = NamedSharding(mesh, spec)
     ring = specs.rules.activations["seq"]
     columns = sequence_order(seq_len, mesh.shape[ring[0]], order) if ring else np.arange(seq_len)
-    made: dict[tuple[int, int, int], Batch[npt.NDArray[np.int32]]] = {}
+    by_shape: dict[tuple[int, int, int], Batch[npt.NDArray[np.int32]]] = {}
 
     def array(name: str) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> npt.NDArray[np.int32]:
             rows, span = index or (slice(None), slice(None))
             # Devices that differ in tensor or context have the same rows: these are made once.
             key = rows.indices(loader.batch)
-            if key not in made:
-                made[key] = loader.rows(step, rows)
-            found: npt.NDArray[np.int32] = getattr(made[key], name)[:, columns[span]]
-            return found
+            if key not in by_shape:
+                by_shape[key] = loader.rows(step, rows)
+            shard: npt.NDArray[np.int32] = getattr(by_shape[key], name)[:, columns[span]]
+            return shard
 
         return jax.make_array_from_callback((loader.batch, seq_len), sharding, shard)
 

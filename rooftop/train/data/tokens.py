@@ -146,9 +146,9 @@ def unigram_entropy(store: TokenStore) -> float:
     counts = np.zeros(0, np.int64)
     for part in store.parts:
         for start in range(0, len(part), _CHUNK):
-            found = np.bincount(part[start : start + _CHUNK].astype(np.int64), minlength=len(counts))
-            found[: len(counts)] += counts
-            counts = found
+            result = np.bincount(part[start : start + _CHUNK].astype(np.int64), minlength=len(counts))
+            result[: len(counts)] += counts
+            counts = result
     shares = counts[counts > 0] / store.tokens
     return float(-np.sum(shares * np.log(shares)))
 
@@ -196,11 +196,11 @@ def _write(place: Path, corpus: Corpus, tokenizer: Tokenizer, field: str, progre
     write_text(place / "store.json", json.dumps(about) + "\n")
 
 
-def _groups(found: Iterator[CorpusDocument]) -> Iterator[list[CorpusDocument]]:
+def _groups(documents: Iterator[CorpusDocument]) -> Iterator[list[CorpusDocument]]:
     """Yield documents in groups large enough to encode in parallel."""
     group: list[CorpusDocument] = []
     characters = 0
-    for document in found:
+    for document in documents:
         group.append(document)
         characters += len(document.text)
         if characters >= _CHUNK:
@@ -232,8 +232,8 @@ def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
         except (OSError, ValueError) as error:
             raise RooftopError("data", str(path), f"a .npy array ({error})") from None
         if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
-            given = f"{path}: {array.dtype}{list(array.shape)}"
-            raise RooftopError("data", given, "whole numbers, [tokens] or [documents, tokens]")
+            problem = f"{path}: {array.dtype}{list(array.shape)}"
+            raise RooftopError("data", problem, "whole numbers, [tokens] or [documents, tokens]")
         return array, eos
     if dtype not in DTYPES:
         accepted = f"one of {', '.join(DTYPES)}, in a file {beside} such as {example}"

@@ -26,5 +26,5 @@ def explorer(name: str) -> Explorer:
     """The explorer called ``name``. Raises RooftopError on an unknown one."""
     if name not in EXPLORERS:
         raise unknown("explorer", name, EXPLORERS)
-    found: Explorer = importlib.import_module(f"rooftop.ui.explorers.{name}").EXPLORER
-    return found
+    explorer: Explorer = importlib.import_module(f"rooftop.ui.explorers.{name}").EXPLORER
+    return explorer

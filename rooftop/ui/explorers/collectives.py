@@ -81,7 +81,7 @@ class _Asked:
 
 
 def answer(state: State) -> Document:
-    """What a collective of so many bytes takes, by each price and at each size; and its rounds."""
+    """Time of a collective by each price and at each size, and its rounds."""
     where, shape = Slice.parse(state["on"]), parse_axes(state["mesh"], None)
     kind, nbytes = state["kind"], state.count("bytes")
     axes = tuple(name.strip() for name in state["axis"].split(","))
@@ -185,7 +185,7 @@ def _over_bytes(asked: _Asked, kind: str, nbytes: int, here: Cost) -> Lines:
             *(
                 ChartSeries(
                     name=price,
-                    points=tuple((float(each), prices[price].collective_s(kind, asked.axes, each)) for each in sizes),
+                    points=tuple((float(size), prices[price].collective_s(kind, asked.axes, size)) for size in sizes),
                     style="line" if price == "bound" else "dashed",
                 )
                 for price in PRICES
@@ -223,7 +223,7 @@ def _rounds(kind: str, asked: _Asked) -> tuple[Chart, ...]:
     if len(axes) > 2 or not whole or not torus or prod(sizes) > _DRAWN:
         return ()
     rings = [bool(span.ring[span.size > 1].all()) for span in spans]
-    found = torus_rounds(kind, sizes, rings)
+    result = torus_rounds(kind, sizes, rings)
     named = " by ".join(f"a {'ring' if ring else 'line'} of {size}" for ring, size in zip(rings, sizes, strict=True))
     order = (
         f" Over {axes[0]} and then {axes[1]}; another part of the bytes takes them the other way round."
@@ -236,16 +236,16 @@ def _rounds(kind: str, asked: _Asked) -> tuple[Chart, ...]:
             about=_ABOUT[kind] + order,
             shape=(1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1]),
             names=tuple(f"{device}" for device in range(prod(sizes))),
-            frames=tuple(_frame(kind, found, at) for at in range(len(found.held))),
+            frames=tuple(_frame(kind, result, at) for at in range(len(result.held))),
             start=1,
         ),
     )
 
 
-def _frame(kind: str, found: Rounds, at: int) -> dict[str, object]:
-    held = found.held[at]
-    whole = int((held > 1 - 1e-9).sum())
-    shards = len(held)
+def _frame(kind: str, rounds: Rounds, at: int) -> dict[str, object]:
+    holdings = rounds.held[at]
+    whole = int((holdings > 1 - 1e-9).sum())
+    shards = len(holdings)
     says = {
         "all_gather": f"Round {at}: {whole} of {shards * shards} shards are where they are wanted.",
         "all_to_all": f"Round {at}: pieces have gone {at} hop{'' if at == 1 else 's'}.",
@@ -255,16 +255,16 @@ def _frame(kind: str, found: Rounds, at: int) -> dict[str, object]:
     return {
         "cells": [
             {"parts": [[shard, min(1.0, float(amount) * scale)] for shard, amount in enumerate(row)], "text": ""}
-            for row in held
+            for row in holdings
         ],
-        "arrows": [[start, end] for start, end in _next(found, at)],
+        "arrows": [[start, end] for start, end in _next(rounds, at)],
         "says": says,
     }
 
 
-def _next(found: Rounds, at: int) -> tuple[tuple[int, int], ...]:
-    """Who is about to send to whom."""
-    return found.sent[at] if at < len(found.sent) else ()
+def _next(rounds: Rounds, at: int) -> tuple[tuple[int, int], ...]:
+    """Pairs of devices that send next."""
+    return rounds.sent[at] if at < len(rounds.sent) else ()
 
 
 def _copies(whole: int, shards: int) -> str:

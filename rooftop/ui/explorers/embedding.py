@@ -205,7 +205,7 @@ def _over_batches(problem: EmbedProblem) -> Lines:
         title="Step over the batch",
         x=ChartAxis(label="samples of a step", scale="log"),
         y=ChartAxis(label="step", unit="s", scale="log"),
-        series=tuple(ChartSeries(name=mode, points=tuple(found)) for mode, found in points.items()),
+        series=tuple(ChartSeries(name=mode, points=tuple(result)) for mode, result in points.items()),
         marks=((float(problem.batch), "this batch"),),
     )
 

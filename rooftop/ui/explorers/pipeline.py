@@ -58,17 +58,17 @@ def answer(state: State) -> Document:
         schedule=one_of("schedule", schedule, SCHEDULES),
         chunks=chunks,
     )
-    found = sweep(problem)
-    only = found.only(found.best)
+    result = sweep(problem)
+    only = result.only(result.best)
     plan = TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
     durations = durations_of(plan)
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     timeline = run(pipeline_table(schedule, **sizes), durations)
-    waiting, held = float(timeline.bubble.max()), float(timeline.in_flight.max())
+    waiting, in_flight = float(timeline.bubble.max()), float(timeline.in_flight.max())
     counts = sorted({stages * 2**power for power in range(-1, 6)})
     return Document(
-        verdict=ShownVerdict(says=f"Every stage waits {waiting:.1%} of the step; the first one holds {held:.3g} "
-        f"microbatch{'' if held == 1 else 'es'} at once."),
+        verdict=ShownVerdict(says=f"Every stage waits {waiting:.1%} of the step; the first one holds {in_flight:.3g} "
+        f"microbatch{'' if in_flight == 1 else 'es'} at once."),
         figures=(
             ShownFigure(name="bubble", label="Bubble", value=waiting, unit="%", level="expected",
                    formula="the longest wait of a stage / passes", source="chapter 5"),
@@ -79,7 +79,7 @@ def answer(state: State) -> Document:
                    formula="first start to last end"),
             ShownFigure(name="lockstep_s", label="In lockstep", value=lockstep(timeline.table, durations), unit="s",
                    level="expected", formula="neighbours exchange in every slot"),
-            ShownFigure(name="in_flight", label="Microbatches held", value=held,
+            ShownFigure(name="in_flight", label="Microbatches held", value=in_flight,
                    formula="activations held at once, most of any stage"),
             ShownFigure(name="forward_s", label="Forward of a microbatch", value=float(durations.forward), unit="s",
                    level="expected", formula="the plan's rows"),
@@ -96,14 +96,14 @@ def answer(state: State) -> Document:
                 y=ChartAxis(label="bubble", unit="%"),
                 series=(
                     *(
-                        ChartSeries(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if each > 1 else name,
+                        ChartSeries(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if item > 1 else name,
                                points=tuple((float(count), float(bubble(name, stages=stages, microbatches=count,
-                                                                        chunks=each, durations=durations)))
+                                                                        chunks=item, durations=durations)))
                                             for count in counts if count >= stages),
                                style="line" if name == schedule else "dashed")
                         for name in SCHEDULES
                         if name != "gpipe"
-                        for each in ((chunks if chunks > 1 else 2) if name == "interleaved" else 1,)
+                        for item in ((chunks if chunks > 1 else 2) if name == "interleaved" else 1,)
                     ),
                     ChartSeries(name="here", points=((float(microbatches), waiting),), style="point"),
                 ),
@@ -113,8 +113,8 @@ def answer(state: State) -> Document:
                 about="Microbatches whose activations are held at once.",
                 unit="",
                 bars=tuple(
-                    Bar(name=f"stage {stage}", parts=(("microbatches", kept),))
-                    for stage, kept in enumerate(timeline.in_flight.tolist())
+                    Bar(name=f"stage {stage}", parts=(("microbatches", stage_microbatches),))
+                    for stage, stage_microbatches in enumerate(timeline.in_flight.tolist())
                 ),
             ),
         ),
@@ -134,13 +134,13 @@ def answer(state: State) -> Document:
 def _timeline(timeline: PipelineTimeline, schedule: str) -> Spans:
     split = timeline.table.split
     tasks = sum(len(spans) for spans in timeline.spans)
-    kept = 1.0 if tasks <= _DRAWN else _DRAWN / tasks
-    last = timeline.makespan * kept
+    share = 1.0 if tasks <= _DRAWN else _DRAWN / tasks
+    last = timeline.makespan * share
     colours = (_COLOURS[0], "dX" if split else _COLOURS[1], *((_COLOURS[2],) if split else ()))
     return Spans(
         title=f"The {schedule} schedule",
         about="Numbers are microbatches; what is empty is the bubble."
-        + ("" if kept == 1.0 else f" The first {kept:.0%} of the step."),
+        + ("" if share == 1.0 else f" The first {share:.0%} of the step."),
         unit="s",
         lanes=tuple(
             (

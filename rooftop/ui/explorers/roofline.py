@@ -119,7 +119,7 @@ def answer(state: State) -> Document:
             ),
         ),
         charts=(
-            _roofline(spec.title, peak, rates, here, [cost(each, d, f) for each in _BATCHES]),
+            _roofline(spec.title, peak, rates, here, [cost(item, d, f) for item in _BATCHES]),
             Lines(
                 title="Speed over the batch",
                 about="The batch at which a curve bends is the critical one: below it the weights' bytes bind.",
@@ -195,7 +195,7 @@ def _roofline(title: str, peak: float, rates: Rates, here: Cost, others: list[Co
             ChartSeries(name="roof, from VMEM", points=roof(vmem), style="dashed"),
             ChartSeries(
                 name="other B",
-                points=tuple((each.flops / each.hbm_bytes, _rate(each)) for each in others),
+                points=tuple((other.flops / other.hbm_bytes, _rate(other)) for other in others),
                 names=tuple(f"B={n}" for n in _BATCHES),
                 style="dots",
             ),

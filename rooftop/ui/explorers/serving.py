@@ -39,7 +39,7 @@ def answer(state: State) -> Document:
     sized = replace(pinned, workload=asked.workload)
     prefill_on, _ = best_prefill(sized, prefills)
     plan = ServingPlan(problem=sized, generate_on=placement, prefill_on=prefill_on, batch=batch)
-    fronts = {each: _points(kind, at, each) for each in sorted({*_CONTEXTS, context})}
+    fronts = {item: _points(kind, at, item) for item in sorted({*_CONTEXTS, context})}
     memory = plan.memory_json()["per_device"]
     work = sized.workload
     rate = plan.tokens_per_s / sized.slice.chips
@@ -110,11 +110,11 @@ def _points(kind: tuple[str, ...], at: int, context: int) -> list[dict[str, Any]
 
 def _meshes(problem: ServingProblem) -> list[str]:
     """Options that pin what was searched here."""
-    found: list[str] = []
+    result: list[str] = []
     for option, axes in (("--mesh", problem.axes), ("--prefill-mesh", problem.prefill_axes)):
         if axes is not None:
-            found += [option, ",".join(f"{name}={size}" for name, size in axes.items())]
-    return found + ([] if problem.kv_split is None else ["--kv-split", problem.kv_split])
+            result += [option, ",".join(f"{name}={size}" for name, size in axes.items())]
+    return result + ([] if problem.kv_split is None else ["--kv-split", problem.kv_split])
 
 
 def _verdict(plan: ServingPlan, rate: float) -> str:
@@ -206,12 +206,12 @@ def _front(fronts: dict[int, list[dict[str, Any]]], context: int, plan: ServingP
         series=(
             *(
                 ChartSeries(
-                    name=f"context {each:,}",
+                    name=f"context {front:,}",
                     points=tuple((point["step_s"], point["tokens_per_s_per_chip"]) for point in points),
                     names=tuple(f"batch {point['batch']}" for point in points),
-                    style="line" if each == context else "dashed",
+                    style="line" if front == context else "dashed",
                 )
-                for each, points in fronts.items()
+                for front, points in fronts.items()
                 if points
             ),
             ChartSeries(name=f"batch {plan.batch}", points=((plan.step_s, rate),), style="point"),
@@ -227,11 +227,11 @@ def _batches(fronts: dict[int, list[dict[str, Any]]], context: int) -> Lines:
         y=ChartAxis(label="step", unit="s", scale="log"),
         series=tuple(
             ChartSeries(
-                name=f"context {each:,}",
+                name=f"context {front:,}",
                 points=tuple((float(point["batch"]), point["step_s"]) for point in points),
-                style="line" if each == context else "dashed",
+                style="line" if front == context else "dashed",
             )
-            for each, points in fronts.items()
+            for front, points in fronts.items()
             if points
         ),
     )

@@ -57,7 +57,7 @@ _SOURCE = (
 def answer(state: State) -> Document:
     """Blocks of each array on the mesh; the best strategy step by step, and the ones after it."""
     named = ("expression", "dtype", "dims", "mesh", "on", "price")
-    asked, prices, facts, found = _priced(*(state[name] for name in named))
+    asked, prices, facts, result = _priced(*(state[name] for name in named))
     dims, shape, where = prices.dims, prices.mesh.shape, prices.mesh.slice
     arrays = _arrays(asked)
     command: tuple[str, ...] = (
@@ -74,13 +74,13 @@ def answer(state: State) -> Document:
             sources=(_SOURCE,),
         )
     way = state.count("way")
-    if way > len(found):
-        raise RooftopError("way", way, f"1 to {len(found)}: there are no more")
-    chosen = found[way - 1]
+    if way > len(result):
+        raise RooftopError("way", way, f"1 to {len(result)}: there are no more")
+    chosen = result[way - 1]
     return Document(
-        verdict=ShownVerdict(says=_verdict(chosen, found, way)),
+        verdict=ShownVerdict(says=_verdict(chosen, result, way)),
         figures=(*_times(chosen, prices.kind), *_sizes(arrays[-1], dims, shape)),
-        charts=(*blocks, *_programs(found, max(way, _LISTED)), _steps(chosen, way)),
+        charts=(*blocks, *_programs(result, max(way, _LISTED)), _steps(chosen, way)),
         notes=tuple(
             f"Case {case['case']}{' over ' + ','.join(case['axes']) if case['axes'] else ''}: {case['rule']}."
             for case in facts.get("cases", ())
@@ -108,26 +108,26 @@ def _arrays(asked: object) -> tuple[ShardedArray, ...]:
     if isinstance(asked, ShardedArray):
         return (asked,)
     names = ("left", "right", "source", "inputs", "output", "target")
-    found = [getattr(asked, name) for name in names if hasattr(asked, name)]
-    return tuple(array for each in found for array in (each if isinstance(each, tuple) else (each,)))
+    result = [getattr(asked, name) for name in names if hasattr(asked, name)]
+    return tuple(array for item in result for array in (item if isinstance(item, tuple) else (item,)))
 
 
 def _held(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> str:
     local = " x ".join(map(str, array.local_shape(dims, shape)))
     copies = array.replication(shape)
-    kept = "no device holds what another does" if copies == 1 else f"{copies} devices hold the same block"
-    return f"Every device holds {local} of {array}, {format_bytes(array.device_bytes(dims, shape))}; {kept}."
+    copies_text = "no device holds what another does" if copies == 1 else f"{copies} devices hold the same block"
+    return f"Every device holds {local} of {array}, {format_bytes(array.device_bytes(dims, shape))}; {copies_text}."
 
 
-def _verdict(chosen: Strategy, found: Sequence[Strategy], way: int) -> str:
+def _verdict(chosen: Strategy, strategys: Sequence[Strategy], way: int) -> str:
     if not chosen.steps:
         return "Nothing to do: it already is sharded so."
     first = chosen.rule[0].upper() + chosen.rule[1:]
-    others = f" The best of {len(found)} ways." if len(found) > 1 else ""
+    others = f" The best of {len(strategys)} ways." if len(strategys) > 1 else ""
     if way > 1:
-        slower = chosen.time_s / found[0].time_s - 1
+        slower = chosen.time_s / strategys[0].time_s - 1
         others = (
-            f" Way {way} of {len(found)}, {slower:.0%} slower than the best." if slower else " As fast as the best."
+            f" Way {way} of {len(strategys)}, {slower:.0%} slower than the best." if slower else " As fast as the best."
         )
     return f"{first}: {format_seconds(chosen.time_s)}, bound by {chosen.bound or 'nothing'}.{others}"
 
@@ -207,7 +207,7 @@ def _blocks(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, in
         block = 0
         for part, axes in zip(index, array.axes, strict=True):
             block = block * prod(shape[axis] for axis in axes) + part
-        held = ", ".join(
+        contents = ", ".join(
             f"{dim} {start}:{start + size}" for dim, start, size in zip(array.dims, starts, local, strict=True)
         )
         partial = f" (a part of the sum over {','.join(array.unreduced)})" if array.unreduced else ""
@@ -218,7 +218,7 @@ def _blocks(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, in
                 block=block,
                 rows=parts[0],
                 columns=parts[1],
-                label=held + partial,
+                label=contents + partial,
             )
         )
     devices = prod(shape.values())
@@ -242,10 +242,10 @@ def _shard(axes: Sequence[str], at: Mapping[str, int], shape: Mapping[str, int])
     return index
 
 
-def _programs(found: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
+def _programs(strategys: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
     """The best strategies as timelines."""
     lanes = []
-    for rank, strategy in enumerate(found[:listed], start=1):
+    for rank, strategy in enumerate(strategys[:listed], start=1):
         now, spans = 0.0, []
         for step, cost in zip(strategy.steps, strategy.costs, strict=True):
             name = "multiply" if step.multiplies else step.op
@@ -264,12 +264,12 @@ def _programs(found: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
         rows=tuple(
             (
                 str(rank),
-                format_seconds(each.time_s),
-                each.bound,
-                format_bytes(each.memory_bytes),
-                each.rule,
+                format_seconds(item.time_s),
+                item.bound,
+                format_bytes(item.memory_bytes),
+                item.rule,
             )
-            for rank, each in enumerate(found[:listed], start=1)
+            for rank, item in enumerate(strategys[:listed], start=1)
         ),
     )
     return Spans(

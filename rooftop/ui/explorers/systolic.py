@@ -17,18 +17,18 @@ def answer(state: State) -> Document:
     m, k, n, side = (state.count(name) for name in ("m", "k", "n", "side"))
     spec = chip(state["chip"])
     array = SystolicArray.of(spec)
-    found = array.cycles(m, k, n)
-    seconds = float(found.total) / spec.clock_hz
+    result = array.cycles(m, k, n)
+    seconds = float(result.total) / spec.clock_hz
     return Document(
         verdict=ShownVerdict(
-            says=f"{float(found.utilisation):.1%} of what {_arrays(array)} can do: "
-            f"{format_count(float(found.total))} cycles."
+            says=f"{float(result.utilisation):.1%} of what {_arrays(array)} can do: "
+            f"{format_count(float(result.total))} cycles."
         ),
         figures=(
             ShownFigure(
                 name="utilisation",
                 label="MXU utilisation",
-                value=float(found.utilisation),
+                value=float(result.utilisation),
                 unit="%",
                 level="bound",
                 formula="2mkn / (cycles x FLOPs of a cycle)",
@@ -37,30 +37,30 @@ def answer(state: State) -> Document:
             ShownFigure(
                 name="cycles",
                 label="Cycles",
-                value=float(found.total),
+                value=float(result.total),
                 level="bound",
                 formula="fill + stream + wait + drain",
                 source="chapter 2",
             ),
             ShownFigure(name="time_s", label="Time", value=seconds, unit="s", level="bound", formula="cycles / clock"),
             ShownFigure(
-                name="stream", label="Stream", value=float(found.stream), formula="a row of activations a cycle"
+                name="stream", label="Stream", value=float(result.stream), formula="a row of activations a cycle"
             ),
             ShownFigure(
                 name="wait",
                 label="Wait for weights",
-                value=float(found.wait),
+                value=float(result.wait),
                 formula="blocks that stream for less than the next weights load",
             ),
             ShownFigure(
                 name="ends",
                 label="Fill and drain",
-                value=float(found.fill + found.drain),
+                value=float(result.fill + result.drain),
                 formula="rows, and rows + columns - 2",
             ),
             ShownFigure(name="arrays", label="Arrays", value=_arrays(array), formula="bf16 peak / (2 side^2 clock)"),
         ),
-        charts=(_wave(side, state.count("stream")), _utilisation(array, m, k, n), _cycles(found)),
+        charts=(_wave(side, state.count("stream")), _utilisation(array, m, k, n), _cycles(result)),
         command=(
             "rooftop",
             "matmul",
@@ -128,12 +128,12 @@ def _utilisation(array: SystolicArray, m: int, k: int, n: int) -> Lines:
     )  # fmt: skip
 
 
-def _cycles(found: Cycles) -> Spans:
-    """Where the cycles of the busiest array go, the waits between blocks put together."""
+def _cycles(cycles: Cycles) -> Spans:
+    """Cycles of the busiest array by kind, with the waits between blocks in one sum."""
     parts = ("fill", "stream", "wait", "drain")
     now, spans = 0.0, []
     for colour, name in enumerate(parts):
-        lasting = float(getattr(found, name))
+        lasting = float(getattr(cycles, name))
         if lasting:
             spans.append((now, now + lasting, colour, name))
         now += lasting

@@ -38,7 +38,7 @@ def answer(state: State) -> Document:
         remat=state["remat"],
         microbatches=1,
     )
-    priced = batch_curves(problem, [each * seq for each in _SEQS], book_meshes(problem))
+    priced = batch_curves(problem, [item * seq for item in _SEQS], book_meshes(problem))
     plan = _plan(problem, priced)
     seconds = {name: float(plan.ledger.total(name)) for name in ("mxu", "hbm", "ici", "dcn")}
     network = seconds["ici"] + seconds["dcn"]
@@ -106,7 +106,7 @@ def answer(state: State) -> Document:
                 value=sum(exposed.values()),
                 unit="s",
                 level="expected",
-                formula=", ".join(f"{name} {format_seconds(each)}" for name, each in exposed.items()) or "nothing",
+                formula=", ".join(f"{name} {format_seconds(item)}" for name, item in exposed.items()) or "nothing",
             ),
         ),
         charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), _steps(curves, problem, seqs)),
@@ -140,8 +140,8 @@ def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
         plan = TrainingPlan(problem=problem, mesh=here.mesh, choice=here.choice)
         if plan.fits:
             return plan
-    found = sweep(problem)
-    only = found.only(found.best)
+    result = sweep(problem)
+    only = result.only(result.best)
     return TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
 
 
@@ -162,9 +162,9 @@ def _shown(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> list[
     """The pure strategies, the one that was chosen, and the fastest mixes at this batch."""
     at = _nearest(tokens, curves[0])
     ranked = sorted(curves, key=lambda curve: float(curve.expected_s[at]))
-    kept = [curve.axes for curve in curves if len(curve.axes) == 1 or curve.axes == axes]
-    kept += [curve.axes for curve in ranked if curve.axes not in kept][: max(0, _DRAWN - len(kept))]
-    return [curve for curve in curves if curve.axes in kept]
+    axes_shown = [curve.axes for curve in curves if len(curve.axes) == 1 or curve.axes == axes]
+    axes_shown += [curve.axes for curve in ranked if curve.axes not in axes_shown][: max(0, _DRAWN - len(axes_shown))]
+    return [curve for curve in curves if curve.axes in axes_shown]
 
 
 def _nearest(tokens: int, curve: BatchCurve) -> int:
@@ -221,7 +221,7 @@ def _steps(curves: list[BatchCurve], problem: Problem, seqs: int) -> Bars:
     tokens = problem.workload.batch_tokens
     at = _nearest(tokens, curves[0])
     bars = []
-    for curve in sorted(curves, key=lambda each: float(each.expected_s[at])):
+    for curve in sorted(curves, key=lambda curve: float(curve.expected_s[at])):
         fits = curve.memory_bytes[at] <= problem.capacity
         compute = min(float(curve.compute_s[at]), float(curve.expected_s[at]))
         bars.append(
