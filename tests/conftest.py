@@ -27,6 +27,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+# Output that is piped has the width that it has without a terminal; pytest-xdist sets another.
+os.environ.pop("COLUMNS", None)
 # Tests check the shapes and dtypes that the programs' signatures state.
 install_import_hook("rooftop.programs", f"{shape_checks.__name__}.checked")
 # Tests leave the user's own cache alone. What JAX compiles for CPUs is compiled once in a session: the workers of

@@ -31,7 +31,7 @@ from rooftop.programs.attention.attend import _ATTEND
 from rooftop.programs.serving.quantised import FORMATS
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, abstract_state
-from rooftop.serve.engine.loading import configuration_of
+from rooftop.serve.engine.configuration import configuration_of
 
 MODELS = ("llama3-8b", "gemma2-9b", "gpt-oss-20b", "mixtral-8x7b", "deepseek-v2-lite", "gpt3-175b")
 
