@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from types import MappingProxyType
-from typing import Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
 
 from rooftop.arrays.rules import BATCH_AXES, Rules
 from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
-from rooftop.models.embedding_tables.stacking import Stack
 from rooftop.models.segments import stage_parts
 from rooftop.scheduling.pipeline import SCHEDULES, PipelineSchedule
+
+if TYPE_CHECKING:
+    from rooftop.models.embedding_tables.stacking import Stack
 
 #: Dtypes of arrays that live from step to step, and of activations.
 STATE_DTYPES: tuple[str, ...] = ("bf16", "f32")
