@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -102,7 +101,7 @@ def command(
     as_json: bool,
 ) -> int:
     """Serve requests by PLAN, a plan.json of `rooftop plan serve`: the latencies that users would feel."""
-    from rooftop.core.files import write_text
+    from rooftop.core.files import write_json
     from rooftop.library.serving import simulate
 
     with progress_bar(shown=not as_json) as on_progress:
@@ -120,7 +119,7 @@ def command(
     if perfetto is not None:
         result.write_perfetto(perfetto)
     if output is not None:
-        write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        write_json(output, data)
     if as_json:
         emit_json(data)
     else:

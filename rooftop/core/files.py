@@ -28,6 +28,11 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def write_json(path: Path, data: object) -> None:
+    """Write ``data`` as indented JSON to ``path`` in one step. Raises RooftopError if the place cannot be written."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` in one step. Raises RooftopError if the place cannot be written.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import write_text
+from rooftop.core.files import write_json
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
 from rooftop.embed.batches import count_samples, parquet_batches
 from rooftop.embed.host.limits import (
@@ -94,7 +93,7 @@ class EmbeddingPlanResult(Result):
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
-        write_text(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        write_json(Path(path), self.to_json())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

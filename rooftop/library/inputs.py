@@ -102,7 +102,7 @@ def model_of(model: ModelLike) -> ModelConfig:
 
 
 def plan_of(plan: PlanLike) -> TrainingPlan | EmbedPlan:
-    """The plan that is meant. Raises RooftopError for a file or mapping that is no plan of training or embeddings."""
+    """Return the plan. Raises RooftopError for a file or mapping that is no plan of training or embeddings."""
     from rooftop.plan.embedding.plan import EmbedPlan
     from rooftop.plan.training.plan import TrainingPlan
 

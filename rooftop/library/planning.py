@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES
 from rooftop.core.errors import RooftopError, one_of
-from rooftop.core.files import write_text
+from rooftop.core.files import write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
 from rooftop.core.timelines import perfetto, xprof
 from rooftop.library.inputs import AxesLike, CountLike, ModelLike, SliceLike, axes_of, model_of, slice_of
@@ -82,7 +82,7 @@ class TrainingPlanResult(Result):
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
-        write_text(Path(path), json.dumps(self._data, indent=1, allow_nan=False) + "\n")
+        write_json(Path(path), self._data)
 
     def write_perfetto(self, path: Path | str) -> None:
         """Write the planned timeline for ui.perfetto.dev."""

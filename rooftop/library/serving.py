@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from rooftop.capabilities import KV_SPLITS
 from rooftop.core.errors import Infeasible, RooftopError, one_of, unknown
-from rooftop.core.files import read_json_object, write_text
+from rooftop.core.files import read_json_object, write_json, write_text
 from rooftop.core.quantities import (
     format_bytes,
     format_seconds,
@@ -138,7 +138,7 @@ class ServingPlanResult(Result):
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
-        write_text(Path(path), json.dumps(self._data, indent=1, allow_nan=False) + "\n")
+        write_json(Path(path), self._data)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

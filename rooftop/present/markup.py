@@ -31,7 +31,7 @@ def tag(name: str, *content: Content | Iterable[Content], **attributes: str | fl
 
 
 def join(*content: Content | Iterable[Content]) -> Html:
-    """Content one after the other; text that is no markup is escaped."""
+    """Join content; plain text is escaped."""
     parts = []
     for entry in content:
         if entry is None:

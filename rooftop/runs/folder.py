@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import write_text
+from rooftop.core.files import write_json, write_text
 
 SCHEMA = 3
 #: HLO of the step, next to its traces.
@@ -78,7 +78,7 @@ class RunFolder:
     def write(self, about: Mapping[str, Any]) -> None:
         """Write run.json. Raises RooftopError if it cannot be written."""
         content = {"kind": "run", "schema": SCHEMA, **about}
-        write_text(self.path / "run.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+        write_json(self.path / "run.json", content)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -67,7 +66,7 @@ def collectives(
     A size is the payload of one device: the output of an all_gather, the input of a reduce_scatter, the operand of an
     all_reduce or all_to_all, what a permute sends to its neighbour. Groups along the other axes run at the same time.
     """
-    from rooftop.core.files import write_text
+    from rooftop.core.files import write_json
     from rooftop.library.benchmarks import bench_collectives
 
     with progress_bar(shown=not as_json) as on_progress:
@@ -76,7 +75,7 @@ def collectives(
         )
     data = result.to_json()
     if output is not None:
-        write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        write_json(output, data)
     if as_json:
         emit_json(data)
     else:

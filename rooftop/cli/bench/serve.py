@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -95,7 +94,7 @@ def command(
     The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
     with those of a --plan.
     """
-    from rooftop.core.files import write_text
+    from rooftop.core.files import write_json
     from rooftop.library.benchmarks import bench_serving
 
     with progress_bar(shown=not as_json) as on_progress:
@@ -107,7 +106,7 @@ def command(
         )  # fmt: skip
     data = result.to_json()
     if output is not None:
-        write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        write_json(output, data)
     if as_json:
         emit_json(data)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -156,9 +155,9 @@ def command(
         raise RooftopError("program", program, "a plan.json written by rooftop plan, or module:function")
     data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
     if output is not None:
-        from rooftop.core.files import write_text
+        from rooftop.core.files import write_json
 
-        write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        write_json(output, data)
     if isinstance(result, CompileResult):
         _write_files(result, **files)
     if as_json:

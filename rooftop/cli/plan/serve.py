@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,7 +155,7 @@ def serve(
     as_json: bool,
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
-    from rooftop.core.files import write_text
+    from rooftop.core.files import write_json, write_text
     from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
 
     result: ServingPlanResult | ServingFrontResult
@@ -187,7 +186,7 @@ def serve(
     if report is not None:
         write_text(report, result.page())
     if output is not None:
-        write_text(output, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        write_json(output, data)
     if as_json:
         emit_json(data)
     else:

@@ -301,7 +301,7 @@ class EngineServer:
             yield running, Token(id=id_, token=token, logprob=float(logprobs[row]), top=tuple(best), finish=finish)
 
 
-#: The columns of a slot's row behind the head: its last token, then its pages.
+#: Columns of a slot's row after the head: its last token, then its pages.
 TOKEN, TABLE = HEAD, HEAD + 1
 #: What a program takes: rows [R, HEAD + C + P] and their C.
 Part = tuple[Ints, int]
