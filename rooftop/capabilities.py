@@ -15,7 +15,18 @@ from math import gcd, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
 
-from rooftop.arrays.rules import BATCH_AXES, Rules
+from rooftop.arrays.rules import (
+    BATCH_AXES,
+    COLUMN_AXES,
+    EXPERT_AXES,
+    GATHER_AXES,
+    REPLICA_AXES,
+    RESIDUAL_AXES,
+    SEQUENCE_AXES,
+    STAGE_AXES,
+    Rules,
+    ways,
+)
 from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
@@ -90,7 +101,7 @@ class TrainingSpec:
 
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
-        return prod(self.axes.get(axis, 1) for axis in axes)
+        return ways(self.axes, *axes)
 
     def runnable(self) -> TrainingSpec:
         """The spec with dtypes and an optimizer that programs have, where it asks for others."""
@@ -132,7 +143,7 @@ class ServingSpec:
 
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
-        return prod(self.axes.get(axis, 1) for axis in axes)
+        return ways(self.axes, *axes)
 
     @property
     def engine_weights(self) -> str | None:
@@ -157,13 +168,14 @@ class Capability(Generic[Spec]):
 class EvenSplit:
     """A ``dim`` that must divide over mesh ``axes`` together, and over ``parts`` more: JAX shards evenly.
 
-    ``size`` returns the size of the dim and its name in a message, or None where a model has no such dim. ``planner``
-    says what a plan does with a mesh whose first axis of ``axes`` does not divide the dim: it refuses the mesh, avoids
-    it in a search, or prices it with fractional shards.
+    ``stored`` are axes that split the dim too, of weights at rest. ``size`` returns the size of the dim and its name
+    in a message, or None where a model has no such dim. ``planner`` says what a plan does with a mesh whose ``axes`` do
+    not divide the dim: it refuses the mesh, avoids it in a search, or prices it with fractional shards.
     """
 
     dim: str
     axes: tuple[str, ...]
+    stored: tuple[str, ...] = ()
     size: Callable[[TrainingSpec], tuple[int, str] | None]
     over: str = ""
     planner: Literal["refuses", "avoids", "prices"] = "prices"
@@ -172,15 +184,15 @@ class EvenSplit:
     @property
     def divisor(self) -> str:
         """The divisor in words."""
-        return self.over or " x ".join(self.axes)
+        return self.over or " x ".join((*self.axes, *self.stored))
 
     def obstacle(self, spec: TrainingSpec) -> str | None:
         """The reason why the size does not divide; None if it does."""
-        ways = spec.ways(*self.axes) * self.parts(spec)
+        split = spec.ways(*self.axes, *self.stored) * self.parts(spec)
         sized = self.size(spec)
-        if sized is None or sized[0] % ways == 0:
+        if sized is None or sized[0] % split == 0:
             return None
-        return f"JAX shards evenly: {sized[1]} cannot be split {ways} ways over {self.divisor}"
+        return f"JAX shards evenly: {sized[1]} cannot be split {split} ways over {self.divisor}"
 
 
 def _batch(spec: TrainingSpec) -> tuple[int, str]:
@@ -231,15 +243,19 @@ def _outputs(spec: TrainingSpec) -> tuple[int, str]:
 #: Sizes of a train step that must divide over axes of its mesh.
 TRAINING_SPLITS: tuple[EvenSplit, ...] = (
     EvenSplit(dim="sequences of a step", axes=BATCH_AXES, size=_batch),
-    EvenSplit(dim="D", axes=("fsdp", "tensor"), size=lambda spec: (spec.model.d_model, f"a D of {spec.model.d_model}")),
+    EvenSplit(
+        dim="D",
+        axes=(*GATHER_AXES, *COLUMN_AXES),
+        size=lambda spec: (spec.model.d_model, f"a D of {spec.model.d_model}"),
+    ),
     EvenSplit(
         dim="positions of a sequence",
-        axes=("context", "tensor"),
+        axes=RESIDUAL_AXES,
         size=lambda spec: (spec.seq_len, f"sequences of {spec.seq_len}"),
     ),
     EvenSplit(
         dim="layers that stages share, or periods of them",
-        axes=("stage",),
+        axes=STAGE_AXES,
         size=_layer_parts,
         over="stages and their chunks",
         planner="refuses",
@@ -254,27 +270,27 @@ TRAINING_SPLITS: tuple[EvenSplit, ...] = (
     ),
     EvenSplit(
         dim="attention heads",
-        axes=("tensor",),
+        axes=COLUMN_AXES,
         size=lambda spec: (spec.model.heads, f"{spec.model.heads} attention heads"),
         planner="refuses",
     ),
-    EvenSplit(dim="key/value heads", axes=("tensor",), size=_kv_heads),
-    EvenSplit(dim="outputs of all heads", axes=("tensor", "fsdp"), size=_outputs),
-    EvenSplit(dim="F of an MLP", axes=("tensor", "fsdp"), size=_dense_columns, planner="avoids"),
-    EvenSplit(dim="F of experts", axes=("tensor", "fsdp"), size=_expert_columns, planner="avoids"),
-    EvenSplit(dim="F of shared experts", axes=("tensor", "fsdp"), size=_shared_columns),
+    EvenSplit(dim="key/value heads", axes=COLUMN_AXES, size=_kv_heads),
+    EvenSplit(dim="outputs of all heads", axes=COLUMN_AXES, stored=GATHER_AXES, size=_outputs),
+    EvenSplit(dim="F of an MLP", axes=COLUMN_AXES, stored=GATHER_AXES, size=_dense_columns, planner="avoids"),
+    EvenSplit(dim="F of experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_expert_columns, planner="avoids"),
+    EvenSplit(dim="F of shared experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_shared_columns),
     EvenSplit(
         dim="vocabulary",
-        axes=("tensor",),
+        axes=COLUMN_AXES,
         size=lambda spec: (spec.model.vocab, f"a vocabulary of {spec.model.vocab}"),
     ),
-    EvenSplit(dim="latents of MLA", axes=("fsdp",), size=_latents),
-    EvenSplit(dim="experts", axes=("expert",), size=_experts, planner="refuses"),
+    EvenSplit(dim="latents of MLA", axes=GATHER_AXES, size=_latents),
+    EvenSplit(dim="experts", axes=EXPERT_AXES, size=_experts, planner="refuses"),
 )
 
 
 def _offload(spec: TrainingSpec) -> str | None:
-    staged = spec.ways("stage") > 1 and "offload" in parse_policy(spec.remat).values()
+    staged = spec.ways(*STAGE_AXES) > 1 and "offload" in parse_policy(spec.remat).values()
     return "no program offloads activations from a pipeline stage" if staged else None
 
 
@@ -285,7 +301,7 @@ def _schedule(spec: TrainingSpec) -> str | None:
 
 
 def _interleaved(spec: TrainingSpec) -> str | None:
-    stages, count = spec.ways("stage"), spec.microbatches
+    stages, count = spec.ways(*STAGE_AXES), spec.microbatches
     if stages > 1 and spec.chunks > 1 and count > stages and count % stages:
         return f"interleaved stages want a multiple of {stages} microbatches, not {count}"
     return None
@@ -311,7 +327,7 @@ def _optimizer(spec: TrainingSpec) -> str | None:
 
 
 def _context(spec: TrainingSpec) -> str | None:
-    ring = spec.ways("context")
+    ring = spec.ways(*SEQUENCE_AXES)
     if ring > 1 and spec.kernel not in RING_KERNELS:
         return f"the {spec.kernel} kernel cannot attend to keys of other devices: no context axis with it"
     if ring > 1 and spec.seq_len % (CONTEXT_CHUNKS * ring):
@@ -320,7 +336,7 @@ def _context(spec: TrainingSpec) -> str | None:
 
 
 def _kernel(spec: TrainingSpec) -> str | None:
-    model, ring = spec.model, spec.ways("context")
+    model, ring = spec.model, spec.ways(*SEQUENCE_AXES)
     if spec.kernel == "splash":
         pieces = CONTEXT_CHUNKS * ring if ring > 1 else 1
         if spec.seq_len % (pieces * LANES):
@@ -379,7 +395,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
 
 
 def _even_batch(spec: ServingSpec) -> str | None:
-    spread = spec.ways(*BATCH_AXES) * (spec.ways("context") if spec.kv_split == "batch" else 1)
+    spread = spec.ways(*BATCH_AXES) * (spec.ways(*SEQUENCE_AXES) if spec.kv_split == "batch" else 1)
     if spec.batch % spread:
         return f"JAX shards evenly: {spec.batch} sequences cannot be split {spread} ways"
     return None
@@ -425,7 +441,7 @@ def _kv_sharing(spec: ServingSpec) -> str | None:
 
 
 def _pages(spec: ServingSpec) -> str | None:
-    ring = spec.ways("context")
+    ring = spec.ways(*SEQUENCE_AXES)
     if spec.kv_split == "seq" and PAGE_TOKENS % ring:
         return f"pages of {PAGE_TOKENS} tokens cannot be split {ring} ways over context"
     return None
@@ -438,7 +454,7 @@ def _draft(spec: ServingSpec) -> str | None:
 
 
 def _copies(spec: ServingSpec) -> str | None:
-    copies = spec.ways("data")
+    copies = spec.ways(*REPLICA_AXES)
     if copies > 1 and (spec.disaggregated or spec.drafted):
         return f"an engine with disaggregated batching or a draft model is one copy, not {copies} over data"
     return None

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.rules import AXES
+from rooftop.arrays.rules import AXES, ways
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
@@ -121,7 +121,7 @@ class Mesh:
 
     def size(self, *names: str) -> int:
         """Devices along the named axes together; 1 for an axis that the mesh does not have."""
-        return prod(self.shape.get(name, 1) for name in names)
+        return ways(self.shape, *names)
 
     def span(self, *names: str) -> AxisSpan:
         """The network as devices along the named axes together see it, arrays [P].

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
@@ -95,10 +96,22 @@ AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES)
 #: The axes over which the tokens of a step are spread, and those of them that split the batch.
 TOKEN_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.splits_tokens)
 BATCH_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if "batch" in axis.activations)
+#: The axes along which devices differ in nothing but their sequences: copies of the model.
+REPLICA_AXES: tuple[str, ...] = tuple(
+    axis.name for axis in MESH_AXES if axis.activations == ("batch",) and not axis.parameters
+)
 #: The axes that may run between slices.
 DCN_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.between_slices)
 #: The axes of a serving plan, in the order in which they are laid on the network.
 SERVING_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.serving)
+
+
+def _parameters() -> dict[str, tuple[str, ...]]:
+    return _table("parameters")
+
+
+def _activations() -> dict[str, tuple[str, ...]]:
+    return _table("activations")
 
 
 def _table(kind: str) -> dict[str, tuple[str, ...]]:
@@ -108,12 +121,32 @@ def _table(kind: str) -> dict[str, tuple[str, ...]]:
     return {dim: names for dim, names in axes.items() if names}
 
 
-def _parameters() -> dict[str, tuple[str, ...]]:
-    return _table("parameters")
+#: The axes that split D of a weight, which is gathered over them while a matmul uses it (FSDP).
+GATHER_AXES: tuple[str, ...] = _parameters()["embed"]
+#: The axes that split heads and hidden columns (tensor parallelism), experts, and layers (a pipeline).
+COLUMN_AXES: tuple[str, ...] = _parameters()["mlp"]
+EXPERT_AXES: tuple[str, ...] = _parameters()["expert"]
+STAGE_AXES: tuple[str, ...] = _parameters()["layers"]
+#: The axes that split a sequence inside of matmuls and attention, and those that split it between matmuls.
+SEQUENCE_AXES: tuple[str, ...] = _activations()["seq"]
+RESIDUAL_AXES: tuple[str, ...] = _activations()["residual_seq"]
 
 
-def _activations() -> dict[str, tuple[str, ...]]:
-    return _table("activations")
+def copy_axes(*dims: str, sequence: str = "seq") -> tuple[str, ...]:
+    """The axes that hold copies of a parameter with these logical dims: its gradients are summed over them.
+
+    ``sequence`` is the logical dim that splits the tokens at the parameter's place: see ``LOGICAL``.
+    """
+    return tuple(
+        axis.name
+        for axis in MESH_AXES
+        if {"batch", sequence} & set(axis.activations) and not set(dims) & set(axis.parameters)
+    )
+
+
+def ways(sizes: Mapping[str, int], *axes: str) -> int:
+    """Devices along mesh axes together; 1 for an axis that ``sizes`` does not have."""
+    return prod(sizes.get(axis, 1) for axis in axes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,6 @@ OUTPUT = "Output"
 GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT)
 
 #: Names that options accept, in the words of the modules that read them; tests hold them equal.
-MESH_AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 OPTIMIZERS = ("adamw", "adam", "lion", "sgd")
 BATCHINGS = ("static", "interleaved", "disaggregated")
@@ -214,8 +213,10 @@ class Axes(_Type):
     name = "axes"
 
     def _candidates(self, incomplete: str) -> Iterable[str]:
+        from rooftop.arrays import AXES as names
+
         taken = {entry.partition("=")[0] for entry in incomplete.split(",")[:-1]}
-        return _last_entries(incomplete, [f"{axis}=" for axis in MESH_AXES if axis not in taken])
+        return _last_entries(incomplete, [f"{axis}=" for axis in names if axis not in taken])
 
 
 def _last_entries(incomplete: str, names: Iterable[str]) -> Iterable[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rooftop.arrays import Mesh
-from rooftop.arrays.rules import AXES
+from rooftop.arrays.rules import AXES, STAGE_AXES
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.files import write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
@@ -46,7 +46,7 @@ class TrainingPlanResult(Result):
     @cached_property
     def _data(self) -> dict[str, object]:
         data: dict[str, object] = self.answer.to_json()
-        return data | {"pipeline": of_plan(self.plan)} if self.plan.mesh.size("stage") > 1 else data
+        return data | {"pipeline": of_plan(self.plan)} if self.plan.mesh.size(*STAGE_AXES) > 1 else data
 
     def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to build, compile and run the program."""

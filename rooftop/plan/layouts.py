@@ -40,10 +40,10 @@ class Layouts:
         devices: Ints = np.prod(self.size, axis=-1)
         return devices
 
-    def along(self, name: str) -> Ints:
-        """Devices along one logical axis, [C]."""
-        column: Ints = self.devices[:, AXES.index(name)]
-        return column
+    def along(self, *names: str) -> Ints:
+        """Devices along the named axes together, [C]."""
+        devices: Ints = np.prod(self.devices[:, [AXES.index(name) for name in names]], axis=-1)
+        return devices
 
     def span(self, name: str) -> AxisSpan:
         """The spans of one logical axis, arrays [C, P]."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
 from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, StageOp, Task, pipeline_table
@@ -140,7 +141,7 @@ def plan_timeline(plan: TrainingPlan) -> PipelineTimeline:
 
 def _sizes(plan: TrainingPlan) -> dict[str, int]:
     choice = plan.choice
-    return {"stages": plan.mesh.size("stage"), "microbatches": choice.microbatches, "chunks": choice.chunks}
+    return {"stages": plan.mesh.size(*STAGE_AXES), "microbatches": choice.microbatches, "chunks": choice.chunks}
 
 
 def lockstep(table: PipelineTable, durations: Durations) -> float:

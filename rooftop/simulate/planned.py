@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.scheduling.pipeline import StageOp
@@ -40,7 +41,7 @@ def planned_lanes(plan: TrainingPlan, *, every_trip: bool = False) -> Lanes:
     problem = plan.problem
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items() if size > 1)
     title = f"planned: {problem.model.name} on {problem.slice.name}" + (f", {mesh}" if mesh else "")
-    if plan.mesh.size("stage") > 1:
+    if plan.mesh.size(*STAGE_AXES) > 1:
         return _pipeline(plan, title)
     return step_lanes(plan.ledger, title=title, microbatches=plan.choice.microbatches, every_trip=every_trip)
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
@@ -70,7 +71,7 @@ class TrainJob:
         Values inside a pipeline have no scopes of their own.
         """
         forward = Forward(self.program, self.mesh)
-        if self.mesh.shape.get("stage", 1) == 1 or self.program.batch % forward.rows:
+        if ways(self.mesh.shape, *STAGE_AXES) == 1 or self.program.batch % forward.rows:
             return self
         plain = replace(self.program, microbatches=1, schedule="1f1b", chunks=1)
         return replace(self, program=plain, mesh=forward.own_mesh)

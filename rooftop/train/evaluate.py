@@ -14,6 +14,7 @@ import numpy as np
 from jax import P
 from jax.sharding import AxisType, Mesh, reshard
 
+from rooftop.arrays.rules import REPLICA_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
 from rooftop.programs.model.describe import describe
@@ -48,7 +49,7 @@ class Forward:
 
     program: TrainProgram
     mesh: Mesh
-    into_data: tuple[str, ...] = ("stage",)
+    into_data: tuple[str, ...] = STAGE_AXES
 
     @property
     def _moves(self) -> bool:
@@ -59,12 +60,12 @@ class Forward:
         """The mesh of the forward pass: the same devices, all ``AXES``; ``mesh`` itself if no axis moves."""
         if not self._moves:
             return self.mesh
-        moved = ("data", *self.into_data)
+        moved = (*REPLICA_AXES, *self.into_data)
         rest = tuple(axis for axis in self.mesh.axis_names if axis not in moved)
         order = [self.mesh.axis_names.index(axis) for axis in (*moved, *rest) if axis in self.mesh.axis_names]
         sizes = {axis: self.mesh.shape[axis] for axis in rest}
-        names = ("data", *self.into_data, *rest)
-        shape = (-1, *(1 for _ in self.into_data), *sizes.values())
+        names = (*REPLICA_AXES, *self.into_data, *rest)
+        shape = (-1, *(1 for _ in names[1 : len(moved)]), *sizes.values())
         devices = self.mesh.devices.transpose(order).reshape(shape)
         return Mesh(devices, names, axis_types=(AxisType.Explicit,) * len(names))
 
@@ -167,7 +168,7 @@ def sample(
     longest = min(len(prompt) + how.tokens, program.model.max_seq_len)
     if longest <= len(prompt):
         raise RooftopError("prompt", f"{len(prompt)} tokens", f"fewer than the model's {longest}")
-    forward = Forward(program, mesh, ("stage", "context"))
+    forward = Forward(program, mesh, (*STAGE_AXES, *SEQUENCE_AXES))
     rows = -(-how.count // forward.rows) * forward.rows
     ways = math.prod(
         forward.own_mesh.shape[axis] for axis in program.specs(forward.own_mesh).rules.activations["residual_seq"]

@@ -15,7 +15,7 @@ import jax
 
 from rooftop import __version__
 from rooftop.arrays import AXES
-from rooftop.arrays.rules import BATCH_AXES
+from rooftop.arrays.rules import BATCH_AXES, GATHER_AXES, SEQUENCE_AXES, STAGE_AXES, ways
 from rooftop.capabilities import TrainingSpec
 from rooftop.compiler.devices import Local, local_devices, mesh_of, write_axes
 from rooftop.core.errors import RooftopError
@@ -138,15 +138,15 @@ def _of_plan(request: TrainRequest, data: Mapping[str, Any], here: Local) -> tup
 def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, str]:
     if request.as_is or request.shrink:
         raise RooftopError("as-is or shrink", "no plan", "a PLAN.json of rooftop plan train")
-    axes = dict(request.axes) if request.axes is not None else {"fsdp": len(here.devices)}
+    axes = dict(request.axes) if request.axes is not None else {GATHER_AXES[0]: len(here.devices)}
     mesh = mesh_of(axes, here)
     model = _model(request)
-    stages = axes.get("stage", 1)
+    stages = ways(axes, *STAGE_AXES)
     microbatches = request.microbatches or (1 if stages == 1 else 2 * stages)
     is_cpu = here.devices[0].platform == "cpu"
     compute = request.compute_dtype or ("f32" if is_cpu else "bf16")
-    ways = math.prod(axes.get(axis, 1) for axis in BATCH_AXES) * microbatches
-    batch = request.batch_seqs or -(-_SEQUENCES // ways) * ways
+    parts = ways(axes, *BATCH_AXES) * microbatches
+    batch = request.batch_seqs or -(-_SEQUENCES // parts) * parts
     seq_len = request.seq_len or min(_SEQ_LEN, model.max_seq_len)
     computation = Computation(
         model=model,
@@ -160,7 +160,7 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
         computation=computation,
         batch=batch,
         seq_len=seq_len,
-        loss_chunks=loss_chunks(-(-batch // ways), max(1, seq_len // axes.get("context", 1))),
+        loss_chunks=loss_chunks(-(-batch // parts), max(1, seq_len // ways(axes, *SEQUENCE_AXES))),
         microbatches=microbatches,
         chunks=2 if request.schedule == "interleaved" else 1,
         schedule=request.schedule or "1f1b",

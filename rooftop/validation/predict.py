@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rooftop.arrays.rules import BATCH_AXES, STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
@@ -81,10 +82,10 @@ def _remat(run: PublishedRun) -> str:
 
 def _microbatches(run: PublishedRun, notes: list[str]) -> int:
     mesh = run.mesh or {}
-    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("expert", 1)
+    replicas = ways(mesh, *BATCH_AXES)
     if run.microbatch_seqs is not None:
         return max(1, run.batch_seqs // (replicas * run.microbatch_seqs))
-    if mesh.get("stage", 1) > 1:
+    if ways(mesh, *STAGE_AXES) > 1:
         notes.append("microbatch size not published: one sequence assumed")
         return max(1, run.batch_seqs // replicas)
     return 1

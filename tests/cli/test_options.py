@@ -83,7 +83,6 @@ def test_help_shows_groups_and_ends_with_examples(rooftop: Callable[..., Any], p
 
 
 def test_names_are_those_of_the_modules_that_read_them() -> None:
-    assert options.MESH_AXES == AXES
     assert set(options.SCHEDULES) == set(SCHEDULES)
     assert set(options.OPTIMIZERS) == set(OPTIMIZERS)
     assert set(options.BATCHINGS) <= set(BATCHING)
@@ -152,6 +151,7 @@ def test_a_shell_completes_values(param_type: click.ParamType, incomplete: str, 
 
 def test_a_shell_completes_all_that_there_is() -> None:
     assert _completions(options.DTYPE, "") == list(DTYPE_BYTES)
+    assert _completions(options.AXES, "") == [f"{axis}=" for axis in AXES]
     assert _completions(options.HARDWARE_NAME, "") == list(catalogue())
     assert set(presets()) <= set(_completions(options.MODEL, ""))
     shapes = _completions(options.HARDWARE_NAME, "v5e:")

@@ -7,6 +7,7 @@ from typing import Any
 
 from rooftop import __version__
 from rooftop.arrays import Mesh
+from rooftop.arrays.rules import GATHER_AXES
 from rooftop.compiler.compiling import CompileRequest, Progress, compile_ahead_of_time
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible
@@ -146,5 +147,5 @@ def training_options(mesh: Mesh) -> dict[str, bool | int | str]:
     zeros on some chips: twice the bytes sent, and the whole weight once more in memory. Not with these options.
     """
     slice_ = mesh.slice
-    whole = mesh.size("fsdp") * slice_.num_slices == slice_.devices
+    whole = mesh.size(*GATHER_AXES) * slice_.num_slices == slice_.devices
     return dict(_KEEP_ALL_GATHERS) if whole and overlap(slice_.chip.name).whole_slice_gather == "all_reduce" else {}

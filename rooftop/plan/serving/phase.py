@@ -15,7 +15,15 @@ from typing import Literal
 
 import numpy as np
 
-from rooftop.arrays.rules import BATCH_AXES, Rules
+from rooftop.arrays.rules import (
+    BATCH_AXES,
+    COLUMN_AXES,
+    EXPERT_AXES,
+    GATHER_AXES,
+    REPLICA_AXES,
+    SEQUENCE_AXES,
+    Rules,
+)
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models import ModelConfig
@@ -63,7 +71,7 @@ class Phase:
     @property
     def columns(self) -> tuple[str, ...]:
         """The mesh axes that split heads and hidden columns."""
-        return ("context", "tensor") if self.generating else ("tensor",)
+        return _columns(generating=self.generating)
 
     @cached_property
     def split(self) -> Number:
@@ -78,13 +86,13 @@ class Phase:
     @cached_property
     def own_tokens(self) -> Number:
         """Tokens that one group of devices which share activations works on: the batch is split over ``expert``."""
-        spread = self.ways("data", "expert") if self.generating else self.ways("data", "expert", "context")
+        spread = self.ways(*REPLICA_AXES, *EXPERT_AXES, *(() if self.generating else SEQUENCE_AXES))
         return np.ceil(self.tokens / spread) * (1 + self.guesses)
 
     @cached_property
     def kv_heads(self) -> Number:
         """Key and value heads on a device, copies included where there are fewer heads than ways."""
-        return np.maximum(self.model.kv_heads / self.ways("tensor"), 1.0)
+        return np.maximum(self.model.kv_heads / self.ways(*COLUMN_AXES), 1.0)
 
     @cached_property
     def kind(self) -> AttentionKind:
@@ -115,12 +123,12 @@ class Phase:
         moe = self.model.moe
         if moe is None:
             return 0.0
-        return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways("expert")
+        return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways(*EXPERT_AXES)
 
     def weight_bytes(self, matmuls: Sequence[MatmulShape], dtype: str | None = None) -> tuple[Number, Number]:
         """Bytes of matrices and of their scales on one device: D is also split over ``fsdp``."""
         kind = dtype or self.numerics.weights
-        elements = [m.parameters / self.ways("fsdp") for m in matmuls]
+        elements = [m.parameters / self.ways(*GATHER_AXES) for m in matmuls]
         scales = (self.numerics.weight_scale_bytes(m.k, kind) for m in matmuls)
         return sum(elements) * dtype_bytes(kind), sum(n * element for n, element in zip(elements, scales, strict=True))
 
@@ -138,10 +146,10 @@ class Phase:
         """Sequences of ``batch`` whose KV the busiest device has a part of; a sequence split counts as its part."""
         spread = self.ways(*BATCH_AXES)
         if not self.generating:
-            return np.ceil(batch / self.ways("data")) / self.ways("expert", "context")
+            return np.ceil(batch / self.ways(*REPLICA_AXES)) / self.ways(*EXPERT_AXES, *SEQUENCE_AXES)
         if self.placement.kv_split == "seq":
-            return np.ceil(batch / spread) / self.ways("context")
-        return np.ceil(batch / (spread * self.ways("context")))
+            return np.ceil(batch / spread) / self.ways(*SEQUENCE_AXES)
+        return np.ceil(batch / (spread * self.ways(*SEQUENCE_AXES)))
 
     def device_kv_bytes(self, batch: Number, context: Number, *, stored: bool) -> Number:
         """Bytes of KV on the busiest device, as read in a step or as stored."""
@@ -158,7 +166,7 @@ class Phase:
             parts.append((model.dense_layers, self.weight_bytes(up + down)))
         if moe is not None:
             up, down = self.mlp(moe.d_ff)
-            local = model.moe_layers * moe.experts // self.ways("expert")
+            local = model.moe_layers * moe.experts // self.ways(*EXPERT_AXES)
             parts += [(local, self.weight_bytes(up + down)), (model.moe_layers, self.weight_bytes([self.router]))]
             if moe.shared_d_ff:
                 up, down = self.mlp(moe.shared_d_ff)
@@ -208,11 +216,16 @@ def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number,
     return plain * scales / (numerics.kv_sharing if stored else 1)
 
 
+def _columns(*, generating: bool) -> tuple[str, ...]:
+    return (*SEQUENCE_AXES, *COLUMN_AXES) if generating else COLUMN_AXES
+
+
 def serving_rules(*, generating: bool) -> Rules:
     """Sharding rules of a serving program. D of a weight is on fsdp, where it stays (2-D weight-stationary)."""
-    columns = ("context", "tensor") if generating else ("tensor",)
-    split = {"heads": columns, "kv_heads": ("tensor",), "mlp": columns, "vocab": columns, "expert": ("expert",)}
+    columns = _columns(generating=generating)
+    split = {"heads": columns, "kv_heads": COLUMN_AXES, "mlp": columns, "vocab": columns, "expert": EXPERT_AXES}
+    sequence = () if generating else (*EXPERT_AXES, *SEQUENCE_AXES)
     return Rules(
-        parameters={"embed": ("fsdp",), **split},
-        activations={"batch": ("data", "expert"), "seq": () if generating else ("expert", "context"), **split},
+        parameters={"embed": GATHER_AXES, **split},
+        activations={"batch": (*REPLICA_AXES, *EXPERT_AXES), "seq": sequence, **split},
     )

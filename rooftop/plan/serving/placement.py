@@ -16,6 +16,7 @@ import numpy as np
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, span
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
 from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
@@ -77,7 +78,7 @@ class Placement:
     def ways(self, axes: tuple[str, ...]) -> int:
         """See ``Placed``."""
         if axes not in self._ways:
-            self._ways[axes] = prod(self.sizes.get(axis, 1) for axis in axes)
+            self._ways[axes] = ways(self.sizes, *axes)
         return self._ways[axes]
 
     @cached_property
@@ -170,7 +171,7 @@ def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Place
     """Group placements of one slice that can be priced together: indices and the group."""
     groups: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
     for at, placement in enumerate(placements):
-        kind = placement.ways(("fsdp",)) > 1, placement.ways(("expert",)) > 1
+        kind = placement.ways(GATHER_AXES) > 1, placement.ways(EXPERT_AXES) > 1
         groups.setdefault(kind, {}).setdefault(placement.kv_split, []).append(at)
     for splits in groups.values():
         for split, members in splits.items():
@@ -187,7 +188,8 @@ def _priced_as(kind: str) -> str:
 
 def _joined(mesh: Mesh) -> Mesh:
     joined: dict[str, AxisPiece] = {}
-    for piece in (*mesh.axes["context"], *mesh.axes["tensor"]):
+    for piece in (piece for axis in (*SEQUENCE_AXES, *COLUMN_AXES) for piece in mesh.axes[axis]):
         other = joined.get(piece.axis, AxisPiece(piece.axis, piece.stride, 1))
         joined[piece.axis] = AxisPiece(piece.axis, min(piece.stride, other.stride), piece.size * other.size)
-    return Mesh(mesh.slice, {**mesh.axes, "context": (), "tensor": tuple(joined.values())})
+    empty = dict.fromkeys((*SEQUENCE_AXES, *COLUMN_AXES), ())
+    return Mesh(mesh.slice, {**mesh.axes, **empty, COLUMN_AXES[0]: tuple(joined.values())})

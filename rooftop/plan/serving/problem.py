@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from rooftop.arrays.mesh import Mesh
-from rooftop.arrays.rules import SERVING_AXES
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES, SERVING_AXES, ways
 from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
@@ -33,6 +33,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 #: The network between a prefill and a generate server.
 Link = Literal["ici", "dcn"]
 LINKS: tuple[Link, ...] = get_args(Link)
+#: The axes over which one copy of a model may be split.
+_SPLIT_AXES = tuple(axis for axis in SERVING_AXES if axis not in REPLICA_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,12 +222,11 @@ class ServingProblem:
     def generate_placements(self) -> list[Placement]:
         """Placements of a step, fewest ways first: every split of the slice that divides heads and hidden columns."""
         if self.book:
-            return [Placement(mesh=_lay(self.slice, {"tensor": self.slice.devices}))]
+            return [Placement(mesh=_alone(self.slice))]
         placements = []
-        for sizes in self._sizes(
-            self.slice, self.axes, ("fsdp", "expert", "context", "tensor"), self._divides_generate
-        ):
-            splits = [self.kv_split or "batch"] if sizes["context"] == 1 or self.kv_split else list(KV_SPLITS)
+        for sizes in self._sizes(self.slice, self.axes, _SPLIT_AXES, self._divides_generate):
+            whole = ways(sizes, *SEQUENCE_AXES) == 1
+            splits = [self.kv_split or "batch"] if whole or self.kv_split else list(KV_SPLITS)
             mesh = _lay(self.slice, sizes)
             placements += [Placement(mesh=mesh, kv_split=split) for split in splits]
         return placements
@@ -233,13 +234,10 @@ class ServingProblem:
     def prefill_placements(self) -> list[Placement]:
         """Placements of a prefill: tensor, expert and sequence sharding."""
         if self.book or self.assumptions.mfu is not None:
-            return [Placement(mesh=_lay(self.prefill_server, {"tensor": self.prefill_server.devices}))]
-        return [
-            Placement(mesh=_lay(self.prefill_server, sizes))
-            for sizes in self._sizes(
-                self.prefill_server, self.prefill_axes, ("expert", "context", "tensor"), self._divides_prefill
-            )
-        ]
+            return [Placement(mesh=_alone(self.prefill_server))]
+        axes = tuple(axis for axis in _SPLIT_AXES if axis not in GATHER_AXES)
+        sizes = self._sizes(self.prefill_server, self.prefill_axes, axes, self._divides_prefill)
+        return [Placement(mesh=_lay(self.prefill_server, item)) for item in sizes]
 
     def shared_prefill(self, placement: Placement) -> Placement:
         """The placement of a prefill on a generate server: on the same weights, whose columns stay in place."""
@@ -279,36 +277,41 @@ class ServingProblem:
         if model.dense_layers and model.d_ff % split:
             return f"a split of F {model.d_ff} that divides it"
         if moe is None:
-            if sizes["expert"] > 1:
+            if ways(sizes, *EXPERT_AXES) > 1:
                 return "no expert axis: the model has no experts"
-        elif moe.experts % sizes["expert"] or moe.d_ff % split:
+        elif moe.experts % ways(sizes, *EXPERT_AXES) or moe.d_ff % split:
             return f"a split of {moe.experts} experts of F {moe.d_ff} that divides them"
-        kv, tensor = model.kv_heads, sizes["tensor"]
+        kv, tensor = model.kv_heads, ways(sizes, *COLUMN_AXES)
         if kv % tensor and tensor % kv:
             return f"a tensor axis that divides the {kv} KV heads, or a multiple of them"
         return None
 
     def _divides_generate(self, sizes: Mapping[str, int]) -> str | None:
-        split = sizes["context"] * sizes["tensor"]
-        if self.model.d_model % (sizes["fsdp"] * split):
+        split, gathered = ways(sizes, *SEQUENCE_AXES, *COLUMN_AXES), ways(sizes, *GATHER_AXES)
+        if self.model.d_model % (gathered * split):
             return f"fsdp x context x tensor that divide a D of {self.model.d_model}"
-        if sizes["fsdp"] > 1 and self.mode == "interleaved":
+        if gathered > 1 and self.mode == "interleaved":
             return "no fsdp axis where prefill and generation share a server"
-        if sizes["fsdp"] > 1 and sizes["expert"] > 1:
+        if gathered > 1 and ways(sizes, *EXPERT_AXES) > 1:
             return "fsdp or expert, not both"
         return self._divides(split, sizes)
 
     def _divides_prefill(self, sizes: Mapping[str, int]) -> str | None:
-        if sizes["fsdp"] > 1:
+        if ways(sizes, *GATHER_AXES) > 1:
             return "no fsdp axis in a prefill: weights stay where they are"
-        if sizes["expert"] > 1:
+        if ways(sizes, *EXPERT_AXES) > 1:
             # One sequence is spread over the experts' axis by its tokens.
             return (
                 "no expert axis without several sequences"
                 if self.model.moe is None
-                else self._divides(sizes["tensor"], sizes)
+                else self._divides(ways(sizes, *COLUMN_AXES), sizes)
             )
-        return self._divides(sizes["tensor"], sizes)
+        return self._divides(ways(sizes, *COLUMN_AXES), sizes)
+
+
+def _alone(slice_: Slice) -> Mesh:
+    """The mesh of a server whose devices all split columns: where the network is not priced."""
+    return _lay(slice_, {COLUMN_AXES[0]: slice_.devices})
 
 
 def _lay(slice_: Slice, sizes: Mapping[str, int]) -> Mesh:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, SEQUENCE_AXES
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.models.attention import attention_kind
@@ -67,8 +68,8 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
     )
     if problem.book:
         return
-    heads, ways = attention_kind(problem.model).cached_heads, placement.mesh.size("tensor")
-    split = placement.mesh.size("context")
+    heads, ways = attention_kind(problem.model).cached_heads, placement.mesh.size(*COLUMN_AXES)
+    split = placement.mesh.size(*SEQUENCE_AXES)
     text = f"a latent that all heads share, over {ways} ways" if heads is None else f"{heads} KV heads over {ways} ways"
     limit = heads or 1
     yield Reason(
@@ -90,7 +91,7 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
     chip, model = problem.slice.chip, problem.model
     if chip.kind != "tpu" or problem.slice.chips == 1:
         return
-    ways = placement.mesh.size("context", "tensor")
+    ways = placement.mesh.size(*SEQUENCE_AXES, *COLUMN_AXES)
     hidden = model.d_ff if model.moe is None else model.moe.d_ff
     beta = chip.hbm_bytes_per_s / (2 * chip.ici_bytes_per_s)
     limit = rules.generate_tensor_limit(hidden, batch, beta)
@@ -113,7 +114,7 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
         text=f"{ways} ways against {busy:.1f} for batches so large that FLOPs bind.",
     )
     two_d = rules.weight_stationary_2d_chips(hidden / model.d_model, axes)
-    used = placement.mesh.size("fsdp") > 1
+    used = placement.mesh.size(*GATHER_AXES) > 1
     yield Reason(
         rule="2-D weight-stationary sharding",
         source="chapter 7",

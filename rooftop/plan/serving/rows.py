@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.attention import MatmulShape
@@ -28,7 +29,7 @@ def generate_work(phase: Phase, context: Number) -> list[Work]:
 
 def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1) -> list[Work]:
     """``phase.tokens`` new tokens of ``sequences`` equal sequences, each after ``before`` tokens whose KV is there."""
-    last = np.ceil(sequences / phase.ways("data"))
+    last = np.ceil(sequences / phase.ways(*REPLICA_AXES))
     return [*_embed(phase), *_attention_prefill(phase, before, sequences), *_blocks(phase), *_head(phase, last)]
 
 
@@ -61,7 +62,7 @@ def _embed(phase: Phase) -> list[Work]:
 def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
-    heads = model.heads / phase.ways("tensor")
+    heads = model.heads / phase.ways(*COLUMN_AXES)
     # The part of a group's sequences that a device attends for: fsdp and context split the cache's tokens.
     sequences = phase.sequences(phase.tokens)
     kv = phase.device_kv_bytes(phase.tokens, context, stored=False) / layers
@@ -72,17 +73,17 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     if phase.placement.kv_split == "seq":
         # Every part of a sequence meets all queries; partial outputs, with their maxima and sums, are added up.
         moved += (
-            Transfer("all_gather", ("context",), queries, "critical"),
-            Transfer("reduce_scatter", ("context",), outputs + 8.0 * tokens * heads, "critical"),
+            Transfer("all_gather", SEQUENCE_AXES, queries, "critical"),
+            Transfer("reduce_scatter", SEQUENCE_AXES, outputs + 8.0 * tokens * heads, "critical"),
         )
     else:
-        share = phase.ways("context")
+        share = phase.ways(*SEQUENCE_AXES)
         moved += (
-            Transfer("all_to_all", ("context",), queries / share, "critical"),
-            Transfer("all_to_all", ("context",), outputs / share, "critical"),
+            Transfer("all_to_all", SEQUENCE_AXES, queries / share, "critical"),
+            Transfer("all_to_all", SEQUENCE_AXES, outputs / share, "critical"),
         )
     # Sequences that fsdp has spread come together again for the projection.
-    moved += (Transfer("all_gather", ("fsdp",), outputs / phase.ways("context"), "critical"),)
+    moved += (Transfer("all_gather", GATHER_AXES, outputs / phase.ways(*SEQUENCE_AXES), "critical"),)
     written = sequences * (1 + phase.guesses) * phase.cached_bytes(1.0, stored=False) * phase.cache_share / layers
     return [
         *_matmuls(phase, "layers/attn/qkv", layers, phase.attention, tokens, into=True),
@@ -100,9 +101,9 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
 def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work]:
     model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
-    heads, ring = model.heads / phase.split, phase.ways("expert", "context")
+    heads, ring = model.heads / phase.split, phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)
     new = float(phase.tokens) / sequences
-    here = float(np.ceil(sequences / phase.ways("data")))
+    here = float(np.ceil(sequences / phase.ways(*REPLICA_AXES)))
     pairs = here * chunk_pairs(model, new, before, phase.rates.attention_block)
     scores = pairs / ring * heads
     chip = phase.placement.slice.chip
@@ -116,7 +117,7 @@ def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work
         _work(
             phase, "layers/attn/core", layers, hbm_bytes=queries + keys_values, kernel_flops=flops,
             matmul_s=phase.rates.attention_s(scores, d_qk, d_v, backward=False),
-            collectives=(Transfer("permute_ring", ("expert", "context"), keys_values * ring, "ring"),),
+            collectives=(Transfer("permute_ring", (*EXPERT_AXES, *SEQUENCE_AXES), keys_values * ring, "ring"),),
             formula="2 FLOPs per pair, head and head size in both matmuls, masked blocks skipped",
         ),
         *_matmuls(phase, "layers/attn/out", layers, phase.attention_out, tokens, into=False),
@@ -137,15 +138,15 @@ def _blocks(phase: Phase) -> list[Work]:
     routed = tokens * moe.active
     sent = routed * model.d_model * ACTIVATION_BYTES
     work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None)
-    if phase.splits("expert"):
+    if phase.splits(*EXPERT_AXES):
         # Every device of a group sends its columns of a token, which its receivers gather.
         there = (
-            Transfer("all_to_all", ("expert",), sent / phase.split, "critical"),
+            Transfer("all_to_all", EXPERT_AXES, sent / phase.split, "critical"),
             Transfer("all_gather", phase.columns, sent, "critical"),
         )
         back = (
             Transfer("reduce_scatter", phase.columns, sent, "critical"),
-            Transfer("all_to_all", ("expert",), sent / phase.split, "critical"),
+            Transfer("all_to_all", EXPERT_AXES, sent / phase.split, "critical"),
             Transfer("all_gather", phase.columns, tokens * model.d_model * ACTIVATION_BYTES, "critical"),
         )
         work += [
@@ -153,7 +154,7 @@ def _blocks(phase: Phase) -> list[Work]:
             _work(phase, "layers/moe/combine", layers, collectives=back, formula="and back, summed"),
         ]
     up, down = phase.mlp(moe.d_ff)
-    into = None if phase.splits("expert") else False
+    into = None if phase.splits(*EXPERT_AXES) else False
     for scope_matmuls, summed in ((up, None), (down, into)):
         weights = phase.experts_read * sum(phase.weight_bytes(scope_matmuls))
         work += _matmuls(
@@ -199,8 +200,8 @@ def _matmuls(
     """
     if not matmuls:
         return []
-    rate, two_d = phase.rates, phase.splits("fsdp")
-    own = phase.ways("fsdp")
+    rate, two_d = phase.rates, phase.splits(*GATHER_AXES)
+    own = phase.ways(*GATHER_AXES)
     flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0) / own
     seconds = sum((rate.matmul_s(tokens, m.k / own, m.n, phase.numerics.flops) for m in matmuls), 0.0)
     rows = tokens if sums is None else sums
@@ -210,8 +211,8 @@ def _matmuls(
         partial = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
         gather = Transfer("all_gather", phase.columns, stream / own, "critical")
         scatter = Transfer("reduce_scatter", phase.columns, stream / own, "critical")
-        norm = Transfer("all_reduce", ("fsdp", *phase.columns), 4.0 * rows, "critical")
-        collectives = (norm, gather, Transfer("all_reduce", ("fsdp",), partial, "critical")) if into else (scatter,)
+        norm = Transfer("all_reduce", (*GATHER_AXES, *phase.columns), 4.0 * rows, "critical")
+        collectives = (norm, gather, Transfer("all_reduce", GATHER_AXES, partial, "critical")) if into else (scatter,)
     elif into is False:
         collectives = (Transfer("all_reduce", phase.columns, stream, "critical"),)
     read = sum(phase.weight_bytes(matmuls, dtype)) if weights is None else weights

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.rules import BATCH_AXES
+from rooftop.arrays.rules import BATCH_AXES, EXPERT_AXES, REPLICA_AXES, SEQUENCE_AXES
 from rooftop.capabilities import PAGE_TOKENS
 from rooftop.models.attention import attention_kind
 from rooftop.plan.serving.assumptions import ServingAssumptions
@@ -91,7 +91,7 @@ class PlannedTimes:
         """Groups of a prefill server, which splits the tokens of a sequence over all axes but data."""
         if self._problem.mode == "interleaved":
             return self._spread
-        return self._prefill_times.placement.mesh.size("data")
+        return self._prefill_times.placement.mesh.size(*REPLICA_AXES)
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Prefill of chunks (new tokens, tokens before them) as one step."""
@@ -201,14 +201,14 @@ class _PrefillTimes:
     def _seconds_per_pair(self, problem: ServingProblem) -> float:
         phase = problem.phase("prefill", self.placement, 1.0)
         d_qk, d_v = attention_kind(problem.model).head_sizes
-        scores = problem.model.heads / phase.split / phase.ways("expert", "context") * problem.model.layers
+        scores = problem.model.heads / phase.split / phase.ways(*EXPERT_AXES, *SEQUENCE_AXES) * problem.model.layers
         return float(problem.rates.attention_s(scores, d_qk, d_v, backward=False))
 
 
 def _batch_spread(placement: Placement) -> int:
     """Ways in which whole sequences are spread over devices."""
     spread = placement.mesh.size(*BATCH_AXES)
-    return spread if placement.kv_split == "seq" else spread * placement.mesh.size("context")
+    return spread if placement.kv_split == "seq" else spread * placement.mesh.size(*SEQUENCE_AXES)
 
 
 def _windows(problem: ServingProblem) -> list[tuple[float, int | None]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rooftop.arrays.rules import GATHER_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
@@ -110,7 +111,7 @@ def in_flight(step: TrainingStep) -> Number:
     more (Narayanan et al. 2021).
     """
     strategies = step.strategies
-    stages = strategies.devices("stage")
+    stages = strategies.devices(*STAGE_AXES)
     waiting = np.minimum(strategies.microbatches, stages)
     early = waiting * (1 + (stages - 1) / (stages * strategies.chunks))
     waiting = np.where(strategies.chunks > 1, np.minimum(early, strategies.microbatches), waiting)
@@ -146,11 +147,11 @@ def _layer_backward(step: TrainingStep) -> Number:
         hidden = max(hidden, float(moe.active * moe.d_ff + moe.shared_d_ff))
         sent = 2.0 * moe.active * model.d_model
         matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
-    gathered = np.where(step.strategies.devices("fsdp") > 1, weights + matrix, 0.0)
+    gathered = np.where(step.strategies.devices(*GATHER_AXES) > 1, weights + matrix, 0.0)
     d_qk, d_v = attention_kind(model).head_sizes
     queries_and_keys = d_qk * (model.heads + model.kv_heads) + d_v * (model.heads + model.kv_heads)
     # A ring also has its running sums, and the keys and values in transit.
-    ring = np.where(step.strategies.devices("context") > 1, 5.0 * model.heads * d_v, 0.0)
+    ring = np.where(step.strategies.devices(*SEQUENCE_AXES) > 1, 5.0 * model.heads * d_v, 0.0)
     inside = 3.0 * hidden + queries_and_keys + ring + sent
     streams = (5.0 * step.tensor + 4.0) * model.d_model
     return (gathered + _own(step) * (inside + streams)) * step.element_bytes

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import Collective, Ledger, Number, Row
 from rooftop.plan.pricing import Transfer, Work, paid_s
 from rooftop.plan.training.assumptions import Assumptions
@@ -144,5 +145,5 @@ def _idle(rows: Sequence[Row], strategies: Strategies) -> Row:
 
 def idle_fraction(strategies: Strategies) -> Number:
     """Idle time of a pipeline over its busy time, [C, K]."""
-    waiting = strategies.devices("stage") - 1
+    waiting = strategies.devices(*STAGE_AXES) - 1
     return strategies.idle_share * waiting / (strategies.microbatches * strategies.chunks)

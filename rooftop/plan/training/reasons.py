@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
@@ -79,9 +80,9 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             text=f"FSDP alone would need {fsdp:.0f} tokens per chip over {axes:g} ring axes; you have {per_chip:.0f}"
             + (", enough." if per_chip >= fsdp else ", so it would be bound by ICI."),
         )
-        tensor = step.strategies.layouts.along("tensor")[0]
-        span = step.strategies.layouts.span("tensor")
-        used = float(np.sum(np.where(span.size > 1, span.ports / 2, 0.0)))
+        tensor = step.strategies.layouts.along(*COLUMN_AXES)[0]
+        spans = [step.strategies.layouts.span(axis) for axis in COLUMN_AXES]
+        used = sum(float(np.sum(np.where(span.size > 1, span.ports / 2, 0.0))) for span in spans)
         limit = rules.tensor_limit(f_eff, alpha, max(used, 0.5))
         yield Reason(
             rule="tensor parallelism",
@@ -106,7 +107,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
                 f"{mixed[True]:.0f} if they overlap; you have {per_chip:.0f}.",
             )
             best = rules.best_fsdp(problem.workload.batch_tokens, f_eff, devices, axes - 1, 1)
-            chosen = float(step.strategies.devices("fsdp")[0, 0])
+            chosen = float(step.strategies.devices(*GATHER_AXES)[0, 0])
             yield Reason(
                 rule="fewest bytes moved",
                 source="chapter 5",
@@ -137,7 +138,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         source="chapter 6",
         formula="sequences >= devices / (tensor x stage)",
         value=float(workload.batch_seqs),
-        limit=float(devices / float((step.strategies.devices("tensor", "stage"))[0, 0])),
+        limit=float(devices / float((step.strategies.devices(*COLUMN_AXES, *STAGE_AXES))[0, 0])),
         text=f"{workload.batch_seqs} sequences for {devices} devices: without tensor, context or stage axes at most "
         f"{workload.batch_seqs} devices could each take a whole one.",
     )
@@ -151,7 +152,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         text=f"Attention FLOPs exceed those of the matmuls above {format_count(long)} tokens of context; "
         f"yours is {workload.seq_len}.",
     )
-    stages = float(step.strategies.devices("stage")[0, 0])
+    stages = float(step.strategies.devices(*STAGE_AXES)[0, 0])
     if stages > 1:
         counts = float(step.strategies.microbatches[0, 0])
         yield Reason(
@@ -165,7 +166,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     if model.moe is not None:
         batch = rules.critical_batch(step.rates.flops_per_s[problem.numerics.compute], step.rates.hbm_bytes_per_s)
         need = rules.critical_moe_tokens(batch, model.moe.experts, model.moe.active)
-        group = float(np.ravel(step.tokens * step.strategies.devices("expert"))[0])
+        group = float(np.ravel(step.tokens * step.strategies.devices(*EXPERT_AXES))[0])
         yield Reason(
             rule="experts bound by FLOPs, not HBM",
             source="chapter 4",

@@ -11,7 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from rooftop.arrays.rules import TOKEN_AXES
+from rooftop.arrays.rules import (
+    COLUMN_AXES,
+    EXPERT_AXES,
+    GATHER_AXES,
+    REPLICA_AXES,
+    SEQUENCE_AXES,
+    STAGE_AXES,
+    TOKEN_AXES,
+    copy_axes,
+)
 from rooftop.core.ledger import Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
@@ -85,13 +94,13 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     model, element = step.model, step.element_bytes
     rows = step.tokens * model.d_model * element / step.tensor
     exchange = (
-        Transfer("all_to_all", ("fsdp",), rows, "all_to_all"),
-        Transfer("all_to_all", ("tensor",), rows, "all_to_all"),
+        Transfer("all_to_all", GATHER_AXES, rows, "all_to_all"),
+        Transfer("all_to_all", COLUMN_AXES, rows, "all_to_all"),
     )
     # Every device looks up the tokens of its whole fsdp group, whose int32 ids it gathers first.
-    ids = Transfer("all_gather", ("fsdp",), 4.0 * step.tokens * step.strategies.devices("fsdp"), "all_to_all")
+    ids = Transfer("all_gather", GATHER_AXES, 4.0 * step.tokens * step.strategies.devices(*GATHER_AXES), "all_to_all")
     # In stages a table's gradient is made where all of the experts' tokens have met.
-    meet = Transfer("all_gather", ("expert",), rows * step.strategies.devices("expert"), "all_to_all", step.staged)
+    meet = Transfer("all_gather", EXPERT_AXES, rows * step.strategies.devices(*EXPERT_AXES), "all_to_all", step.staged)
     table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
     count = step.strategies.microbatches if count is None else count
     return [
@@ -120,7 +129,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     values = tokens * (heads + kv_heads) * d_v * step.element_bytes
     keys_values = tokens * kv_heads * (d_qk + d_v) * step.element_bytes
 
-    ring = step.strategies.devices("context")
+    ring = step.strategies.devices(*SEQUENCE_AXES)
 
     # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
     per_score = 12.0 if reference else 0.0
@@ -136,7 +145,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
-            collectives=(Transfer("permute_ring", ("context",), exchanged * keys_values * ring, "context"),),
+            collectives=(Transfer("permute_ring", SEQUENCE_AXES, exchanged * keys_values * ring, "context"),),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
 
@@ -196,12 +205,12 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     routed = step.tokens * moe.active
     sent = own * moe.active * model.d_model * element
     again = recomputed("mlp_up")
-    exchange = (Transfer("all_to_all", ("expert",), sent, "all_to_all"),)
+    exchange = (Transfer("all_to_all", EXPERT_AXES, sent, "all_to_all"),)
     # Each pair's weight goes with it, in float32; the expert's output comes back weighed.
-    dispatch = (Transfer("all_to_all", ("expert",), sent + 4.0 * own * moe.active, "all_to_all"),)
+    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * moe.active, "all_to_all"),)
     up, down = mlp_matmuls(model, moe.d_ff, step.tensor)
     # Tokens of all expert shards meet here; each local expert sees its share of them.
-    local = moe.experts / step.strategies.devices("expert")
+    local = moe.experts / step.strategies.devices(*EXPERT_AXES)
     per_expert = routed / local
     gathered = routed * model.d_model * element
     router = MatmulShape(
@@ -218,9 +227,9 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     # The experts' inputs are gathered over tensor with their weights.
     shares = Work(
         scope="layers/moe/experts", phase="forward", count=count,
-        collectives=(Transfer("all_gather", ("tensor",), 4.0 * routed, "tensor"),), formula="weights of k experts",
+        collectives=(Transfer("all_gather", COLUMN_AXES, 4.0 * routed, "tensor"),), formula="weights of k experts",
     )  # fmt: skip
-    scattered = (Transfer("reduce_scatter", ("tensor",), 4.0 * routed, "tensor"),)
+    scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor"),)
     work = [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
         *matmuls(step, "layers/moe/router", count, [router], own, again=again),
@@ -235,7 +244,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             per_expert,
             gathered=gathered / local,
             again=again,
-            copies=("context",),
+            dims=("embed", "expert"),
         ),
         shares,
         recompute(shares, 1.0),
@@ -249,7 +258,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             per_expert,
             scattered=gathered / local,
             again=0.0,
-            copies=("context",),
+            dims=("embed", "expert"),
         ),
         back,
         backward(back, 1.0),
@@ -274,7 +283,7 @@ def _head(step: TrainingStep) -> list[Work]:
     stream = step.tokens * model.d_model * step.element_bytes
     logits = step.tokens * model.vocab / step.tensor
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
-    sums = tuple(Transfer("all_reduce", ("tensor",), 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
+    sums = tuple(Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
     loss = Work(
         scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
@@ -286,7 +295,7 @@ def _head(step: TrainingStep) -> list[Work]:
         *matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0),
     ]
     if model.tied_embeddings:
-        turned = Transfer("all_to_all", ("tensor",), step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
+        turned = Transfer("all_to_all", COLUMN_AXES, step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
         turn = Work(
             scope="unembed", phase="forward", count=count, collectives=(turned,),
             formula="the embedding table, split over D, split over V instead",
@@ -305,12 +314,12 @@ def _update(step: TrainingStep) -> list[Work]:
     gradient = dtype_bytes(step.numerics.gradients)
     partial = step.sequence_parameters
     sums = {
-        ("data", "context"): shards["experts"],
-        ("data", "expert", "context"): shards["dense"] + shards["vocab"] - partial,
-        ("data", "expert", "context", "tensor"): partial,
+        copy_axes("embed", "expert"): shards["experts"],
+        copy_axes("embed"): shards["dense"] + shards["vocab"] - partial,
+        copy_axes("embed", sequence="residual_seq"): partial,
     }
-    # Over stages, gradients of copies on expert and context are summed in the backward pass, where they are made.
-    of_stages = {("data",): total, ("stage",): shards["vocab"] + step.parameters_alone}
+    # Over stages, gradients of copies on other axes are summed in the backward pass, where they are made.
+    of_stages = {REPLICA_AXES: total, STAGE_AXES: shards["vocab"] + step.parameters_alone}
     reduce = tuple(
         Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce", when)
         for table, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1.0))
@@ -335,7 +344,7 @@ def _pipeline(step: TrainingStep) -> list[Work]:
     sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     count = step.strategies.microbatches * step.strategies.chunks
     work = Work(
-        scope="pipeline", phase="forward", count=count, collectives=(Transfer("permute", ("stage",), sent, "stage"),),
+        scope="pipeline", phase="forward", count=count, collectives=(Transfer("permute", STAGE_AXES, sent, "stage"),),
         formula="T D bytes to the next stage for each microbatch and chunk",
     )  # fmt: skip
     return [work, backward(work, 1.0)]
@@ -368,14 +377,14 @@ def matmuls(
     gathered: Number | None = None,
     scattered: Number | None = None,
     residual: bool = False,
-    copies: tuple[str, ...] = ("expert", "context"),
+    dims: tuple[str, ...] = ("embed",),
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
 
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
-    residual stream. ``copies`` are the axes, other than data, that hold copies of the weights: in pipeline stages their
-    gradients are summed at once, elsewhere once a step.
+    residual stream. ``dims`` are logical dims of the weights: axes that split none of them hold copies, whose
+    gradients are summed at once in pipeline stages, elsewhere once a step.
     """
     if not shapes:
         return []
@@ -397,15 +406,16 @@ def matmuls(
     forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
     dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in shapes), 0.0)
     dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in shapes), 0.0)
-    gather_weight = (Transfer("all_gather", ("fsdp",), weights, "weight_gather"),)
-    scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", ("fsdp",), weights, "gradient_scatter"),)
+    gather_weight = (Transfer("all_gather", GATHER_AXES, weights, "weight_gather"),)
+    scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter"),)
     if np.any(step.staged):
-        own = weights / step.strategies.devices("fsdp")
+        own = weights / step.strategies.devices(*GATHER_AXES)
+        copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)
         scatter_weight += (Transfer("all_reduce", copies, own, "gradient_scatter", step.staged),)
-    gather_input = () if gathered is None else (Transfer("all_gather", ("tensor",), gathered, "tensor"),)
-    scatter_output = () if scattered is None else (Transfer("reduce_scatter", ("tensor",), scattered, "tensor"),)
-    gather_output = () if scattered is None else (Transfer("all_gather", ("tensor",), scattered, "tensor"),)
-    scatter_input = () if gathered is None else (Transfer("reduce_scatter", ("tensor",), gathered, "tensor"),)
+    gather_input = () if gathered is None else (Transfer("all_gather", COLUMN_AXES, gathered, "tensor"),)
+    scatter_output = () if scattered is None else (Transfer("reduce_scatter", COLUMN_AXES, scattered, "tensor"),)
+    gather_output = () if scattered is None else (Transfer("all_gather", COLUMN_AXES, scattered, "tensor"),)
+    scatter_input = () if gathered is None else (Transfer("reduce_scatter", COLUMN_AXES, gathered, "tensor"),)
     terms = " + ".join("2 T k n" for _ in shapes)
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(

@@ -16,7 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
-from rooftop.arrays.rules import AXES, BATCH_AXES, DCN_AXES
+from rooftop.arrays.rules import (
+    AXES,
+    BATCH_AXES,
+    COLUMN_AXES,
+    DCN_AXES,
+    EXPERT_AXES,
+    GATHER_AXES,
+    SEQUENCE_AXES,
+    STAGE_AXES,
+    ways,
+)
 from rooftop.capabilities import TRAINING_SPLITS, EvenSplit
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, parse_policy
@@ -196,16 +206,9 @@ def best_of(problem: Problem, within: Strategies) -> float:
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
     """Layouts over which the sequences of a step or D do not divide, [C]: no program runs them as they stand."""
-    batch = _product(layouts, BATCH_AXES)
-    columns = layouts.along("fsdp") * layouts.along("tensor")
+    batch, columns = layouts.along(*BATCH_AXES), layouts.along(*GATHER_AXES, *COLUMN_AXES)
     bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
     return bad
-
-
-def _product(layouts: Layouts, axes: Sequence[str]) -> Ints:
-    """Devices along several axes together, [C]."""
-    devices: Ints = np.prod([layouts.along(axis) for axis in axes], axis=0)
-    return devices
 
 
 def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
@@ -231,12 +234,11 @@ def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes that are searched, and the size that each must divide."""
-    divides = {"context": problem.workload.seq_len}
+    divides = dict.fromkeys(SEQUENCE_AXES, problem.workload.seq_len)
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
-            axis = split.axes[0]
-            divides[axis] = gcd(divides.get(axis, 0), dim[0])
-    return [name for name in AXES if name != "expert" or problem.model.moe is not None], divides
+            divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
+    return [name for name in AXES if name not in EXPERT_AXES or problem.model.moe is not None], divides
 
 
 def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
@@ -246,7 +248,7 @@ def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
 
 def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
     """Key and value heads must split over tensor, or be copied a whole number of times."""
-    tensor = layouts.along("tensor")
+    tensor = layouts.along(*COLUMN_AXES)
     good: npt.NDArray[np.bool_] = (model.kv_heads % tensor == 0) | (tensor % model.kv_heads == 0)
     return good
 
@@ -263,12 +265,13 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
         )  # fmt: skip
     for split in TRAINING_SPLITS:
         dim = _dim(problem, split) if split.planner == "refuses" else None
-        name = split.axes[0]
-        if dim is not None and dim[0] % sizes.get(name, 1):
+        size = ways(sizes, *split.axes)
+        if dim is not None and dim[0] % size:
             divisors = [n for n in range(1, dim[0] + 1) if dim[0] % n == 0]
-            near = sorted(divisors, key=lambda n: abs(n - sizes[name]))[:2]
-            raise RooftopError(f"mesh axis {name}", sizes[name], f"a divisor of the {dim[1]}: {sorted(near)}")
-    names = [name for name in AXES if sizes.get(name, 1) > 1] or ["data"]
+            near = sorted(divisors, key=lambda n: abs(n - size))[:2]
+            name = " x ".join(axis for axis in split.axes if sizes.get(axis, 1) > 1)
+            raise RooftopError(f"mesh axis {name}", size, f"a divisor of the {dim[1]}: {sorted(near)}")
+    names = [name for name in AXES if sizes.get(name, 1) > 1] or list(BATCH_AXES[:1])
     divides = {name: sizes.get(name, 1) for name in AXES}
     layouts = enumerate_layouts(problem.slice, names, divides)
     asked = np.array([divides[name] for name in AXES])
@@ -314,7 +317,7 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
             )
         counts = (problem.microbatches,)
     else:
-        replicas = _product(layouts, BATCH_AXES)
+        replicas = layouts.along(*BATCH_AXES)
         most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
         counts = [2**power for power in range(8) if 2**power <= most]
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
@@ -333,7 +336,7 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
         good &= problem.workload.batch_seqs % (replicas * counts) == 0
     else:
         good &= counts == counts.min()
-    stages = layouts.along("stage")[:, None]
+    stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
     even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
     if not even_parts.any():

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
-from rooftop.arrays.rules import TOKEN_AXES, Rules
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES, TOKEN_AXES, Rules, copy_axes
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
@@ -67,7 +67,7 @@ class TrainingStep:
     @cached_property
     def tensor(self) -> Floats:
         """Ways of tensor parallelism, [C, 1]."""
-        return self.strategies.devices("tensor")
+        return self.strategies.devices(*COLUMN_AXES)
 
     @cached_property
     def tokens(self) -> Floats:
@@ -78,7 +78,7 @@ class TrainingStep:
     @cached_property
     def staged(self) -> Floats:
         """1 with a pipeline, 0 without, [C, 1]."""
-        return np.where(self.strategies.devices("stage") > 1, 1.0, 0.0)
+        return np.where(self.strategies.devices(*STAGE_AXES) > 1, 1.0, 0.0)
 
     @cached_property
     def layers_alone(self) -> Alone:
@@ -98,7 +98,7 @@ class TrainingStep:
         It is priced as if it did them all.
         """
         alone = self.layers_alone.every
-        layers: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices("stage")) + alone
+        layers: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices(*STAGE_AXES)) + alone
         return layers
 
     @cached_property
@@ -130,7 +130,7 @@ class TrainingStep:
             sizes["mlp"] = parameters(up + down)
         if moe is not None:
             up, down = mlp_matmuls(self.model, moe.d_ff, self.tensor)
-            sizes["experts"] = parameters(up + down) * moe.experts / self.strategies.devices("expert")
+            sizes["experts"] = parameters(up + down) * moe.experts / self.strategies.devices(*EXPERT_AXES)
             shared = self.model.d_model * moe.experts * np.ones_like(self.tensor)
             if moe.shared_d_ff:
                 up, down = mlp_matmuls(self.model, moe.shared_d_ff, self.tensor)
@@ -142,7 +142,7 @@ class TrainingStep:
     def dense_layers(self) -> Floats:
         """Dense layers that a stage holds, [C, 1]."""
         alone = self.layers_alone.every_dense
-        layers: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices("stage")) + alone
+        layers: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices(*STAGE_AXES)) + alone
         return layers
 
     @cached_property
@@ -154,7 +154,7 @@ class TrainingStep:
     def held_parameters(self) -> dict[str, Floats]:
         """Parameters in one device's shards, [C, 1]: 'dense' (copied over expert), 'experts', and 'vocab'."""
         sizes, share = self.layer_parameters, self.dense_share
-        fsdp = self.strategies.devices("fsdp")
+        fsdp = self.strategies.devices(*GATHER_AXES)
         dense = sizes["attn"] + share * sizes["mlp"] + (1 - share) * sizes.get("shared", 0.0)
         tables = 1 if self.model.tied_embeddings else 2
         return {
@@ -169,7 +169,7 @@ class TrainingStep:
         sizes, alone = self.layer_parameters, self.layers_alone
         experts = (alone.every - alone.every_dense) * (sizes["experts"] + sizes.get("shared", 0.0))
         elements: Floats = alone.every * sizes["attn"] + alone.every_dense * sizes["mlp"] + experts
-        return elements / self.strategies.devices("fsdp")
+        return elements / self.strategies.devices(*GATHER_AXES)
 
     @cached_property
     def vectors(self) -> dict[tuple[str, ...], Number]:
@@ -183,7 +183,7 @@ class TrainingStep:
             if weight.matmul or weight.name in ("tokens", "correction_bias"):
                 continue
             split = [axis for dim in weight.dims for axis in rules[dim]]
-            axes = tuple(axis for axis in (*TOKEN_AXES, "tensor") if axis not in split)
+            axes = copy_axes(*weight.dims, sequence="residual_seq")
             elements[axes] = elements.get(axes, 0.0) + weight.params / self.strategies.devices(*split)
         return elements
 
@@ -196,5 +196,5 @@ class TrainingStep:
         latent = parameters(self.attention.latent)
         moe = self.model.moe
         router = 0.0 if moe is None else (1 - self.dense_share) * self.model.d_model * moe.experts
-        elements: Floats = self.layers * (latent + router) / self.strategies.devices("fsdp")
+        elements: Floats = self.layers * (latent + router) / self.strategies.devices(*GATHER_AXES)
         return elements

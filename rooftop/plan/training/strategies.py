@@ -63,10 +63,7 @@ class Strategies:
 
     def devices(self, *names: str) -> Floats:
         """Devices along the named axes together, [C, 1]."""
-        total = np.ones(len(self.layouts))
-        for name in names:
-            total = total * self.layouts.along(name)
-        return total[:, None]
+        return self.layouts.along(*names)[:, None].astype(np.float64)
 
     def _distinct(self, axis: str) -> tuple[Ints, Ints]:
         if axis not in self._ways:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Ledger
 from rooftop.core.timelines import Lanes
@@ -36,7 +37,7 @@ def _planned(data: Mapping[str, Any]) -> Iterator[Lanes]:
     if data.get("kind") == "serve":
         for name, title in (("generate", "planned: a step of generation"), ("prefill", "planned: a prefill")):
             yield step_lanes(Ledger.from_json(data[name]["ledger"]), title=title)
-    elif data.get("kind") == "train" and data["mesh"]["axes"].get("stage", 1) == 1:
+    elif data.get("kind") == "train" and ways(data["mesh"]["axes"], *STAGE_AXES) == 1:
         title = f"planned: {data['model']['name']} on {data['slice']['name']}"
         yield step_lanes(Ledger.from_json(data["ledger"]), title=title, microbatches=data["microbatches"])
 

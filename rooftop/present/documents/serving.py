@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rooftop.arrays.rules import SEQUENCE_AXES, ways
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.present.document import Chart, Document, Item, Items, ShownFigure, ShownVerdict, Table, TableColumn
@@ -88,7 +89,7 @@ def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
 def _layouts(data: Mapping[str, Any]) -> Iterator[str]:
     """The layouts of generation and prefill on their slices."""
     split = ""
-    if data["mesh"]["axes"].get("context", 1) > 1:
+    if ways(data["mesh"]["axes"], *SEQUENCE_AXES) > 1:
         split = f"; context splits the cache's {'sequences' if data['kv_split'] == 'batch' else 'tokens'}"
     yield f"generate as {layout_text(data['slice']['name'], data['mesh'])}{split}"
     where = data["prefill"]["slice"]

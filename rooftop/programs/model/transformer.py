@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
+from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import LayerKind, Segment, segments
@@ -123,8 +124,8 @@ def _stream(
 
     The load is ``rooftop.programs.model.moe.load`` summed over layers and devices.
     """
-    if (ways := jax.sharding.get_abstract_mesh().shape.get("stage", 1)) > 1:
-        raise RooftopError("mesh axis stage", ways, "1 in this program")
+    if (stages := ways(jax.sharding.get_abstract_mesh().shape, *STAGE_AXES)) > 1:
+        raise RooftopError("mesh axis stage", stages, "1 in this program")
     with named_scope("embed"):
         x = embed(weights, batch, how)
     loads = list[jax.Array]()

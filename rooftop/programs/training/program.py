@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from rooftop.arrays.rules import STAGE_AXES
 from rooftop.capabilities import STATE_DTYPES, TRAINING, TrainingSpec, require
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig
@@ -100,7 +101,7 @@ class TrainProgram:
             remat=spec.remat,
             attention=spec.kernel,
             attention_block=spec.attention_block,
-            context_attention="all_gather" if spec.ways("stage") > 1 else "ring",
+            context_attention="all_gather" if spec.ways(*STAGE_AXES) > 1 else "ring",
             expert_capacity=1.0,
         )
         return cls(

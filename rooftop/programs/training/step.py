@@ -14,6 +14,7 @@ from jax import P, named_scope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jax.typing import DTypeLike
 
+from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
 from rooftop.programs.model.describe import describe
 from rooftop.programs.model.loss import count_loss_tokens
@@ -144,7 +145,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
 
         # Cast outside the scan over layers, where XLA would move the cast anyway: gradients are stacked in this dtype.
         weights = _as(state.weights, summed)
-        if (stages := jax.sharding.get_abstract_mesh().shape.get("stage", 1)) > 1:
+        if (stages := ways(jax.sharding.get_abstract_mesh().shape, *STAGE_AXES)) > 1:
             table = pipeline_table(
                 program.schedule, stages=stages, microbatches=program.microbatches, chunks=program.chunks
             )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rooftop.arrays.rules import REPLICA_AXES, ways
 from rooftop.capabilities import (
     ENGINE_AXES,
     ENGINE_CACHES,
@@ -135,7 +136,7 @@ class Configuration:
     @property
     def copies(self) -> int:
         """Replicas that prefill and generate, each with a cache of its own."""
-        return dict(self.mesh).get("data", 1)
+        return ways(dict(self.mesh), *REPLICA_AXES)
 
     @property
     def own_policy(self) -> Policy:

@@ -18,6 +18,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, SEQUENCE_AXES, ways
 from rooftop.capabilities import ENGINE_AXES
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible, RooftopError
@@ -194,14 +195,14 @@ def _decoder(model: ModelConfig, configuration: Configuration, platform: str) ->
         quantised_cache=quantised,
         # JAX's kernel reads whole pages.
         reader="gather"
-        if platform == "tpu" and sizes.get("context", 1) > 1 and configuration.kv_split == "seq"
+        if platform == "tpu" and ways(sizes, *SEQUENCE_AXES) > 1 and configuration.kv_split == "seq"
         else best_reader(model, platform, quantised=quantised),
         expert_matmul="grouped" if platform == "tpu" else "batched",
         weights_left=platform == "cpu" and dtype == "float32" and plain,
     )
-    if model.moe is None and sizes.get("expert", 1) > 1:
-        raise RooftopError("mesh axis expert", sizes["expert"], f"1: {model.name} has no experts")
-    columns = decoder.tensor * sizes.get("context", 1)
+    if model.moe is None and (experts := ways(sizes, *EXPERT_AXES)) > 1:
+        raise RooftopError("mesh axis expert", experts, f"1: {model.name} has no experts")
+    columns = decoder.tensor * ways(sizes, *SEQUENCE_AXES)
     if model.heads % columns:
         raise RooftopError("mesh axes tensor and context", columns, f"a divisor of the {model.heads} query heads")
     if decoder.page_tokens % decoder.parts.ways:
@@ -236,10 +237,10 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Me
         raise RooftopError("prefill_devices", configuration.prefill_devices, f"{per_copy}, as many as the mesh has")
     count = 2 if split else copies
     if count * per_copy > len(here):
-        raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, f"at most the {len(here)} devices that are here")
+        raise RooftopError("mesh", dict(sizes) or {COLUMN_AXES[0]: 1}, f"at most the {len(here)} devices that are here")
     if jax.process_count() > 1 and count * per_copy < len(here):
         accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
-        raise RooftopError("mesh", dict(sizes) or {"tensor": 1}, accepted)
+        raise RooftopError("mesh", dict(sizes) or {COLUMN_AXES[0]: 1}, accepted)
     axes = ENGINE_AXES[1:]
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
     groups = _apart(here, count, per_copy)
