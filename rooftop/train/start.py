@@ -23,7 +23,7 @@ from rooftop.core.quantities import parse_count
 from rooftop.models import ModelConfig, load_model
 from rooftop.models.sizing import PREFIX, small_llama
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.programs.attention.attend import BLOCK
+from rooftop.programs.attention.scores import BLOCK
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import TrainProgram, loss_chunks
 from rooftop.runs.folder import require_same

@@ -20,9 +20,17 @@ from rooftop.core.scopes import scope_and_phase
 from rooftop.hardware import chip
 from rooftop.plan.shapes import attended_pairs
 from rooftop.programs.attention import splash as splash_attention
-from rooftop.programs.attention.attend import attend, kernel_flops, kernel_scope
-from rooftop.programs.attention.context import gathered_attend, ring_attend, sequence_order
-from rooftop.programs.attention.scores import Scores, block_size, declared, executed_pairs, runs
+from rooftop.programs.attention.attend import attend
+from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, context_attend, sequence_order
+from rooftop.programs.attention.scores import (
+    Scores,
+    block_size,
+    declared,
+    executed_pairs,
+    kernel_flops,
+    kernel_scope,
+    runs,
+)
 from rooftop.roofline import achievable
 
 Arrays = tuple[jax.Array, ...]
@@ -298,7 +306,6 @@ def ring(
     sinks: bool,
     check_vma: bool,
     segments: np.ndarray | None = None,
-    over: Any = ring_attend,
     **how: Any,
 ) -> Any:
     """As ``derived``, for the sequence split over so many devices."""
@@ -307,7 +314,7 @@ def ring(
     axis, split, whole = "context", P(None, "context", None, None), P(None)
 
     def sharded(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        attention = attended(over, axis=axis, kernel=kernel, order=order, **how)
+        attention = attended(context_attend, axes=(axis,), kernel=kernel, order=order, **how)
         attend_with = jax.shard_map(
             lambda q, k, v, sinks, segments: attention(q, k, v, sinks=sinks, segments=segments),
             in_specs=(split, split, split, None if sinks is None else whole, None if ids is None else P(None, axis)),
@@ -356,10 +363,10 @@ def test_ring_equals_one_device(
 WITHIN = [
     ("ring", 4, "zigzag", None, 1, 2),  # half of the sequences each way
     ("ring", 4, "contiguous", 7, 2, 2),
-    ("gathered", 4, "zigzag", None, 2, 2),
+    ("all_gather", 4, "zigzag", None, 2, 2),
     *(
         pytest.param(over, devices, order, window, kv_heads, batch, marks=pytest.mark.slow)
-        for over in ("ring", "gathered")
+        for over in ("ring", "all_gather")
         for devices in (2, 3, 8)
         for order in ("contiguous", "zigzag")
         for window, kv_heads, batch in ((None, 2, 1), (None, 1, 1), (9, 1, 2), (47, 2, 2))
@@ -375,7 +382,7 @@ def test_split_sequences_attend_within_segments(
     made, segments = arrays(batch, 48, 4, kv_heads, 16, 8), packed(48)[-batch:]
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": segments}
     wanted = derived(attended(kernel="reference", **how), made, sinks=True)
-    how["over"] = ring_attend if over == "ring" else gathered_attend
+    how["by"] = over
     close(ring(devices, order, "chunked", made, sinks=True, check_vma=True, block=4, **how), wanted)
 
 
@@ -396,19 +403,19 @@ def test_gathered_keys_equal_one_device(devices: int, order: str, window: int | 
     made = arrays(1, 48, 4, 2, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
     wanted = derived(attended(kernel="reference", **how), made, sinks=sinks)
-    how["over"] = gathered_attend
+    how["by"] = "all_gather"
     close(ring(devices, order, "chunked", made, sinks=sinks, check_vma=True, block=4, **how), wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("over", [ring_attend, gathered_attend])
+@pytest.mark.parametrize("by", CONTEXT_ATTENTIONS)
 @pytest.mark.parametrize("window", [None, 200])
-def test_split_splash_attends_within_segments(over: Any, window: int | None) -> None:
+def test_split_splash_attends_within_segments(by: str, window: int | None) -> None:
     made = arrays(2, 512, 2, 1, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": packed(512)}
     wanted = derived(attended(kernel="reference", **how), made, sinks=True)
-    found = ring(2, "zigzag", "splash", made, sinks=True, check_vma=False, block=128, over=over, **how)
+    found = ring(2, "zigzag", "splash", made, sinks=True, check_vma=False, block=128, by=by, **how)
     close(found, wanted)
 
 
@@ -429,7 +436,7 @@ def permuted_bytes(devices: int, layers: int, *, backward: bool) -> float:
     """Bytes that a device sends in a scan over layers, by the permutes of a compiled program and trips of its loops."""
     mesh = jax.make_mesh((devices,), ("context",), devices=jax.devices()[:devices])
     split = P(None, "context", None, None)
-    attention = attended(ring_attend, axis="context", scale=1.0, kernel="chunked", order="zigzag")
+    attention = attended(context_attend, axes=("context",), scale=1.0, kernel="chunked", order="zigzag")
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attn_core"))
     def layer(carry: Arrays, _: None) -> tuple[Arrays, None]:
@@ -495,13 +502,13 @@ def test_what_a_kernel_does_not_do_is_refused(changes: dict[str, Any], message: 
         ({"length": 6, "order": "zigzag"}, "a multiple of 2 for zigzag"),
     ],
 )
-@pytest.mark.parametrize("over", [ring_attend, gathered_attend])
-def test_what_a_ring_does_not_do_is_refused(changes: dict[str, Any], message: str, over: Any) -> None:
+@pytest.mark.parametrize("by", CONTEXT_ATTENTIONS)
+def test_what_a_ring_does_not_do_is_refused(changes: dict[str, Any], message: str, by: str) -> None:
     mesh = jax.make_mesh((2,), ("context",), devices=jax.devices()[:2])
     split = P(None, "context", None, None)
     settings = {"kernel": "chunked", "length": 8} | changes
     given = arrays(1, settings.pop("length"), 2, 2, 8, 8)[:3]
-    attention = attended(over, axis="context", scale=1.0, **settings)
+    attention = attended(context_attend, axes=("context",), by=by, scale=1.0, **settings)
     given = jax.device_put(given, jax.NamedSharding(mesh, split))
     with jax.set_mesh(mesh), pytest.raises(RooftopError, match=message):
         jax.eval_shape(jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split), *given)

@@ -33,43 +33,44 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.capabilities import KERNELS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.attention.chunked import chunked_attend, chunked_block, chunked_gradients
-from rooftop.programs.attention.scores import BLOCK, Scores, Segments, declared, kernel_flops, kernel_scope
+from rooftop.programs.attention.scores import (
+    Absent,
+    Keys,
+    LogSums,
+    Outputs,
+    Queries,
+    Scores,
+    Segments,
+    Sinks,
+    TokenSegments,
+    Values,
+    declared,
+)
 from rooftop.programs.attention.splash import splash_attend, splash_block, splash_gradients
-
-__all__ = [
-    "BLOCK",
-    "Scores",
-    "Segments",
-    "attend",
-    "attend_block",
-    "attend_to_earlier",
-    "block_gradients",
-    "kernel_flops",
-    "kernel_scope",
-]  # fmt: skip
 
 
 def attend(
     kernel: str,
     scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b T k H"],
-    v: Float[Array, "b T k d_v"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
-    sinks: Float[Array, " n"] | None = None,
-    segments: Int[Array, "b T"] | None = None,
-) -> Float[Array, "b T n d_v"]:
+    sinks: Sinks | None = None,
+    absent: Absent = None,
+    segments: TokenSegments | Segments | None = None,
+) -> Outputs:
     """Causal attention, in the dtype of q.
 
     A token attends to the last ``scores.window`` positions, its own included (None: to all earlier ones), and only
-    within its own segment (``segments`` are not negative). ``sinks`` are logits that join the softmax's denominator
-    without a value. ``kernel`` is one of ``KERNELS``. Inside ``jax.shard_map``, 'splash' needs ``check_vma=False``,
-    because its outputs have no such type.
+    within its own segment. Keys may begin ``scores.offset`` positions before the queries; the first ``absent`` of them
+    do not exist. ``segments`` are those of the tokens, or of the queries and of the keys where these differ.
+    ``kernel`` is one of ``KERNELS``. Inside ``jax.shard_map``, 'splash' needs ``check_vma=False``, because its outputs
+    have no such type.
 
     Raises RooftopError for an unknown kernel and for features that a kernel does not support.
     """
@@ -77,36 +78,13 @@ def attend(
         raise unknown("attention kernel", kernel, KERNELS)
     if q.shape[2] % k.shape[2]:
         raise RooftopError("query heads on a device", q.shape[2], f"a multiple of the {k.shape[2]} key/value heads")
-    return _ATTEND[kernel](scores, q, k, v, sinks, None, None if segments is None else (segments, segments))
-
-
-def attend_to_earlier(
-    kernel: str,
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    *,
-    sinks: Float[Array, " n"] | None,
-    absent: Int[Array, ""],
-    segments: Segments | None = None,
-) -> Float[Array, "b T n d_v"]:
-    """``attend`` to keys that begin ``scores.offset`` positions before the queries; the first ``absent`` do not exist.
-
-    ``absent`` is an array, so that devices that run one program may differ in it. The cuDNN kernel does not support it.
-    """
-    return _ATTEND[kernel](scores, q, k, v, sinks, absent, segments)
+    both = segments if segments is None or isinstance(segments, tuple) else (segments, segments)
+    return _ATTEND[kernel](scores, q, k, v, sinks, absent, both)
 
 
 def attend_block(
-    kernel: str,
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    segments: Segments | None,
-    sent: Any,
-) -> tuple[tuple[Float[Array, "b T n d_v"], Float32[Array, "b n T"]], Any]:
+    kernel: str, scores: Scores, q: Queries, k: Keys, v: Values, segments: Segments | None, sent: Any
+) -> tuple[tuple[Outputs, LogSums], Any]:
     """Outputs and log-sum-exps of attention to some of the keys.
 
     Log-sum-exps merge the results of several blocks (``rooftop.programs.attention.scores``). A query that no key counts
@@ -124,15 +102,15 @@ def attend_block(
 def block_gradients(
     kernel: str,
     scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    o: Float[Array, "b T n d_v"],
-    lse: Float32[Array, "b n T"],
-    do: Float[Array, "b T n d_v"],
+    q: Queries,
+    k: Keys,
+    v: Values,
+    o: Outputs,
+    lse: LogSums,
+    do: Outputs,
     segments: Segments | None,
     sent: Any,
-) -> tuple[tuple[Float[Array, "b T n H"], Float[Array, "b S k H"], Float[Array, "b S k d_v"]], Any]:
+) -> tuple[tuple[Queries, Keys, Values], Any]:
     """Derivatives of q, k and v through these keys. o and lse are merged over all keys; do is the derivative of o.
 
     ``sent`` as in ``attend_block``.
@@ -143,14 +121,8 @@ def block_gradients(
 
 
 def _reference(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    sinks: Float[Array, " n"] | None,
-    absent: Int[Array, ""] | None,
-    segments: Segments | None,
-) -> Float[Array, "b T n d_v"]:
+    scores: Scores, q: Queries, k: Keys, v: Values, sinks: Sinks | None, absent: Absent, segments: Segments | None
+) -> Outputs:
     mask = scores.mask(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), absent, segments)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     logits = jnp.where(mask, scores.logits(grouped, k), -jnp.inf)
@@ -163,14 +135,8 @@ def _reference(
 
 
 def _cudnn(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    sinks: Float[Array, " n"] | None,
-    absent: Int[Array, ""] | None,
-    segments: Segments | None,
-) -> Float[Array, "b T n d_v"]:
+    scores: Scores, q: Queries, k: Keys, v: Values, sinks: Sinks | None, absent: Absent, segments: Segments | None
+) -> Outputs:
     if scores.softcap is not None:
         raise RooftopError("softcap of the cudnn kernel", scores.softcap, "none")
     if sinks is not None:

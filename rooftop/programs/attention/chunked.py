@@ -20,9 +20,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from rooftop.programs.attention.scores import (
+    Absent,
     KeyRun,
+    Keys,
+    LogSums,
+    Outputs,
+    Queries,
     Scores,
     Segments,
+    Sinks,
+    TokenSegments,
+    Values,
+    WideOutputs,
     add_sinks,
     block_size,
     runs,
@@ -37,41 +46,23 @@ _Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array |
 
 
 def chunked_attend(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    sinks: Float[Array, " n"] | None,
-    absent: Int[Array, ""] | None,
-    segments: Segments | None,
-) -> Float[Array, "b T n d_v"]:
-    """Attention in the dtype of q; see ``rooftop.programs.attention.attend.attend_to_earlier``."""
+    scores: Scores, q: Queries, k: Keys, v: Values, sinks: Sinks | None, absent: Absent, segments: Segments | None
+) -> Outputs:
+    """Attention in the dtype of q; see ``rooftop.programs.attention.attend.attend``."""
     arrays, tree = jax.tree.flatten((q, k, v, sinks, absent, segments))
     return _attention(scores, *jax.tree.unflatten(tree, varying_alike(*arrays)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    sinks: Float[Array, " n"] | None,
-    absent: Int[Array, ""] | None,
-    segments: Segments | None,
-) -> Float[Array, "b T n d_v"]:
+    scores: Scores, q: Queries, k: Keys, v: Values, sinks: Sinks | None, absent: Absent, segments: Segments | None
+) -> Outputs:
     return _forward(scores, q, k, v, sinks, absent, segments)[0]
 
 
 def _forward(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    sinks: Float[Array, " n"] | None,
-    absent: Int[Array, ""] | None,
-    segments: Segments | None,
-) -> tuple[Float[Array, "b T n d_v"], tuple[_Operands, Float[Array, "b T n d_v"], Float32[Array, "b n T"]]]:
+    scores: Scores, q: Queries, k: Keys, v: Values, sinks: Sinks | None, absent: Absent, segments: Segments | None
+) -> tuple[Outputs, tuple[_Operands, Outputs, LogSums]]:
     o, lse = chunked_block(scores, q, k, v, absent, segments)
     if sinks is not None:
         o, lse = add_sinks(o, lse, sinks)
@@ -80,7 +71,7 @@ def _forward(
 
 
 def _backward(
-    scores: Scores, saved: tuple[_Operands, jax.Array, jax.Array], do: Float[Array, "b T n d_v"]
+    scores: Scores, saved: tuple[_Operands, jax.Array, jax.Array], do: Outputs
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None, None]:
     (q, k, v, sinks, absent, segments), o, lse = saved
     dsinks = None if sinks is None else sink_gradients(sinks, o, lse, do)
@@ -91,13 +82,8 @@ _attention.defvjp(_forward, _backward)
 
 
 def chunked_block(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    absent: Int[Array, ""] | None = None,
-    segments: Segments | None = None,
-) -> tuple[Float32[Array, "b T n d_v"], Float32[Array, "b n T"]]:
+    scores: Scores, q: Queries, k: Keys, v: Values, absent: Absent = None, segments: Segments | None = None
+) -> tuple[WideOutputs, LogSums]:
     """Outputs and log-sum-exps of attention to these keys; not differentiable."""
     results = [
         _run(within, q[:, run.queries], k[:, run.keys], v[:, run.keys], missing, ids)
@@ -109,15 +95,15 @@ def chunked_block(
 
 def chunked_gradients(
     scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    o: Float[Array, "b T n d_v"],
-    lse: Float32[Array, "b n T"],
-    do: Float[Array, "b T n d_v"],
-    absent: Int[Array, ""] | None = None,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    o: Outputs,
+    lse: LogSums,
+    do: Outputs,
+    absent: Absent = None,
     segments: Segments | None = None,
-) -> tuple[Float[Array, "b T n H"], Float[Array, "b S k H"], Float[Array, "b S k d_v"]]:
+) -> tuple[Queries, Keys, Values]:
     """Derivatives of q, k and v through these keys; see ``rooftop.programs.attention.attend.block_gradients``."""
     # The derivative of softmax subtracts a mean from each row: o . do.
     mean = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32))
@@ -146,12 +132,7 @@ def _runs(
 
 
 def _run(
-    scores: Scores,
-    q: Float[Array, "b R n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    absent: Int[Array, ""] | None,
-    segments: Segments | None,
+    scores: Scores, q: Float[Array, "b R n H"], k: Keys, v: Values, absent: Absent, segments: Segments | None
 ) -> tuple[Float32[Array, "b R n d_v"], Float32[Array, "b n R"]]:
     """``chunked_block`` of one run of queries and its keys."""
     size, grouped, index = block_size(k.shape[1], scores.block), _grouped(q, k), jnp.arange(q.shape[1])
@@ -182,12 +163,12 @@ def _run(
 def _run_gradients(
     scores: Scores,
     q: Float[Array, "b R n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
+    k: Keys,
+    v: Values,
     lse: Float32[Array, "b n R"],
     mean: Float32[Array, "b n R"],
     do: Float[Array, "b R n d_v"],
-    absent: Int[Array, ""] | None,
+    absent: Absent,
     segments: Segments | None,
 ) -> tuple[Float32[Array, "b R n H"], Float32[Array, "b S k H"], Float32[Array, "b S k d_v"]]:
     """``chunked_gradients`` of one run."""
@@ -218,7 +199,7 @@ def _run_gradients(
     return dq.reshape(q.shape), dk, dv
 
 
-def _grouped(q: Float[Array, "b T n H"], k: Float[Array, "b S k H"]) -> Float[Array, "b T k g H"]:
+def _grouped(q: Queries, k: Keys) -> Float[Array, "b T k g H"]:
     """Queries grouped by their key/value head."""
     return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
 
@@ -235,7 +216,7 @@ def _blocks_of(segments: Segments | None, size: int) -> Int[Array, "blocks b blo
 
 def _block_segments(
     segments: Segments | None, of_keys: Int[Array, "b block"] | None
-) -> tuple[Int[Array, "b T"], Int[Array, "b block"]] | None:
+) -> tuple[TokenSegments, Int[Array, "b block"]] | None:
     """The segments of all queries and of one block of keys."""
     return None if segments is None or of_keys is None else (segments[0], of_keys)
 

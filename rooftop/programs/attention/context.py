@@ -27,14 +27,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from rooftop.capabilities import CONTEXT_CHUNKS, RING_KERNELS
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.programs.attention.attend import attend, attend_block, attend_to_earlier, block_gradients
+from rooftop.programs.attention.attend import attend, attend_block, block_gradients
 from rooftop.programs.attention.scores import (
+    Keys,
+    LogSums,
+    Outputs,
+    Queries,
     Scores,
     Segments,
+    Sinks,
+    TokenSegments,
+    Values,
     add_sinks,
     block_size,
     merge,
@@ -42,38 +49,47 @@ from rooftop.programs.attention.scores import (
     varying_alike,
 )
 
+#: Ways in which the keys and values of other devices arrive: around a ring, or all gathered.
+CONTEXT_ATTENTIONS: tuple[str, ...] = ("ring", "all_gather")
 
-def ring_attend(
+
+def context_attend(
     kernel: str,
     scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b T k H"],
-    v: Float[Array, "b T k d_v"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
-    axis: str,
+    axes: tuple[str, ...],
     order: str = "contiguous",
-    sinks: Float[Array, " n"] | None = None,
-    segments: Int[Array, "b T"] | None = None,
-) -> Float[Array, "b T n d_v"]:
-    """``attend`` with the sequence split over the mesh axis ``axis``; T tokens are on this device.
+    by: str = "ring",
+    sinks: Sinks | None = None,
+    segments: TokenSegments | None = None,
+) -> Outputs:
+    """``attend`` with the sequence split over the mesh ``axes``, which are in mesh order; T tokens are on this device.
 
-    ``order`` says which tokens of the sequence these are, and ``segments`` are theirs. Called inside a
-    ``jax.shard_map`` that is manual over ``axis``. Raises RooftopError for an unknown order, a kernel whose results
-    cannot be merged, or a length that does not divide.
+    ``order`` says which tokens of the sequence these are, and ``segments`` are theirs. ``by`` is one of
+    CONTEXT_ATTENTIONS. Called inside a ``jax.shard_map`` that is manual over ``axes``. Raises RooftopError for an
+    unknown order, a kernel whose results cannot be merged, or a length that does not divide.
     """
-    if order not in ORDERS:
-        raise unknown("order of the sequence", order, ORDERS)
-    if kernel not in RING_KERNELS:
-        raise unknown("kernel of ring attention", kernel, RING_KERNELS)
+    for name, value, known in (
+        ("order of the sequence", order, ORDERS),
+        ("kernel over a context axis", kernel, RING_KERNELS),
+        ("context_attention", by, CONTEXT_ATTENTIONS),
+    ):
+        if value not in known:
+            raise unknown(name, value, known)
+    axis, chunks = axes[0] if len(axes) == 1 else axes, chunks_of(order)
     size = lax.axis_size(axis)
     if size == 1:
         return attend(kernel, scores, q, k, v, sinks=sinks, segments=segments)
     if q.shape[2] % k.shape[2]:
         raise RooftopError("query heads on a device", q.shape[2], f"a multiple of the {k.shape[2]} key/value heads")
-    chunks = chunks_of(order)
     if q.shape[1] % chunks:
         raise RooftopError("sequence length on a device", q.shape[1], f"a multiple of {chunks} for {order} order")
     ring = _KeyRing(axis=axis, size=size, kernel=kernel, scores=scores, chunks=chunks)
+    if by == "all_gather":
+        return _gathered(ring, order, q, k, v, sinks, segments)
     arrays, tree = jax.tree.flatten((q, k, v, sinks, segments))
     _, *arrays = varying_alike(lax.pcast(jnp.zeros((), q.dtype), axis, to="varying"), *arrays)
     q, k, v, sinks, segments = jax.tree.unflatten(tree, arrays)
@@ -101,7 +117,7 @@ class _Pair:
 class _KeyRing:
     """The devices along ``axis``. Each has ``chunks`` chunks of the sequence: one, or one from either end."""
 
-    axis: str
+    axis: str | tuple[str, ...]
     size: int
     kernel: str
     scores: Scores
@@ -137,13 +153,8 @@ class _KeyRing:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring_attention(
-    ring: _KeyRing,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b T k H"],
-    v: Float[Array, "b T k d_v"],
-    sinks: Float[Array, " n"] | None,
-    segments: Int[Array, "b T"] | None,
-) -> Float[Array, "b T n d_v"]:
+    ring: _KeyRing, q: Queries, k: Keys, v: Values, sinks: Sinks | None, segments: TokenSegments | None
+) -> Outputs:
     return _forward(ring, q, k, v, sinks, segments)[0]
 
 
@@ -153,13 +164,8 @@ _Residuals = tuple[
 
 
 def _forward(
-    ring: _KeyRing,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b T k H"],
-    v: Float[Array, "b T k d_v"],
-    sinks: Float[Array, " n"] | None,
-    segments: Int[Array, "b T"] | None,
-) -> tuple[Float[Array, "b T n d_v"], _Residuals]:
+    ring: _KeyRing, q: Queries, k: Keys, v: Values, sinks: Sinks | None, segments: TokenSegments | None
+) -> tuple[Outputs, _Residuals]:
     halves, ids = _halves(k), () if segments is None else (segments,)
     queries, keys = _cut(ring, halves, q, *ids), _cut(ring, halves, k, v, *ids)
 
@@ -194,11 +200,7 @@ def _forward(
     return o, (q, k, v, sinks, segments, o, lse)
 
 
-def _backward(
-    ring: _KeyRing, saved: _Residuals, do: Float[Array, "b T n d_v"]
-) -> tuple[
-    Float[Array, "b T n H"], Float[Array, "b T k H"], Float[Array, "b T k d_v"], Float[Array, " n"] | None, None
-]:
+def _backward(ring: _KeyRing, saved: _Residuals, do: Outputs) -> tuple[Queries, Keys, Values, Sinks | None, None]:
     q, k, v, sinks, segments, o, lse = saved
     halves, ids = _halves(k), () if segments is None else (segments,)
     tracks = zip(_cut(ring, halves, q), _cut(ring, halves, o, do, *ids), _cut_rows(ring, halves, lse), strict=True)
@@ -272,7 +274,7 @@ def _cut(ring: _KeyRing, halves: int | None, *arrays: jax.Array) -> list[_Arrays
     ]
 
 
-def _cut_rows(ring: _KeyRing, halves: int | None, lse: Float32[Array, "b n T"]) -> list[_Arrays]:
+def _cut_rows(ring: _KeyRing, halves: int | None, lse: LogSums) -> list[_Arrays]:
     """Log-sum-exps as tracks of [chunk, b, heads, T/chunks]."""
     return [(x.swapaxes(2, 3),) for (x,) in _cut(ring, halves, lse.swapaxes(1, 2))]
 
@@ -315,13 +317,8 @@ def _scatter(arrays: _Arrays, pairs: int) -> list[_Arrays]:
 
 
 def _windowed(
-    ring: _KeyRing,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b T k H"],
-    v: Float[Array, "b T k d_v"],
-    sinks: Float[Array, " n"] | None,
-    segments: Int[Array, "b T"] | None,
-) -> Float[Array, "b T n d_v"]:
+    ring: _KeyRing, q: Queries, k: Keys, v: Values, sinks: Sinks | None, segments: TokenSegments | None
+) -> Outputs:
     """Attention to a window that is shorter than the sequence. The keys before a chunk are sent to its device."""
     scores, chunk = ring.scores, q.shape[1] // ring.chunks
     assert scores.window is not None
@@ -341,7 +338,7 @@ def _windowed(
         k, v, *of_keys = (jnp.concatenate(pieces, axis=1) for pieces in zip(*parts, strict=True))
         position = 2 * ring.size - 1 - here if index else here
         outputs.append(
-            attend_to_earlier(
+            attend(
                 ring.kernel,
                 replace(scores, offset=earlier),
                 queries[index],
@@ -367,36 +364,17 @@ def _chunk_before(ring: _KeyRing, chunks: list[_Arrays]) -> list[_Arrays]:
     return before_chunks
 
 
-def gathered_attend(
-    kernel: str,
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b T k H"],
-    v: Float[Array, "b T k d_v"],
-    *,
-    axis: str,
-    order: str = "contiguous",
-    sinks: Float[Array, " n"] | None = None,
-    segments: Int[Array, "b T"] | None = None,
-) -> Float[Array, "b T n d_v"]:
-    """``rooftop.programs.attention.context.ring_attend`` with gathered keys: same arguments, results and errors."""
-    if order not in ORDERS:
-        raise unknown("order of the sequence", order, ORDERS)
-    if kernel not in RING_KERNELS:
-        raise unknown("kernel of attention to gathered keys", kernel, RING_KERNELS)
-    size, chunks = lax.axis_size(axis), chunks_of(order)
-    if size == 1:
-        return attend(kernel, scores, q, k, v, sinks=sinks, segments=segments)
-    if q.shape[2] % k.shape[2]:
-        raise RooftopError("query heads on a device", q.shape[2], f"a multiple of the {k.shape[2]} key/value heads")
-    if q.shape[1] % chunks:
-        raise RooftopError("sequence length on a device", q.shape[1], f"a multiple of {chunks} for {order} order")
-    chunk, here = q.shape[1] // chunks, lax.axis_index(axis)
+def _gathered(
+    ring: _KeyRing, order: str, q: Queries, k: Keys, v: Values, sinks: Sinks | None, segments: TokenSegments | None
+) -> Outputs:
+    """Attention to gathered keys: each chunk of queries gets those of its sequence that come before it."""
+    scores, size, chunks = ring.scores, ring.size, ring.chunks
+    chunk, here = q.shape[1] // chunks, lax.axis_index(ring.axis)
     # Index on the devices of each chunk of the sequence.
     sorted_chunks = sequence_order(size * chunks, size, order).argsort()
 
     def gathered(x: jax.Array) -> jax.Array:
-        whole = lax.all_gather(x, axis, axis=1, tiled=True)
+        whole = lax.all_gather(x, ring.axis, axis=1, tiled=True)
         apart = whole.reshape(x.shape[0], size * chunks, chunk, *x.shape[2:])
         return apart[:, sorted_chunks].reshape(whole.shape)
 
@@ -419,8 +397,8 @@ def gathered_attend(
 
         own = slice(index * chunk, (index + 1) * chunk)
         outputs.append(
-            attend_to_earlier(
-                kernel,
+            attend(
+                ring.kernel,
                 replace(scores, offset=earlier),
                 q[:, own],
                 up_to(keys),

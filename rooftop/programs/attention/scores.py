@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,20 @@ _PASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-#: The segments of queries and of keys, not negative: a query attends to keys of its own segment.
-Segments = tuple[Int[Array, "b T"], Int[Array, "b S"]]
+Queries: TypeAlias = Float[Array, "b T n H"]
+Keys: TypeAlias = Float[Array, "b S k H"]
+Values: TypeAlias = Float[Array, "b S k d_v"]
+Outputs: TypeAlias = Float[Array, "b T n d_v"]
+WideOutputs: TypeAlias = Float32[Array, "b T n d_v"]
+#: Log-sum-exps of the scores of each query.
+LogSums: TypeAlias = Float32[Array, "b n T"]
+#: Logits that join the denominator of the softmax without a value.
+Sinks: TypeAlias = Float[Array, " n"]
+#: The number of keys, from the first one on, that do not exist (None: all do). Devices may differ in it.
+Absent: TypeAlias = Int[Array, ""] | None
+#: Segments that are not negative: a query attends to keys of its own segment. Of the queries, or of both.
+TokenSegments: TypeAlias = Int[Array, "b T"]
+Segments: TypeAlias = tuple[TokenSegments, Int[Array, "b S"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +66,7 @@ class Scores:
     block: int = BLOCK
 
     def mask(
-        self,
-        queries: Int[Array, " T"],
-        keys: Int[Array, " S"],
-        absent: Int[Array, ""] | None,
-        segments: Segments | None,
+        self, queries: Int[Array, " T"], keys: Int[Array, " S"], absent: Absent, segments: Segments | None
     ) -> Bool[Array, "*b T S"]:
         """Mask of the queries and keys that count, given by index; the first ``absent`` keys do not exist.
 
@@ -74,7 +83,7 @@ class Scores:
         of_queries, of_keys = segments
         return seen & (of_queries[:, :, None] == of_keys[:, None, :])[:, None, None]
 
-    def logits(self, queries: Float[Array, "b T k g H"], keys: Float[Array, "b S k H"]) -> Float32[Array, "b k g T S"]:
+    def logits(self, queries: Float[Array, "b T k g H"], keys: Keys) -> Float32[Array, "b k g T S"]:
         """Capped scores of queries and keys, none masked."""
         return self.scaled(jnp.einsum("btkgh,bskh->bkgts", queries, keys, preferred_element_type=jnp.float32))
 
@@ -181,9 +190,7 @@ def _flops(name: str, pairs: float, d_qk: int, d_v: int) -> float:
     return 2.0 * pairs * (of_qk * d_qk + of_v * d_v)
 
 
-def declared(
-    kernel: str, scores: Scores, q: Float[Array, "b T n H"], v: Float[Array, "b S k d_v"]
-) -> AbstractContextManager[None]:
+def declared(kernel: str, scores: Scores, q: Queries, v: Values) -> AbstractContextManager[None]:
     """The scope for the kernels of both passes: the backward pass inherits it from the forward pass."""
     (batch, q_len, heads, d_qk), (_, kv_len, _, d_v) = q.shape, v.shape
     window, offset, block = scores.window, scores.offset, scores.block
@@ -192,12 +199,7 @@ def declared(
     return kernel_scope({name: _flops(name, batch * heads * pairs, d_qk, d_v) for name in names})
 
 
-def merge(
-    o: Float32[Array, "b T n d_v"],
-    lse: Float32[Array, "b n T"],
-    other: Float[Array, "b T n d_v"],
-    other_lse: Float32[Array, "b n T"],
-) -> tuple[Float32[Array, "b T n d_v"], Float32[Array, "b n T"]]:
+def merge(o: WideOutputs, lse: LogSums, other: Outputs, other_lse: LogSums) -> tuple[WideOutputs, LogSums]:
     """Attention to two sets of keys, from attention to each set; lse is finite."""
     both = jnp.logaddexp(lse, other_lse)
     # The output of a query without keys is arbitrary.
@@ -205,22 +207,18 @@ def merge(
     return o * _by_query(jnp.exp(lse - both)) + other * _by_query(jnp.exp(other_lse - both)), both
 
 
-def add_sinks(
-    o: Float[Array, "b T n d_v"], lse: Float32[Array, "b n T"], sinks: Float[Array, " n"]
-) -> tuple[Float[Array, "b T n d_v"], Float32[Array, "b n T"]]:
+def add_sinks(o: Outputs, lse: LogSums, sinks: Sinks) -> tuple[Outputs, LogSums]:
     """Add ``sinks`` to the denominators of the outputs o, whose log-sum-exps are lse."""
     both = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
     return (o * _by_query(jnp.exp(lse - both))).astype(o.dtype), both
 
 
-def sink_gradients(
-    sinks: Float[Array, " n"], o: Float[Array, "b T n d_v"], lse: Float32[Array, "b n T"], do: Float[Array, "b T n d_v"]
-) -> Float[Array, " n"]:
+def sink_gradients(sinks: Sinks, o: Outputs, lse: LogSums, do: Outputs) -> Sinks:
     """The derivative of sinks, from the results of ``add_sinks`` and the derivative of its output."""
     share = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
     return -jnp.einsum("bnt,btnh,btnh->n", share, o.astype(jnp.float32), do.astype(jnp.float32)).astype(sinks.dtype)
 
 
-def _by_query(lse: Float32[Array, "b n T"]) -> Float32[Array, "b T n 1"]:
+def _by_query(lse: LogSums) -> Float32[Array, "b T n 1"]:
     """Values per query as a factor of outputs."""
     return lse.swapaxes(1, 2)[..., None]

@@ -14,18 +14,30 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float
 
 from rooftop.capabilities import LANES
 from rooftop.core.errors import RooftopError
-from rooftop.programs.attention.scores import Scores, Segments, block_size, declared
+from rooftop.programs.attention.scores import (
+    Absent,
+    Keys,
+    LogSums,
+    Outputs,
+    Queries,
+    Scores,
+    Segments,
+    Sinks,
+    Values,
+    block_size,
+    declared,
+)
 
 #: Keys that the TPU kernels multiply at a time, if the block is a multiple of it.
 _COMPUTED_KEYS = 512
 
 
 def _splash_kernel(
-    scores: Scores, q: Float[Array, "b T n H"], k: Float[Array, "b S k H"], *, residuals: bool, packed: bool = False
+    scores: Scores, q: Queries, k: Keys, *, residuals: bool, packed: bool = False
 ) -> splash.SplashAttentionKernel:
     """The kernels, in one grid over all heads of all sequences. With ``residuals`` forward returns log-sum-exps.
 
@@ -59,17 +71,17 @@ def _splash_kernel(
     )  # fmt: skip
 
 
-def _by_head(x: Float[Array, "b T n H"]) -> Float[Array, "heads T H"]:
+def _by_head(x: Queries) -> Float[Array, "heads T H"]:
     """All heads of all sequences in one dim."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
-def _by_token(x: Float[Array, "heads T H"], batch: int) -> Float[Array, "b T n H"]:
+def _by_token(x: Float[Array, "heads T H"], batch: int) -> Queries:
     """The inverse of ``_by_head``."""
     return x.reshape(batch, -1, *x.shape[1:]).swapaxes(1, 2)
 
 
-def _heads_first(x: Float[Array, "b T n H"]) -> Float[Array, "b n T H"]:
+def _heads_first(x: Queries) -> Float[Array, "b n T H"]:
     """Swap the dims of tokens and heads."""
     return x.swapaxes(1, 2)
 
@@ -80,15 +92,9 @@ def _scaled(scores: Scores, q: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
 
 
 def splash_attend(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    sinks: Float[Array, " n"] | None,
-    absent: Int[Array, ""] | None,
-    segments: Segments | None,
-) -> Float[Array, "b T n d_v"]:
-    """``rooftop.programs.attention.attend.attend_to_earlier`` by these kernels; ``absent`` None: all keys exist."""
+    scores: Scores, q: Queries, k: Keys, v: Values, sinks: Sinks | None, absent: Absent, segments: Segments | None
+) -> Outputs:
+    """``rooftop.programs.attention.attend.attend`` by these kernels; ``absent`` None: all keys exist."""
     kernel = _splash_kernel(scores, q, k, residuals=False, packed=segments is not None)
     if segments is not None:
         of_queries, of_keys = segments
@@ -114,13 +120,8 @@ def splash_attend(
 
 
 def splash_block(
-    scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    segments: Segments | None,
-    sent: Any,
-) -> tuple[tuple[Float[Array, "b T n d_v"], Float32[Array, "b n T"]], Any]:
+    scores: Scores, q: Queries, k: Keys, v: Values, segments: Segments | None, sent: Any
+) -> tuple[tuple[Outputs, LogSums], Any]:
     """``rooftop.programs.attention.attend.attend_block`` by these kernels."""
     kernel = _splash_kernel(scores, q, k, residuals=True, packed=segments is not None)
     with declared("splash", scores, q, v):
@@ -136,15 +137,15 @@ def splash_block(
 
 def splash_gradients(
     scores: Scores,
-    q: Float[Array, "b T n H"],
-    k: Float[Array, "b S k H"],
-    v: Float[Array, "b S k d_v"],
-    o: Float[Array, "b T n d_v"],
-    lse: Float32[Array, "b n T"],
-    do: Float[Array, "b T n d_v"],
+    q: Queries,
+    k: Keys,
+    v: Values,
+    o: Outputs,
+    lse: LogSums,
+    do: Outputs,
     segments: Segments | None,
     sent: Any,
-) -> tuple[tuple[Float[Array, "b T n H"], Float[Array, "b S k H"], Float[Array, "b S k d_v"]], Any]:
+) -> tuple[tuple[Queries, Keys, Values], Any]:
     """``rooftop.programs.attention.attend.block_gradients`` by these kernels."""
     kernel = _splash_kernel(scores, q, k, residuals=True, packed=segments is not None)
     settings = {name: kernel.kwargs[name] for name in _SETTINGS}

@@ -18,13 +18,14 @@ from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
-from rooftop.arrays.rules import Rules
+from rooftop.arrays.rules import Rules, ways
 from rooftop.capabilities import KERNELS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.activations import parse_policy
 from rooftop.models.config import ModelConfig
-from rooftop.programs.attention.attend import BLOCK, Scores, attend
-from rooftop.programs.attention.context import ORDERS, gathered_attend, ring_attend, sequence_order
+from rooftop.programs.attention.attend import attend
+from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, ORDERS, context_attend, sequence_order
+from rooftop.programs.attention.scores import BLOCK, Scores
 from rooftop.programs.model.elementwise import add_bias, norm, scale_norm
 from rooftop.programs.model.mla import latent_qkv
 from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
@@ -32,9 +33,6 @@ from rooftop.programs.model.positions import rotate, within_segments
 from rooftop.programs.model.projection import project, project_left
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoEWeights
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
-
-#: Ways in which attention over a context axis gets the keys and values of other devices.
-CONTEXT_ATTENTIONS: tuple[str, ...] = ("ring", "all_gather")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +105,8 @@ class Computation:
         ring = self.specs.rules.activations["seq"]
         if not ring:
             return jnp.arange(seq_len)
-        ways = jax.sharding.get_abstract_mesh().shape[ring[0]]
-        return jnp.asarray(sequence_order(seq_len, ways, self.context_order))
+        devices = ways(jax.sharding.get_abstract_mesh().shape, *ring)
+        return jnp.asarray(sequence_order(seq_len, devices, self.context_order))
 
 
 def attention(
@@ -207,8 +205,7 @@ def _core(
     )
     attention: Callable[..., jax.Array] = attend
     if ring := specs.rules.activations["seq"]:
-        over = ring_attend if how.context_attention == "ring" else gathered_attend
-        attention = partial(over, axis=ring[0], order=how.context_order)
+        attention = partial(context_attend, axes=ring, order=how.context_order, by=how.context_attention)
 
     def local(
         q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, segments: jax.Array | None
