@@ -22,13 +22,7 @@ from rooftop.algebra.resharding import Paths, shardings
 from rooftop.algebra.steps import Step
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.hardware import Slice
-from rooftop.programs.einsum.sharded import (
-    differentiable_program,
-    einsum_program,
-    partition,
-    path_program,
-    step_program,
-)
+from rooftop.programs.einsum.sharded import einsum_program, partition, path_program
 
 SIZES = {"E": 8, "I": 64, "J": 64, "K": 64}
 #: Strategies are chosen for arrays so large that bandwidth counts, and run on small ones.
@@ -85,26 +79,28 @@ def every(dims: str, *, unreduced: bool = False) -> list[ShardedArray]:
 
 
 @cache
-def compiled(steps: tuple[Step, ...], source: ShardedArray) -> Callable[..., jax.Array]:
+def compiled(steps: tuple[Step, ...], *sources: ShardedArray) -> Callable[..., jax.Array]:
     """The program of a path or of one multiplication, compiled once for all the strategies that it is part of."""
-    mesh = devices(**MESH)
-    if len(steps) == 1 and steps[0].multiplies:
-        return jax.jit(step_program(steps[0], mesh))
-    return jax.jit(path_program(steps, source, mesh))
+    return jax.jit(path_program(steps, sources, devices(**MESH)))
+
+
+def prepared(
+    strategy: Strategy, einsum: Einsum, left: jax.Array, right: jax.Array
+) -> tuple[int, tuple[jax.Array, jax.Array]]:
+    """The index of the multiplication among the steps of a strategy, and both operands as it gets them."""
+    place = next(index for index, step in enumerate(strategy.steps) if step.multiplies)
+    before, split = strategy.steps[:place], 0
+    array = einsum.left
+    while array != strategy.steps[place].inputs[0]:
+        array, split = before[split].output, split + 1
+    return place, (compiled(before[:split], einsum.left)(left), compiled(before[split:], einsum.right)(right))
 
 
 def run_in_parts(strategy: Strategy, einsum: Einsum, left: jax.Array, right: jax.Array) -> jax.Array:
     """A strategy part by part: what it shares with others has been compiled before."""
-    place = next(index for index, step in enumerate(strategy.steps) if step.multiplies)
+    place, both = prepared(strategy, einsum, left, right)
     multiply = strategy.steps[place]
-    before, split = strategy.steps[:place], 0
-    array = einsum.left
-    while array != multiply.inputs[0]:
-        array, split = before[split].output, split + 1
-    product_ = compiled((multiply,), multiply.inputs[0])(
-        compiled(before[:split], einsum.left)(left), compiled(before[split:], einsum.right)(right)
-    )
-    return compiled(strategy.steps[place + 1 :], multiply.output)(product_)
+    return compiled(strategy.steps[place + 1 :], multiply.output)(compiled((multiply,), *multiply.inputs)(*both))
 
 
 def einsums(left: str, right: str, out: str) -> list[Einsum]:
@@ -180,7 +176,7 @@ def test_every_resharding_keeps_the_array() -> None:
         steps = Paths(source, prices()).to(target)
         used |= {step.op for step in steps}
         value = whole(source, 3)
-        found = jax.jit(path_program(steps, source, mesh))(held(source, value, mesh))
+        found = jax.jit(path_program(steps, (source,), mesh))(held(source, value, mesh))
         np.testing.assert_array_equal(summed(target, found), value, err_msg=f"{source} -> {target}")
     assert used >= {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "permute"}
 
@@ -191,7 +187,7 @@ def test_what_is_free_keeps_the_array(step: str) -> None:
     for source, target in (("f32[I_X, J]", "f32[I, J]{U_X}"), ("f32[I, J_Y]", "f32[I, J_Y]{U_X}")):
         array, wanted = ShardedArray.parse(source), ShardedArray.parse(target)
         steps = Paths(array, prices()).to(wanted)
-        found = path_program(steps, array, mesh)(held(array, whole(array, 4), mesh))
+        found = path_program(steps, (array,), mesh)(held(array, whole(array, 4), mesh))
         np.testing.assert_array_equal(summed(wanted, found), whole(array, 4))
 
 
@@ -213,19 +209,23 @@ def test_backward_programs_give_the_gradients(text: str) -> None:
     found = list(distinct(text))
     chosen = found[:4] + [each for each in found[4:] if "while" in each[1].rule][:3]
     for asked, strategy in chosen:
-        program = differentiable_program(strategy, backward(asked, strategy, prices()), asked, mesh)
-        weight = whole(replace(asked.output, unreduced=()), 5)
-
-        def loss(left: jax.Array, right: jax.Array, program=program, asked=asked, weight=weight) -> jax.Array:
-            return (program(left, right).sum(range(len(asked.output.unreduced))) * weight).sum()
-
-        gradients = jax.jit(jax.grad(loss, (0, 1)))(*operands(asked, mesh))
-        left, right, out = ("".join(array.dims) for array in (asked.left, asked.right, asked.output))
-        wanted = (
-            np.einsum(f"{out},{right}->{left}", weight, whole(asked.right, 2)),
-            np.einsum(f"{left},{out}->{right}", whole(asked.left, 1), weight),
-        )
-        for array, gradient, value in zip((asked.left, asked.right), gradients, wanted, strict=True):
-            # Every partial sum has the derivative of the sum.
-            for term in np.asarray(gradient).reshape(-1, *value.shape):
-                np.testing.assert_array_equal(term, value, err_msg=f"{array}: {strategy.rule}")
+        programs = backward(asked, strategy, prices())
+        output = replace(asked.output, unreduced=())
+        weight = whole(output, 5)
+        _, (left, right) = prepared(strategy, asked, *operands(asked, mesh))
+        derivative = compiled(programs.output.steps, output)(held(output, weight, mesh))
+        of_left, of_right, out = ("".join(array.dims) for array in (asked.left, asked.right, asked.output))
+        # A partial sum has the derivative of the sum.
+        for array, program, factors, wanted in (
+            (
+                asked.left, programs.left, (derivative, right),
+                np.einsum(f"{out},{of_right}->{of_left}", weight, whole(asked.right, 2)),
+            ),
+            (
+                asked.right, programs.right, (left, derivative),
+                np.einsum(f"{of_left},{out}->{of_right}", whole(asked.left, 1), weight),
+            ),
+        ):  # fmt: skip
+            gradient = compiled(program.steps, *program.steps[0].inputs)(*factors)
+            assert program.steps[-1].output == replace(array, unreduced=())
+            np.testing.assert_array_equal(np.asarray(gradient), wanted, err_msg=f"{array}: {strategy.rule}")

@@ -122,7 +122,7 @@ def _work(
         raise RooftopError("measure", f"{source} -> {target}", "arrays in the HBM of the mesh")
     path = reshard(source, target, prices) if isinstance(asked, Reshard) else (asked,)
     strategy = priced(path, (source,), prices)
-    return _TimedStrategy(inputs=(source,), output=target, programs=((strategy, path_program(path, source, mesh)),))
+    return _TimedStrategy(inputs=(source,), output=target, programs=((strategy, path_program(path, (source,), mesh)),))
 
 
 def _require_patience(work: _TimedStrategy, prices: Prices) -> None:

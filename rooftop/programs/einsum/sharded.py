@@ -18,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import PartitionSpec as P
 
-from rooftop.algebra.derivatives import Backward
 from rooftop.algebra.einsums import Einsum, Strategy, strategies
 from rooftop.algebra.expression import Reshard, parse
 from rooftop.algebra.pricing import Prices
@@ -53,90 +52,36 @@ def abstract(array: ShardedArray, sizes: Mapping[str, int], mesh: DeviceMesh) ->
     return jax.ShapeDtypeStruct(stacked + array.shape(sizes), DTYPES[array.dtype], sharding=partition(array, mesh))
 
 
-def path_program(steps: Sequence[Step], source: ShardedArray, mesh: DeviceMesh) -> Callable[[jax.Array], jax.Array]:
-    """A function that applies the steps of a resharding to an array."""
-    target = steps[-1].output if steps else source
+def path_program(steps: Sequence[Step], sources: Sequence[ShardedArray], mesh: DeviceMesh) -> Callable[..., jax.Array]:
+    """A function that applies steps one after another: to an array, or a multiplication first, to both operands."""
+    target = steps[-1].output if steps else sources[0]
 
-    def local(x: jax.Array) -> jax.Array:
+    def local(*operands: jax.Array) -> jax.Array:
         for step in steps:
-            x = _apply(step, (x,), mesh)
-        return x
+            operands = (_apply(step, operands, mesh),)
+        return operands[0]
 
-    return _mapped(local, (source,), (target,), mesh)
-
-
-def step_program(step: Step, mesh: DeviceMesh) -> Callable[..., jax.Array]:
-    """A function that applies one step."""
-    return _mapped(lambda *operands: _apply(step, operands, mesh), step.inputs, (step.output,), mesh)
+    return _mapped(local, sources, target, mesh)
 
 
 def einsum_program(strategy: Strategy, einsum: Einsum, mesh: DeviceMesh) -> Callable[..., jax.Array]:
-    """A function of both operands that applies the steps of a strategy."""
-    arrays = einsum.left, einsum.right
-    return _mapped(lambda *operands: _run(strategy.steps, arrays, operands, mesh), arrays, (einsum.output,), mesh)
+    """A function of both operands that applies the steps of a strategy: those of the left operand come first."""
+    place = next(index for index, step in enumerate(strategy.steps) if step.multiplies)
+    multiply = strategy.steps[place]
 
-
-def differentiable_program(
-    strategy: Strategy, backward: Backward, einsum: Einsum, mesh: DeviceMesh
-) -> Callable[..., jax.Array]:
-    """``einsum_program`` with the derivatives of ``backward``, for jax.grad and related transforms."""
-    multiply = next(step for step in strategy.steps if step.multiplies)
-    before = strategy.steps[: strategy.steps.index(multiply)]
-    after = strategy.steps[strategy.steps.index(multiply) + 1 :]
-    arrays = einsum.left, einsum.right
-    run = einsum_program(strategy, einsum, mesh)
-    prepare = _mapped(
-        lambda *operands: _prepared(before, arrays, multiply, operands, mesh), arrays, multiply.inputs, mesh
-    )
-
-    def finish(*operands: jax.Array) -> jax.Array:
-        x = _apply(multiply, operands, mesh)
-        for step in after:
+    def local(left: jax.Array, right: jax.Array) -> jax.Array:
+        array = einsum.left
+        for step in strategy.steps[:place]:
+            if array != multiply.inputs[0]:
+                array, left = step.output, _apply(step, (left,), mesh)
+            else:
+                right = _apply(step, (right,), mesh)
+        x = _apply(multiply, (left, right), mesh)
+        for step in strategy.steps[place + 1 :]:
             x = _apply(step, (x,), mesh)
         return x
 
-    rest = _mapped(finish, multiply.inputs, (einsum.output,), mesh)
-    output_derivative = einsum.output.with_axes(einsum.output.axes, ())
-    derivatives = tuple(array.with_axes(array.axes, ()) for array in arrays)
-
-    def local_backward(left: jax.Array, right: jax.Array, derivative: jax.Array) -> tuple[jax.Array, ...]:
-        for step in backward.output.steps:
-            derivative = _apply(step, (derivative,), mesh)
-        results = []
-        for program, operands in (
-            (backward.left, (derivative, right)),
-            (backward.right, (left, derivative)),
-        ):
-            x = _apply(program.steps[0], operands, mesh)
-            for step in program.steps[1:]:
-                x = _apply(step, (x,), mesh)
-            results.append(x)
-        return tuple(results)
-
-    pull = _mapped(local_backward, (*multiply.inputs, output_derivative), derivatives, mesh)
-
-    def stacked(array: ShardedArray, x: jax.Array) -> jax.Array:
-        """The derivative of each partial sum, which equals that of the sum."""
-        count = len(array.unreduced)
-        shape = tuple(mesh.shape[axis] for axis in mesh.axis_names if axis in array.unreduced)
-        return jnp.broadcast_to(x[(None,) * count], shape + x.shape) if count else x
-
-    @jax.custom_vjp
-    def product(left: jax.Array, right: jax.Array) -> jax.Array:
-        return run(left, right)
-
-    def forward(left: jax.Array, right: jax.Array) -> tuple[jax.Array, Any]:
-        prepared = prepare(left, right)
-        return rest(*prepared), prepared
-
-    def reverse(prepared: Any, derivative: jax.Array) -> tuple[jax.Array, ...]:
-        if einsum.output.unreduced:
-            # All partial sums have the same derivative: take the first.
-            derivative = derivative[(0,) * len(einsum.output.unreduced)]
-        return tuple(stacked(array, x) for array, x in zip(arrays, pull(*prepared, derivative), strict=True))
-
-    product.defvjp(forward, reverse)
-    return product
+    return _mapped(local, (einsum.left, einsum.right), einsum.output, mesh)
 
 
 def lower(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
@@ -166,7 +111,7 @@ def lower_steps(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lo
     step = parse(arguments["expression"])
     if not isinstance(step, Step):
         raise RooftopError("expression", arguments["expression"], "one collective, such as AllGather_X(bf16[I_X, J])")
-    program = path_program((step,), step.inputs[0], mesh)
+    program = path_program((step,), step.inputs, mesh)
     return jax.jit(program).lower(abstract(step.inputs[0], arguments["dims"], mesh))
 
 
@@ -185,64 +130,29 @@ def lower_strategy(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages
         program, operands = einsum_program(strategy, asked, mesh), (asked.left, asked.right)
     elif isinstance(asked, Reshard):
         steps = reshard(asked.source, asked.target, prices)
-        program, operands = path_program(steps, asked.source, mesh), (asked.source,)
+        program, operands = path_program(steps, (asked.source,), mesh), (asked.source,)
     else:
         raise RooftopError("expression", arguments["expression"], "an einsum or a resharding")
     return jax.jit(program).lower(*(abstract(array, arguments["dims"], mesh) for array in operands))
 
 
 def _mapped(
-    function: Callable[..., Any], inputs: Sequence[ShardedArray], outputs: Sequence[ShardedArray], mesh: DeviceMesh
-) -> Callable[..., Any]:
+    function: Callable[..., jax.Array], inputs: Sequence[ShardedArray], output: ShardedArray, mesh: DeviceMesh
+) -> Callable[..., jax.Array]:
     """``function`` of local shards as a function of whole arrays."""
 
-    def bare(array: ShardedArray, x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[len(array.unreduced) :])
+    def local(*shards: jax.Array) -> jax.Array:
+        x = function(*(x.reshape(x.shape[len(array.unreduced) :]) for array, x in zip(inputs, shards, strict=True)))
+        return x.reshape((1,) * len(output.unreduced) + x.shape)
 
-    def local(*shards: jax.Array) -> Any:
-        result = function(*(bare(array, x) for array, x in zip(inputs, shards, strict=True)))
-        results = result if isinstance(result, tuple) else (result,)
-        full = tuple(
-            x.reshape((1,) * len(array.unreduced) + x.shape) for array, x in zip(outputs, results, strict=True)
-        )
-        return full if isinstance(result, tuple) else full[0]
-
-    specs = tuple(partition(array, mesh).spec for array in outputs)
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=tuple(partition(array, mesh).spec for array in inputs),
-        out_specs=specs if len(specs) > 1 else specs[0],
+        out_specs=partition(output, mesh).spec,
         # A gather by permutes returns the same array on every device, which JAX cannot infer.
         check_vma=False,
     )
-
-
-def _run(
-    steps: Sequence[Step], arrays: tuple[ShardedArray, ...], operands: Sequence[jax.Array], mesh: DeviceMesh
-) -> jax.Array:
-    position = next(index for index, step in enumerate(steps) if step.multiplies)
-    x = _apply(steps[position], _prepared(steps[:position], arrays, steps[position], operands, mesh), mesh)
-    for step in steps[position + 1 :]:
-        x = _apply(step, (x,), mesh)
-    return x
-
-
-def _prepared(
-    steps: Sequence[Step],
-    arrays: tuple[ShardedArray, ...],
-    multiply: Step,
-    operands: Sequence[jax.Array],
-    mesh: DeviceMesh,
-) -> tuple[jax.Array, ...]:
-    """The operands after the steps before the multiplication; the steps of the left operand come first."""
-    array, left, right = arrays[0], operands[0], operands[1]
-    for step in steps:
-        if array != multiply.inputs[0]:
-            array, left = step.output, _apply(step, (left,), mesh)
-        else:
-            right = _apply(step, (right,), mesh)
-    return left, right
 
 
 def _apply(step: Step, operands: tuple[jax.Array, ...], mesh: DeviceMesh) -> jax.Array:
