@@ -161,7 +161,7 @@ def make_checkpoint(folder: Path, name: str) -> None:
 
     from rooftop.checkpoints.huggingface import save_weights
     from rooftop.models import ModelConfig
-    from rooftop.programs.model.describe import describe
+    from rooftop.programs.parameters import describe
 
     layers, d, f, heads, kv_heads, vocab = MODELS[name]
     model = ModelConfig(

@@ -60,8 +60,7 @@ def rooftop_step(asked: dict[str, Any], folder: Path) -> tuple[Step, dict[str, s
     from rooftop.models import ModelConfig
     from rooftop.programs.model.layer import Computation
     from rooftop.programs.parameters import Batch
-    from rooftop.programs.training.optimizer import Optimizer
-    from rooftop.programs.training.program import TrainProgram
+    from rooftop.programs.training.program import Optimizer, TrainProgram
     from rooftop.programs.training.step import abstract_batch
     from rooftop.train.engine import TrainJob
 

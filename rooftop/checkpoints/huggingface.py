@@ -28,8 +28,7 @@ from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, ten
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.config import MoE
-from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Parameter, Transformer
+from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import axes_of
 
 #: Files of 5 GB, as in published checkpoints.

@@ -17,8 +17,7 @@ import numpy as np
 from rooftop.core.errors import RooftopError
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import segments
-from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Layer, MoEWeights, Parameter, Transformer
+from rooftop.programs.parameters import Layer, MoEWeights, Parameter, Transformer, describe
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

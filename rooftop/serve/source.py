@@ -83,7 +83,7 @@ def make_example(checkpoint: Path) -> Path:
 
     from rooftop.checkpoints.huggingface import save_weights
     from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
-    from rooftop.programs.model.describe import describe
+    from rooftop.programs.parameters import describe
 
     trained = train_bpe([_TEXT], _VOCAB)
     model = example_model(checkpoint, trained.vocab)

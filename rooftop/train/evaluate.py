@@ -17,12 +17,10 @@ from jax.sharding import AxisType, Mesh, reshard
 from rooftop.arrays.rules import REPLICA_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
-from rooftop.programs.model.describe import describe
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.transformer import logits, objective
-from rooftop.programs.parameters import Batch, Transformer, shardings
-from rooftop.programs.training.optimizer import DTYPES
-from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.parameters import Batch, Transformer, describe, shardings
+from rooftop.programs.training.program import DTYPES, TrainProgram
 from rooftop.train.data.loading import Loader, place
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from rooftop.programs.parameters import Batch
-from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import Optimizer
 from rooftop.programs.training.step import StepMetrics
 from rooftop.runs.records import Records
 from rooftop.runs.signals import Agreement, one_at_a_time

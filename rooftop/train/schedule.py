@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import optax
 
 from rooftop.programs.parameters import Parameter, Transformer
-from rooftop.programs.training.optimizer import Optimizer
+from rooftop.programs.training.program import Optimizer
 from rooftop.runs.schedule import Schedule
 
 

@@ -26,8 +26,7 @@ from rooftop.checkpoints.huggingface import load_weights, save_weights, to_huggi
 from rooftop.checkpoints.names import entries, from_checkpoint, region, tensor_shape
 from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface, load_model, presets
-from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Transformer, abstract
+from rooftop.programs.parameters import Transformer, abstract, describe
 from rooftop.programs.sharding import Specs
 from tests.runs.test_checkpoints import together
 

@@ -21,7 +21,7 @@ import pytest
 from rooftop.checkpoints.huggingface import save_weights
 from rooftop.core.errors import RooftopError
 from rooftop.models import count_params, from_huggingface
-from rooftop.programs.model.describe import describe
+from rooftop.programs.parameters import describe
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.configuration import configuration_of

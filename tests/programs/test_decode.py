@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from rooftop.core.errors import RooftopError
 from rooftop.models import load_model
 from rooftop.programs.attention.scores import Scores
-from rooftop.programs.model.projection import project_left
+from rooftop.programs.model.operations import project_left
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.serving import paged
 from rooftop.programs.serving.decode import ADJUSTED, DRAWN, HEAD, SLOT, TEMPERATURE, heads_of_each, only_likeliest

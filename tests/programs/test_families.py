@@ -16,10 +16,9 @@ from rooftop.checkpoints.names import entries, from_checkpoint, to_checkpoint
 from rooftop.models import count_params, load_model, presets
 from rooftop.models.segments import segments
 from rooftop.programs.attention.context import sequence_order
-from rooftop.programs.model.describe import describe
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.transformer import logits, loss
-from rooftop.programs.parameters import Batch, Transformer
+from rooftop.programs.parameters import Batch, Transformer, describe
 from rooftop.programs.sharding import Specs
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, init_state, train_step

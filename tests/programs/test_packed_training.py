@@ -20,15 +20,13 @@ from rooftop.arrays.rules import Rules
 from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.programs.attention.context import sequence_order
-from rooftop.programs.model.describe import describe
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.moe import balance, load
 from rooftop.programs.model.positions import within_segments
 from rooftop.programs.model.transformer import logits, objective
-from rooftop.programs.parameters import Batch, Transformer, initialise
+from rooftop.programs.parameters import Batch, Transformer, describe, initialise
 from rooftop.programs.sharding import Specs
-from rooftop.programs.training.optimizer import Optimizer
-from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import StepMetrics, abstract_batch, init_state, lower, train_step
 from tests.support.curves import mesh_of, program_of
 from tests.support.quickly import QUICKLY

@@ -23,9 +23,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.parameters import Layer
-from rooftop.programs.training.optimizer import Optimizer
 from rooftop.programs.training.passes import split
-from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import TrainState, init_state, lower
 from tests.support.curves import MODEL, mesh_of, program, train
 

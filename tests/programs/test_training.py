@@ -23,11 +23,9 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.programs.attention.context import sequence_order
-from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Batch, Transformer, initialise, shardings
+from rooftop.programs.parameters import Batch, Transformer, describe, initialise, shardings
 from rooftop.programs.sharding import Specs
-from rooftop.programs.training.optimizer import Optimizer
-from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import (
     StepMetrics,
     TrainState,

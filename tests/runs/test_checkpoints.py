@@ -26,8 +26,7 @@ from jax.sharding import NamedSharding
 from rooftop.core.errors import RooftopError
 from rooftop.models import from_huggingface
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.training.optimizer import Optimizer
-from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import abstract_state
 from rooftop.runs import checkpoints as state_module
 from rooftop.runs.checkpoints import Checkpoints

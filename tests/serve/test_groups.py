@@ -20,8 +20,7 @@ from rooftop.compiler.devices import topology_mesh
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Parameter
+from rooftop.programs.parameters import Parameter, describe
 from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.groups import GroupedScheduler

@@ -84,8 +84,7 @@ def copy(folder: Path) -> None:
     from rooftop.arrays.rules import Rules
     from rooftop.checkpoints.huggingface import load_weights, save_weights
     from rooftop.models import from_huggingface
-    from rooftop.programs.model.describe import describe
-    from rooftop.programs.parameters import abstract
+    from rooftop.programs.parameters import abstract, describe
     from rooftop.programs.sharding import Specs
 
     sizes = {"fsdp": 2, "tensor": 2, "expert": 2}

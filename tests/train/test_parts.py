@@ -33,10 +33,8 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
-from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Batch
-from rooftop.programs.training.optimizer import Optimizer
-from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.parameters import Batch, describe
+from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import TrainState, init_state, train_step
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.records import MetricsFile, TensorBoardEvents

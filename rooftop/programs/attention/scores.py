@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.capabilities import LANES
+from rooftop.models import ModelConfig
 from rooftop.roofline.achievable import KERNEL_MATMULS
 
 #: Queries and keys in a block of a kernel: the block for which docs/achievable.md prices the TPU kernels.
@@ -65,6 +66,17 @@ class Scores:
     offset: int = 0
     block: int = BLOCK
 
+    @classmethod
+    def of(cls, model: ModelConfig, window: int | None, block: int = BLOCK) -> Scores:
+        """The scores of a layer of ``model`` with this window."""
+        scale = model.d_head**-0.5 if model.query_scale is None else model.query_scale
+        return cls(scale=float(scale), window=window, softcap=model.attn_softcap, block=block)
+
+    def seen(self, distance: Int[Array, "*dims"]) -> Bool[Array, "*dims"]:
+        """True for keys that count, by their distance before the query."""
+        seen = distance >= 0
+        return seen if self.window is None else seen & (distance < self.window)
+
     def mask(
         self, queries: Int[Array, " T"], keys: Int[Array, " S"], absent: Absent, segments: Segments | None
     ) -> Bool[Array, "*b T S"]:
@@ -72,10 +84,7 @@ class Scores:
 
         [T, S]; with ``segments``, [b, 1, 1, T, S].
         """
-        distance = queries[:, None] + self.offset - keys
-        seen = distance >= 0
-        if self.window is not None:
-            seen &= distance < self.window
+        seen = self.seen(queries[:, None] + self.offset - keys)
         if absent is not None:
             seen &= keys >= absent
         if segments is None:

@@ -26,11 +26,10 @@ from rooftop.models.config import ModelConfig
 from rooftop.programs.attention.attend import attend
 from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, ORDERS, context_attend, sequence_order
 from rooftop.programs.attention.scores import BLOCK, Scores
-from rooftop.programs.model.elementwise import add_bias, norm, scale_norm
 from rooftop.programs.model.mla import latent_qkv
 from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
+from rooftop.programs.model.operations import add_bias, norm, project, project_left, scale_norm
 from rooftop.programs.model.positions import rotate, within_segments
-from rooftop.programs.model.projection import project, project_left
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoEWeights
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 
@@ -193,16 +192,11 @@ def _core(
     how: Computation,
 ) -> Float[Array, "B T N d_v"]:
     """Attention of queries, keys and values."""
-    model, specs = how.model, how.specs
+    specs = how.specs
     heads = specs.activation("batch", "seq", "heads", None)
     kv_heads = specs.activation("batch", "seq", "kv_heads", None)
     sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
-    scores = Scores(
-        scale=model.d_head**-0.5 if model.query_scale is None else model.query_scale,
-        window=window,
-        softcap=model.attn_softcap,
-        block=how.attention_block,
-    )
+    scores = Scores.of(how.model, window, how.attention_block)
     attention: Callable[..., jax.Array] = attend
     if ring := specs.rules.activations["seq"]:
         attention = partial(context_attend, axes=ring, order=how.context_order, by=how.context_attention)

@@ -13,7 +13,7 @@ from jax import P, named_scope
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
-from rooftop.programs.model.projection import project, project_left
+from rooftop.programs.model.operations import project, project_left
 from rooftop.programs.sharding import Specs, in_parts, named_reshard, split_sequence, varying_as, whole
 
 

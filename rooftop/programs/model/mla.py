@@ -15,9 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from rooftop.models.config import MLA, ModelConfig
-from rooftop.programs.model.elementwise import scale_norm
+from rooftop.programs.model.operations import project, scale_norm
 from rooftop.programs.model.positions import rotate
-from rooftop.programs.model.projection import project
 from rooftop.programs.parameters import LatentAttention
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
 

@@ -26,9 +26,9 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import LayerKind, Segment, segments
 from rooftop.programs.model import loss as losses
-from rooftop.programs.model.elementwise import norm
 from rooftop.programs.model.layer import Computation, attention, causal, feed_forward
 from rooftop.programs.model.moe import balance
+from rooftop.programs.model.operations import norm
 from rooftop.programs.model.positions import rotation
 from rooftop.programs.parameters import Batch, Layer, Transformer
 from rooftop.programs.sharding import on_shards

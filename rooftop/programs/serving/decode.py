@@ -29,12 +29,11 @@ from rooftop.models import ModelConfig
 from rooftop.models.segments import LayerKind, segments
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.model import loss as losses
-from rooftop.programs.model.describe import describe
 from rooftop.programs.model.layer import Computation, attention, feed_forward, qkv
 from rooftop.programs.model.mla import latents
 from rooftop.programs.model.positions import rotation
 from rooftop.programs.model.transformer import embed, final_norm
-from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, shardings
+from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, describe, shardings
 from rooftop.programs.serving.groups import DeviceGroups
 from rooftop.programs.serving.paged import PageParts, Pages, Rows, attend_heads, attend_latents
 from rooftop.programs.serving.quantised import in_full
@@ -407,9 +406,7 @@ class PagedHeads:
 
     @property
     def _scores(self) -> Scores:
-        model = self.computation.model
-        scale = model.d_head**-0.5 if model.query_scale is None else model.query_scale
-        return Scores(scale=float(scale), window=self.window, softcap=model.attn_softcap)
+        return Scores.of(self.computation.model, self.window)
 
     def _specs(self, pool: Pages) -> tuple[P, P, Pages, tuple[Rows, ...]]:
         """Specs of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""

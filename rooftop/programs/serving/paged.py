@@ -375,10 +375,7 @@ def _gathered(
         k, v = read(table)
         logits = jnp.einsum("rkmh,rkth->rkmt", q, k, preferred_element_type=jnp.float32)
         distance = positions[:, :, None] - part.tokens(first, step).reshape(-1)
-        seen = distance >= 0
-        if scores.window is not None:
-            seen &= distance < scores.window
-        logits = jnp.where(seen[:, None], scores.scaled(logits), -jnp.inf)
+        logits = jnp.where(scores.seen(distance)[:, None], scores.scaled(logits), -jnp.inf)
         raised = jnp.maximum(top, logits.max(3))
         weights, factor = jnp.exp(logits - raised[..., None]), jnp.exp(top - raised)
         more = jnp.einsum("rkmt,rkth->rkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)

@@ -39,7 +39,7 @@ class Quantised:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Turned:
-    """A weight [D, ...] stored as ``values`` [..., D]: see ``rooftop.programs.model.projection``."""
+    """A weight [D, ...] stored as ``values`` [..., D]: see ``rooftop.programs.model.operations``."""
 
     values: jax.Array
 

@@ -16,14 +16,12 @@ from jax.typing import DTypeLike
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
-from rooftop.programs.model.describe import describe
 from rooftop.programs.model.loss import count_loss_tokens
 from rooftop.programs.model.transformer import objective
-from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, initialise
+from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, describe, initialise
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
-from rooftop.programs.training.optimizer import DTYPES
 from rooftop.programs.training.pipeline import pipelined
-from rooftop.programs.training.program import TrainProgram
+from rooftop.programs.training.program import DTYPES, TrainProgram
 from rooftop.scheduling.pipeline import pipeline_table
 
 

@@ -24,8 +24,7 @@ from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.models import ModelConfig, from_huggingface
-from rooftop.programs.model.describe import describe
-from rooftop.programs.parameters import Parameter, Transformer, initialise
+from rooftop.programs.parameters import Parameter, Transformer, describe, initialise
 from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.paged import best_reader

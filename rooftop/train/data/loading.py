@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 
+from rooftop.arrays.rules import ways
 from rooftop.core.errors import RooftopError
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Batch
@@ -136,11 +136,11 @@ def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Ba
     """
     spec, seq_len = specs.activation("batch", "seq"), loader.packing.seq_len
     for name, size, entry in zip(("batch", "seq_len"), (loader.batch, seq_len), spec, strict=True):
-        if size % (ways := math.prod(mesh.shape[axis] for axis in axes_of(entry))):
-            raise RooftopError(name, size, f"a multiple of {ways} (mesh axes {', '.join(axes_of(entry))})")
+        if size % (parts := ways(mesh.shape, *axes_of(entry))):
+            raise RooftopError(name, size, f"a multiple of {parts} (mesh axes {', '.join(axes_of(entry))})")
     sharding = NamedSharding(mesh, spec)
     ring = specs.rules.activations["seq"]
-    columns = sequence_order(seq_len, mesh.shape[ring[0]], order) if ring else np.arange(seq_len)
+    columns = sequence_order(seq_len, ways(mesh.shape, *ring), order) if ring else np.arange(seq_len)
     by_shape: dict[tuple[int, int, int], Batch[npt.NDArray[np.int32]]] = {}
 
     def array(name: str) -> jax.Array:

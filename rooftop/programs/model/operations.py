@@ -1,0 +1,118 @@
+"""Operations of layers with their weights: matmuls, norms and biases.
+
+The gradient of a matmul's weight is computed in the weight's own layout. Norms and biases work on shards, without
+communication: scales and biases arrive ``reduced`` over the axes that split the tokens, and their gradients stay
+unreduced, for one all-reduce after all layers.
+
+Dims: B batch, T sequence, D and F those of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from rooftop.models.config import ModelConfig
+from rooftop.programs.parameters import Norm
+from rooftop.programs.sharding import Specs, on_shards
+
+
+def project(
+    x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None = None, dtype: DTypeLike | None = None
+) -> Float[Array, "B T F"]:
+    """x times weight, split as ``out`` (None: as the operands), in ``dtype``.
+
+    JAX's own derivative computes the weight's gradient as dy^T x and transposes it, which takes a CPU about as long as
+    the matmul; XLA:TPU chooses the layout of either. ``weight`` is as returned by ``Specs.in_use``: its gradient is
+    unreduced over its ``reduced`` axes.
+    """
+    return _project(x, weight, out, dtype)
+
+
+def project_left(
+    x: Float[Array, "B T D"], weight: Float[Array, " D *F"], dtype: DTypeLike | None = None
+) -> Float[Array, "B T *F"]:
+    """x times weight, computed as weight^T x^T; not for gradients.
+
+    A CPU multiplies a weight stored as [..., D] in place; as the right operand it would be copied first.
+    """
+    y = lax.dot_general(weight, x, (((0,), (2,)), ((), ())), preferred_element_type=dtype)
+    return jnp.moveaxis(y, (-2, -1), (0, 1))
+
+
+def _product(
+    x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None, dtype: DTypeLike | None
+) -> Float[Array, "B T F"]:
+    return lax.dot_general(x, weight, (((2,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out)
+
+
+_project = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
+
+
+def _forward(
+    x: jax.Array, weight: jax.Array, out: P | None, dtype: DTypeLike | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(x, weight, out, dtype), (x, weight)
+
+
+def _backward(
+    out: P | None, dtype: DTypeLike | None, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    (dx,) = jax.vjp(partial(_product, weight=weight, out=out, dtype=dtype), x)[1](dy)
+    spec = jax.typeof(weight).sharding.spec
+    unreduced = P(*spec.partitions, unreduced=spec.reduced)
+    dw = lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())), preferred_element_type=dtype, out_sharding=unreduced)
+    return dx, dw.astype(weight.dtype)
+
+
+_project.defvjp(_forward, _backward)
+
+
+def norm(x: Float[Array, "B T D"], weights: Norm[jax.Array], model: ModelConfig, specs: Specs) -> Float[Array, "B T D"]:
+    """The model's norm over D, in float32; x is split as the residual stream, scale and bias are [D]."""
+
+    def local(x: jax.Array, weights: Norm[jax.Array]) -> jax.Array:
+        if weights.bias is None:
+            return _rms(x, weights.scale, model)
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        return _unit(wide, model).astype(x.dtype) * weights.scale + weights.bias
+
+    return _on_shards(local, specs.residual, x, weights)
+
+
+def scale_norm(
+    x: Float[Array, "*dims size"], scale: Float[Array, " size"], model: ModelConfig, spec: P
+) -> Float[Array, "*dims size"]:
+    """RMS norm over the last dim of x, a head or a latent; ``spec`` is the spec of x."""
+    return _on_shards(lambda x, scale: _rms(x, scale, model), spec, x, scale)
+
+
+def add_bias(x: Float[Array, "*dims"], bias: Float[Array, "*last"] | None, spec: P) -> Float[Array, "*dims"]:
+    """x plus a bias over its last dims; x if ``bias`` is None. ``spec`` is the spec of x."""
+    return x if bias is None else _on_shards(lambda x, bias: x + bias, spec, x, bias)
+
+
+def _rms(x: Float[Array, "*dims size"], scale: Float[Array, " size"], model: ModelConfig) -> Float[Array, "*dims size"]:
+    unit = _unit(x.astype(jnp.float32), model)
+    if model.norm_offset:
+        # 1 + scale would add an array that is not reduced to one that is.
+        return (unit + unit * scale).astype(x.dtype)
+    return unit.astype(x.dtype) * scale
+
+
+def _unit(x: Float32[Array, "*dims"], model: ModelConfig) -> Float32[Array, "*dims"]:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + model.norm_eps)
+
+
+def _on_shards(local: Callable[..., jax.Array], spec: P, x: Float[Array, "*dims"], weights: object) -> jax.Array:
+    """``local`` of the shards of x, split by ``spec``, and of weights in their present sharding."""
+    weight_specs = jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, weights)
+    return on_shards(local, in_specs=(spec, weight_specs), out_specs=spec)(x, weights)
