@@ -123,9 +123,9 @@ def block_gradients(
 def _reference(
     scores: Scores, q: Queries, k: Keys, v: Values, sinks: Sinks | None, absent: Absent, segments: Segments | None
 ) -> Outputs:
-    mask = scores.mask(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), absent, segments)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    logits = jnp.where(mask, scores.logits(grouped, k), -jnp.inf)
+    logits, mask = scores.pairs(grouped, k, jnp.arange(q.shape[1]), jnp.arange(k.shape[1]), absent, segments)
+    logits = jnp.where(mask, logits, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(logits.shape[1:3])[None, :, :, None, None]
         logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:-1], 1))], axis=-1)

@@ -29,7 +29,6 @@ from rooftop.programs.attention.scores import (
     Scores,
     Segments,
     Sinks,
-    TokenSegments,
     Values,
     WideOutputs,
     add_sinks,
@@ -141,8 +140,9 @@ def _run(
         carry: tuple[jax.Array, jax.Array, jax.Array], block: _Block
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
         (top, total, summed), (keys, values, start, of_keys) = carry, block
-        mask = scores.mask(index, start + jnp.arange(size), absent, _block_segments(segments, of_keys))
-        logits = jnp.where(mask, scores.logits(grouped, keys), -jnp.inf)
+        ids = None if segments is None or of_keys is None else (segments[0], of_keys)
+        logits, mask = scores.pairs(grouped, keys, index, start + jnp.arange(size), absent, ids)
+        logits = jnp.where(mask, logits, -jnp.inf)
         raised = jnp.maximum(top, logits.max(-1))
         # A query without a key so far needs weights of 0, not exp(-inf + inf).
         against = jnp.where(jnp.isneginf(raised), 0.0, raised)
@@ -178,8 +178,8 @@ def _run_gradients(
 
     def step(dq: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         keys, values, start, of_keys = block
-        logits = scores.logits(grouped, keys)
-        mask = scores.mask(index, start + jnp.arange(size), absent, _block_segments(segments, of_keys))
+        ids = None if segments is None or of_keys is None else (segments[0], of_keys)
+        logits, mask = scores.pairs(grouped, keys, index, start + jnp.arange(size), absent, ids)
         weights = jnp.where(mask, jnp.exp(logits - lse), 0.0)
         dv = jnp.einsum("bkgts,btkgh->bskh", weights.astype(do.dtype), d_out, preferred_element_type=jnp.float32)
         d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, values, preferred_element_type=jnp.float32)
@@ -212,13 +212,6 @@ def _blocks(x: Shaped[Array, "b S *rest"], size: int) -> Shaped[Array, "blocks b
 def _blocks_of(segments: Segments | None, size: int) -> Int[Array, "blocks b block"] | None:
     """The segments of the keys, in the blocks of ``_blocks``."""
     return None if segments is None else _blocks(segments[1], size)
-
-
-def _block_segments(
-    segments: Segments | None, of_keys: Int[Array, "b block"] | None
-) -> tuple[TokenSegments, Int[Array, "b block"]] | None:
-    """The segments of all queries and of one block of keys."""
-    return None if segments is None or of_keys is None else (segments[0], of_keys)
 
 
 def _joined(parts: list[jax.Array] | tuple[jax.Array, ...], dim: int) -> jax.Array:

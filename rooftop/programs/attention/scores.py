@@ -92,9 +92,18 @@ class Scores:
         of_queries, of_keys = segments
         return seen & (of_queries[:, :, None] == of_keys[:, None, :])[:, None, None]
 
-    def logits(self, queries: Float[Array, "b T k g H"], keys: Keys) -> Float32[Array, "b k g T S"]:
-        """Capped scores of queries and keys, none masked."""
-        return self.scaled(jnp.einsum("btkgh,bskh->bkgts", queries, keys, preferred_element_type=jnp.float32))
+    def pairs(
+        self,
+        q: Float[Array, "b T k g H"],
+        k: Keys,
+        queries: Int[Array, " T"],
+        keys: Int[Array, " S"],
+        absent: Absent,
+        segments: Segments | None,
+    ) -> tuple[Float32[Array, "b k g T S"], Bool[Array, "*b T S"]]:
+        """Capped scores of all pairs of queries and keys, and the ``mask`` of those that count."""
+        mask = self.mask(queries, keys, absent, segments)
+        return self.scaled(jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)), mask
 
     def scaled(self, products: Float32[Array, "*dims"]) -> Float32[Array, "*dims"]:
         """Capped scores of products of queries and keys."""
