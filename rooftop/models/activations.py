@@ -46,6 +46,8 @@ POLICIES: dict[str, dict[str, str]] = {
     "block": _policy(),
     "full": _policy(),
 }
+#: The policies that a plan searches: 'full' is another name of 'block'.
+SEARCHED: tuple[str, ...] = tuple(name for name in POLICIES if name != "full")
 
 
 def parse_policy(text: str, field: str = "remat") -> dict[str, str]:

@@ -29,7 +29,7 @@ from rooftop.arrays.rules import (
 )
 from rooftop.capabilities import TRAINING_SPLITS, EvenSplit
 from rooftop.core.errors import RooftopError
-from rooftop.models.activations import POLICIES, parse_policy
+from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
@@ -305,8 +305,7 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     Raises RooftopError if a given number of microbatches does not divide the sequences.
     """
     if problem.remat is None:
-        # 'full' is another name of 'block'.
-        policies = {name: POLICIES[name] for name in ("none", "matmuls", "minimal", "block")}
+        policies = {name: POLICIES[name] for name in SEARCHED}
     else:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]

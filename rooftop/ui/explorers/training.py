@@ -6,6 +6,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_count, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
+from rooftop.models.activations import SEARCHED
 from rooftop.plan.training.batches import BatchCurve, batch_curves, book_meshes
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
@@ -246,7 +247,7 @@ _CONTROLS: tuple[Control, ...] = (
     slider("tensor", "Tensor, ways", "1", 1, 64, fields=("mesh", "mesh axis"),
            help="The other devices of a slice are FSDP."),
     slider("seq", "Sequence, tokens", "4096", 512, 131072, fields=("seq_len",)),
-    select("remat", "Remat", ("none", "matmuls", "minimal", "block"), "none", fields=("microbatches",)),
+    select("remat", "Remat", SEARCHED, "none", fields=("microbatches",)),
 )  # fmt: skip
 
 
