@@ -59,7 +59,7 @@ def _arrays(arrays: Sequence[Mapping[str, Any]], *, layouts: bool) -> Table:
         )
         for array in arrays
     ]
-    layout = (TableColumn(name="TPU layout, padded", kind="text", wrap=True),) if layouts else ()
+    layout = (TableColumn("TPU layout, padded", "text", wrap=True),) if layouts else ()
     names = columns("array", "local shape", "per device", "on all devices", "one copy", "copies", text=2)
     return Table(title="", columns=(*names, *layout), rows=tuple(rows))
 
@@ -79,9 +79,9 @@ def _strategies(data: Mapping[str, Any]) -> Iterator[Chart]:
         ]
         headings = (
             *columns("", "time", text=0),
-            TableColumn(name="binds", kind="text"),
-            TableColumn(name="memory"),
-            TableColumn(name=f"strategy ({len(listed)} of {count}, best first)", kind="text", wrap=True),
+            TableColumn("binds", "text"),
+            TableColumn("memory"),
+            TableColumn(f"strategy ({len(listed)} of {count}, best first)", "text", wrap=True),
         )
         yield Table(title="", columns=headings, rows=tuple(rows))
     best = listed[0]
@@ -113,7 +113,7 @@ def _steps(steps: Sequence[Mapping[str, Any]], title: str) -> Table:
         )
     headings = (
         *columns("step", "axes", text=2),
-        *(TableColumn(name=name, kind="text", wrap=True) for name in ("in", "out")),
+        *(TableColumn(name, "text", wrap=True) for name in ("in", "out")),
         *columns("bytes", "FLOPs", "time", *(("simulated",) if simulated else ()), text=0),
     )
     return Table(title=title, columns=headings, rows=tuple(rows))
@@ -148,7 +148,7 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[Chart]:
         (format_seconds(strategy["median_s"]), format_seconds(strategy["fastest_s"]), strategy["rule"])
         for strategy in measured["strategies"]
     ]
-    headings = (*columns("median", "fastest", text=0), TableColumn(name="strategy", kind="text", wrap=True))
+    headings = (*columns("median", "fastest", text=0), TableColumn("strategy", "text", wrap=True))
     yield Table(title=f"Measured on {measured['devices']}", columns=headings, rows=tuple(rows))
     if measured["emulated"]:
         yield prose(EMULATED)

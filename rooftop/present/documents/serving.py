@@ -101,7 +101,7 @@ def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
         return ()
     ranks = ["Runner-up", *["Then"] * _OTHERS]
     items = tuple(
-        Item(text=f"{rank}: {other['name']}\n  {other['why']}")
+        Item(f"{rank}: {other['name']}\n  {other['why']}")
         for rank, other in zip(ranks, fleet["others"][:_OTHERS], strict=False)
     )
     return (Items(title="Other fleets", section="Fleets", items=items),)
@@ -111,65 +111,45 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     generate, memory, draft = data["generate"], data["memory"], data["draft"]
     step = generate["step_s"]
     parts = {name.removesuffix("_s"): format_seconds(seconds) for name, seconds in generate["breakdown"].items()}
-    yield ShownFigure(
-        name="step_s", label="step", value=step["expected_s"], unit="s", level="expected",
+    yield ShownFigure("step_s", "step", step["expected_s"], "s", "expected",
         note=f"expected, at least {format_seconds(step['lower_s'])} (bound by {generate['bound']}); at peak rates: "
-        f"weights {parts['weights']}, KV {parts['kv']}, FLOPs {parts['flops']}, ICI {parts['ici']}",
-    )  # fmt: skip
+        f"weights {parts['weights']}, KV {parts['kv']}, FLOPs {parts['flops']}, ICI {parts['ici']}")  # fmt: skip
     if draft is not None:
-        yield ShownFigure(
-            name="speculation", label="speculation", value=draft["gain"], unit="%", level="expected",
+        yield ShownFigure("speculation", "speculation", draft["gain"], "%", "expected",
             shown=f"{draft['gain']:+.0%} tok/s",
             note=f"{draft['tokens_per_round']:.2f} tokens a round: {draft['length']} guesses of {draft['model']} in "
-            f"{format_seconds(draft['guess_s'])}, checked in {format_seconds(draft['check_s'])}",
-        )  # fmt: skip
-    yield ShownFigure(
-        name="tokens_per_s", label="rate", value=generate["tokens_per_s"], unit="tok/s", level="expected",
-        note=f"{generate['tokens_per_s_per_chip']:.4g} tok/s per chip",
-    )  # fmt: skip
+            f"{format_seconds(draft['guess_s'])}, checked in {format_seconds(draft['check_s'])}")  # fmt: skip
+    yield ShownFigure("tokens_per_s", "rate", generate["tokens_per_s"], "tok/s", "expected",
+        note=f"{generate['tokens_per_s_per_chip']:.4g} tok/s per chip")  # fmt: skip
     both = "" if draft is None else " by both models"
-    yield ShownFigure(
-        name="ttft_s", label="TTFT", value=data["ttft_s"], unit="s", level="expected",
-        formula=data["definitions"]["ttft_s"],
-        note=f"one prefill of {data['workload']['prompt']} tokens{both}, no queue",
-    )  # fmt: skip
+    yield ShownFigure("ttft_s", "TTFT", data["ttft_s"], "s", "expected", formula=data["definitions"]["ttft_s"],
+        note=f"one prefill of {data['workload']['prompt']} tokens{both}, no queue")  # fmt: skip
     why = "with the prefills of others between" if data["mode"] == "interleaved" else "with the KV's transfer"
-    yield ShownFigure(
-        name="tpot_s", label="TPOT", value=data["tpot_s"], unit="s", level="expected",
-        note="a step" if data["assumptions"]["bounds"] == "book" else f"a step, {why}",
-    )  # fmt: skip
+    yield ShownFigure("tpot_s", "TPOT", data["tpot_s"], "s", "expected",
+        note="a step" if data["assumptions"]["bounds"] == "book" else f"a step, {why}")  # fmt: skip
     classes = ", ".join(f"{name} {format_bytes(memory[name])}" for name in _CLASSES)
-    yield ShownFigure(
-        name="memory_bytes", label="memory", value=memory["total"], unit="B", level="expected",
-        note=f"of {format_bytes(memory['capacity'])}: {classes}",
-    )  # fmt: skip
-    yield ShownFigure(
-        name="max_batch", label="largest batch", value=data["max_batch"], shown=str(data["max_batch"]),
-        note=f"here; this one fits {data['smallest_slice'] or 'no slice'} at the smallest",
-    )  # fmt: skip
+    yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
+        note=f"of {format_bytes(memory['capacity'])}: {classes}")  # fmt: skip
+    yield ShownFigure("max_batch", "largest batch", data["max_batch"], shown=str(data["max_batch"]),
+        note=f"here; this one fits {data['smallest_slice'] or 'no slice'} at the smallest")  # fmt: skip
     transfer = data["kv_transfer"]
-    yield ShownFigure(
-        name="prefill_per_generate", label="prefill", value=data["prefill_per_generate"], level="expected",
+    yield ShownFigure("prefill_per_generate", "prefill", data["prefill_per_generate"], level="expected",
         shown=f"{data['prefill_per_generate']:.3g} servers",
         note=f"for each generate server; a prompt's KV of {format_bytes(transfer['bytes'])} moves in "
-        f"{format_seconds(transfer['ici_s'])} over ICI, {format_seconds(transfer['dcn_s'])} over DCN",
-    )  # fmt: skip
+        f"{format_seconds(transfer['ici_s'])} over ICI, {format_seconds(transfer['dcn_s'])} over DCN")  # fmt: skip
     cost = data["cost_per_million_tokens"]
     if cost["input"] is not None:
-        yield ShownFigure(
-            name="usd_per_million_tokens", label="cost", value=cost["output"], level="expected",
+        yield ShownFigure("usd_per_million_tokens", "cost", cost["output"], level="expected",
             shown=f"${cost['output']:.3g}",
-            note=f"per million tokens out, ${cost['input']:.3g} in, of slices always busy",
-        )  # fmt: skip
+            note=f"per million tokens out, ${cost['input']:.3g} in, of slices always busy")  # fmt: skip
     cache = data["prefix_cache"]
     if cache["hit_rate"]:
         host_text = (
             "" if cache["prompts_held"] is None else f"; host memory holds {cache['prompts_held']:,} prompts' KV"
         )
-        yield ShownFigure(
-            name="prefix_cache", label="prefix cache", value=cache["speedup"], level="expected",
-            shown=f"{cache['speedup']:.2f}x", note=f"faster prefill at {cache['hit_rate']:.0%} hits{host_text}",
-        )  # fmt: skip
+        yield ShownFigure("prefix_cache", "prefix cache", cache["speedup"], level="expected",
+            shown=f"{cache['speedup']:.2f}x",
+            note=f"faster prefill at {cache['hit_rate']:.0%} hits{host_text}")  # fmt: skip
 
 
 def _where(ledger: Sequence[Mapping[str, Any]], title: str, section: str) -> Table:
@@ -196,10 +176,10 @@ def _where(ledger: Sequence[Mapping[str, Any]], title: str, section: str) -> Tab
         title=title,
         section=section,
         columns=(
-            TableColumn(name="scope", kind="text"),
-            *(TableColumn(name=name) for name in ("expected", "share", "exposed")),
-            TableColumn(name="at peak", drop=1),
-            TableColumn(name="bound", kind="text"),
+            TableColumn("scope", "text"),
+            *(TableColumn(name) for name in ("expected", "share", "exposed")),
+            TableColumn("at peak", drop=1),
+            TableColumn("bound", "text"),
         ),
         rows=tuple(rows),
     )
@@ -232,6 +212,6 @@ def _front(points: Sequence[Mapping[str, Any]], title: str) -> Table:
     kinds = ("slice", "weights", "kv")
     return Table(
         title=title,
-        columns=tuple(TableColumn(name=name, kind="text" if name in kinds else "number") for name in names),
+        columns=tuple(TableColumn(name, "text" if name in kinds else "number") for name in names),
         rows=tuple(rows),
     )

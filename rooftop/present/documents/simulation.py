@@ -51,35 +51,25 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     note = f"{requests['per_second']:.4g} a second over {format_seconds(data['duration_s'])}"
     if requests["refused"]:
         note += f"; {requests['refused']:,} refused, such as: {requests['refused_why']}"
-    yield ShownFigure(
-        name="finished", label="requests", value=requests["finished"], shown=f"{requests['finished']:,}", note=note,
-        level="simulated",
-    )  # fmt: skip
-    yield ShownFigure(
-        name="generated", label="generated", value=tokens["generated"], unit="tok", level="simulated",
-        note=f"{tokens['generated_per_second']:,.0f} tok/s in all",
-    )  # fmt: skip
+    yield ShownFigure("finished", "requests", requests["finished"], shown=f"{requests['finished']:,}", note=note,
+        level="simulated")  # fmt: skip
+    yield ShownFigure("generated", "generated", tokens["generated"], "tok", "simulated",
+        note=f"{tokens['generated_per_second']:,.0f} tok/s in all")  # fmt: skip
     share = tokens["cached"] / tokens["prompt"] if tokens["prompt"] else 0.0
-    yield ShownFigure(
-        name="prefilled", label="prefilled", value=tokens["prefilled"], unit="tok", level="simulated",
-        note=f"{share:.1%} of the prompts' tokens were cached" if data["deployment"]["prefix_cache"] else "",
-    )  # fmt: skip
+    note = f"{share:.1%} of the prompts' tokens were cached" if data["deployment"]["prefix_cache"] else ""
+    yield ShownFigure("prefilled", "prefilled", tokens["prefilled"], "tok", "simulated", note=note)
     if data["preemptions"]:
-        yield ShownFigure(
-            name="preemptions", label="preemptions", value=data["preemptions"], shown=f"{data['preemptions']:,}",
-            level="simulated", note=f"{format_count(tokens['recomputed'], 'tok')} computed again",
-        )  # fmt: skip
+        yield ShownFigure("preemptions", "preemptions", data["preemptions"], shown=f"{data['preemptions']:,}",
+            level="simulated", note=f"{format_count(tokens['recomputed'], 'tok')} computed again")  # fmt: skip
     targets = [
         f"{name} {format_seconds(goodput[key])}"
         for name, key in (("TTFT", "ttft_target_s"), ("TPOT", "tpot_target_s"))
         if goodput[key] is not None
     ]
     if targets:
-        yield ShownFigure(
-            name="goodput", label="goodput", value=goodput["requests_per_second"], level="simulated",
+        yield ShownFigure("goodput", "goodput", goodput["requests_per_second"], level="simulated",
             shown=f"{goodput['requests_per_second']:.4g} a second",
-            note=f"{goodput['share']:.1%} of the requests within {' and '.join(targets)}",
-        )  # fmt: skip
+            note=f"{goodput['share']:.1%} of the requests within {' and '.join(targets)}")  # fmt: skip
 
 
 def _latencies(data: Mapping[str, Any]) -> Table:
@@ -123,5 +113,5 @@ def _busy(data: Mapping[str, Any]) -> Bars:
         parts = tuple(
             (name, sum(s["utilisation"][name] for s in servers) / len(servers)) for name in _SHARES if name != "busy"
         )
-        bars.append(Bar(name="servers" if role == "both" else role, parts=parts))
+        bars.append(Bar("servers" if role == "both" else role, parts))
     return Bars(title="Time of a server", about="Means over the servers of a role.", unit="%", bars=tuple(bars))
