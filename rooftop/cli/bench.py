@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -55,17 +56,7 @@ def command() -> None:
 @dtype_option(default="bf16", show_default=True, help="Dtype of the elements.")
 @output_option()
 @json_option
-def collectives(
-    *,
-    on: str | None,
-    mesh: str | None,
-    axis: str | None,
-    kinds: str | None,
-    sizes: str,
-    dtype: str,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def collectives(*, output: Path | None, as_json: bool, **options: Any) -> int:
     """Time collectives over the axes of a mesh, for several sizes.
 
     A size is the payload of one device: the output of an all_gather, the input of a reduce_scatter, the operand of an
@@ -75,9 +66,7 @@ def collectives(
     from rooftop.library.benchmarks import bench_collectives
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = bench_collectives(
-            mesh=mesh, axis=axis, kinds=kinds, sizes=sizes, dtype=dtype, on=on, on_progress=on_progress
-        )
+        result = bench_collectives(**options, on_progress=on_progress)
     data = result.to_json()
     if output is not None:
         write_json(output, data)
@@ -117,12 +106,7 @@ _SERVING = (
 )  # fmt: skip
 @option("--model", group=SERVER, metavar="NAME", help="The model to ask. [default: the one that is served]")
 @option("--api-key", group=SERVER, envvar="OPENAI_API_KEY", metavar="KEY", help="If the server asks for one.")
-@option(
-    "--vocab",
-    group=WORKLOAD,
-    type=COUNT,
-    help="Prompts have token ids below N. [default: the server's, or 1000]",
-)
+@option("--vocab", group=WORKLOAD, type=COUNT, help="Prompts have token ids below N. [default: the server's, or 1000]")
 @option(
     "--ignore-eos/--no-ignore-eos", group=WORKLOAD, default=True, show_default=True,
     help="Ask for answers of their full length.",
@@ -132,27 +116,7 @@ _SERVING = (
 @tpot_option(help="Target for goodput: 30ms.")
 @output_option()
 @json_option
-def serve(
-    *,
-    url: str,
-    trace: Path | None,
-    requests_per_second: float | None,
-    duration: float,
-    prompt: str,
-    generate: str,
-    burstiness: float,
-    seed: int,
-    hash_tokens: int,
-    model: str | None,
-    api_key: str | None,
-    vocab: int | None,
-    ignore_eos: bool,
-    plan: Path | None,
-    ttft: float | None,
-    tpot: float | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def serve(*, url: str, output: Path | None, as_json: bool, **options: Any) -> int:
     """Replay a trace against a server with OpenAI's API, and report how long its clients wait.
 
     The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
@@ -162,12 +126,7 @@ def serve(
     from rooftop.library.benchmarks import bench_serving
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = bench_serving(
-            url, trace=trace, requests_per_second=requests_per_second, duration=duration, prompt=prompt,
-            generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens, model=model,
-            api_key=api_key, vocab=vocab, ignore_eos=ignore_eos, plan=plan, ttft=ttft, tpot=tpot,
-            on_progress=on_progress,
-        )  # fmt: skip
+        result = bench_serving(url, **options, on_progress=on_progress)
     data = result.to_json()
     if output is not None:
         write_json(output, data)

@@ -9,8 +9,7 @@ from rooftop.cli.output import emit_json, show_document
 
 
 @click.command(
-    cls=VerbCommand,
-    examples=("rooftop chips v5p", "rooftop chips v5e:16x16@4 --json", "rooftop chips h100:8x128"),
+    cls=VerbCommand, examples=("rooftop chips v5p", "rooftop chips v5e:16x16@4 --json", "rooftop chips h100:8x128")
 )
 @click.argument("name", metavar="[NAME|SLICE]", required=False, type=HARDWARE_NAME)
 @json_option

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -105,58 +106,19 @@ def command() -> None:
 @json_option
 def train(
     *,
-    model: str,
-    on: str,
-    batch_tokens: int | None,
-    batch_seqs: int | None,
     seq_len: int,
-    tokens: int | None,
-    mesh: str | None,
-    layout: str | None,
-    remat: str | None,
-    microbatches: int | None,
-    schedule: str,
-    chunks: int,
-    matmul_dtype: str,
-    weights_dtype: str,
-    moments_dtype: str,
-    optimizer: str,
-    assume: str | None,
-    bounds: str,
-    price: float | None,
-    alternatives: int,
     perfetto: Path | None,
     xprof: Path | None,
     report: Path | None,
     output: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> int:
     """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json."""
     from rooftop.core.files import write_text
     from rooftop.library.planning import plan_training
 
-    result = plan_training(
-        model,
-        on=on,
-        batch_tokens=batch_tokens,
-        batch_seqs=batch_seqs,
-        seq=seq_len,
-        tokens=tokens,
-        mesh=mesh,
-        layout=layout,
-        remat=remat,
-        microbatches=microbatches,
-        schedule=schedule,
-        chunks=chunks,
-        optimizer=optimizer,
-        matmul_dtype=matmul_dtype,
-        weights_dtype=weights_dtype,
-        moments_dtype=moments_dtype,
-        assume=assume,
-        bounds=bounds,
-        price=price,
-        alternatives=alternatives,
-    )
+    result = plan_training(seq=seq_len, **options)
     if output is not None:
         result.write_plan(output)
     if perfetto is not None:
@@ -240,43 +202,7 @@ _SERVING = (
 @output_option(help="Write plan.json here.")
 @json_option
 def serve(
-    *,
-    model: str,
-    on: str,
-    prompt: int,
-    generate: int,
-    batch_seqs: int | None,
-    context: int | None,
-    weights_dtype: tuple[str, ...] | None,
-    kv_dtype: tuple[str, ...] | None,
-    matmul_dtype: str,
-    embeddings_dtype: str | None,
-    weight_group: int | None,
-    kv_sharing: int,
-    batching: str | None,
-    mesh: str | None,
-    prefill_mesh: str | None,
-    prefill_on: str | None,
-    kv_split: str | None,
-    link: str,
-    ttft: float | None,
-    tpot: float | None,
-    requests_per_second: float | None,
-    objective: str,
-    hit_rate: float,
-    host_dram: int | None,
-    draft: str | None,
-    draft_length: int,
-    acceptance: float,
-    mfu: float | None,
-    assume: str | None,
-    bounds: str,
-    price: float | None,
-    contexts: str | None,
-    plot: Path | None,
-    report: Path | None,
-    output: Path | None,
-    as_json: bool,
+    *, objective: str, plot: Path | None, report: Path | None, output: Path | None, as_json: bool, **options: Any
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
     from rooftop.core.files import write_json, write_text
@@ -284,29 +210,18 @@ def serve(
 
     result: ServingPlanResult | ServingFrontResult
     if objective == "pareto":
-        result = serving_front(
-            model, on=on, prompt=prompt, generate=generate, context=context, draft=draft, draft_length=draft_length,
-            acceptance=acceptance, batching=batching, mesh=mesh, kv_split=kv_split, weights_dtype=weights_dtype,
-            kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype,
-            weight_group=weight_group, kv_sharing=kv_sharing, assume=assume, bounds=bounds, price=price,
-        )  # fmt: skip
+        front = {name: value for name, value in options.items() if name in signature(serving_front).parameters}
+        result = serving_front(**front)
     else:
-        result = plan_serving(
-            model, on=on, prompt=prompt, generate=generate, batch_seqs=batch_seqs, context=context,
-            requests_per_second=requests_per_second, ttft=ttft, tpot=tpot, hit_rate=hit_rate, host_dram=host_dram,
-            draft=draft, draft_length=draft_length, acceptance=acceptance, batching=batching, mesh=mesh,
-            prefill_mesh=prefill_mesh, prefill_on=prefill_on, kv_split=kv_split, link=link,
-            weights_dtype=weights_dtype, kv_dtype=kv_dtype, matmul_dtype=matmul_dtype,
-            embeddings_dtype=embeddings_dtype, weight_group=weight_group, kv_sharing=kv_sharing, mfu=mfu,
-            assume=assume, bounds=bounds, price=price, objective=objective, contexts=contexts,
-        )  # fmt: skip
+        result = plan_serving(**options, objective=objective)
     data = result.to_json()
     if plot is not None:
         from rooftop.present.documents.parts import front_chart
         from rooftop.present.svg import lines_file
 
         points = list(result.points) if isinstance(result, ServingFrontResult) else result.answer.front
-        write_text(plot, lines_file(front_chart(points), _title(result, on), "numbers next to points: batch"))
+        title = _title(result, options["on"])
+        write_text(plot, lines_file(front_chart(points), title, "numbers next to points: batch"))
     if report is not None:
         write_text(report, result.page())
     if output is not None:
@@ -349,25 +264,11 @@ def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
 @host_threads_option()
 @output_option(help="Write plan.json here.")
 @json_option
-def embed(
-    *,
-    tables: Path,
-    on: str,
-    batch_samples: int,
-    limits: Path | None,
-    sample_passes: int,
-    dense_flops: float | None,
-    host_threads: int | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def embed(*, output: Path | None, as_json: bool, **options: Any) -> int:
     """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds."""
     from rooftop.library.embedding import plan_embedding
 
-    result = plan_embedding(
-        tables, on=on, batch_samples=batch_samples, limits=limits, sample_passes=sample_passes,
-        dense_flops=dense_flops, host_threads=host_threads,
-    )  # fmt: skip
+    result = plan_embedding(**options)
     if output is not None:
         result.write_plan(output)
     if as_json:

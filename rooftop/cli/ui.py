@@ -11,8 +11,7 @@ from rooftop.cli.output import emit_json, show_document
 
 
 @click.command(
-    cls=VerbCommand,
-    examples=("rooftop ui", "rooftop ui plan.json report.json --port 0", "rooftop ui --list --json"),
+    cls=VerbCommand, examples=("rooftop ui", "rooftop ui plan.json report.json --port 0", "rooftop ui --list --json")
 )
 @click.argument("files", nargs=-1, type=PATH)
 @option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
