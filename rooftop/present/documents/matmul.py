@@ -1,4 +1,4 @@
-"""The document of ``rooftop matmul``: arrays on their mesh, the strategies, and the check by compiler or devices."""
+"""The documents of ``rooftop matmul`` (arrays, strategies, their check) and of ``rooftop bench collectives``."""
 
 from __future__ import annotations
 
@@ -156,3 +156,56 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[Chart]:
 
 #: A caution about times of devices that a CPU emulates.
 EMULATED = "The devices are emulated on CPU: these times say that it runs, nothing about an accelerator."
+
+
+# ---- measured collectives --------------------------------------------------------------------------------------------
+
+
+def collectives(data: Mapping[str, Any]) -> Document:
+    """The times of collectives, next to the planned ones of a slice."""
+    measured, planned = data["measured"], data["slice"] is not None
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    axes = ", ".join(f"{name}={size}" for name, size in data["mesh"]["axes"].items())
+    rows: list[tuple[str, ...]] = []
+    before = ""
+    for timed in measured["collectives"]:
+        if before and timed["kind"] != before:
+            rows.append(())
+        rows.append(
+            (
+                timed["kind"] if timed["kind"] != before else "",
+                format_bytes(timed["bytes"]),
+                format_seconds(timed["median_s"]),
+                format_seconds(timed["fastest_s"]),
+                str(timed["runs"]),
+                f"{format_bytes(timed['wire_bytes_per_s'])}/s",
+                *((format_seconds(timed["planned"][price]) for price in ("bound_s", "expected_s")) if planned else ()),
+            )
+        )
+        before = timed["kind"]
+    names = (
+        "collective",
+        "bytes",
+        "median",
+        "fastest",
+        "runs",
+        "bandwidth",
+        *(("bound", "expected") if planned else ()),
+    )
+    lines = [
+        "bytes: the payload of one device. bandwidth: what one device sends, by the median time; of N devices it is "
+        "(N-1)/N of the payload, twice that in an all_reduce, and all of it in a permute.",
+        f"A call that does nothing takes {format_seconds(measured['empty_call_s'])}; every time includes it.",
+    ]
+    if planned:
+        lines.append(f"bound, expected: planned for {data['slice']}, not for the devices that are here.")
+    if measured["emulated"]:
+        lines.append(EMULATED)
+    return Document(
+        title="Collectives",
+        verdict=ShownVerdict(
+            subject=f"{measured['devices']}, {versions}, {measured['date']}",
+            details=(f"mesh {axes}; over {','.join(data['axes'])}; {data['dtype']}",),
+        ),
+        charts=(Table(title="", columns=columns(*names), rows=tuple(rows)), prose("\n".join(lines))),
+    )

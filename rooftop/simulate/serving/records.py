@@ -1,4 +1,4 @@
-"""What a serving simulation takes and returns: a deployment; servers with their runs of equal steps, and requests."""
+"""Input and outcome of a serving simulation: a deployment, servers with their runs of equal steps, and requests."""
 
 from __future__ import annotations
 
