@@ -31,9 +31,9 @@ from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
 from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.scheduling.serving.times import StepTimes
-from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.metrics import ServingMetrics, Targets
+from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace
 
 RATE, SECONDS = 20, 3600
@@ -106,7 +106,7 @@ def measure(trace: RequestTrace, deployment: Deployment) -> tuple[float, float, 
     """CPU and wall seconds of a simulation with its figures, the figures, and how many runs of steps it took."""
     cpu, wall = time.process_time(), time.perf_counter()
     found = ServingMetrics(simulation=simulate(trace, deployment), targets=Targets(ttft_s=1.0, tpot_s=0.05))
-    figures = found.to_json()
+    figures = found.figures.to_json()
     runs = sum(len(server.runs) for server in found.simulation.servers)
     return time.process_time() - cpu, time.perf_counter() - wall, figures, runs
 

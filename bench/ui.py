@@ -53,7 +53,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 def states(name: str, base: dict[str, str]) -> Iterator[dict[str, str]]:
     """Every stop, option and suggestion of every control, the other controls as they are."""
-    for control in explorer(name).controls:
+    for control in explorer(name).form.controls:
         for value in (*control.stops, *control.options, *control.suggestions):
             yield base | {control.name: str(value)}
 

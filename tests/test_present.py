@@ -65,7 +65,7 @@ def test_a_plan_keeps_every_column_at_eighty(plan: dict[str, Any]) -> None:
 
 TABLE = Table(
     title="t",
-    columns=(TableColumn(name="name", kind="text", wrap=True), *columns("first figure", "second", "third", text=0)),
+    columns=(TableColumn("name", "text", wrap=True), *columns("first figure", "second", "third", text=0)),
     rows=(("a name of several words", "1234567", "12345678", "123456789"), (), ("b", "1", "2", "3")),
 )
 
@@ -103,7 +103,7 @@ def test_a_colour_has_one_meaning() -> None:
 
 
 def test_a_half_alone_has_the_whole_row() -> None:
-    bars = Bars(title="b", unit="s", bars=(Bar(name="a", parts=(("x", 1.0),)),))
+    bars = Bars(title="b", unit="s", bars=(Bar("a", (("x", 1.0),)),))
     table = Table(title="t", columns=columns("a"), rows=(("1",),))
     assert places((bars, bars, bars, table)) == ["half", "half", "wide", "wide"]
     assert places((bars, table, bars)) == ["wide", "wide", "wide"]

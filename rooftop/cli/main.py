@@ -16,20 +16,20 @@ from rooftop import __version__
 from rooftop.cli.usage import VerbGroup, usage_line
 from rooftop.core.errors import Infeasible, RooftopError
 
-#: Verb -> (module, one line of help). The module holds a click command named ``command``.
+#: Verb -> (MODULE:COMMAND, one line of help). A module with one verb calls it ``command``.
 VERBS: dict[str, tuple[str, str]] = {
-    "chips": ("rooftop.cli.chips", "The hardware catalogue, every figure with its source."),
-    "model": ("rooftop.cli.model", "Parameters, FLOPs and KV bytes of a model."),
-    "matmul": ("rooftop.cli.matmul.command", "Sharded arrays: what multiplying and moving them costs."),
-    "plan": ("rooftop.cli.plan.command", "Plan training or serving: sharding, memory, time, cost, and why."),
+    "chips": ("rooftop.cli.catalogue:chips", "The hardware catalogue, every figure with its source."),
+    "model": ("rooftop.cli.catalogue:model", "Parameters, FLOPs and KV bytes of a model."),
+    "matmul": ("rooftop.cli.matmul", "Sharded arrays: what multiplying and moving them costs."),
+    "plan": ("rooftop.cli.plan", "Plan training or serving: sharding, memory, time, cost, and why."),
     "simulate": ("rooftop.cli.simulate", "Requests against a serving plan: the latencies that users feel."),
-    "compile": ("rooftop.cli.compile.command", "A plan, or any JAX function, through XLA:TPU, without a TPU."),
-    "train": ("rooftop.cli.train.command", "Train a plan or a model on the devices that are here."),
-    "serve": ("rooftop.cli.serve.command", "Serve a checkpoint, as OpenAI's API, on the devices here."),
+    "compile": ("rooftop.cli.compile", "A plan, or any JAX function, through XLA:TPU, without a TPU."),
+    "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
+    "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on the devices here."),
     "embed": ("rooftop.cli.embed.command", "Embedding tables: limits from data, training, export."),
-    "explain": ("rooftop.cli.explain.command", "Where time goes: measured beside compiled beside planned."),
-    "bench": ("rooftop.cli.bench.command", "Measure: collectives on the devices here, a server under load."),
-    "validate": ("rooftop.cli.validate", "Our predictions beside published measurements, misses included."),
+    "explain": ("rooftop.cli.explain", "Where time goes: measured beside compiled beside planned."),
+    "bench": ("rooftop.cli.bench", "Measure: collectives on the devices here, a server under load."),
+    "validate": ("rooftop.cli.explain:validate", "Our predictions beside published measurements, misses included."),
     "ui": ("rooftop.cli.ui", "The same in a browser, with sliders; plans and runs opened."),
 }
 
@@ -55,7 +55,8 @@ class _Verbs(VerbGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
+        module, _, name = VERBS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name or "command")
         return command
 
     def make_context(

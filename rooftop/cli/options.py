@@ -7,6 +7,7 @@ while the command line is parsed, before planners, JAX or servers are imported, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -229,6 +230,14 @@ def _count_or_zero(text: str, field: str) -> int:
     return 0 if str(text) == "0" else parse_count(text, field)
 
 
+def parse_profile(text: str, field: str) -> tuple[int, int]:
+    """Read the first and last traced step of 'steps=A..B'. Raises RooftopError naming ``field``."""
+    match = re.fullmatch(r"steps=(\d+)\.\.(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise RooftopError(field, text, "steps=A..B with A up to B, counted from 1: steps=10..13")
+    return int(match[1]), int(match[2])
+
+
 def _top(text: str, field: str) -> int | str:
     return "all" if str(text) == "all" else parse_count(text, field)
 
@@ -244,6 +253,8 @@ SHARE = Parsed("share", parse_share)
 TIME = Parsed("time", parse_seconds)
 #: Dollars per chip-hour.
 PRICE = Parsed("usd", lambda text, field: parse_quantity(text, field, largest=1e6))
+#: First and last step of a trace.
+PROFILE = Parsed("steps=a..b", parse_profile)
 DTYPE = Dtype()
 DTYPES = Dtype(several=True)
 HARDWARE_NAME = Hardware()

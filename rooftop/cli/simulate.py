@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -74,44 +75,14 @@ _EXAMPLES = (
 @output_option()
 @json_option
 def command(
-    *,
-    plan: Path,
-    trace: Path | None,
-    requests_per_second: float | None,
-    duration: float,
-    prompt: str | None,
-    generate: str | None,
-    burstiness: float,
-    seed: int,
-    hash_tokens: int,
-    batching: str | None,
-    chunk_tokens: int | None,
-    batch_seqs: int | None,
-    replicas: int | None,
-    prefill_servers: int | None,
-    routing: str,
-    preemption: str,
-    prefix_cache: bool,
-    host_dram: int | None,
-    ttft: float | None,
-    tpot: float | None,
-    per_request: Path | None,
-    perfetto: Path | None,
-    output: Path | None,
-    as_json: bool,
+    *, per_request: Path | None, perfetto: Path | None, output: Path | None, as_json: bool, **options: Any
 ) -> int:
     """Serve requests by PLAN, a plan.json of `rooftop plan serve`: the latencies that users would feel."""
     from rooftop.core.files import write_json
     from rooftop.library.serving import simulate
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = simulate(
-            plan, trace=trace, requests_per_second=requests_per_second, duration=duration, prompt=prompt,
-            generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens, batching=batching,
-            chunk_tokens=chunk_tokens, batch_seqs=batch_seqs, replicas=replicas, prefill_servers=prefill_servers,
-            routing=routing, preemption=preemption, prefix_cache=prefix_cache, host_dram=host_dram, ttft=ttft,
-            tpot=tpot, on_progress=on_progress,
-        )  # fmt: skip
+        result = simulate(**options, on_progress=on_progress)
     result.raise_if_infeasible()
     data = result.to_json()
     if per_request is not None:

@@ -7,12 +7,11 @@ from pathlib import Path
 import click
 
 from rooftop.cli.options import OUTPUT, PATH, SERVER, VerbCommand, json_option, option
-from rooftop.cli.output import console, emit_json
+from rooftop.cli.output import emit_json, show_document
 
 
 @click.command(
-    cls=VerbCommand,
-    examples=("rooftop ui", "rooftop ui plan.json report.json --port 0", "rooftop ui --list --json"),
+    cls=VerbCommand, examples=("rooftop ui", "rooftop ui plan.json report.json --port 0", "rooftop ui --list --json")
 )
 @click.argument("files", nargs=-1, type=PATH)
 @option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
@@ -30,13 +29,12 @@ def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, lis
     runs. The page talks to this machine alone. Ctrl-C ends it.
     """
     from rooftop.core.errors import RooftopError
+    from rooftop.present.documents.catalogue import explorers
     from rooftop.ui.explorers import EXPLORERS, explorer
 
     if listed:
-        if as_json:
-            emit_json({"kind": "ui", "explorers": [explorer(name).to_json() for name in EXPLORERS]})
-        else:
-            _show()
+        data = [explorer(name).form.to_json() for name in EXPLORERS]
+        emit_json({"kind": "ui", "explorers": data}) if as_json else show_document(explorers(data))
         return 0
     if as_json:
         raise RooftopError("json", "--json", "it with --list: the page itself is no answer")
@@ -57,18 +55,3 @@ def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, lis
         webbrowser.open(where)
     serve(app, listening)
     return 0
-
-
-def _show() -> None:
-    """A table of the explorers."""
-    from rich.table import Table
-
-    from rooftop.ui.explorers import EXPLORERS, explorer
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("address", "explorer", "controls"):
-        table.add_column(title)
-    for name in EXPLORERS:
-        result = explorer(name)
-        table.add_row(f"/{name}", result.title, ", ".join(control.name for control in result.controls))
-    console().print(table)

@@ -16,7 +16,7 @@ from rooftop.core.quantities import format_bytes, format_seconds, parse_count, p
 from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, CountLike, SliceLike, axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
-from rooftop.simulate.expressions import array_facts, parse_sizes, price_expression, simulate_strategies
+from rooftop.simulate.expressions import ArrayFacts, parse_sizes, price_expression, simulate_strategies
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
@@ -111,7 +111,7 @@ def matmul(
     if on is None:
         if not isinstance(asked, ShardedArray):
             raise RooftopError("on", None, "a slice, such as v5e:4x4: without one there are no times")
-        array = array_facts(asked, sizes, shape)
+        array = ArrayFacts.of(asked, sizes, shape).to_json()
         return MatmulResult(data=data | {"kind": "array", "arrays": [array]}, arrays=(array,))
     where = slice_of(on)
     if figures:

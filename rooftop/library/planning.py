@@ -46,7 +46,7 @@ class TrainingPlanResult(Result):
     @cached_property
     def _data(self) -> dict[str, object]:
         data: dict[str, object] = self.answer.to_json()
-        return data | {"pipeline": of_plan(self.plan)} if self.plan.mesh.size(*STAGE_AXES) > 1 else data
+        return data | {"pipeline": of_plan(self.plan).to_json()} if self.plan.mesh.size(*STAGE_AXES) > 1 else data
 
     def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to build, compile and run the program."""

@@ -52,8 +52,8 @@ from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.request import ServeRequest
 from rooftop.simulate.serving import engine as simulator
-from rooftop.simulate.serving.deployment import Deployment
-from rooftop.simulate.serving.metrics import ServingMetrics, Targets
+from rooftop.simulate.serving.metrics import ServingMetrics, SimulationReport, Targets
+from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
 
@@ -465,46 +465,13 @@ class SimulationResult(Result):
     metrics: ServingMetrics
 
     @cached_property
-    def _data(self) -> dict[str, object]:
-        from rooftop import __version__
-
-        problem, policy, trace = self.plan.problem, self.deployment.policy, self.metrics.simulation.trace
-        return {
-            "kind": "simulation",
-            "schema": 1,
-            "rooftop_version": __version__,
-            "plan": {
-                "model": problem.model.name,
-                "slice": problem.slice.name,
-                "prefill_slice": problem.prefill_server.name,
-                "mode": problem.mode,
-                "batch": self.plan.batch,
-                "ttft_s": self.plan.ttft_s,
-                "tpot_s": self.plan.tpot_s,
-            },
-            "deployment": {
-                "batching": policy.batching,
-                "chunk_tokens": policy.chunk_tokens,
-                "max_batch": policy.max_batch,
-                "preemption": policy.preemption,
-                "replicas": self.deployment.replicas,
-                "prefill_servers": self.deployment.prefill_servers,
-                "routing": self.deployment.routing.kind,
-                "prefix_cache": self.deployment.prefix_cache,
-                "host_kv_tokens": self.deployment.host_kv_tokens,
-            },
-            "trace": {
-                "requests": len(trace),
-                "seconds": float(trace.arrival_s[-1]),
-                "mean_prompt_tokens": float(trace.prompt_tokens.mean()),
-                "mean_output_tokens": float(trace.output_tokens.mean()),
-                "hashes": trace.hashes is not None,
-            },
-        } | self.metrics.to_json()
+    def report(self) -> SimulationReport:
+        """Plan, deployment, trace, latencies and servers."""
+        return SimulationReport.of(self.plan, self.deployment, self.metrics)
 
     def to_json(self) -> dict[str, object]:
-        """Plan, deployment, trace, latencies and servers."""
-        return dict(self._data)
+        """``report`` as plain JSON values."""
+        return self.report.to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -541,11 +508,9 @@ class SimulationResult(Result):
     def summary(self) -> str:
         """Requests served, and mean and tail of the latencies."""
         metrics, deployment = self.metrics, self.deployment
-        data = metrics.to_json()
-        ttft, tpot = data["ttft_s"], data["tpot_s"]
         latencies = [
-            f"{name} {format_seconds(values['p50'])} median, {format_seconds(values['p99'])} at p99"
-            for name, values in (("TTFT", ttft), ("TPOT", tpot))
+            f"{name} {format_seconds(values.p50)} median, {format_seconds(values.p99)} at p99"
+            for name, values in (("TTFT", metrics.figures.ttft_s), ("TPOT", metrics.figures.tpot_s))
             if values is not None
         ]
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,7 +35,7 @@ class Widths:
 
 
 def to_data(document: Document, widths: Widths | None = None) -> dict[str, Any]:
-    """The document as plain JSON values; each chart with its ``place``, its ``svg`` and its table."""
+    """The document as plain JSON values: figures with their text, charts with place, SVG and table."""
     sizes = widths or Widths()
     prose = [chart.about for chart in document.charts if isinstance(chart, Items) and not chart.items]
     shown = [chart for chart in document.charts if not isinstance(chart, Items) or chart.items]
@@ -42,7 +43,16 @@ def to_data(document: Document, widths: Widths | None = None) -> dict[str, Any]:
         _chart(chart, place, sizes, f"chart-{at}")
         for at, (chart, place) in enumerate(zip(shown, places(shown), strict=True))
     ]
-    return document.to_json() | {"charts": charts, "notes": [*document.notes, *prose]}
+    return {
+        "verdict": document.verdict.text,
+        "no": document.verdict.no,
+        "details": list(document.verdict.details),
+        "figures": [figure.to_json() for figure in document.figures],
+        "charts": charts,
+        "notes": [*document.notes, *prose],
+        "command": shlex.join(document.command),
+        "sources": list(document.sources),
+    }
 
 
 def _chart(chart: Chart, place: Place, sizes: Widths, identifier: str) -> dict[str, Any]:

@@ -6,12 +6,12 @@ document looks is the business of its renderers.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
+from typing import Any, Literal
 
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.records import Record, derived
 from rooftop.core.timelines import Lanes
 
 #: The evidence of a figure: a bound, an expectation, an exact count, a measurement, a simulation, a rule of thumb.
@@ -65,8 +65,8 @@ class ShownVerdict:
         return f"{self.subject}. {self.says}" if self.subject and self.says else self.subject or self.says
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownFigure:
+@dataclass(frozen=True)
+class ShownFigure(Record):
     """One figure: ``value`` in SI ``unit`` (or a word), with its evidence, formula and source.
 
     ``note`` is the rest of its line. ``shown`` replaces the usual text of the value.
@@ -77,59 +77,61 @@ class ShownFigure:
     value: float | str | None
     unit: str = ""
     level: Level = "exact"
+    _: KW_ONLY
     formula: str = ""
     source: str = ""
     note: str = ""
     shown: str = ""
 
-    @property
+    @derived
     def text(self) -> str:
         """The value as people read it."""
         return self.shown or format_value(self.value, self.unit)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ChartAxis:
     """An axis: its label, SI unit and scale. A linear one with ``zero`` begins at 0."""
 
     label: str
     unit: str = ""
     scale: Literal["linear", "log"] = "linear"
+    _: KW_ONLY
     zero: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ChartSeries:
     """Points [n] of (x, y). ``names`` [n] name the points, ``notes`` [n] are their figures, a line each."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     style: Literal["line", "dashed", "dots", "point", "marked"] = "line"
+    _: KW_ONLY
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A part of a document. ``about`` says what to look for, for readers who cannot see it too.
+class Chart(Record):
+    """A part of a document. ``about`` says what to look for, also for readers who cannot see the chart.
 
     ``section`` is the title of the section that the part begins. Only pages show a ``detail``: the terminal leaves it
     out.
     """
 
-    kind: ClassVar[str] = ""
+    kind: str = ""
     title: str
     about: str = ""
     section: str = ""
     detail: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, tuples for lists."""
-        return {"kind": self.kind} | {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        """Plain JSON values. Tuples of plain values stay tuples: charts hold thousands of them."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses within a chart as dicts. Other values stay as they are: charts hold thousands of tuples."""
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple) and value and is_dataclass(value[0]):
@@ -141,19 +143,20 @@ def _plain(value: Any) -> Any:
 class Lines(Chart):
     """Series over two axes; ``marks`` are vertical lines: (x, label)."""
 
-    kind: ClassVar[str] = "lines"
+    kind: str = "lines"
     x: ChartAxis
     y: ChartAxis
     series: tuple[ChartSeries, ...]
     marks: tuple[tuple[float, str], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bar:
     """A bar of parts that add up: (part, value)."""
 
     name: str
     parts: tuple[tuple[str, float], ...]
+    _: KW_ONLY
     note: str = ""
 
 
@@ -161,7 +164,7 @@ class Bar:
 class Bars(Chart):
     """Bars in one ``unit``; ``limit`` is a line across all of them: (value, label)."""
 
-    kind: ClassVar[str] = "bars"
+    kind: str = "bars"
     unit: str
     bars: tuple[Bar, ...]
     limit: tuple[float, str] | None = None
@@ -171,7 +174,7 @@ class Bars(Chart):
 class Spans(Chart):
     """A timeline: lanes of spans (start, end, index of a colour, label), in ``unit``. ``colours`` are names."""
 
-    kind: ClassVar[str] = "spans"
+    kind: str = "spans"
     unit: str
     lanes: tuple[tuple[str, tuple[tuple[float, float, int, str], ...]], ...]
     colours: tuple[str, ...]
@@ -193,24 +196,40 @@ class Held:
 class Blocks(Chart):
     """An array on a mesh: a cell for each device with its block filled, ``shape`` (rows, columns) of devices."""
 
-    kind: ClassVar[str] = "blocks"
+    kind: str = "blocks"
     shape: tuple[int, int]
     axes: tuple[str, str]
     cells: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class FrameCell:
+    """A cell of an animation: its parts as (colour, amount of 0 to 1), and a text."""
+
+    parts: tuple[tuple[int, float], ...]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One picture of an animation, with a sentence about it. ``arrows`` go from cell to cell; None: it has none."""
+
+    cells: tuple[FrameCell, ...]
+    says: str
+    arrows: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frames(Chart):
     """An animation over a grid of cells, ``shape`` (rows, columns), shown from frame ``start`` on.
 
-    A frame has ``cells``, each with ``parts`` (colour, amount of 0 to 1) and a ``text``; ``arrows`` (from, to, colour)
-    between cells; and in ``says`` a sentence. ``names`` are those of the cells, if they have any.
+    ``names`` are those of the cells, if they have any.
     """
 
-    kind: ClassVar[str] = "frames"
+    kind: str = "frames"
     shape: tuple[int, int]
     names: tuple[str, ...]
-    frames: tuple[Mapping[str, Any], ...]
+    frames: tuple[Frame, ...]
     start: int = 0
 
 
@@ -218,7 +237,7 @@ class Frames(Chart):
 class Timeline(Chart):
     """The timeline of a step, with zoom where it is drawn."""
 
-    kind: ClassVar[str] = "timeline"
+    kind: str = "timeline"
     lanes: Lanes
 
     def to_json(self) -> dict[str, Any]:
@@ -230,7 +249,7 @@ class Timeline(Chart):
         return {"kind": self.kind, "title": self.title, "about": self.about, "lanes": lanes, "unit": "s"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TableColumn:
     """A column: text or numbers. Text may ``wrap``. Where room is short, the column of largest ``drop`` goes first.
 
@@ -239,6 +258,7 @@ class TableColumn:
 
     name: str
     kind: Literal["text", "number"] = "number"
+    _: KW_ONLY
     wrap: bool = False
     drop: int = 0
 
@@ -247,22 +267,18 @@ class TableColumn:
 class Table(Chart):
     """Rows of text under ``columns``; an empty row separates groups. ``top`` rows are printed (0: all)."""
 
-    kind: ClassVar[str] = "table"
+    kind: str = "table"
     columns: tuple[TableColumn, ...]
     rows: tuple[tuple[str, ...], ...]
     top: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values: names of columns, rows of text."""
-        named = {"kind": self.kind, "title": self.title, "about": self.about}
-        return named | {"columns": [column.name for column in self.columns], "rows": [row for row in self.rows if row]}
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Item:
     """A line of a list: a ``mark`` before it and a quiet ``note`` after it. ``good`` colours the mark."""
 
     text: str
+    _: KW_ONLY
     mark: str = ""
     note: str = ""
     good: bool | None = None
@@ -272,18 +288,14 @@ class Item:
 class Items(Chart):
     """A list of lines: reasons, changes, obstacles, runners-up. One that ``warns`` is yellow."""
 
-    kind: ClassVar[str] = "items"
+    kind: str = "items"
     items: tuple[Item, ...]
     warns: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"kind": self.kind, "title": self.title, "about": self.about, "items": list(map(asdict, self.items))}
 
 
 def columns(*names: str, text: int = 1) -> tuple[TableColumn, ...]:
     """Columns of a table, the first ``text`` of them text and the others numbers."""
-    return tuple(TableColumn(name=name, kind="text" if at < text else "number") for at, name in enumerate(names))
+    return tuple(TableColumn(name, "text" if at < text else "number") for at, name in enumerate(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,16 +309,3 @@ class Document:
     notes: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; every figure with its text."""
-        return {
-            "verdict": self.verdict.text,
-            "no": self.verdict.no,
-            "details": list(self.verdict.details),
-            "figures": [asdict(figure) | {"text": figure.text} for figure in self.figures],
-            "charts": [chart.to_json() for chart in self.charts],
-            "notes": list(self.notes),
-            "command": shlex.join(self.command),
-            "sources": list(self.sources),
-        }

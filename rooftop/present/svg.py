@@ -423,7 +423,7 @@ def _spans(chart: Spans, width: float, identifier: str) -> Html:
         x = left + tick * scale
         anchor = "start" if tick == 0 else "end" if x > width - 30 else "middle"
         parts.append(tag("line", class_="base", x1=x, x2=x, y1=height - 22, y2=height - 18))
-        parts.append(tag("text", _tick_text(tick, ChartAxis(label="", unit=chart.unit)), x=x, y=height - 5,
+        parts.append(tag("text", _tick_text(tick, ChartAxis("", chart.unit)), x=x, y=height - 5,
                          text_anchor=anchor))  # fmt: skip
     used = {span[2] for _, spans in chart.lanes for span in spans}
     legend = [(name, palette[name], "box") for at, name in enumerate(chart.colours) if at in used]
@@ -604,7 +604,7 @@ def chart_table(chart: Chart) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     if isinstance(chart, Blocks):
         return ("device", "holds"), [(cell.device, cell.label) for cell in chart.cells]
     if isinstance(chart, Frames):
-        return ("step", "what happens"), [(str(at), frame["says"]) for at, frame in enumerate(chart.frames)]
+        return ("step", "what happens"), [(str(at), frame.says) for at, frame in enumerate(chart.frames)]
     if isinstance(chart, Timeline):
         return ("lane", "span", "times", "seconds in all"), _lane_sums(chart.lanes.lanes[:MOST_LANES])
     if isinstance(chart, Table):

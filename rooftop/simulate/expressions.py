@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rooftop.algebra import derivatives
@@ -15,60 +16,81 @@ from rooftop.arrays import ShardedArray
 from rooftop.arrays.tiles import default_layout
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import parse_count
+from rooftop.core.records import Record
 from rooftop.simulate.network.collectives import simulate
 from rooftop.simulate.network.placement import move
 from rooftop.simulate.systolic import SystolicArray
 
 
+@dataclass(frozen=True, kw_only=True)
+class ArrayFacts(Record):
+    """Shapes and bytes of an array: on one device, on all of them, and of one copy."""
+
+    array: str
+    unicode: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    device_bytes: float
+    total_bytes: float
+    copy_bytes: float
+    replication: int
+    tpu_layout: str
+    tpu_padded_bytes: int
+
+    @classmethod
+    def of(cls, array: ShardedArray, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> ArrayFacts:
+        """The facts of an array with dims of some ``sizes`` on a mesh."""
+        local = array.local_shape(sizes, mesh)
+        layout = default_layout(array.dtype, local)
+        return cls(
+            array=str(array),
+            unicode=array.to_text("unicode"),
+            shape=array.shape(sizes),
+            local_shape=local,
+            device_bytes=array.device_bytes(sizes, mesh),
+            total_bytes=array.total_bytes(sizes, mesh),
+            copy_bytes=array.one_copy_bytes(sizes),
+            replication=array.replication(mesh),
+            tpu_layout=str(layout),
+            tpu_padded_bytes=layout.nbytes,
+        )
+
+
+#: A matmul, a resharding, a collective, or an array alone.
+ShardedExpression = Einsum | Reshard | Step | ShardedArray
+
+
 def price_expression(
-    asked: Any, prices: Prices, *, overlapped: bool, backward: bool
+    expression: ShardedExpression, prices: Prices, *, overlapped: bool, backward: bool
 ) -> tuple[dict[str, Any], tuple[Strategy, ...]]:
     """Return the facts of an expression (kind, arrays, cases) and its priced strategies, the fastest first."""
-    sizes, shape = prices.dims, prices.mesh.shape
     arrays: tuple[ShardedArray, ...]
     ways: tuple[Strategy, ...]
     data: dict[str, Any]
-    if isinstance(asked, Einsum):
-        ways = strategies(asked, prices, overlapped=overlapped)
-        arrays = asked.left, asked.right, asked.output
-        data = {"kind": "einsum", "cases": [case.to_json() for case in cases(asked)]}
+    if isinstance(expression, Einsum):
+        ways = strategies(expression, prices, overlapped=overlapped)
+        arrays = expression.left, expression.right, expression.output
+        data = {"kind": "einsum", "cases": [case.to_json() for case in cases(expression)]}
         if backward:
-            data["backward"] = derivatives.backward(asked, ways[0], prices).to_json()
-    elif isinstance(asked, Reshard):
-        arrays = asked.source, asked.target
-        if asked.source.at or asked.target.at:
-            ways = (move(asked.source, asked.target, prices),)
+            data["backward"] = derivatives.backward(expression, ways[0], prices).to_json()
+    elif isinstance(expression, Reshard):
+        arrays = expression.source, expression.target
+        if expression.source.at or expression.target.at:
+            ways = (move(expression.source, expression.target, prices),)
         else:
-            ways = (priced(reshard(asked.source, asked.target, prices), arrays[:1], prices),)
+            ways = (priced(reshard(expression.source, expression.target, prices), arrays[:1], prices),)
         data = {"kind": "reshard"}
-    elif isinstance(asked, Step):
-        arrays = asked.inputs[0], asked.output
-        ways = (priced((asked,), asked.inputs, prices),)
+    elif isinstance(expression, Step):
+        arrays = expression.inputs[0], expression.output
+        ways = (priced((expression,), expression.inputs, prices),)
         data = {"kind": "collective"}
         if backward:
-            transposed = derivatives.transposed(asked)
+            transposed = derivatives.transposed(expression)
             data["backward"] = priced((transposed,), transposed.inputs, prices).to_json()
     else:
-        arrays, ways, data = (asked,), (), {"kind": "array"}
-    return data | {"arrays": [array_facts(array, sizes, shape) for array in arrays]}, ways
-
-
-def array_facts(array: Any, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, Any]:
-    """Shapes and bytes of one array."""
-    local = array.local_shape(sizes, mesh)
-    layout = default_layout(array.dtype, local)
-    return {
-        "array": str(array),
-        "unicode": array.to_text("unicode"),
-        "shape": list(array.shape(sizes)),
-        "local_shape": list(local),
-        "device_bytes": array.device_bytes(sizes, mesh),
-        "total_bytes": array.total_bytes(sizes, mesh),
-        "copy_bytes": array.one_copy_bytes(sizes),
-        "replication": array.replication(mesh),
-        "tpu_layout": str(layout),
-        "tpu_padded_bytes": layout.nbytes,
-    }
+        arrays, ways, data = (expression,), (), {"kind": "array"}
+    facts = [ArrayFacts.of(array, prices.dims, prices.mesh.shape).to_json() for array in arrays]
+    return data | {"arrays": facts}, ways
 
 
 def simulate_strategies(

@@ -9,7 +9,7 @@ exchange between neighbours. Sources: chapter 5 of the book; Narayanan et al. 20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
+from rooftop.core.records import Record
 from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, StageOp, Task, pipeline_table
 
 if TYPE_CHECKING:
@@ -113,25 +114,40 @@ def durations_of(plan: TrainingPlan) -> Durations:
     return Durations(forward=seconds["forward"], input_gradient=half + seconds["recompute"], weight_gradient=half)
 
 
-def of_plan(plan: TrainingPlan) -> dict[str, Any]:
-    """A plan's pipeline as its table runs, next to the closed forms that price it; as plain JSON values.
+@dataclass(frozen=True, kw_only=True)
+class PipelineFigures(Record):
+    """A plan's pipeline, simulated, next to the closed forms that price it.
 
-    ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches that one
-    holds, ``lockstep_s`` how long the passes take if neighbours exchange in every slot, as the program does.
+    ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches whose activations one
+    stage holds, ``lockstep_s`` the time of the passes if neighbours exchange in every slot, as the program does.
     """
-    sizes = _sizes(plan)
-    timeline = plan_timeline(plan)
-    table, durations = timeline.table, durations_of(plan)
-    return {
-        "schedule": plan.choice.schedule,
+
+    schedule: str
+    stages: int
+    microbatches: int
+    chunks: int
+    bubble: float
+    bubble_closed_form: float
+    in_flight: float
+    in_flight_closed_form: float
+    passes_s: float
+    lockstep_s: float
+
+
+def of_plan(plan: TrainingPlan) -> PipelineFigures:
+    """The figures of a plan's pipeline."""
+    schedule, sizes = plan.choice.schedule, _sizes(plan)
+    timeline, durations = plan_timeline(plan), durations_of(plan)
+    return PipelineFigures(
+        schedule=schedule,
         **sizes,
-        "bubble": float(timeline.bubble.max()),
-        "bubble_closed_form": float(bubble(plan.choice.schedule, durations=durations, **sizes)),
-        "in_flight": float(timeline.in_flight.max()),
-        "in_flight_closed_form": float(most_in_flight(plan.choice.schedule, **sizes)),
-        "passes_s": timeline.makespan,
-        "lockstep_s": lockstep(table, durations),
-    }
+        bubble=float(timeline.bubble.max()),
+        bubble_closed_form=float(bubble(schedule, durations=durations, **sizes)),
+        in_flight=float(timeline.in_flight.max()),
+        in_flight_closed_form=float(most_in_flight(schedule, **sizes)),
+        passes_s=timeline.makespan,
+        lockstep_s=lockstep(timeline.table, durations),
+    )
 
 
 def plan_timeline(plan: TrainingPlan) -> PipelineTimeline:

@@ -8,79 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import parse_count
+from rooftop.core.records import Record
 from rooftop.present.document import Document
 
-Kind = Literal["slider", "select", "text", "area"]
 #: The longest text that a control takes.
 LONGEST = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Control:
-    """One control.
+class Control(Record):
+    """One control. A slider has the ``stops`` that it stops at, a select ``options``, a text ``suggestions``.
 
-    A slider goes from ``low`` to ``high``: by ``step`` on a linear scale; on a logarithmic one by powers of two and,
-    with ``halves``, the numbers half-way between them. A select has ``options``, a text ``suggestions``. ``fields``
-    are the fields of errors that are shown beside it, in addition to its own name.
+    ``fields`` are the fields of errors that are shown next to it, its own name among them.
     """
 
     name: str
     label: str
-    kind: Kind
+    kind: Literal["slider", "select", "text", "area"]
     default: str
-    low: int = 1
-    high: int = 1
-    scale: Literal["linear", "log"] = "linear"
-    step: int = 1
-    halves: bool = False
+    stops: tuple[int, ...] = ()
     options: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
     unit: str = ""
     help: str = ""
     fields: tuple[str, ...] = ()
 
-    @property
-    def stops(self) -> tuple[int, ...]:
-        """The values that a slider stops at."""
-        if self.kind != "slider":
-            return ()
-        if self.scale == "linear":
-            return tuple(range(self.low, self.high + 1, self.step))
-        powers = [2**power for power in range(self.high.bit_length())]
-        between = [3 * power // 2 for power in powers if self.halves and power > 1]
-        return tuple(sorted({self.low, self.high, *(n for n in chain(powers, between) if self.low <= n <= self.high)}))
-
     def check(self, text: str) -> str:
         """The text, if the control takes it. Raises RooftopError naming the control."""
         if len(text) > LONGEST:
             raise RooftopError(self.name, f"{len(text)} characters", f"{LONGEST} at most")
-        if self.kind == "slider":
-            value = parse_count(text, self.name)
-            if not self.low <= value <= self.high:
-                raise RooftopError(self.name, text, f"{self.low} to {self.high}")
+        if self.kind == "slider" and not self.stops[0] <= parse_count(text, self.name) <= self.stops[-1]:
+            raise RooftopError(self.name, text, f"{self.stops[0]} to {self.stops[-1]}")
         if self.kind == "select" and text not in self.options:
             raise unknown(self.name, text, self.options)
         return text
-
-    def to_json(self) -> dict[str, Any]:
-        """The declaration, as the page reads it."""
-        return {
-            "name": self.name,
-            "label": self.label,
-            "kind": self.kind,
-            "default": self.default,
-            "stops": list(self.stops),
-            "options": list(self.options),
-            "suggestions": list(self.suggestions),
-            "unit": self.unit,
-            "help": self.help,
-            "fields": [self.name, *self.fields],
-        }
 
 
 @dataclass(frozen=True)
@@ -126,20 +91,20 @@ def slider(
     help: str = "",
     fields: tuple[str, ...] = (),
 ) -> Control:
-    """A slider over whole numbers, logarithmic unless told otherwise."""
+    """A slider over whole numbers: by ones if ``linear``, else by powers of two.
+
+    With ``halves`` it also stops at the numbers half-way between two powers.
+    """
+    if linear:
+        stops = set(range(low, high + 1))
+    else:
+        powers = [2**power for power in range(high.bit_length())]
+        between = [3 * power // 2 for power in powers if halves and power > 1]
+        stops = {low, high, *(stop for stop in (*powers, *between) if low <= stop <= high)}
     return Control(
-        name=name,
-        label=label,
-        kind="slider",
-        default=default,
-        low=low,
-        high=high,
-        scale="linear" if linear else "log",
-        halves=halves,
-        unit=unit,
-        help=help,
-        fields=fields,
-    )
+        name=name, label=label, kind="slider", default=default, stops=tuple(sorted(stops)), unit=unit, help=help,
+        fields=(name, *fields),
+    )  # fmt: skip
 
 
 def select(
@@ -147,49 +112,52 @@ def select(
 ) -> Control:
     """One of a few names."""
     return Control(
-        name=name, label=label, kind="select", default=default, options=tuple(options), help=help, fields=fields
-    )
+        name=name, label=label, kind="select", default=default, options=tuple(options), help=help,
+        fields=(name, *fields),
+    )  # fmt: skip
 
 
 def text(
-    name: str,
-    label: str,
-    default: str,
-    *,
-    suggestions: Iterable[str] = (),
-    help: str = "",
-    fields: tuple[str, ...] = (),
-    area: bool = False,
-) -> Control:
+    name: str, label: str, default: str, *, suggestions: Iterable[str] = (), help: str = "",
+    fields: tuple[str, ...] = (), area: bool = False,
+) -> Control:  # fmt: skip
     """A line of text (or an ``area`` of several)."""
     return Control(
-        name=name,
-        label=label,
-        kind="area" if area else "text",
-        default=default,
-        suggestions=tuple(suggestions),
-        help=help,
-        fields=fields,
-    )
+        name=name, label=label, kind="area" if area else "text", default=default, suggestions=tuple(suggestions),
+        help=help, fields=(name, *fields),
+    )  # fmt: skip
+
+
+def command_line(*words: str, **options: str | int | Mapping[str, int] | None) -> tuple[str, ...]:
+    """The words of a ``rooftop`` command: ``batch_seqs=8`` is ``--batch-seqs 8``, and a mapping ``NAME=SIZE,...``.
+
+    True is a flag; False and None leave an option out.
+    """
+    line = ["rooftop", *words]
+    for name, value in options.items():
+        if value is not None and value is not False:
+            line.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, Mapping):
+            line.append(",".join(f"{key}={size}" for key, size in value.items()))
+        elif value is not None and not isinstance(value, bool):
+            line.append(str(value))
+    return tuple(line)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explorer:
-    """One page: its controls, and the function from their state to a document. ``chapter`` is the book's."""
+class ExplorerForm(Record):
+    """The form of an explorer, as the page builds it. ``chapter`` is the book's."""
 
     name: str
     title: str
     summary: str
     chapter: str
     controls: tuple[Control, ...]
-    answer: Callable[[State], Document]
 
-    def to_json(self) -> dict[str, Any]:
-        """The declaration that the page builds its form from."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "summary": self.summary,
-            "chapter": self.chapter,
-            "controls": [control.to_json() for control in self.controls],
-        }
+
+@dataclass(frozen=True)
+class Explorer:
+    """One page: its form, and the function from the state of its controls to a document."""
+
+    form: ExplorerForm
+    answer: Callable[[State], Document]

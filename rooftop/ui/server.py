@@ -31,8 +31,7 @@ from rooftop.present.browser import Widths, to_data
 from rooftop.present.document import Document, ShownVerdict
 from rooftop.ui.controls import read_state
 from rooftop.ui.explorers import EXPLORERS, explorer
-from rooftop.ui.opened import opened_text
-from rooftop.ui.reading import Shelf
+from rooftop.ui.opened import Shelf, opened_text
 
 _STATIC = Path(__file__).with_name("static")
 #: Style and script of charts, which pages that are files have too.
@@ -75,7 +74,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
         return _answered(lambda: _asked(request))
 
     async def declare(request: Request) -> Response:
-        return _answered(lambda: explorer(request.path_params["name"]).to_json())
+        return _answered(lambda: explorer(request.path_params["name"]).form.to_json())
 
     def show(request: Request) -> Response:
         # A trace takes seconds: not on the thread that answers all others.
@@ -112,7 +111,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
 
 def _asked(request: Request) -> dict[str, Any]:
     result = explorer(request.path_params["name"])
-    state = read_state(result.controls, request.query_params.multi_items())
+    state = read_state(result.form.controls, request.query_params.multi_items())
     try:
         answer = result.answer(state)
     except Infeasible as no:

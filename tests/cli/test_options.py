@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections import defaultdict
@@ -11,6 +12,7 @@ from typing import Any
 import click
 import pytest
 
+import rooftop as library
 from rooftop.arrays.mesh import AXES
 from rooftop.cli import options
 from rooftop.cli.main import cli
@@ -22,6 +24,7 @@ from rooftop.models import presets
 from rooftop.plan.training.workload import OPTIMIZERS
 from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.scheduling.serving.policy import BATCHING
+from rooftop.serve.request import ServeRequest
 
 
 def _commands(group: click.Group = cli, prefix: str = "rooftop") -> Iterator[tuple[str, click.Command]]:
@@ -43,6 +46,30 @@ def test_every_command_has_groups_and_examples(path: str) -> None:
     command = COMMANDS[path]
     assert isinstance(command, VerbCommand)
     assert command.examples
+
+
+@pytest.mark.parametrize(
+    ("path", "function", "more"),
+    [
+        ("plan train", library.plan_training, {"seq"}),
+        ("plan serve", library.plan_serving, set()),
+        ("plan embed", library.plan_embedding, set()),
+        ("simulate", library.simulate, {"on_progress"}),
+        ("bench collectives", library.bench_collectives, {"on_progress"}),
+        ("bench serve", library.bench_serving, {"on_progress"}),
+        ("matmul", library.matmul, {"overlap", "bidirectional", "compile", "on_progress"}),
+        ("serve", ServeRequest, {"api_keys", "drain_s", "model"}),
+    ],
+)
+def test_options_are_parameters_of_the_function_of_the_verb(
+    path: str, function: Callable[..., Any], more: set[str]
+) -> None:
+    named = {
+        "seq_len", "plot", "report", "output", "as_json", "perfetto", "xprof", "per_request", "no_overlap",
+        "unidirectional", "compiled", "drain", *(["api_key"] if path == "serve" else []),
+    }  # fmt: skip
+    passed = {param.name for param in COMMANDS[f"rooftop {path}"].params} - named
+    assert passed == set(inspect.signature(function).parameters) - more
 
 
 def test_an_option_has_one_kind_of_value_in_every_verb() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
+from rooftop.simulate.serving.metrics import SimulationReport
 
 Run = Callable[..., Any]
 
@@ -22,6 +23,27 @@ def plan(rooftop: Run, path: Path, *options: str) -> Any:
     answer = rooftop("plan", "serve", *like, "-o", str(path), "--json", *options)
     assert answer.status == 0, answer.err
     return answer.json
+
+
+def check_report(report: Any) -> None:
+    """Every key of the schema and no other, and figures within their range."""
+    jsonschema.validate(report, schema(SimulationReport))
+    assert report.keys() == SimulationReport.__dataclass_fields__.keys()
+    assert report["servers"]
+    assert report["plan"]["batch"] >= 1
+    for path, value in _figures(report):
+        if isinstance(value, float | int):
+            assert value >= 0, path
+            if "utilisation" in path or path[-1] in ("share", "mean_occupancy", "max_occupancy"):
+                assert value <= 1.000001, path
+
+
+def _figures(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from _figures(item, (*path, str(name)))
+    if not items:
+        yield path, value
 
 
 @pytest.fixture
@@ -48,7 +70,7 @@ def test_json_is_one_object_and_the_same_every_time(rooftop: Run, plan_file: str
     assert (answer.status, answer.err) == (0, "")
     assert answer.json == rooftop(*command).json == json.loads((tmp_path / "simulation.json").read_text())
     found = answer.json
-    jsonschema.validate(found, schema("simulation"))
+    check_report(found)
     assert (found["kind"], found["requests"]["offered"], found["requests"]["finished"]) == ("simulation", 600, 600)
     assert found["tokens"]["generated"] == 600 * 100
     assert found["goodput"]["ttft_target_s"] == 0.5
@@ -90,7 +112,7 @@ def test_traces_with_a_prefix_cache(rooftop: Run, plan_file: str, tmp_path: Path
     command = ("simulate", plan_file, "--trace", str(trace), "--json")
     assert rooftop(*command).json["tokens"]["cached"] == 0
     cached = rooftop(*command, "--prefix-cache", "--replicas", "2", "--routing", "affinity").json
-    jsonschema.validate(cached, schema("simulation"))
+    check_report(cached)
     assert cached["tokens"]["cached"] == 512 + 1024 + 1536
     assert cached["trace"]["hashes"] is True
 
@@ -148,7 +170,7 @@ def test_plans_that_are_none(rooftop: Run, tmp_path: Path, text: str) -> None:
 def test_a_batch_of_one_request_of_one_token_has_no_times_between_tokens(rooftop: Run, plan_file: str) -> None:
     command = ("simulate", plan_file, "--requests-per-second", "0.1", "--duration", "10s", "--generate", "1", "--json")
     found = rooftop(*command).json
-    jsonschema.validate(found, schema("simulation"))
+    check_report(found)
     assert found["tpot_s"] is None
     assert found["itl_s"] is None
 

@@ -171,7 +171,7 @@ def test_the_stride_of_a_group() -> None:
 def test_a_run_without_a_trace_says_how_to_make_one(
     rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
     (tmp_path / "run.json").write_text("{}")
     answer = rooftop("explain", str(tmp_path))
     assert answer.status == 2
@@ -179,7 +179,7 @@ def test_a_run_without_a_trace_says_how_to_make_one(
 
 
 def test_on_the_command_line(rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
     chip_of_the_book = ("--on", "v3", "--figure", "flops_per_s.bf16=46T", "--figure", "ici_bytes_per_s=60G")
     data = rooftop("explain", "--op", UP, "--op", SCATTER, *chip_of_the_book, "--json").json
     up, scatter = (each["times"] for each in data["operations"])
@@ -209,7 +209,7 @@ def test_on_the_command_line(rooftop: Callable[..., Any], monkeypatch: pytest.Mo
 def test_wrong_input_is_one_line(
     rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str
 ) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
     answer = rooftop("explain", *arguments)
     assert answer.status == 2
     assert answer.err.startswith(f"rooftop: {line}")

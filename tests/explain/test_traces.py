@@ -300,7 +300,7 @@ def test_two_traces_row_by_row(tmp_path: Path) -> None:
 
 
 def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
     paths = [tmp_path / f"{name}.json" for name in ("one", "two")]
     for path, mesh in zip(paths, ("fsdp=16", "fsdp=4,tensor=4"), strict=True):
         common = ("--on", "v5e:4x4", "--batch-seqs", "16", "--seq", "2048", "--remat", "block", "--microbatches", "1")
@@ -374,7 +374,7 @@ def test_a_run_that_computes_in_another_dtype_than_planned_says_so(tmp_path: Pat
 def test_json_follows_its_schema_and_tables_print(
     rooftop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
     trace, module = tmp_path / "host.xplane.pb", tmp_path / "step.hlo"
     trace.write_bytes(xspace(tpu(stats=V5E)))
     module.write_text(MODULE)
@@ -429,7 +429,7 @@ def test_what_xla_makes_for_a_tpu_is_measured_as_its_timeline_runs(tmp_path: Pat
 def test_a_run_of_rooftop_train_with_its_plan(
     rooftop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain.command", ""))
+    monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
     folder, plan, run = write_corpus(tmp_path), tmp_path / "plan.json", tmp_path / "run"
     planned = (
         "--on",

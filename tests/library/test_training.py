@@ -13,7 +13,7 @@ import pytest
 
 import rooftop
 from rooftop.cli.embed.train import train as embed_verb
-from rooftop.cli.train.command import command as train_verb
+from rooftop.cli.train import command as train_verb
 from rooftop.core.errors import RooftopError
 from rooftop.embed.export import load
 from rooftop.embed.train.request import EmbeddingTrainRequest

@@ -17,8 +17,8 @@ from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
 from rooftop.serve.client.prediction import PredictionInput, deployment_of
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
-from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
+from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.traces import RequestTrace
 from tests.serve.test_groups import GROUPED
 from tests.support.engines import CONFIGURATION, again, checkpoint, engine

@@ -20,10 +20,9 @@ from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import EngineStep, Policy
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving import engine as serving
-from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.metrics import ServingMetrics, Targets
-from rooftop.simulate.serving.records import Simulation
+from rooftop.simulate.serving.records import Deployment, Simulation
 from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
 
@@ -98,7 +97,7 @@ def test_at_low_load_latencies_are_the_step_times(mode: dict[str, Any]) -> None:
     assert found.ttft_s == pytest.approx(ttft_s, rel=1e-9)
     assert found.tpot_s == pytest.approx((sum(steps_s) + waited_s) / (output - 1), rel=1e-9)
     assert found.worst_itl_s == pytest.approx(max(steps_s[-1], steps_s[0] + waited_s), rel=1e-9)
-    spread = found.to_json()["itl_s"]
+    spread = found.figures.to_json()["itl_s"]
     assert spread["mean"] == pytest.approx(found.tpot_s.mean(), rel=1e-9)
     assert spread["p50"] == pytest.approx(np.median(steps_s), rel=1e-3)
 
@@ -264,7 +263,7 @@ def served(found: ServingMetrics) -> None:
         runs = simulation.servers[stay.server].runs[stay.first : stay.last + 1]
         stayed += sum(run.steps for run in runs if run.generating)
     assert stayed == steps
-    figures = found.to_json()
+    figures = found.figures.to_json()
     assert figures["tokens"]["generated"] == int(trace.output_tokens.sum())
     assert figures["tokens"]["recomputed"] >= 0
     if not sum(requests.preemptions):
@@ -331,7 +330,7 @@ def test_worst_gaps_are_those_of_the_tokens() -> None:
     every = np.sort(np.concatenate(gaps))
     seconds, counts = found.itl_s
     assert np.repeat(seconds, counts.astype(int)) == pytest.approx(every, rel=1e-9)
-    figures = found.to_json()["itl_s"]
+    figures = found.figures.to_json()["itl_s"]
     assert figures["p99"] == pytest.approx(every[math.ceil(0.99 * len(every)) - 1], rel=1e-9)
 
 
@@ -351,7 +350,7 @@ def test_two_requests_by_hand() -> None:
     assert found.worst_itl_s == pytest.approx([1.1, 0.1])
     seconds, counts = found.itl_s
     assert np.repeat(seconds, counts.astype(int)) == pytest.approx([0.1] * 4 + [1.1])
-    figures = found.to_json()
+    figures = found.figures.to_json()
     assert figures["goodput"]["requests"] == 1
     assert figures["goodput"]["requests_per_second"] == pytest.approx(1 / 2.4)
     assert figures["requests"]["per_second"] == pytest.approx(2 / 2.4)
@@ -373,9 +372,9 @@ def test_a_step_lasts_as_long_as_that_of_the_busiest_group() -> None:
     assert found.e2e_s - found.ttft_s == pytest.approx(steps_s, rel=1e-9)
     # One has pages for both; each of two groups has pages for one, and for half of what all hold together.
     assert metrics(trace, times).simulation.servers[0].pages == 20
-    refused = metrics(fixed([0.0, 0.0], 155, 10), times).to_json()["requests"]
+    refused = metrics(fixed([0.0, 0.0], 155, 10), times).figures.to_json()["requests"]
     assert refused["refused_why"] == "164 tokens of KV take 11 pages of 10"
-    assert not metrics(fixed([0.0], 155, 10), AffineTimes(kv_tokens=2 * 160)).to_json()["requests"]["refused"]
+    assert not metrics(fixed([0.0], 155, 10), AffineTimes(kv_tokens=2 * 160)).figures.to_json()["requests"]["refused"]
 
 
 def test_prefix_cache_and_affinity() -> None:
@@ -398,7 +397,7 @@ def test_prefix_cache_and_affinity() -> None:
     times = AffineTimes(kv_tokens=200_000, prefill_token_s=1e-4)
 
     def run(**options: Any) -> dict[str, Any]:
-        return metrics(trace, times, replicas=4, **options).to_json()
+        return metrics(trace, times, replicas=4, **options).figures.to_json()
 
     without, turns_ = run(), run(prefix_cache=True, routing=Routing(kind="round_robin"))
     sticky = run(prefix_cache=True, routing=Routing(kind="affinity"))
@@ -420,8 +419,8 @@ def test_a_host_tier_holds_what_hbm_cannot() -> None:
         hashes=hashes,
     )
     times = AffineTimes(kv_tokens=8_000)
-    small = metrics(trace, times, prefix_cache=True).to_json()
-    large = metrics(trace, times, prefix_cache=True, host_kv_tokens=40_000).to_json()
+    small = metrics(trace, times, prefix_cache=True).figures.to_json()
+    large = metrics(trace, times, prefix_cache=True, host_kv_tokens=40_000).figures.to_json()
     assert small["tokens"]["cached"] == 0, "30 prompts in turn push each other out"
     assert large["tokens"]["cached"] == (turns - 1) * people * 1024
 
@@ -433,16 +432,16 @@ def test_preempted_sequences_are_computed_anew_or_swapped() -> None:
     swapped = metrics(trace, times, preemption="swap", host_kv_tokens=10_000)
     for found in (anew, swapped):
         served(found)
-        assert found.to_json()["preemptions"] > 0
-    assert anew.to_json()["tokens"]["recomputed"] > 0
-    assert swapped.to_json()["tokens"]["recomputed"] == 0
+        assert found.figures.to_json()["preemptions"] > 0
+    assert anew.figures.to_json()["tokens"]["recomputed"] > 0
+    assert swapped.figures.to_json()["tokens"]["recomputed"] == 0
 
 
 def test_requests_that_never_fit_are_refused_and_the_others_served() -> None:
     trace = RequestTrace(
         arrival_s=np.array([0.0, 1.0]), prompt_tokens=np.array([100, 500]), output_tokens=np.array([5, 5])
     )  # fmt: skip
-    figures = metrics(trace, AffineTimes(kv_tokens=400)).to_json()
+    figures = metrics(trace, AffineTimes(kv_tokens=400)).figures.to_json()
     assert figures["requests"] == {
         "offered": 2,
         "finished": 1,
@@ -450,7 +449,7 @@ def test_requests_that_never_fit_are_refused_and_the_others_served() -> None:
         "refused_why": "504 tokens of KV take 32 pages of 25",
         "per_second": pytest.approx(1 / figures["duration_s"]),
     }
-    nothing = metrics(fixed([0.0], 500, 5), AffineTimes(kv_tokens=400)).to_json()
+    nothing = metrics(fixed([0.0], 500, 5), AffineTimes(kv_tokens=400)).figures.to_json()
     assert nothing["ttft_s"] is nothing["itl_s"] is None
     json.dumps(nothing, allow_nan=False)
 

@@ -103,7 +103,7 @@ def test_stages_of_a_pipeline_are_lanes() -> None:
     assert names[:4] == ["F0", "F1", "F2", "F3"]
     assert drawn.lanes[3].spans[1].name == "B0", "1F1B: the last stage goes back at once"
     passes = max(each.end_s for lane in drawn.lanes for each in lane.spans if each.name[0] in "FB")
-    assert passes == pytest.approx(of_plan(made)["passes_s"])
+    assert passes == pytest.approx(of_plan(made).passes_s)
     assert drawn.total_s > passes, "then comes the update"
 
 

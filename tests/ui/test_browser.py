@@ -117,7 +117,7 @@ def page_unit(name: str, state: dict[str, str]) -> str:
     from rooftop.ui.controls import read_state
 
     one = explorer(name)
-    figures = one.answer(read_state(one.controls, state.items())).figures
+    figures = one.answer(read_state(one.form.controls, state.items())).figures
     return next(figure.unit for figure in figures if figure.name == FIGURES[name].figure)
 
 
@@ -132,7 +132,7 @@ def test_a_slider_moved_by_keyboard_changes_what_the_command_line_says_too(
     page.focus(f"#c-{shown.slider}")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    control = next(each for each in explorer(name).controls if each.name == shown.slider)
+    control = next(each for each in explorer(name).form.controls if each.name == shown.slider)
     state = {shown.slider: str(control.stops[control.stops.index(int(control.default)) + 2])}
     _settled(page, f"?{urlencode(state)}")
     after = _text(page, shown.figure)

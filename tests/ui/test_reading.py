@@ -13,9 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from rooftop.core.errors import RooftopError
-from rooftop.ui import reading
-from rooftop.ui.opened import Opened, opened
-from rooftop.ui.reading import Shelf, first_look
+from rooftop.ui import opened as files
+from rooftop.ui.opened import Opened, Shelf, first_look, opened
 from rooftop.ui.server import application
 from tests.profile.test_synthetic import tpu, xspace
 
@@ -50,7 +49,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert let.wait(60)
         return opened(path)
 
-    monkeypatch.setattr(reading, "opened", waits)
+    monkeypatch.setattr(files, "opened", waits)
     yield let
     let.set()
 
@@ -84,7 +83,7 @@ def test_a_trace_is_read_once_and_again_when_it_changes(tmp_path: Path, monkeypa
         read.append(path)
         return opened(path)
 
-    monkeypatch.setattr(reading, "opened", counted)
+    monkeypatch.setattr(files, "opened", counted)
     trace = tmp_path / "host.xplane.pb"
     trace.write_bytes(xspace(tpu()))
     shelf = Shelf([trace])

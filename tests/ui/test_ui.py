@@ -86,12 +86,12 @@ def test_the_command_that_is_shown_gives_the_same_figure(
     name: str, state: dict[str, str], rooftop: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = explorer(name)
-    values = read_state(one.controls, state.items())
+    values = read_state(one.form.controls, state.items())
     answer = one.answer(values)
     if name == "embedding":
         monkeypatch.chdir(tmp_path)
         (tmp_path / "tables.toml").write_text(values["tables"], encoding="utf-8")
-    shown = _figures(answer.to_json())[FIGURES[name].figure]
+    shown = _figures(to_data(answer))[FIGURES[name].figure]
     ran = rooftop(*answer.command[1:], "--json")
     assert shown == pytest.approx(found(name, state, ran.json), rel=1e-12)
     assert ran.status in (0, 1)
@@ -159,7 +159,7 @@ def test_bad_input_is_one_line_beside_its_field(path: str, field: str, said: str
     assert "\n" not in error["message"]
     name = path.partition("?")[0]
     if name in EXPLORERS and field != "control":
-        fields = [each for control in explorer(name).controls for each in control.to_json()["fields"]]
+        fields = [each for control in explorer(name).form.controls for each in control.to_json()["fields"]]
         assert any(error["field"].startswith(each) for each in fields), "the page has a place for it"
 
 
@@ -169,11 +169,11 @@ def test_bad_input_is_one_line_beside_its_field(path: str, field: str, said: str
 def test_whatever_the_page_offers_is_an_answer_or_one_line(name: str, draw: st.DataObject) -> None:
     one = explorer(name)
     state = {}
-    for control in one.controls:
+    for control in one.form.controls:
         offered = control.stops or control.options or (control.default, *control.suggestions)
         state[control.name] = str(draw.draw(st.sampled_from(offered), label=control.name))
     try:
-        answer = one.answer(read_state(one.controls, state.items()))
+        answer = one.answer(read_state(one.form.controls, state.items()))
     except RooftopError as error:
         assert "\n" not in str(error)
         return

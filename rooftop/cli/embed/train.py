@@ -14,10 +14,10 @@ from rooftop.cli.options import (
     NUMERICS,
     OUTPUT,
     PARALLELISM,
+    PROFILE,
     RUN,
     WORKLOAD,
     Name,
-    Parsed,
     VerbCommand,
     batch_samples_option,
     check_option,
@@ -31,7 +31,6 @@ from rooftop.cli.options import (
     workers_option,
 )
 from rooftop.cli.output import console, emit_json, progress_bar
-from rooftop.cli.process import parse_profile
 
 _TRAIN_EXAMPLES = (
     "rooftop embed train tables.toml day0.tsv runs/first --batch-samples 4096 --evaluate day1.tsv",
@@ -79,7 +78,7 @@ _EXPORT_EXAMPLES = ("rooftop embed export tables.toml runs/first served",)
 @host_threads_option(type=click.IntRange(1, 1024), metavar="N", default=1, show_default=True)
 @workers_option(type=COUNT_OR_ZERO, default=0, show_default=True, help="Processes that prepare batches ahead.")
 @option(
-    "--profile", group=OUTPUT, type=Parsed("steps=a..b", parse_profile), metavar="steps=A..B",
+    "--profile", group=OUTPUT, type=PROFILE, metavar="steps=A..B",
     help="Trace these steps into RUN/profile.",
 )  # fmt: skip
 @option("--tensorboard", group=OUTPUT, is_flag=True, help="Write TensorBoard events into RUN/tensorboard.")

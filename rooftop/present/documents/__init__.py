@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "pareto": ("a front of servers", "serving:front"),
     "embed": ("a plan of embedding tables", "embedding:embedding_plan"),
     "compiled_embed": ("a compilation of embedding tables", "embedding:compiled_embedding"),
-    "simulation": ("a simulation", "simulation:simulation"),
+    "simulation": ("a simulation", "serving:simulation"),
     "compiled": ("a compilation", "compiled:compilation"),
     "explained": ("an explained run", "explained:explained"),
     "difference": ("a difference of two runs", "explained:difference"),
@@ -53,8 +53,8 @@ def timeline_about(lanes: Lanes) -> str:
 _NAMELESS: dict[str, tuple[str, str]] = {
     "validation": ("a validation", "validation:validation"),
     "matmul": ("a sharded product", "matmul:matmul"),
-    "bench collectives": ("measured collectives", "bench:collectives"),
-    "bench serve": ("a measured server", "bench:server"),
+    "bench collectives": ("measured collectives", "matmul:collectives"),
+    "bench serve": ("a measured server", "serving:server"),
 }
 
 

@@ -35,10 +35,10 @@ def chips(every: list[Chip]) -> Document:
             )
         )
     headings = (
-        TableColumn(name="chip", kind="text"),
+        TableColumn("chip", "text"),
         *columns("bf16 FLOP/s", "8-bit FLOP/s", "HBM", "HBM B/s", "ICI link B/s", text=0),
-        TableColumn(name="pod", kind="text", drop=2),
-        TableColumn(name="host", kind="text", drop=1),
+        TableColumn("pod", "text", drop=2),
+        TableColumn("host", "text", drop=1),
         *columns("DCN B/s", "USD per h", text=0),
     )
     return Document(
@@ -54,9 +54,9 @@ def chip(spec: Chip) -> Document:
         for name, figure in spec.figures.items()
     ]
     headings = (
-        TableColumn(name="figure", kind="text"),
-        TableColumn(name="value", kind="text", wrap=True),
-        TableColumn(name="source, date", kind="text", wrap=True),
+        TableColumn("figure", "text"),
+        TableColumn("value", "text", wrap=True),
+        TableColumn("source, date", "text", wrap=True),
     )
     return Document(
         title=spec.title,
@@ -92,7 +92,7 @@ def slice_document(spec: Slice) -> Document:
     ]
     text = ("axis", "kind", "wraps", "resource")
     names = ("axis", "size", "kind", "wraps", "one-way, per port and device", "hop", "resource")
-    headings = tuple(TableColumn(name=name, kind="text" if name in text else "number") for name in names)
+    headings = tuple(TableColumn(name, "text" if name in text else "number") for name in names)
     return Document(
         title=spec.name,
         verdict=ShownVerdict(subject=f"{spec.name}  {spec.chip.title}"),
@@ -187,3 +187,14 @@ def _dims(config: ModelConfig) -> str:
         windowed = [window for window in config.layer_windows if window is not None]
         dims += f" window={windowed[0]} in {len(windowed)} layers"
     return f"{dims} V={config.vocab}"
+
+
+def explorers(forms: Sequence[Mapping[str, Any]]) -> Document:
+    """The explorers of the page, with their addresses and controls."""
+    rows = []
+    for form in forms:
+        controls = ", ".join(control["name"] for control in form["controls"])
+        rows.append((f"/{form['name']}", form["title"], controls))
+    headings = (*columns("address", "explorer", text=2), TableColumn("controls", "text", wrap=True))
+    shown = Table(title="", columns=headings, rows=tuple(rows))
+    return Document(title="Explorers", verdict=ShownVerdict(), charts=(shown,))

@@ -8,15 +8,7 @@ from typing import Any
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.scopes import UNSCOPED
-from rooftop.present.document import (
-    Chart,
-    Document,
-    ShownFigure,
-    ShownVerdict,
-    Table,
-    TableColumn,
-    columns,
-)
+from rooftop.present.document import Chart, Document, ShownFigure, ShownVerdict, Table, TableColumn, columns
 from rooftop.present.documents.parts import (
     ledger_bars,
     ledger_table,
@@ -83,24 +75,14 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         step = data["step"]
         exposed = step["exposed_ici_s"] + step["exposed_dcn_s"]
         waits = f"{format_seconds(exposed)} waiting for collectives" if exposed else "no collective waits"
-        yield ShownFigure(
-            name="compiled_s", label="expected time", value=step["expected_s"], unit="s", level="expected",
-            note=f"of the compiled schedule; {waits}",
-        )  # fmt: skip
+        yield ShownFigure("compiled_s", "expected time", step["expected_s"], "s", "expected",
+            note=f"of the compiled schedule; {waits}")  # fmt: skip
         if data.get("planned_step") is not None:
-            yield ShownFigure(
-                name="planned_s", label="as planned", value=data["planned_step"]["expected_s"], unit="s",
-                level="expected",
-            )  # fmt: skip
-    yield ShownFigure(
-        name="peak_bytes", label="peak memory", value=data["peak_bytes"], unit="B",
-        note=f"of {format_bytes(data['capacity_bytes'])} a device, as the compiler allocates",
-    )  # fmt: skip
+            yield ShownFigure("planned_s", "as planned", data["planned_step"]["expected_s"], "s", "expected")
+    yield ShownFigure("peak_bytes", "peak memory", data["peak_bytes"], "B",
+        note=f"of {format_bytes(data['capacity_bytes'])} a device, as the compiler allocates")  # fmt: skip
     if data.get("planned_peak_bytes") is not None:
-        yield ShownFigure(
-            name="planned_peak_bytes", label="peak, planned", value=data["planned_peak_bytes"], unit="B",
-            level="expected",
-        )  # fmt: skip
+        yield ShownFigure("planned_peak_bytes", "peak, planned", data["planned_peak_bytes"], "B", "expected")
 
 
 def _charts(data: Mapping[str, Any], ledger: Ledger, plan: Mapping[str, Any] | None) -> Iterator[Chart]:
@@ -173,11 +155,11 @@ def _buffers(data: Mapping[str, Any], *, detail: bool = False) -> tuple[Chart, .
         for buffer in data["buffers"]
     ]
     headings = (
-        TableColumn(name="array", kind="text", wrap=True),
-        TableColumn(name="shape", kind="text", wrap=True),
-        TableColumn(name="class", kind="text", drop=2),
-        TableColumn(name="bytes"),
-        TableColumn(name="from", kind="text", drop=1),
+        TableColumn("array", "text", wrap=True),
+        TableColumn("shape", "text", wrap=True),
+        TableColumn("class", "text", drop=2),
+        TableColumn("bytes"),
+        TableColumn("from", "text", drop=1),
     )
     title = "The largest arrays at the peak"
     return (Table(title=title, columns=headings, rows=tuple(rows), detail=detail),) if rows else ()
@@ -227,12 +209,12 @@ def _rows(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Tabl
         Table(
             title="By scope, planned and then as XLA compiled it ('=': as planned; ms with what collectives expose)",
             columns=(
-                TableColumn(name="scope", kind="text"),
-                TableColumn(name="phase", kind="text"),
-                TableColumn(name="collective", kind="text", wrap=True),
-                *(TableColumn(name=name) for name in ("bytes", "XLA")),
-                *(TableColumn(name=name, drop=1) for name in ("FLOPs", "XLA")),
-                *(TableColumn(name=name) for name in ("ms", "XLA")),
+                TableColumn("scope", "text"),
+                TableColumn("phase", "text"),
+                TableColumn("collective", "text", wrap=True),
+                *(TableColumn(name) for name in ("bytes", "XLA")),
+                *(TableColumn(name, drop=1) for name in ("FLOPs", "XLA")),
+                *(TableColumn(name) for name in ("ms", "XLA")),
             ),
             rows=tuple(rows),
         ),
@@ -293,13 +275,13 @@ def _finding_table(title: str, findings: Sequence[Mapping[str, Any]]) -> Table:
             )
         )  # fmt: skip
     headings = (
-        TableColumn(name="scope", kind="text"),
-        TableColumn(name="phase", kind="text"),
-        TableColumn(name="what", kind="text", wrap=True),
-        TableColumn(name="how much"),
-        TableColumn(name="time"),
-        TableColumn(name="from", kind="text", drop=1),
-        TableColumn(name="why"),
+        TableColumn("scope", "text"),
+        TableColumn("phase", "text"),
+        TableColumn("what", "text", wrap=True),
+        TableColumn("how much"),
+        TableColumn("time"),
+        TableColumn("from", "text", drop=1),
+        TableColumn("why"),
     )
     about = "\n".join(f"{number}: {why}" for number, why in enumerate(whys, start=1))
     return Table(title=title, about=about, columns=headings, rows=tuple(rows))
@@ -328,9 +310,7 @@ def _alone(data: Mapping[str, Any]) -> Iterator[Chart]:
         for item in sorted(data["collectives"], key=lambda entry: -entry["count"] * entry["expected_s"])
     ]
     headings = columns("collective", "axes", "bytes", "times", "time", "exposed", text=2)
-    yield Table(
-        title="Collectives", columns=(*headings, TableColumn(name="from", kind="text", drop=1)), rows=tuple(moved)
-    )
+    yield Table(title="Collectives", columns=(*headings, TableColumn("from", "text", drop=1)), rows=tuple(moved))
 
 
 def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
@@ -359,14 +339,14 @@ def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
         title=f"The {len(listed)} operations that take the longest (time of all executions)",
         section="Operations",
         columns=(
-            *(TableColumn(name=name, kind="text", wrap=name == "operation") for name in names),
-            TableColumn(name="M x K x N, or result", kind="text", wrap=True, drop=2),
-            TableColumn(name="FLOPs", drop=3),
-            TableColumn(name="HBM", drop=3),
-            TableColumn(name="FLOPs/B"),
-            TableColumn(name="bound", kind="text"),
-            TableColumn(name="time"),
-            TableColumn(name="from", kind="text", drop=1),
+            *(TableColumn(name, "text", wrap=name == "operation") for name in names),
+            TableColumn("M x K x N, or result", "text", wrap=True, drop=2),
+            TableColumn("FLOPs", drop=3),
+            TableColumn("HBM", drop=3),
+            TableColumn("FLOPs/B"),
+            TableColumn("bound", "text"),
+            TableColumn("time"),
+            TableColumn("from", "text", drop=1),
         ),
         rows=tuple(rows),
     )

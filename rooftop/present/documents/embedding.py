@@ -40,7 +40,7 @@ def embedding_plan(data: Mapping[str, Any]) -> Document:
                   [(name, format_seconds(seconds)) for name, seconds in data["units_s"].items()], section="Step"),
             Bars(
                 title="The units of a step", unit="s",
-                bars=tuple(Bar(name=name, parts=((name, float(s)),)) for name, s in data["units_s"].items()),
+                bars=tuple(Bar(name, ((name, float(s)),)) for name, s in data["units_s"].items()),
             ),
             ledger_bars(Ledger.from_json(data["ledger"])),
             ledger_table(
@@ -55,15 +55,10 @@ def embedding_plan(data: Mapping[str, Any]) -> Document:
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     for mode, step in data["step"].items():
-        yield ShownFigure(
-            name=mode, label=f"{mode} step", value=step["expected_s"], unit="s", level="expected",
-            note=f"bound by {step['bound']}",
-        )  # fmt: skip
-    yield ShownFigure(
-        name="ids", label="ids of a host", value=data["host"]["ids"], level="expected",
+        yield ShownFigure(mode, f"{mode} step", step["expected_s"], "s", "expected", note=f"bound by {step['bound']}")
+    yield ShownFigure("ids", "ids of a host", data["host"]["ids"], level="expected",
         shown=f"{data['host']['ids']:,.0f}",
-        note=f"prepared for a step; {format_bytes(data['memory']['inputs'])} sent to each device",
-    )  # fmt: skip
+        note=f"prepared for a step; {format_bytes(data['memory']['inputs'])} sent to each device")  # fmt: skip
 
 
 def _stacks(data: Mapping[str, Any]) -> Table:
@@ -102,11 +97,11 @@ def _memory(data: Mapping[str, Any]) -> Table:
 def memory_bars(memory: Mapping[str, Any]) -> Bars:
     """HBM of a device, each class alone and in all."""
     bars = [
-        Bar(name=name.replace("_", " "), parts=(("one class", float(memory.get(name, 0.0))),))
+        Bar(name.replace("_", " "), (("one class", float(memory.get(name, 0.0))),))
         for name in _CLASSES
         if memory.get(name) or name != "sums"
     ]
-    bars += [Bar(name=f"all, {mode}", parts=(("in all", float(size)),)) for mode, size in memory["total"].items()]
+    bars += [Bar(f"all, {mode}", (("in all", float(size)),)) for mode, size in memory["total"].items()]
     return Bars(
         title="HBM of a device",
         about="The larger of the two stacks counts, and activations twice, for their gradients.",

@@ -126,20 +126,14 @@ def _subject(data: Mapping[str, Any]) -> str:
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     step = data["step_s"]
-    yield ShownFigure(name="step_s", label="step", value=step, unit="s", level="measured")
+    yield ShownFigure("step_s", "step", step, "s", "measured")
     for name, title in _PARTS:
         if data[name]:
             share = f"{data[name] / step:.1%}" if step else ""
-            yield ShownFigure(name=name, label=title, value=data[name], unit="s", level="measured", note=share)
+            yield ShownFigure(name, title, data[name], "s", "measured", note=share)
     if data["roofline"] is not None:
-        yield ShownFigure(
-            name="roofline", label="of the roofline", value=data["roofline"], unit="%", level="measured",
-            note=data["bound"],
-        )  # fmt: skip
-    yield ShownFigure(
-        name="attributed", label="in a scope", value=data["attributed"], unit="%", level="measured",
-        note="of the busy time",
-    )  # fmt: skip
+        yield ShownFigure("roofline", "of the roofline", data["roofline"], "%", "measured", note=data["bound"])
+    yield ShownFigure("attributed", "in a scope", data["attributed"], "%", "measured", note="of the busy time")
 
 
 def _achieved(data: Mapping[str, Any]) -> tuple[Chart, ...]:
@@ -155,12 +149,12 @@ def _achieved(data: Mapping[str, Any]) -> tuple[Chart, ...]:
 
 def _step(data: Mapping[str, Any]) -> Bars:
     """The mean of the counted steps, then each of them."""
-    bars = [Bar(name="a step", parts=tuple((title, float(data[name])) for name, title in _PARTS))]
+    bars = [Bar("a step", tuple((title, float(data[name])) for name, title in _PARTS))]
     for step in data["steps"]:
         if step["counted"] and step["busy_s"] is not None and len(bars) < _STEPS:
             idle, busy = step["seconds"] - step["busy_s"], step["busy_s"] - step["exposed_s"]
             parts = ("computing", busy), ("waiting for collectives", step["exposed_s"]), ("idle", max(0.0, idle))
-            bars.append(Bar(name=f"step {step['number']}", parts=parts))
+            bars.append(Bar(f"step {step['number']}", parts))
     about = f"The mean of the counted steps, then each: {data['marked']}"
     return Bars(title="Where a step goes", section="Step", about=about, unit="s", bars=tuple(bars))
 
@@ -192,16 +186,16 @@ def _rows(data: Mapping[str, Any], top: int) -> Table:
         title="By scope, measured next to compiled" + (" next to planned" if planned else ""),
         section="Ledger",
         columns=(
-            TableColumn(name="scope", kind="text", wrap=True),
-            TableColumn(name="phase", kind="text"),
-            *(TableColumn(name=name) for name in ("measured", "share", "exposed")),
-            *((TableColumn(name="at peak", drop=2),) if bound else ()),
-            *((TableColumn(name="planned"),) if planned else ()),
-            TableColumn(name="FLOPs", drop=3),
-            TableColumn(name="HBM", drop=3),
+            TableColumn("scope", "text", wrap=True),
+            TableColumn("phase", "text"),
+            *(TableColumn(name) for name in ("measured", "share", "exposed")),
+            *((TableColumn("at peak", drop=2),) if bound else ()),
+            *((TableColumn("planned"),) if planned else ()),
+            TableColumn("FLOPs", drop=3),
+            TableColumn("HBM", drop=3),
             # The source line says enough where room is short.
-            TableColumn(name="slowest op", kind="text", drop=4),
-            TableColumn(name="from", kind="text", drop=1),
+            TableColumn("slowest op", "text", drop=4),
+            TableColumn("from", "text", drop=1),
         ),
         rows=tuple(rows),
         top=top,
@@ -217,8 +211,8 @@ def _longest(data: Mapping[str, Any]) -> Bars:
         unit="s",
         bars=tuple(
             Bar(
-                name=f"{row['scope']} {row['phase']}",
-                parts=(
+                f"{row['scope']} {row['phase']}",
+                (
                     ("not waiting", max(0.0, row["measured"]["time_s"] - row["measured"]["exposed_s"])),
                     ("waiting for collectives", min(row["measured"]["exposed_s"], row["measured"]["time_s"])),
                 ),
@@ -248,32 +242,29 @@ def _memory(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Ch
         return ()
     series = [
         ChartSeries(
-            name=f"{entry['host']} {entry['allocator']}",
-            points=tuple((float(at_s), float(size)) for at_s, size in entry["points"]),
-            style="line" if len(entry["points"]) > 1 else "point",
+            f"{entry['host']} {entry['allocator']}",
+            tuple((float(at_s), float(size)) for at_s, size in entry["points"]),
+            "line" if len(entry["points"]) > 1 else "point",
         )
         for entry in taken
     ]
-    times = [point[0] for entry in taken for point in entry["points"]]
+    times = [float(point[0]) for entry in taken for point in entry["points"]]
     limits = {
         f"capacity of {entry['allocator']}": entry["capacity_bytes"] for entry in taken if entry["capacity_bytes"]
     }
     if plan is not None:
         limits["planned"] = plan["memory"]["total"]
     series += [
-        ChartSeries(
-            name=f"{name}, {format_bytes(size)}", style="dashed",
-            points=tuple((float(at_s), float(size)) for at_s in (min(times), max(times))),
-        )
+        ChartSeries(f"{name}, {format_bytes(size)}", ((min(times), float(size)), (max(times), float(size))), "dashed")
         for name, size in limits.items()
-    ]  # fmt: skip
+    ]
     return (
         Lines(
             title="Memory over time",
             section="Memory",
             about="Bytes taken in each allocator, the highest of each span of time.",
-            x=ChartAxis(label="time from the beginning of the trace", unit="s"),
-            y=ChartAxis(label="taken", unit="B"),
+            x=ChartAxis("time from the beginning of the trace", "s"),
+            y=ChartAxis("taken", "B"),
             series=tuple(series),
         ),
     )
@@ -291,12 +282,12 @@ def _collectives(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
         for entry in data["collectives"]
     ]  # fmt: skip
     headings = (
-        TableColumn(name="collective", kind="text"),
-        TableColumn(name="scope", kind="text", wrap=True),
-        *(TableColumn(name=name) for name in ("bytes", "under way", "exposed")),
-        *(TableColumn(name=name, drop=3) for name in ("sent", "of the links")),
-        TableColumn(name="op", kind="text", drop=2),
-        TableColumn(name="from", kind="text", drop=1),
+        TableColumn("collective", "text"),
+        TableColumn("scope", "text", wrap=True),
+        *(TableColumn(name) for name in ("bytes", "under way", "exposed")),
+        *(TableColumn(name, drop=3) for name in ("sent", "of the links")),
+        TableColumn("op", "text", drop=2),
+        TableColumn("from", "text", drop=1),
     )
     title = "Collectives, the most exposed first"
     return (Table(title=title, section="Collectives", columns=headings, rows=tuple(rows), top=top),) if rows else ()
@@ -313,10 +304,7 @@ def _sparse_cores(data: Mapping[str, Any]) -> Iterator[Chart]:
         about="Busy while the TensorCore computes, busy while it does not, idle.",
         unit="s",
         bars=tuple(
-            Bar(
-                name=f"TPU {core['device']} SC {core['core']}",
-                parts=tuple((title, float(core[name])) for name, title in parts),
-            )
+            Bar(f"TPU {core['device']} SC {core['core']}", tuple((title, float(core[name])) for name, title in parts))
             for core in sparse["cores"][:_CORES]
         ),
     )
@@ -335,9 +323,9 @@ def _sparse_cores(data: Mapping[str, Any]) -> Iterator[Chart]:
         title="SparseCores, a step",
         about=f"At most {sparse['minibatches'] or 'an unknown number of'} passes over the tables a step; {dropped}.",
         columns=(
-            TableColumn(name="core", kind="text"),
-            *(TableColumn(name=name) for name in ("busy", "beside compute", "alone", "idle")),
-            TableColumn(name="slowest op", kind="text", wrap=True, drop=1),
+            TableColumn("core", "text"),
+            *(TableColumn(name) for name in ("busy", "beside compute", "alone", "idle")),
+            TableColumn("slowest op", "text", wrap=True, drop=1),
         ),
         rows=tuple(rows),
     )
@@ -359,12 +347,12 @@ def _operations(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
         for op in listed
     ]  # fmt: skip
     headings = (
-        TableColumn(name="op", kind="text", wrap=True),
-        TableColumn(name="scope", kind="text", wrap=True),
-        *(TableColumn(name=name) for name in ("time", "FLOP/s", "HBM/s")),
-        TableColumn(name="bound", kind="text"),
-        TableColumn(name="of roof"),
-        TableColumn(name="from", kind="text", drop=1),
+        TableColumn("op", "text", wrap=True),
+        TableColumn("scope", "text", wrap=True),
+        *(TableColumn(name) for name in ("time", "FLOP/s", "HBM/s")),
+        TableColumn("bound", "text"),
+        TableColumn("of roof"),
+        TableColumn("from", "text", drop=1),
     )
     roofs = "" if data["roofs"] is None else f", next to {data['roofs']['source']} roofs"
     useful = unscoped or any(op["of_roof"] for op in listed)
@@ -385,9 +373,9 @@ def _losses(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
         for loss in data["losses"]
     ]  # fmt: skip
     headings = (
-        TableColumn(name="time"),
-        TableColumn(name="share"),
-        *(TableColumn(name=name, kind="text", wrap=True) for name in ("what", "waits for", "from")),
+        TableColumn("time"),
+        TableColumn("share"),
+        *(TableColumn(name, "text", wrap=True) for name in ("what", "waits for", "from")),
     )
     most = min(top or _LISTED, _LISTED)
     title = "The largest losses"
@@ -400,12 +388,12 @@ def _advice(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     for entry in data["advice"][:_LISTED]:
         source = f" [{place(entry['source'])}]" if entry["source"] else ""
         evidence.setdefault(entry["what"], []).append(f"  {entry['rule']}: {entry['evidence']}{source}.")
-    items = tuple(Item(mark="-", text="\n".join((sentence(what), *lines))) for what, lines in evidence.items())
+    items = tuple(Item("\n".join((sentence(what), *lines)), mark="-") for what, lines in evidence.items())
     return (Items(title="What to try", section="What to try", items=items),) if items else ()
 
 
 def _empty(data: Mapping[str, Any]) -> tuple[Chart, ...]:
-    items = tuple(Item(text=f"{name}: {why}") for name, why in data["empty"].items())
+    items = tuple(Item(f"{name}: {why}") for name, why in data["empty"].items())
     return (Items(title="Not there", section="Not there", items=items),) if items else ()
 
 
@@ -427,9 +415,9 @@ def difference(data: Mapping[str, Any], *, top: int = 0) -> Document:
             )
         )  # fmt: skip
     headings = (
-        *(TableColumn(name=name, kind="text") for name in ("scope", "phase")),
-        *(TableColumn(name=name) for name in ("before", "after", "change")),
-        TableColumn(name="collectives", kind="text", wrap=True),
+        *(TableColumn(name, "text") for name in ("scope", "phase")),
+        *(TableColumn(name) for name in ("before", "after", "change")),
+        TableColumn("collectives", "text", wrap=True),
     )
     title = "Rows that differ, the largest change first"
     return Document(
@@ -454,9 +442,9 @@ def operations(data: Mapping[str, Any]) -> Document:
             f"{inferred['ways']}-way model parallelism: {inferred['summed_by']} sums over {inferred['ways']} "
             f"devices{apart}, of {inferred['devices']}"
         )
-        items = [Item(text=_matmul(matmul)) for matmul in inferred["matmuls"]]
+        items = [Item(_matmul(matmul)) for matmul in inferred["matmuls"]]
         if any(len(matmul["left"]) == 1 for matmul in inferred["matmuls"]):
-            items.append(Item(text="B: the batch, of which these lines show one row on a device"))
+            items.append(Item("B: the batch, of which these lines show one row on a device"))
         charts.append(Items(title=title, items=tuple(items)))
     return Document(title="Operations", verdict=ShownVerdict(), charts=tuple(charts))
 
@@ -489,18 +477,18 @@ def _operation(op: Mapping[str, Any]) -> Iterator[Chart]:
     if op["times"]:
         after += _times(op["times"], op["hbm_bytes"])
     title = f"{op['op']}: {op['opcode']}" + (f", calls {op['calls']}" if op["calls"] else "")
-    yield Items(title=title, items=tuple(Item(text=text) for text in texts))
+    yield Items(title=title, items=tuple(Item(text) for text in texts))
     headings = (
-        TableColumn(name="", kind="text"),
-        TableColumn(name="array", kind="text"),
-        TableColumn(name="stored as", kind="text", wrap=True),
-        TableColumn(name="memory", kind="text"),
-        TableColumn(name="elements"),
-        TableColumn(name="in memory"),
+        TableColumn("", "text"),
+        TableColumn("array", "text"),
+        TableColumn("stored as", "text", wrap=True),
+        TableColumn("memory", "text"),
+        TableColumn("elements"),
+        TableColumn("in memory"),
     )
     yield Table(title="", columns=headings, rows=tuple(rows))
     if after:
-        yield Items(title="", items=tuple(Item(text=text) for text in after))
+        yield Items(title="", items=tuple(Item(text) for text in after))
 
 
 def _layout(layout: Mapping[str, Any]) -> tuple[str, ...]:

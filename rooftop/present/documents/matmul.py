@@ -1,4 +1,4 @@
-"""The document of ``rooftop matmul``: arrays on their mesh, the strategies, and the check by compiler or devices."""
+"""The documents of ``rooftop matmul`` (arrays, strategies, their check) and of ``rooftop bench collectives``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _arrays(arrays: Sequence[Mapping[str, Any]], *, layouts: bool) -> Table:
         )
         for array in arrays
     ]
-    layout = (TableColumn(name="TPU layout, padded", kind="text", wrap=True),) if layouts else ()
+    layout = (TableColumn("TPU layout, padded", "text", wrap=True),) if layouts else ()
     names = columns("array", "local shape", "per device", "on all devices", "one copy", "copies", text=2)
     return Table(title="", columns=(*names, *layout), rows=tuple(rows))
 
@@ -79,9 +79,9 @@ def _strategies(data: Mapping[str, Any]) -> Iterator[Chart]:
         ]
         headings = (
             *columns("", "time", text=0),
-            TableColumn(name="binds", kind="text"),
-            TableColumn(name="memory"),
-            TableColumn(name=f"strategy ({len(listed)} of {count}, best first)", kind="text", wrap=True),
+            TableColumn("binds", "text"),
+            TableColumn("memory"),
+            TableColumn(f"strategy ({len(listed)} of {count}, best first)", "text", wrap=True),
         )
         yield Table(title="", columns=headings, rows=tuple(rows))
     best = listed[0]
@@ -113,7 +113,7 @@ def _steps(steps: Sequence[Mapping[str, Any]], title: str) -> Table:
         )
     headings = (
         *columns("step", "axes", text=2),
-        *(TableColumn(name=name, kind="text", wrap=True) for name in ("in", "out")),
+        *(TableColumn(name, "text", wrap=True) for name in ("in", "out")),
         *columns("bytes", "FLOPs", "time", *(("simulated",) if simulated else ()), text=0),
     )
     return Table(title=title, columns=headings, rows=tuple(rows))
@@ -148,7 +148,7 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[Chart]:
         (format_seconds(strategy["median_s"]), format_seconds(strategy["fastest_s"]), strategy["rule"])
         for strategy in measured["strategies"]
     ]
-    headings = (*columns("median", "fastest", text=0), TableColumn(name="strategy", kind="text", wrap=True))
+    headings = (*columns("median", "fastest", text=0), TableColumn("strategy", "text", wrap=True))
     yield Table(title=f"Measured on {measured['devices']}", columns=headings, rows=tuple(rows))
     if measured["emulated"]:
         yield prose(EMULATED)
@@ -156,3 +156,56 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[Chart]:
 
 #: A caution about times of devices that a CPU emulates.
 EMULATED = "The devices are emulated on CPU: these times say that it runs, nothing about an accelerator."
+
+
+# ---- measured collectives --------------------------------------------------------------------------------------------
+
+
+def collectives(data: Mapping[str, Any]) -> Document:
+    """The times of collectives, next to the planned ones of a slice."""
+    measured, planned = data["measured"], data["slice"] is not None
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    axes = ", ".join(f"{name}={size}" for name, size in data["mesh"]["axes"].items())
+    rows: list[tuple[str, ...]] = []
+    before = ""
+    for timed in measured["collectives"]:
+        if before and timed["kind"] != before:
+            rows.append(())
+        rows.append(
+            (
+                timed["kind"] if timed["kind"] != before else "",
+                format_bytes(timed["bytes"]),
+                format_seconds(timed["median_s"]),
+                format_seconds(timed["fastest_s"]),
+                str(timed["runs"]),
+                f"{format_bytes(timed['wire_bytes_per_s'])}/s",
+                *((format_seconds(timed["planned"][price]) for price in ("bound_s", "expected_s")) if planned else ()),
+            )
+        )
+        before = timed["kind"]
+    names = (
+        "collective",
+        "bytes",
+        "median",
+        "fastest",
+        "runs",
+        "bandwidth",
+        *(("bound", "expected") if planned else ()),
+    )
+    lines = [
+        "bytes: the payload of one device. bandwidth: what one device sends, by the median time; of N devices it is "
+        "(N-1)/N of the payload, twice that in an all_reduce, and all of it in a permute.",
+        f"A call that does nothing takes {format_seconds(measured['empty_call_s'])}; every time includes it.",
+    ]
+    if planned:
+        lines.append(f"bound, expected: planned for {data['slice']}, not for the devices that are here.")
+    if measured["emulated"]:
+        lines.append(EMULATED)
+    return Document(
+        title="Collectives",
+        verdict=ShownVerdict(
+            subject=f"{measured['devices']}, {versions}, {measured['date']}",
+            details=(f"mesh {axes}; over {','.join(data['axes'])}; {data['dtype']}",),
+        ),
+        charts=(Table(title="", columns=columns(*names), rows=tuple(rows)), prose("\n".join(lines))),
+    )

@@ -70,7 +70,7 @@ def reasons(data: Mapping[str, Any]) -> Items:
         section="Why",
         items=tuple(
             Item(
-                text=reason["text"],
+                reason["text"],
                 mark="yes" if reason["holds"] else "no",
                 note=f"{reason['source']}; {reason['formula']}",
                 good=reason["holds"],
@@ -82,7 +82,7 @@ def reasons(data: Mapping[str, Any]) -> Items:
 
 def obstacles(data: Mapping[str, Any], *more: str) -> tuple[Items, ...]:
     """The obstacles to running a plan as it stands, and ``more`` lines."""
-    items = tuple(Item(text=text) for text in (*data["obstacles"], *more))
+    items = tuple(Item(text) for text in (*data["obstacles"], *more))
     if not data["obstacles"]:
         return ()
     return (Items(title="Not executable as it stands:", section="Obstacles", items=items, warns=True),)
@@ -186,7 +186,7 @@ def ledger_bars(ledger: Ledger, *, title: str = "Where the step goes", section: 
         about="Expected seconds by scope and phase, counts applied."
         + (f" The {_SHOWN} longest of {len(longest)}." if len(longest) > _SHOWN else ""),
         unit="s",
-        bars=tuple(Bar(name=scope, parts=tuple(scopes[scope].items())) for scope in longest[:_SHOWN]),
+        bars=tuple(Bar(scope, tuple(scopes[scope].items())) for scope in longest[:_SHOWN]),
     )
 
 
@@ -203,11 +203,11 @@ def ledger_table(lines: Sequence[LedgerLine], title: str, *, section: str = "", 
     """Every line, with a group of columns for each side that has figures."""
     sides = [side for side in SIDES if any(side in line.sides for line in lines)]
     names = {side: _figure_names(side, lines) for side in sides}
-    headings = [TableColumn(name=name, kind="text") for name in ("scope", "phase")]
-    headings += [TableColumn(name=f"{side}: {name}") for side in sides for name in names[side]]
+    headings = [TableColumn(name, "text") for name in ("scope", "phase")]
+    headings += [TableColumn(f"{side}: {name}") for side in sides for name in names[side]]
     extras = {"collectives": "moves", "slowest op": "slowest", "from": "source", "": "notes"}
     shown = [name for name, field in extras.items() if any(getattr(line, field) for line in lines)]
-    headings += [TableColumn(name=name, kind="text", wrap=True, drop=1) for name in shown]
+    headings += [TableColumn(name, "text", wrap=True, drop=1) for name in shown]
     rows = []
     for line in lines:
         cells = [line.scope, line.phase]
@@ -286,11 +286,11 @@ def rooflines(
                 section=section,
                 about="FLOP/s over FLOPs per byte of HBM, per device. Under the slope HBM binds, under the level the "
                 "matrix unit; a point far below its roof waits for something else." + missing,
-                x=ChartAxis(label="FLOPs per byte of HBM", scale="log"),
-                y=ChartAxis(label="FLOP/s", unit="FLOP/s", scale="log"),
+                x=ChartAxis("FLOPs per byte of HBM", scale="log"),
+                y=ChartAxis("FLOP/s", "FLOP/s", "log"),
                 series=(
                     *_placed(computes, roofs, sides, "flops"),
-                    *(ChartSeries(name=name, points=tuple(path), style="dashed") for name, path in limits),
+                    *(ChartSeries(name, tuple(path), "dashed") for name, path in limits),
                 ),
             )
         )
@@ -302,12 +302,12 @@ def rooflines(
                 title=f"{title}: rows without matmuls",
                 section="" if charts else section,
                 about="Bytes of HBM a second over bytes of HBM. The level is HBM at its peak.",
-                x=ChartAxis(label="bytes of HBM", unit="B", scale="log"),
-                y=ChartAxis(label="bytes/s", unit="B/s", scale="log"),
+                x=ChartAxis("bytes of HBM", "B", "log"),
+                y=ChartAxis("bytes/s", "B/s", "log"),
                 series=(
                     *_placed(copies, roofs, sides, "hbm_bytes"),
                     *(
-                        ChartSeries(name=f"HBM of {roof.name}", style="dashed", points=level)
+                        ChartSeries(f"HBM of {roof.name}", level, "dashed")
                         for roof in roofs
                         for level in [tuple((x, roof.hbm_bytes_per_s) for x in ends)]
                     ),
@@ -333,9 +333,9 @@ def _placed(
                 points.append((across, amount / (figures.time_s or 1.0)))
             series.append(
                 ChartSeries(
-                    name=side,
-                    style="dots",
-                    points=tuple(points),
+                    side,
+                    tuple(points),
+                    "dots",
                     names=tuple(name for name, _ in own),
                     notes=tuple(_point_note(figures, roofs) for _, figures in own),
                 )
@@ -379,10 +379,7 @@ def memory_bars(
         section=section,
         unit="B",
         bars=tuple(
-            Bar(
-                name=side,
-                parts=tuple((name, float(size)) for name, size in classes.items() if name not in _NO_CLASS and size),
-            )
+            Bar(side, tuple((name, float(size)) for name, size in classes.items() if name not in _NO_CLASS and size))
             for side, classes in sides.items()
         ),
         limit=(float(capacity), "usable"),
@@ -400,9 +397,9 @@ def front_chart(points: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any] |
         lines.setdefault(name, []).append(point)
     series = [
         ChartSeries(
-            name=name,
-            style="marked",
-            points=tuple((float(point["step_s"]), float(point["tokens_per_s_per_chip"])) for point in members),
+            name,
+            tuple((float(point["step_s"]), float(point["tokens_per_s_per_chip"])) for point in members),
+            "marked",
             names=tuple(f"batch {point['batch']}" for point in members),
             notes=tuple(_front_note(point) for point in members),
         )
@@ -412,15 +409,14 @@ def front_chart(points: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any] |
         step_s, rate = chosen["step_s"]["expected_s"], chosen["tokens_per_s_per_chip"]
         note = f"step: {format_seconds(step_s)}\ntokens/s per chip: {format_count(rate)}"
         series.append(
-            ChartSeries(name="this plan", style="point", points=((step_s, rate),), names=(f"batch {chosen['batch']}",),
-                        notes=(note,))
+            ChartSeries("this plan", ((step_s, rate),), "point", names=(f"batch {chosen['batch']}",), notes=(note,))
         )  # fmt: skip
     return Lines(
         title="Latency against throughput",
         section="Pareto",
         about="Tokens/s per chip over the time of a step. Each point is a batch on its best mesh.",
-        x=ChartAxis(label="step", unit="s", scale="log"),
-        y=ChartAxis(label="tokens/s per chip"),
+        x=ChartAxis("step", "s", "log"),
+        y=ChartAxis("tokens/s per chip"),
         series=tuple(series),
     )
 

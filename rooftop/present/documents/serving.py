@@ -1,4 +1,4 @@
-"""The documents of a serving plan, with the fleet that it is part of, and of a front of servers."""
+"""The documents of serving: a plan with its fleet, a front of servers, a simulation, and a measured server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from typing import Any
 
 from rooftop.arrays.rules import SEQUENCE_AXES, ways
 from rooftop.core.ledger import Ledger
-from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.present.document import Chart, Document, Item, Items, ShownFigure, ShownVerdict, Table, TableColumn
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.present.document import (
+    Bar,
+    Bars,
+    Chart,
+    Document,
+    Item,
+    Items,
+    ShownFigure,
+    ShownVerdict,
+    Table,
+    TableColumn,
+    columns,
+)
 from rooftop.present.documents.parts import (
     busy,
     front_chart,
@@ -18,6 +30,7 @@ from rooftop.present.documents.parts import (
     memory_bars,
     obstacles,
     of_ledgers,
+    prose,
     reasons,
     rooflines,
     roofs_of_slice,
@@ -27,6 +40,19 @@ from rooftop.present.documents.parts import (
 #: Points of a front that are printed, and runners-up of a fleet; the data has all.
 _POINTS, _OTHERS = 12, 6
 _CLASSES = ("weights", "scales", "kv", "activations")
+#: Latencies: their label, their key, and the key of the planned one.
+_LATENCIES = (
+    ("TTFT", "ttft_s", "ttft_s"),
+    ("TPOT", "tpot_s", "tpot_s"),
+    ("ITL", "itl_s", None),
+    ("worst ITL", "worst_itl_s", None),
+    ("end to end", "e2e_s", None),
+)
+#: Kinds of a server's steps.
+_SHARES = ("busy", "prefill", "generate", "mixed")
+#: Seconds that a request may be sent late before a note says so.
+_LAG_S = 0.05
+_PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def serving_plan(data: Mapping[str, Any]) -> Document:
@@ -102,7 +128,7 @@ def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
         return ()
     ranks = ["Runner-up", *["Then"] * _OTHERS]
     items = tuple(
-        Item(text=f"{rank}: {other['name']}\n  {other['why']}")
+        Item(f"{rank}: {other['name']}\n  {other['why']}")
         for rank, other in zip(ranks, fleet["others"][:_OTHERS], strict=False)
     )
     return (Items(title="Other fleets", section="Fleets", items=items),)
@@ -112,65 +138,45 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     generate, memory, draft = data["generate"], data["memory"], data["draft"]
     step = generate["step_s"]
     parts = {name.removesuffix("_s"): format_seconds(seconds) for name, seconds in generate["breakdown"].items()}
-    yield ShownFigure(
-        name="step_s", label="step", value=step["expected_s"], unit="s", level="expected",
+    yield ShownFigure("step_s", "step", step["expected_s"], "s", "expected",
         note=f"expected, at least {format_seconds(step['lower_s'])} (bound by {generate['bound']}); at peak rates: "
-        f"weights {parts['weights']}, KV {parts['kv']}, FLOPs {parts['flops']}, ICI {parts['ici']}",
-    )  # fmt: skip
+        f"weights {parts['weights']}, KV {parts['kv']}, FLOPs {parts['flops']}, ICI {parts['ici']}")  # fmt: skip
     if draft is not None:
-        yield ShownFigure(
-            name="speculation", label="speculation", value=draft["gain"], unit="%", level="expected",
+        yield ShownFigure("speculation", "speculation", draft["gain"], "%", "expected",
             shown=f"{draft['gain']:+.0%} tok/s",
             note=f"{draft['tokens_per_round']:.2f} tokens a round: {draft['length']} guesses of {draft['model']} in "
-            f"{format_seconds(draft['guess_s'])}, checked in {format_seconds(draft['check_s'])}",
-        )  # fmt: skip
-    yield ShownFigure(
-        name="tokens_per_s", label="rate", value=generate["tokens_per_s"], unit="tok/s", level="expected",
-        note=f"{generate['tokens_per_s_per_chip']:.4g} tok/s per chip",
-    )  # fmt: skip
+            f"{format_seconds(draft['guess_s'])}, checked in {format_seconds(draft['check_s'])}")  # fmt: skip
+    yield ShownFigure("tokens_per_s", "rate", generate["tokens_per_s"], "tok/s", "expected",
+        note=f"{generate['tokens_per_s_per_chip']:.4g} tok/s per chip")  # fmt: skip
     both = "" if draft is None else " by both models"
-    yield ShownFigure(
-        name="ttft_s", label="TTFT", value=data["ttft_s"], unit="s", level="expected",
-        formula=data["definitions"]["ttft_s"],
-        note=f"one prefill of {data['workload']['prompt']} tokens{both}, no queue",
-    )  # fmt: skip
+    yield ShownFigure("ttft_s", "TTFT", data["ttft_s"], "s", "expected", formula=data["definitions"]["ttft_s"],
+        note=f"one prefill of {data['workload']['prompt']} tokens{both}, no queue")  # fmt: skip
     why = "with the prefills of others between" if data["mode"] == "interleaved" else "with the KV's transfer"
-    yield ShownFigure(
-        name="tpot_s", label="TPOT", value=data["tpot_s"], unit="s", level="expected",
-        note="a step" if data["assumptions"]["bounds"] == "book" else f"a step, {why}",
-    )  # fmt: skip
+    yield ShownFigure("tpot_s", "TPOT", data["tpot_s"], "s", "expected",
+        note="a step" if data["assumptions"]["bounds"] == "book" else f"a step, {why}")  # fmt: skip
     classes = ", ".join(f"{name} {format_bytes(memory[name])}" for name in _CLASSES)
-    yield ShownFigure(
-        name="memory_bytes", label="memory", value=memory["total"], unit="B", level="expected",
-        note=f"of {format_bytes(memory['capacity'])}: {classes}",
-    )  # fmt: skip
-    yield ShownFigure(
-        name="max_batch", label="largest batch", value=data["max_batch"], shown=str(data["max_batch"]),
-        note=f"here; this one fits {data['smallest_slice'] or 'no slice'} at the smallest",
-    )  # fmt: skip
+    yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
+        note=f"of {format_bytes(memory['capacity'])}: {classes}")  # fmt: skip
+    yield ShownFigure("max_batch", "largest batch", data["max_batch"], shown=str(data["max_batch"]),
+        note=f"here; this one fits {data['smallest_slice'] or 'no slice'} at the smallest")  # fmt: skip
     transfer = data["kv_transfer"]
-    yield ShownFigure(
-        name="prefill_per_generate", label="prefill", value=data["prefill_per_generate"], level="expected",
+    yield ShownFigure("prefill_per_generate", "prefill", data["prefill_per_generate"], level="expected",
         shown=f"{data['prefill_per_generate']:.3g} servers",
         note=f"for each generate server; a prompt's KV of {format_bytes(transfer['bytes'])} moves in "
-        f"{format_seconds(transfer['ici_s'])} over ICI, {format_seconds(transfer['dcn_s'])} over DCN",
-    )  # fmt: skip
+        f"{format_seconds(transfer['ici_s'])} over ICI, {format_seconds(transfer['dcn_s'])} over DCN")  # fmt: skip
     cost = data["cost_per_million_tokens"]
     if cost["input"] is not None:
-        yield ShownFigure(
-            name="usd_per_million_tokens", label="cost", value=cost["output"], level="expected",
+        yield ShownFigure("usd_per_million_tokens", "cost", cost["output"], level="expected",
             shown=f"${cost['output']:.3g}",
-            note=f"per million tokens out, ${cost['input']:.3g} in, of slices always busy",
-        )  # fmt: skip
+            note=f"per million tokens out, ${cost['input']:.3g} in, of slices always busy")  # fmt: skip
     cache = data["prefix_cache"]
     if cache["hit_rate"]:
         host_text = (
             "" if cache["prompts_held"] is None else f"; host memory holds {cache['prompts_held']:,} prompts' KV"
         )
-        yield ShownFigure(
-            name="prefix_cache", label="prefix cache", value=cache["speedup"], level="expected",
-            shown=f"{cache['speedup']:.2f}x", note=f"faster prefill at {cache['hit_rate']:.0%} hits{host_text}",
-        )  # fmt: skip
+        yield ShownFigure("prefix_cache", "prefix cache", cache["speedup"], level="expected",
+            shown=f"{cache['speedup']:.2f}x",
+            note=f"faster prefill at {cache['hit_rate']:.0%} hits{host_text}")  # fmt: skip
 
 
 def _where(ledger: Sequence[Mapping[str, Any]], title: str, section: str) -> Table:
@@ -197,10 +203,10 @@ def _where(ledger: Sequence[Mapping[str, Any]], title: str, section: str) -> Tab
         title=title,
         section=section,
         columns=(
-            TableColumn(name="scope", kind="text"),
-            *(TableColumn(name=name) for name in ("expected", "share", "exposed")),
-            TableColumn(name="at peak", drop=1),
-            TableColumn(name="bound", kind="text"),
+            TableColumn("scope", "text"),
+            *(TableColumn(name) for name in ("expected", "share", "exposed")),
+            TableColumn("at peak", drop=1),
+            TableColumn("bound", "text"),
         ),
         rows=tuple(rows),
     )
@@ -233,6 +239,158 @@ def _front(points: Sequence[Mapping[str, Any]], title: str) -> Table:
     kinds = ("slice", "weights", "kv")
     return Table(
         title=title,
-        columns=tuple(TableColumn(name=name, kind="text" if name in kinds else "number") for name in names),
+        columns=tuple(TableColumn(name, "text" if name in kinds else "number") for name in names),
         rows=tuple(rows),
     )
+
+
+# ---- simulated and measured ------------------------------------------------------------------------------------------
+
+
+def simulation(data: Mapping[str, Any]) -> Document:
+    """A simulation of requests to the servers of a plan."""
+    requests, tokens = data["requests"], data["tokens"]
+    return Document(
+        title=f"{data['plan']['model']}: a simulation",
+        verdict=ShownVerdict(
+            subject=_simulated_servers(data),
+            says=f"{requests['finished']:,} of {requests['offered']:,} requests finished, "
+            f"{format_count(tokens['generated_per_second'], 'tok/s')}.",
+        ),
+        figures=tuple(_simulated_figures(data)),
+        charts=(_simulated_latencies(data), _server_table(data), _busy_bars(data)),
+        sources=written_by(data),
+    )
+
+
+def _simulated_servers(data: Mapping[str, Any]) -> str:
+    plan, deployment = data["plan"], data["deployment"]
+    servers = f"{deployment['replicas']} x {plan['slice']}"
+    if deployment["prefill_servers"]:
+        servers = f"{deployment['prefill_servers']} x {plan['prefill_slice']} for prefill and {servers} to generate"
+    text = f"{plan['model']} on {servers}: {deployment['batching']}"
+    if deployment["chunk_tokens"] is not None:
+        text += f", prefill in chunks of {deployment['chunk_tokens']} tokens a step"
+    return text + f", batches up to {deployment['max_batch']}"
+
+
+def _simulated_figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
+    requests, tokens, goodput = data["requests"], data["tokens"], data["goodput"]
+    note = f"{requests['per_second']:.4g} a second over {format_seconds(data['duration_s'])}"
+    if requests["refused"]:
+        note += f"; {requests['refused']:,} refused, such as: {requests['refused_why']}"
+    yield ShownFigure("finished", "requests", requests["finished"], shown=f"{requests['finished']:,}", note=note,
+        level="simulated")  # fmt: skip
+    yield ShownFigure("generated", "generated", tokens["generated"], "tok", "simulated",
+        note=f"{tokens['generated_per_second']:,.0f} tok/s in all")  # fmt: skip
+    share = tokens["cached"] / tokens["prompt"] if tokens["prompt"] else 0.0
+    note = f"{share:.1%} of the prompts' tokens were cached" if data["deployment"]["prefix_cache"] else ""
+    yield ShownFigure("prefilled", "prefilled", tokens["prefilled"], "tok", "simulated", note=note)
+    if data["preemptions"]:
+        yield ShownFigure("preemptions", "preemptions", data["preemptions"], shown=f"{data['preemptions']:,}",
+            level="simulated", note=f"{format_count(tokens['recomputed'], 'tok')} computed again")  # fmt: skip
+    targets = _targets(goodput)
+    if targets:
+        yield ShownFigure("goodput", "goodput", goodput["requests_per_second"], level="simulated",
+            shown=f"{goodput['requests_per_second']:.4g} a second",
+            note=f"{goodput['share']:.1%} of the requests within {targets}")  # fmt: skip
+
+
+def _simulated_latencies(data: Mapping[str, Any]) -> Table:
+    rows = []
+    for name, key, planned in _LATENCIES:
+        percentiles = data[key]
+        if percentiles is not None:
+            plan = "" if planned is None else format_seconds(data["plan"][planned])
+            rows.append((name, plan, *(format_seconds(seconds) for seconds in percentiles.values())))
+    names = ("", "planned", "mean", "p50", "p90", "p95", "p99", "max")
+    return Table(title="What users feel", section="Latencies", columns=columns(*names), rows=tuple(rows))
+
+
+def _server_table(data: Mapping[str, Any]) -> Table:
+    """Servers of a role together: means over them, and the most of any."""
+    rows = []
+    for role in dict.fromkeys(server["role"] for server in data["servers"]):
+        servers = [server for server in data["servers"] if server["role"] == role]
+        shares = [sum(s["utilisation"][name] for s in servers) / len(servers) for name in _SHARES]
+        rows.append(
+            (
+                f"{len(servers)}" + ("" if role == "both" else f" {role}"),
+                *(f"{share:.1%}" if share else "" for share in shares),
+                "" if role == "prefill" else f"{sum(s['mean_batch'] for s in servers) / len(servers):.1f}",
+                f"{sum(s['kv']['mean_occupancy'] for s in servers) / len(servers):.1%}",
+                f"{max(s['kv']['max_occupancy'] for s in servers):.1%}",
+                f"{max(s['max_waiting'] for s in servers)}",
+            )
+        )
+    names = ("servers", "busy", "prefill", "generate", "mixed", "batch", "KV used", "KV most", "queue most")
+    return Table(
+        title="What servers do (means of a role)", section="Servers", columns=columns(*names), rows=tuple(rows)
+    )
+
+
+def _busy_bars(data: Mapping[str, Any]) -> Bars:
+    """The share of time of each role that its servers spend on what."""
+    bars = []
+    for role in dict.fromkeys(server["role"] for server in data["servers"]):
+        servers = [server for server in data["servers"] if server["role"] == role]
+        parts = tuple(
+            (name, sum(s["utilisation"][name] for s in servers) / len(servers)) for name in _SHARES if name != "busy"
+        )
+        bars.append(Bar("servers" if role == "both" else role, parts))
+    return Bars(title="Time of a server", about="Means over the servers of a role.", unit="%", bars=tuple(bars))
+
+
+def _targets(goodput: Mapping[str, Any]) -> str:
+    """The targets of goodput in words, '' without any."""
+    names = (("TTFT", "ttft_target_s"), ("TPOT", "tpot_target_s"))
+    return " and ".join(f"{name} {format_seconds(goodput[key])}" for name, key in names if goodput[key] is not None)
+
+
+def server(data: Mapping[str, Any]) -> Document:
+    """The latencies that clients of a server saw, next to those that the simulator predicts."""
+    return Document(
+        title=f"{data['model']} at {data['url']}",
+        verdict=ShownVerdict(
+            subject=f"{data['model']} at {data['url']}, rooftop {data['rooftop_version']}, {data['date']}",
+            details=tuple(_measured_requests(data["measured"])),
+        ),
+        charts=(_measured_latencies(data), prose("\n".join(_measured_notes(data)))),
+    )
+
+
+def _measured_requests(measured: Mapping[str, Any]) -> Iterator[str]:
+    requests, tokens, goodput = measured["requests"], measured["tokens"], measured["goodput"]
+    yield (
+        f"{requests['finished']:,} of {requests['offered']:,} requests in {format_seconds(measured['duration_s'])}, "
+        f"{requests['per_second']:.4g} a second; {format_count(tokens['generated'], 'tok')} generated, "
+        f"{tokens['generated_per_second']:,.0f} tok/s"
+    )
+    if requests["finished"] < requests["offered"]:
+        yield f"{requests['refused']:,} were refused and {requests['failed']:,} failed, such as: {requests['why']}"
+    targets = _targets(goodput)
+    if targets:
+        rate = f"{goodput['requests_per_second']:.4g} a second"
+        yield f"goodput: {rate}, {goodput['share']:.1%} of the requests within {targets}"
+
+
+def _measured_latencies(data: Mapping[str, Any]) -> Chart:
+    measured, predicted = data["measured"], data["predicted"]
+    rows = []
+    for name, key, _ in _LATENCIES:
+        if key not in measured:
+            continue
+        sides = {"measured": measured[key], "predicted": None if predicted is None else predicted[key]}
+        for at, (kind, values) in enumerate(sides.items()):
+            if values is not None:
+                rows.append(("" if at else name, kind, *(format_seconds(values[column]) for column in _PERCENTILES)))
+    return Table(title="", columns=columns("", "", *_PERCENTILES, text=2), rows=tuple(rows))
+
+
+def _measured_notes(data: Mapping[str, Any]) -> Iterator[str]:
+    how = "predicted: simulated with" if data["predicted"] is not None else "no prediction:"
+    yield f"{how} {data['predicted_by']}"
+    if (outside := data["outside_engine_ttft_s"]) is not None:
+        yield f"TTFT outside the engine (HTTP, the client), which is not simulated: {format_seconds(outside)}, mean"
+    if (lag := data["measured"]["worst_lag_s"]) > _LAG_S:
+        yield f"The client fell behind by up to {format_seconds(lag)}: it is too slow for this."

@@ -83,44 +83,30 @@ def _shortfall(memory: Mapping[str, Any]) -> str:
 
 def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[ShownFigure]:
     step, memory = data["step"], data["memory"]
-    yield ShownFigure(
-        name="expected_s", label="step", value=step["expected_s"], unit="s", level="expected",
+    yield ShownFigure("expected_s", "step", step["expected_s"], "s", "expected",
         note=f"expected, between {format_seconds(step['lower_s'])} (all overlapped, bound by {step['bound']}) and "
-        f"{format_seconds(step['upper_s'])} (nothing overlapped)",
-    )  # fmt: skip
-    yield ShownFigure(
-        name="mfu", label="MFU", value=data["mfu"], unit="%", level="expected", formula=data["flops"]["convention"],
-        note="causal attention and unembedding counted, recomputation not",
-    )  # fmt: skip
-    yield ShownFigure(
-        name="tokens_per_s", label="rate", value=data["tokens_per_s"], unit="tok/s", level="expected",
-        note=f"{data['tokens_per_s'] / data['slice']['chips']:.0f} tok/s per chip",
-    )  # fmt: skip
+        f"{format_seconds(step['upper_s'])} (nothing overlapped)")  # fmt: skip
+    yield ShownFigure("mfu", "MFU", data["mfu"], "%", "expected", formula=data["flops"]["convention"],
+        note="causal attention and unembedding counted, recomputation not")  # fmt: skip
+    yield ShownFigure("tokens_per_s", "rate", data["tokens_per_s"], "tok/s", "expected",
+        note=f"{data['tokens_per_s'] / data['slice']['chips']:.0f} tok/s per chip")  # fmt: skip
     if data["days"] is not None:
         cost = "no price is published"
         if data["cost_usd"] is not None:
             price = data["cost_usd"] / (data["days"] * 24 * data["slice"]["chips"])
             cost = f"${data['cost_usd']:,.0f} at ${price:g} a chip-hour"
-        yield ShownFigure(
-            name="days", label="budget", value=data["days"] * 86400, unit="s", level="expected",
-            shown=f"{data['days']:.1f} days", note=f"for {format_count(data['workload']['tokens'])} tokens; {cost}",
-        )  # fmt: skip
+        yield ShownFigure("days", "budget", data["days"] * 86400, "s", "expected", shown=f"{data['days']:.1f} days",
+            note=f"for {format_count(data['workload']['tokens'])} tokens; {cost}")  # fmt: skip
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
-    yield ShownFigure(
-        name="memory_bytes", label="memory", value=memory["total"], unit="B", level="expected",
-        note=f"of {format_bytes(memory['capacity'])} a device: {classes_text}",
-    )  # fmt: skip
+    yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
+        note=f"of {format_bytes(memory['capacity'])} a device: {classes_text}")  # fmt: skip
     exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
-    yield ShownFigure(
-        name="exposed_s", label="not hidden", value=sum(exposed.values()), unit="s", level="expected",
-        note=exposed_text(exposed, step["expected_s"]) or "no collectives",
-    )  # fmt: skip
+    yield ShownFigure("exposed_s", "not hidden", sum(exposed.values()), "s", "expected",
+        note=exposed_text(exposed, step["expected_s"]) or "no collectives")  # fmt: skip
     if (pipeline := data.get("pipeline")) is not None:
-        yield ShownFigure(
-            name="bubble", label="bubble", value=pipeline["bubble"], unit="%", level="simulated",
+        yield ShownFigure("bubble", "bubble", pipeline["bubble"], "%", "simulated",
             note=f"of the passes, {pipeline['schedule']} simulated; {pipeline['bubble_closed_form']:.1%} in closed "
-            f"form; {pipeline['in_flight']:g} microbatches held at most",
-        )  # fmt: skip
+            f"form; {pipeline['in_flight']:g} microbatches held at most")  # fmt: skip
 
 
 def _nearest(data: Mapping[str, Any]) -> Iterator[str]:
@@ -157,12 +143,12 @@ def _where(ledger: Ledger, step_s: float) -> Table:
         title="Where the step goes (ms per step on one device)",
         section="Ledger",
         columns=(
-            TableColumn(name="scope", kind="text"),
-            *(TableColumn(name=name, drop=2 if name == "recompute" else 1) for name in _PHASES),
-            TableColumn(name="share"),
-            TableColumn(name="exposed"),
-            TableColumn(name="at peak", drop=3),
-            TableColumn(name="bound", kind="text"),
+            TableColumn("scope", "text"),
+            *(TableColumn(name, drop=2 if name == "recompute" else 1) for name in _PHASES),
+            TableColumn("share"),
+            TableColumn("exposed"),
+            TableColumn("at peak", drop=3),
+            TableColumn("bound", "text"),
         ),
         rows=tuple(rows),
     )
@@ -186,7 +172,7 @@ def _alternatives(data: Mapping[str, Any]) -> tuple[Chart, ...]:
         for other in others
     ]
     columns = tuple(
-        TableColumn(name=name, kind="text" if name in ("mesh", "remat", "") else "number", wrap=name == "mesh")
+        TableColumn(name, "text" if name in ("mesh", "remat", "") else "number", wrap=name == "mesh")
         for name in ("mesh", "remat", "microbatches", "step", "MFU", "memory", "")
     )
     own = {
@@ -203,8 +189,8 @@ def _alternatives(data: Mapping[str, Any]) -> tuple[Chart, ...]:
         Lines(
             title="Alternatives",
             about="The time of a step over the memory of a device, each mesh at its best.",
-            x=ChartAxis(label="memory of a device", unit="B"),
-            y=ChartAxis(label="step", unit="s"),
+            x=ChartAxis("memory of a device", "B"),
+            y=ChartAxis("step", "s"),
             series=(_series("this plan", "point", [own]), _series("alternatives", "dots", others)),
         ),
     )
@@ -212,9 +198,9 @@ def _alternatives(data: Mapping[str, Any]) -> tuple[Chart, ...]:
 
 def _series(name: str, style: Any, plans: Any) -> ChartSeries:
     return ChartSeries(
-        name=name,
-        style=style,
-        points=tuple((float(plan["memory_bytes"]), float(plan["expected_s"])) for plan in plans),
+        name,
+        tuple((float(plan["memory_bytes"]), float(plan["expected_s"])) for plan in plans),
+        style,
         names=tuple(mesh_text(plan["mesh"]) for plan in plans),
         notes=tuple(map(_note, plans)),
     )
@@ -231,8 +217,7 @@ def _note(plan: Mapping[str, Any]) -> str:
 def _changes(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     """The changes that would help, with their gains."""
     items = tuple(
-        Item(mark=f"{entry['gain']:+.1%}", text=f" {entry['change']}{_missing(entry)}")
-        for entry in data.get("what_if", ())
+        Item(f" {entry['change']}{_missing(entry)}", mark=f"{entry['gain']:+.1%}") for entry in data.get("what_if", ())
     )
     title = "What would change it (tokens/s)"
     return (Items(title=title, section="What would change it", items=items),) if items else ()

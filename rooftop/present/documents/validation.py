@@ -91,8 +91,8 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
         title="Predicted against published step times",
         section="Training",
         columns=(
-            TableColumn(name="runs of", kind="text", wrap=True),
-            *(TableColumn(name=name, drop=1 if name in ("median", "signed") else 0) for name in names),
+            TableColumn("runs of", "text", wrap=True),
+            *(TableColumn(name, drop=1 if name in ("median", "signed") else 0) for name in names),
         ),
         rows=tuple(rows),
     )
@@ -123,7 +123,7 @@ def _worst(runs: Sequence[Mapping[str, Any]], worst: int) -> Table:
         title="Predicted worst",
         about="* not calibrated" if any(run["calibrated_s"] is None for run in listed) else "",
         columns=(
-            TableColumn(name="run, and the reason", kind="text", wrap=True),
+            TableColumn("run, and the reason", "text", wrap=True),
             *columns("measured", "predicted", "error %", "null %", text=0),
         ),
         rows=tuple(rows),
@@ -156,10 +156,9 @@ def _serving(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
     for run in sorted(data["rows"], key=lambda run: -abs(run["error"]["expected"] or 0.0))[:worst]:
         why = f"{run['source']}, {run['phase']}: {run['reason'] or 'no reason is known'}"
         reasons.setdefault(why, []).append(run["error"]["expected"] or 0.0)
-    items = [Item(text=f"{', '.join(map(_percent, errors))} %: {why}") for why, errors in reasons.items()]
+    items = [Item(f"{', '.join(map(_percent, errors))} %: {why}") for why, errors in reasons.items()]
     items += [
-        Item(text=f"not predicted: {missing['source']} {missing['model']}: {missing['why']}")
-        for missing in data["unusable"]
+        Item(f"not predicted: {missing['source']} {missing['model']}: {missing['why']}") for missing in data["unusable"]
     ]
     if items:
         yield Items(title="Reasons", items=tuple(items))
@@ -177,7 +176,7 @@ def _phases(summary: Mapping[str, Any]) -> Table:
     return Table(
         title="Predicted against published times of serving",
         section="Serving",
-        columns=(TableColumn(name="phase", kind="text", wrap=True), *columns("runs", *_SERVING.values(), text=0)),
+        columns=(TableColumn("phase", "text", wrap=True), *columns("runs", *_SERVING.values(), text=0)),
         rows=tuple(rows),
     )
 
@@ -207,8 +206,8 @@ def _decode(data: Mapping[str, Any]) -> Table:
         title="Decode steps: errors in %",
         about=about,
         columns=(
-            TableColumn(name="run", kind="text", wrap=True),
-            TableColumn(name="measured"),
+            TableColumn("run", "text", wrap=True),
+            TableColumn("measured"),
             *columns(*_SERVING.values(), "tokens meant", text=0),
         ),
         rows=tuple(rows),

@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.scheduling.serving.times import StepTimes
-from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
 from rooftop.simulate.serving.metrics import ServingMetrics, Targets
+from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.traces import RequestTrace
 
 _Labels = tuple[tuple[str, str], ...]
@@ -139,4 +139,4 @@ def deployment_of(
 
 def predict(trace: RequestTrace, deployment: Deployment, targets: Targets) -> dict[str, Any]:
     """The figures of a simulation of ``trace``. Raises RooftopError for what cannot be simulated."""
-    return ServingMetrics(simulation=simulate(trace, deployment), targets=targets).to_json()
+    return ServingMetrics(simulation=simulate(trace, deployment), targets=targets).figures.to_json()

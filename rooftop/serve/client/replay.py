@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import plain
 from rooftop.simulate.serving.metrics import Targets, spread
 from rooftop.simulate.serving.traces import RequestTrace
 
@@ -111,10 +112,10 @@ class Replayed:
             },
             "duration_s": duration,
             "worst_lag_s": max((record.sent_s - record.due_s for record in self.records), default=0.0),
-            "ttft_s": spread(ttft),
-            "tpot_s": spread(tpot),
-            "itl_s": spread(np.array(gaps)),
-            "e2e_s": spread(e2e),
+            "ttft_s": plain(spread(ttft)),
+            "tpot_s": plain(spread(tpot)),
+            "itl_s": plain(spread(np.array(gaps))),
+            "e2e_s": plain(spread(e2e)),
             "goodput": {
                 "ttft_target_s": self.targets.ttft_s,
                 "tpot_target_s": self.targets.tpot_s,

@@ -20,8 +20,21 @@ import numpy.typing as npt
 from rooftop.arrays.mesh import AxisSpan
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
-from rooftop.simulate.network.messages import chain, gather, permute, send, shards_of, sizes_of, walk
-from rooftop.simulate.network.torus import DOWN, UP, LinkTransfer, NetworkRun, Torus, run
+from rooftop.simulate.network.torus import (
+    DOWN,
+    UP,
+    LinkTransfer,
+    NetworkRun,
+    Torus,
+    chain,
+    gather,
+    permute,
+    run,
+    send,
+    shards_of,
+    sizes_of,
+    walk,
+)
 
 __all__ = ["gather", "permute", "send", "simulate"]
 

@@ -13,8 +13,7 @@ from rooftop.algebra.resharding import reshard
 from rooftop.algebra.steps import Step, shard_numbers
 from rooftop.arrays import ShardedArray
 from rooftop.core.errors import RooftopError
-from rooftop.simulate.network.messages import gather, send
-from rooftop.simulate.network.torus import Floats, NetworkRun, Torus, run
+from rooftop.simulate.network.torus import Floats, NetworkRun, Torus, gather, run, send
 
 
 def move(source: ShardedArray, target: ShardedArray, prices: Prices) -> Strategy:

@@ -17,8 +17,15 @@ from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import EngineStep
 from rooftop.scheduling.serving.static import StaticScheduler
 from rooftop.scheduling.serving.times import StepTimes
-from rooftop.simulate.serving.deployment import Deployment
-from rooftop.simulate.serving.records import Requests, SimulatedServer, Simulation, Stay, StepRun
+from rooftop.simulate.serving.records import (
+    Deployment,
+    Requests,
+    ServerRole,
+    SimulatedServer,
+    Simulation,
+    Stay,
+    StepRun,
+)
 from rooftop.simulate.serving.traces import RequestTrace
 
 #: What happens at the same instant happens in this order, so that a server sees all that has come before it decides.
@@ -44,12 +51,10 @@ class _Events:
         self.trace, self.deployment, self.times = trace, deployment, deployment.times
         self.on_progress, self.report_every, self.finished = on_progress, max(1, len(trace) // 200), 0
         front, back = deployment.schedulers()
-        roles = ["both" if not back else "prefill"] * len(front) + ["generate"] * len(back)
-        self.servers = [
-            SimulatedServer(number, role, times)
-            for number, (role, times) in enumerate(zip(roles, [*front, *back], strict=True))
-        ]
-        self.front, self.back = self.servers[: len(front)], self.servers[len(front) :]
+        role: ServerRole = "prefill" if back else "both"
+        self.front = [SimulatedServer(number, role, scheduler) for number, scheduler in enumerate(front)]
+        self.back = [SimulatedServer(number, "generate", it) for number, it in enumerate(back, start=len(front))]
+        self.servers = [*self.front, *self.back]
         for server in self.servers:
             server.together = self.servers if deployment.lockstep else [server]
         count = len(trace)

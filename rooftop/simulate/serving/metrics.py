@@ -14,19 +14,239 @@ The duration is from the first arrival to the last token. Nothing is left out as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from rooftop import __version__
 from rooftop.core.errors import RooftopError
-from rooftop.simulate.serving.records import SimulatedServer, Simulation, Stay, StepRun
+from rooftop.core.records import Record
+from rooftop.plan.serving.plan import ServingPlan
+from rooftop.plan.serving.problem import Mode
+from rooftop.simulate.serving.records import Deployment, ServerRole, SimulatedServer, Simulation, Stay, StepRun
+from rooftop.simulate.serving.traces import RequestTrace
 
 Floats = npt.NDArray[np.float64]
 
-PERCENTILES = (50, 90, 95, 99)
+_PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread(Record):
+    """Mean, percentiles and maximum of some values."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFigures(Record):
+    """Requests by outcome; ``refused_why`` is the reason of one that was refused."""
+
+    offered: int
+    finished: int
+    refused: int
+    refused_why: str | None
+    per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFigures(Record):
+    """Tokens of the requests that were served. ``recomputed`` were prefilled again after a preemption."""
+
+    prompt: int
+    prefilled: int
+    cached: int
+    recomputed: int
+    generated: int
+    generated_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput(Record):
+    """Requests that met every target, and their share of all that were offered."""
+
+    ttft_target_s: float | None
+    tpot_target_s: float | None
+    requests: int
+    requests_per_second: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilisation(Record):
+    """Shares of the duration that a server spent on steps of each kind; ``busy`` is their sum."""
+
+    prefill: float
+    generate: float
+    mixed: float
+    busy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCounts(Record):
+    """Steps of a server that only prefilled, and steps that generated."""
+
+    prefill: int
+    generate: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvFigures(Record):
+    """KV pages of a server in all ``groups`` of its devices, and the share of them in use."""
+
+    pages: int
+    groups: int
+    page_tokens: int
+    mean_occupancy: float
+    max_occupancy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFigures(Record):
+    """Use of one server's time and pages."""
+
+    server: int
+    role: ServerRole
+    utilisation: Utilisation
+    steps: StepCounts
+    mean_batch: float
+    max_waiting: int
+    kv: KvFigures
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingFigures(Record):
+    """All figures of a simulation; a spread is None where there are no values."""
+
+    requests: RequestFigures
+    tokens: TokenFigures
+    duration_s: float
+    ttft_s: Spread | None
+    tpot_s: Spread | None
+    itl_s: Spread | None
+    worst_itl_s: Spread | None
+    e2e_s: Spread | None
+    goodput: Goodput
+    preemptions: int
+    servers: tuple[ServerFigures, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedPlan(Record):
+    """The serving plan that was simulated, with the latencies that it expects."""
+
+    model: str
+    slice: str
+    prefill_slice: str
+    mode: Mode
+    batch: int
+    ttft_s: float
+    tpot_s: float
+
+    @classmethod
+    def of(cls, plan: ServingPlan) -> SimulatedPlan:
+        """The figures of a plan."""
+        problem = plan.problem
+        return cls(
+            model=problem.model.name,
+            slice=problem.slice.name,
+            prefill_slice=problem.prefill_server.name,
+            mode=problem.mode,
+            batch=plan.batch,
+            ttft_s=plan.ttft_s,
+            tpot_s=plan.tpot_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedDeployment(Record):
+    """Servers, and how they serve."""
+
+    batching: str
+    chunk_tokens: int | None
+    max_batch: int
+    preemption: str
+    replicas: int
+    prefill_servers: int
+    routing: str
+    prefix_cache: bool
+    host_kv_tokens: int
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> SimulatedDeployment:
+        """The figures of a deployment."""
+        policy = deployment.policy
+        return cls(
+            batching=policy.batching,
+            chunk_tokens=policy.chunk_tokens,
+            max_batch=policy.max_batch,
+            preemption=policy.preemption,
+            replicas=deployment.replicas,
+            prefill_servers=deployment.prefill_servers,
+            routing=deployment.routing.kind,
+            prefix_cache=deployment.prefix_cache,
+            host_kv_tokens=deployment.host_kv_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedTrace(Record):
+    """Number, time span and mean lengths of the requests."""
+
+    requests: int
+    seconds: float
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    hashes: bool
+
+    @classmethod
+    def of(cls, trace: RequestTrace) -> SimulatedTrace:
+        """The figures of a trace."""
+        return cls(
+            requests=len(trace),
+            seconds=float(trace.arrival_s[-1]),
+            mean_prompt_tokens=float(trace.prompt_tokens.mean()),
+            mean_output_tokens=float(trace.output_tokens.mean()),
+            hashes=trace.hashes is not None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SimulationInput(Record):
+    """The keys of a report before its figures."""
+
+    kind: Literal["simulation"]
+    schema: Literal[1]
+    rooftop_version: str
+    plan: SimulatedPlan
+    deployment: SimulatedDeployment
+    trace: SimulatedTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationReport(ServingFigures, _SimulationInput):
+    """The object that ``rooftop simulate --json`` writes: the input, then all figures."""
+
+    @classmethod
+    def of(cls, plan: ServingPlan, deployment: Deployment, metrics: ServingMetrics) -> SimulationReport:
+        """The report of a simulation of ``plan``."""
+        return cls(
+            kind="simulation",
+            schema=1,
+            rooftop_version=__version__,
+            plan=SimulatedPlan.of(plan),
+            deployment=SimulatedDeployment.of(deployment),
+            trace=SimulatedTrace.of(metrics.simulation.trace),
+            **{field.name: getattr(metrics.figures, field.name) for field in fields(ServingFigures)},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,73 +354,73 @@ class ServingMetrics:
             met &= ~(self.tpot_s > self.targets.tpot_s)
         return int(met.sum())
 
-    def to_json(self) -> dict[str, Any]:
+    @cached_property
+    def figures(self) -> ServingFigures:
         """All figures; times in seconds, shares from 0 to 1."""
         requests, trace = self.simulation.requests, self.simulation.trace
         duration = self.duration_s
         served = ~np.isnan(self.ttft_s)
         generated, prefilled, cached = sum(requests.tokens), sum(requests.prefilled), sum(requests.cached)
         prompts = int(trace.prompt_tokens[served].sum())
-        return {
-            "requests": {
-                "offered": len(trace),
-                "finished": self.finished,
-                "refused": len(requests.refused),
-                "refused_why": next(iter(requests.refused.values()), None),
-                "per_second": _rate(self.finished, duration),
-            },
-            "tokens": {
-                "prompt": prompts,
-                "prefilled": prefilled,
-                "cached": cached,
-                "recomputed": prefilled + cached - prompts,
-                "generated": generated,
-                "generated_per_second": _rate(generated, duration),
-            },
-            "duration_s": duration,
-            "ttft_s": spread(self.ttft_s),
-            "tpot_s": spread(self.tpot_s),
-            "itl_s": _weighted_spread(*self.itl_s),
-            "worst_itl_s": spread(self.worst_itl_s[served]),
-            "e2e_s": spread(self.e2e_s),
-            "goodput": {
-                "ttft_target_s": self.targets.ttft_s,
-                "tpot_target_s": self.targets.tpot_s,
-                "requests": self.good,
-                "requests_per_second": _rate(self.good, duration),
-                "share": self.good / len(trace),
-            },
-            "preemptions": sum(requests.preemptions),
-            "servers": [self._server(server) for server in self.simulation.servers],
-        }
+        return ServingFigures(
+            requests=RequestFigures(
+                offered=len(trace),
+                finished=self.finished,
+                refused=len(requests.refused),
+                refused_why=next(iter(requests.refused.values()), None),
+                per_second=_rate(self.finished, duration),
+            ),
+            tokens=TokenFigures(
+                prompt=prompts,
+                prefilled=prefilled,
+                cached=cached,
+                recomputed=prefilled + cached - prompts,
+                generated=generated,
+                generated_per_second=_rate(generated, duration),
+            ),
+            duration_s=duration,
+            ttft_s=spread(self.ttft_s),
+            tpot_s=spread(self.tpot_s),
+            itl_s=_weighted_spread(*self.itl_s),
+            worst_itl_s=spread(self.worst_itl_s[served]),
+            e2e_s=spread(self.e2e_s),
+            goodput=Goodput(
+                ttft_target_s=self.targets.ttft_s,
+                tpot_target_s=self.targets.tpot_s,
+                requests=self.good,
+                requests_per_second=_rate(self.good, duration),
+                share=self.good / len(trace),
+            ),
+            preemptions=sum(requests.preemptions),
+            servers=tuple(map(self._server, self.simulation.servers)),
+        )
 
-    def _server(self, server: SimulatedServer) -> dict[str, Any]:
-        """Use of one server's time and pages."""
+    def _server(self, server: SimulatedServer) -> ServerFigures:
         runs, duration = self._runs[server.number], self.duration_s
         seconds = runs["end_s"] - runs["start_s"]
         prefills, generates = runs["prefill_tokens"] > 0, runs["generating"] > 0
         steps = runs["steps"][generates]
         pages, caches = server.pages, server.scheduler.caches
-        return {
-            "server": server.number,
-            "role": server.role,
-            "utilisation": {
-                "prefill": _rate(seconds[prefills & ~generates].sum(), duration),
-                "generate": _rate(seconds[generates & ~prefills].sum(), duration),
-                "mixed": _rate(seconds[prefills & generates].sum(), duration),
-                "busy": _rate(seconds.sum(), duration),
-            },
-            "steps": {"prefill": int((prefills & ~generates).sum()), "generate": int(steps.sum())},
-            "mean_batch": _rate((runs["generating"][generates] * steps).sum(), steps.sum()),
-            "max_waiting": int(runs["waiting"].max(initial=0)),
-            "kv": {
-                "pages": pages,
-                "groups": len(caches),
-                "page_tokens": caches[0].page_tokens,
-                "mean_occupancy": _rate(server.page_seconds, duration * pages),
-                "max_occupancy": float(runs["kv_pages"].max(initial=0) / pages),
-            },
-        }
+        return ServerFigures(
+            server=server.number,
+            role=server.role,
+            utilisation=Utilisation(
+                prefill=_rate(seconds[prefills & ~generates].sum(), duration),
+                generate=_rate(seconds[generates & ~prefills].sum(), duration),
+                mixed=_rate(seconds[prefills & generates].sum(), duration),
+                busy=_rate(seconds.sum(), duration),
+            ),
+            steps=StepCounts(prefill=int((prefills & ~generates).sum()), generate=int(steps.sum())),
+            mean_batch=_rate((runs["generating"][generates] * steps).sum(), steps.sum()),
+            max_waiting=int(runs["waiting"].max(initial=0)),
+            kv=KvFigures(
+                pages=pages,
+                groups=len(caches),
+                page_tokens=caches[0].page_tokens,
+                mean_occupancy=_rate(server.page_seconds, duration * pages),
+                max_occupancy=float(runs["kv_pages"].max(initial=0) / pages),
+            ),
+        )
 
 
 def _columns(server: SimulatedServer) -> dict[str, Floats]:
@@ -213,27 +433,21 @@ def _rate(amount: float, of: float) -> float:
     return float(amount / of) if of else 0.0
 
 
-def spread(values: Floats) -> dict[str, float] | None:
+def spread(values: Floats) -> Spread | None:
     """Mean, percentiles (linear between values) and maximum; None where there are no values."""
     known = values[~np.isnan(values)]
-    if not len(known):
-        return None
-    percentiles = np.percentile(known, PERCENTILES)
-    return (
-        {"mean": float(known.mean())}
-        | {f"p{p}": float(value) for p, value in zip(PERCENTILES, percentiles, strict=True)}
-        | {"max": float(known.max())}
-    )
+    return _spread(known.mean(), np.percentile(known, _PERCENTILES), known.max()) if len(known) else None
 
 
-def _weighted_spread(values: Floats, counts: Floats) -> dict[str, float] | None:
+def _weighted_spread(values: Floats, counts: Floats) -> Spread | None:
     """The same of sorted values that occur ``counts`` times each; percentiles are values that occur."""
     if not len(values):
         return None
     total = np.cumsum(counts)
-    at = np.searchsorted(total, np.array(PERCENTILES) / 100 * total[-1])
-    return (
-        {"mean": float((values * counts).sum() / total[-1])}
-        | {f"p{p}": float(values[index]) for p, index in zip(PERCENTILES, at, strict=True)}
-        | {"max": float(values[-1])}
-    )
+    at = np.searchsorted(total, np.array(_PERCENTILES) / 100 * total[-1])
+    return _spread((values * counts).sum() / total[-1], values[at], values[-1])
+
+
+def _spread(mean: float, percentiles: Floats, most: float) -> Spread:
+    p50, p90, p95, p99 = percentiles.tolist()
+    return Spread(mean=float(mean), p50=p50, p90=p90, p95=p95, p99=p99, max=float(most))

@@ -1,16 +1,83 @@
-"""Records of a serving simulation: servers, runs of equal steps, and requests."""
+"""Input and outcome of a serving simulation: a deployment, servers with their runs of equal steps, and requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from rooftop.scheduling.serving.cache import CachedSequence
-from rooftop.scheduling.serving.groups import AnyScheduler
-from rooftop.scheduling.serving.scheduler import EngineStep
+from rooftop.core.errors import RooftopError
+from rooftop.scheduling.serving.cache import CachedSequence, KvCache
+from rooftop.scheduling.serving.groups import AnyScheduler, make_scheduler
+from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy
 from rooftop.scheduling.serving.static import StaticScheduler
-from rooftop.simulate.serving.deployment import Deployment
+from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.traces import RequestTrace
+
+#: Phases that a server runs.
+ServerRole = Literal["both", "prefill", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Servers and how they serve: ``replicas`` that do both phases, or that generate, and ``prefill_servers``.
+
+    With ``prefix_cache`` pages of prompts are kept, up to ``host_kv_tokens`` tokens more in the host's memory of each
+    server; sequences that are swapped out go there too. Groups of devices have equal parts of all that, but with static
+    batching, which knows of none. In ``lockstep`` all servers are driven by one process: each begins its next step when
+    all have ended theirs.
+    """
+
+    policy: Policy
+    times: StepTimes
+    replicas: int = 1
+    prefill_servers: int = 0
+    routing: Routing = field(default_factory=Routing)
+    prefix_cache: bool = False
+    host_kv_tokens: int = 0
+    lockstep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise RooftopError("replicas", self.replicas, "a positive whole number")
+        if (self.prefill_servers > 0) != (self.policy.batching == "disaggregated"):
+            accepted = "1 or more with disaggregated batching, 0 with any other"
+            raise RooftopError("prefill_servers", self.prefill_servers, accepted)
+        if self.prefix_cache and self.policy.batching == "static":
+            raise RooftopError("prefix_cache", True, "batching other than static: padded prompts share no pages")
+        if self.routing.kind == "affinity" and not self.prefix_cache:
+            raise RooftopError("routing", "affinity", "affinity with a prefix cache; without one least_loaded")
+        if self.host_kv_tokens < 0:
+            raise RooftopError("host_kv_tokens", self.host_kv_tokens, "0 or more")
+
+    def schedulers(self) -> tuple[list[AnyScheduler] | list[StaticScheduler], list[AnyScheduler]]:
+        """Those that requests come to, and those that only generate (disaggregated)."""
+        if self.policy.batching == "static":
+            return [self._static() for _ in range(self.replicas)], []
+        if self.policy.batching == "interleaved":
+            return [self._scheduler("both") for _ in range(self.replicas)], []
+        return (
+            [self._scheduler("prefill") for _ in range(self.prefill_servers)],
+            [self._scheduler("generate") for _ in range(self.replicas)],
+        )
+
+    def _static(self) -> StaticScheduler:
+        page_tokens = self.times.page_tokens
+        return StaticScheduler(self.policy, KvCache(page_tokens=page_tokens, pages=self.times.kv_tokens // page_tokens))
+
+    def _scheduler(self, role: ServerRole) -> AnyScheduler:
+        times, page_tokens = self.times, self.times.page_tokens
+        prefills = role == "prefill"
+        groups = times.prefill_kv_groups if prefills else times.kv_groups
+        return make_scheduler(
+            self.policy,
+            role,
+            groups=groups,
+            page_tokens=page_tokens,
+            pages=(times.prefill_kv_tokens if prefills else times.kv_tokens) // page_tokens // groups,
+            host_pages=self.host_kv_tokens // page_tokens // groups,
+            prefixes=self.prefix_cache,
+        )
 
 
 class StepRun(NamedTuple):
@@ -47,7 +114,7 @@ class SimulatedServer:
     """Record of one server: its past runs and, during a simulation, its current one."""
 
     number: int
-    role: str
+    role: ServerRole
     scheduler: AnyScheduler | StaticScheduler
     runs: list[StepRun] = field(default_factory=list)
     #: All that begin their steps at once, this one among them; the first has the run that they have in common.

@@ -6,25 +6,24 @@ has a span per request, from its arrival to its first and to its last token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isnan
-from typing import Any
 
 from rooftop.simulate.serving.records import SimulatedServer, Simulation, StepRun
 
 _MICROSECONDS = 1e6
 
 
-def timeline(simulation: Simulation, until_s: float) -> dict[str, Any]:
+def timeline(simulation: Simulation, until_s: float) -> dict[str, object]:
     """Return the events that begin in the first ``until_s`` seconds as a JSON object; times in microseconds."""
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for server in simulation.servers:
         events += _server(server, until_s)
     events += _requests(simulation, until_s)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _server(server: SimulatedServer, until_s: float) -> Iterator[dict[str, Any]]:
+def _server(server: SimulatedServer, until_s: float) -> Iterator[dict[str, object]]:
     process = {"pid": server.number + 1}
     role = {"both": "server", "prefill": "prefill server", "generate": "generate server"}[server.role]
     yield process | {"ph": "M", "name": "process_name", "args": {"name": f"{role} {server.number}"}}
@@ -51,9 +50,9 @@ def _server(server: SimulatedServer, until_s: float) -> Iterator[dict[str, Any]]
     yield from _counters(process, end_s, 0, 0)
 
 
-def _counters(process: dict[str, Any], at_s: float, generating: int, waiting: int) -> Iterator[dict[str, Any]]:
+def _counters(process: Mapping[str, object], at_s: float, generating: int, waiting: int) -> Iterator[dict[str, object]]:
     for name, value in (("generating", generating), ("waiting", waiting)):
-        yield process | {"ph": "C", "name": name, "ts": at_s * _MICROSECONDS, "args": {name: value}}
+        yield {**process, "ph": "C", "name": name, "ts": at_s * _MICROSECONDS, "args": {name: value}}
 
 
 def _name(run: StepRun) -> str:
@@ -62,7 +61,7 @@ def _name(run: StepRun) -> str:
     return f"generate {run.generating}" + (f" and prefill {run.prefill_tokens}" if run.prefill_tokens else "")
 
 
-def _requests(simulation: Simulation, until_s: float) -> Iterator[dict[str, Any]]:
+def _requests(simulation: Simulation, until_s: float) -> Iterator[dict[str, object]]:
     trace, requests = simulation.trace, simulation.requests
     process = {"pid": len(simulation.servers) + 1, "cat": "request"}
     yield process | {"ph": "M", "name": "process_name", "args": {"name": "requests"}}

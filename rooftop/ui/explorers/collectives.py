@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from rooftop.algebra.expression import parse
 from rooftop.algebra.pricing import PRICES, Cost, Prices
 from rooftop.algebra.steps import Step
@@ -21,6 +23,8 @@ from rooftop.present.document import (
     ChartAxis,
     ChartSeries,
     Document,
+    Frame,
+    FrameCell,
     Frames,
     Lines,
     ShownFigure,
@@ -28,7 +32,7 @@ from rooftop.present.document import (
 )
 from rooftop.simulate.network.collectives import simulate
 from rooftop.simulate.network.rounds import KINDS, Rounds, torus_rounds
-from rooftop.ui.controls import Control, Explorer, State, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
 
 #: One-byte elements along dim I, so that bytes are its size; an AllToAll splits J, which has one element a device.
 _WRITTEN: Mapping[str, str] = {
@@ -105,23 +109,21 @@ def answer(state: State) -> Document:
     )  # fmt: skip
     simulated = _simulated(kind, asked, nbytes)
     figures = [
-        ShownFigure(name="time_s", label="Time", value=cost.time_s, unit="s", level=level,
-               formula=formula, source="chapter 3"),
-        ShownFigure(name="latency_s", label="Latency", value=cost.latency_s, unit="s", level="bound",
-               formula="hops x time of a hop", source="chapter 3"),
-        ShownFigure(name="bandwidth", label="Bytes/s", value=nbytes / cost.time_s, unit="B/s", level=level,
-               formula="payload / time"),
-        ShownFigure(name="devices", label="Devices of a group", value=float(size), formula=f"along {', '.join(axes)}"),
-        ShownFigure(name="ring", label="Shape of the group", value=_shape(where, ring, int((group.size > 1).sum())),
-               formula=asked.mesh.layout),
+        ShownFigure("time_s", "Time", cost.time_s, "s", level, formula=formula, source="chapter 3"),
+        ShownFigure("latency_s", "Latency", cost.latency_s, "s", "bound", formula="hops x time of a hop",
+            source="chapter 3"),
+        ShownFigure("bandwidth", "Bytes/s", nbytes / cost.time_s, "B/s", level, formula="payload / time"),
+        ShownFigure("devices", "Devices of a group", float(size), formula=f"along {', '.join(axes)}"),
+        ShownFigure("ring", "Shape of the group", _shape(where, ring, int((group.size > 1).sum())),
+            formula=asked.mesh.layout),
     ]  # fmt: skip
     if simulated is not None:
         by_link = ShownFigure(
-            name="simulated_s",
-            label="Link by link",
-            value=simulated,
-            unit="s",
-            level="simulated",
+            "simulated_s",
+            "Link by link",
+            simulated,
+            "s",
+            "simulated",
             formula="messages on the links of the torus, simulated",
         )
         figures.insert(1, by_link)
@@ -130,25 +132,16 @@ def answer(state: State) -> Document:
             says=f"{_NAMES[kind]} of {format_count(nbytes, 'B')} over {size} devices is bound by {binds}."
         ),
         figures=tuple(figures),
-        charts=(
-            _over_bytes(asked, kind, nbytes, cost),
-            _kinds(asked, nbytes, state["price"]),
-            *_rounds(kind, asked),
-        ),
+        charts=(_over_bytes(asked, kind, nbytes, cost), _kinds(asked, nbytes, state["price"]), *_rounds(kind, asked)),
         notes=(f"The payload is {_PAYLOAD[kind]} on one device, as in every ledger.",),
-        command=(
-            "rooftop",
+        command=command_line(
             "matmul",
             expression,
-            "--dims",
-            ",".join(f"{name}={value}" for name, value in dims.items()),
-            "--mesh",
-            state["mesh"],
-            "--on",
-            where.name,
-            "--level",
-            state["price"],
-            *(("--simulate",) if simulated is not None else ()),
+            dims=dims,
+            mesh=state["mesh"],
+            on=where.name,
+            level=state["price"],
+            simulate=simulated is not None,
         ),
         sources=("Chapter 3; chapter 2 for which axes are rings. Expected times: docs/achievable.md.",),
     )
@@ -179,18 +172,18 @@ def _over_bytes(asked: _Asked, kind: str, nbytes: int, here: Cost) -> Lines:
     return Lines(
         title="Time over bytes",
         about="Flat where hops bind, straight where bytes do.",
-        x=ChartAxis(label="payload, bytes", unit="B", scale="log"),
-        y=ChartAxis(label="time", unit="s", scale="log"),
+        x=ChartAxis("payload, bytes", "B", "log"),
+        y=ChartAxis("time", "s", "log"),
         series=(
             *(
                 ChartSeries(
-                    name=price,
-                    points=tuple((float(size), prices[price].collective_s(kind, asked.axes, size)) for size in sizes),
-                    style="line" if price == "bound" else "dashed",
+                    price,
+                    tuple((float(size), prices[price].collective_s(kind, asked.axes, size)) for size in sizes),
+                    "line" if price == "bound" else "dashed",
                 )
                 for price in PRICES
             ),
-            ChartSeries(name="here", points=((float(nbytes), here.time_s),), style="point"),
+            ChartSeries("here", ((float(nbytes), here.time_s),), "point"),
         ),
     )
 
@@ -203,7 +196,7 @@ def _kinds(asked: _Asked, nbytes: int, price: str) -> Bars:
         "a ring moves a quarter.",
         unit="s",
         bars=tuple(
-            Bar(name=kind, parts=((price, prices.collective_s(kind, asked.axes, nbytes)),)) for kind in KINDS
+            Bar(kind, ((price, prices.collective_s(kind, asked.axes, nbytes)),)) for kind in KINDS
         ),
     )  # fmt: skip
 
@@ -242,7 +235,7 @@ def _rounds(kind: str, asked: _Asked) -> tuple[Chart, ...]:
     )
 
 
-def _frame(kind: str, rounds: Rounds, at: int) -> dict[str, object]:
+def _frame(kind: str, rounds: Rounds, at: int) -> Frame:
     holdings = rounds.held[at]
     whole = int((holdings > 1 - 1e-9).sum())
     shards = len(holdings)
@@ -252,19 +245,11 @@ def _frame(kind: str, rounds: Rounds, at: int) -> dict[str, object]:
     }.get(kind, f"Round {at}: {min(whole, shards)} of {shards} sums are whole{_copies(whole, shards)}.")
     # A piece of an AllToAll is a small part of a shard: what is full is a device's share of one source.
     scale = float(shards) if kind == "all_to_all" else 1.0
-    return {
-        "cells": [
-            {"parts": [[shard, min(1.0, float(amount) * scale)] for shard, amount in enumerate(row)], "text": ""}
-            for row in holdings
-        ],
-        "arrows": [[start, end] for start, end in _next(rounds, at)],
-        "says": says,
-    }
-
-
-def _next(rounds: Rounds, at: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of devices that send next."""
-    return rounds.sent[at] if at < len(rounds.sent) else ()
+    return Frame(
+        tuple(FrameCell(tuple(enumerate(np.minimum(row * scale, 1.0).tolist()))) for row in holdings),
+        says,
+        rounds.sent[at] if at < len(rounds.sent) else (),
+    )
 
 
 def _copies(whole: int, shards: int) -> str:
@@ -282,11 +267,11 @@ _CONTROLS: tuple[Control, ...] = (
 )  # fmt: skip
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="collectives",
     title="Collectives on a torus",
     summary="What gathering, scattering, summing and exchanging take on the links of a slice, and how they go.",
     chapter="chapter 3",
     controls=_CONTROLS,
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

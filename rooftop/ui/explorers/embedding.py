@@ -24,7 +24,7 @@ from rooftop.present.document import (
     columns,
 )
 from rooftop.present.documents.embedding import memory_bars as embedding_memory
-from rooftop.ui.controls import Control, Explorer, State, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, slider, text
 
 _TABLES = """[tables.user]
 vocabulary = 50_000_000
@@ -71,6 +71,18 @@ def answer(state: State) -> Document:
     plan = EmbedPlan(problem=problem)
     memory, step, obstacles = plan.memory, plan.step, plan.obstacles
     sequential, pipelined = step["sequential"], step["pipelined"]
+    figures = (
+        ShownFigure("pipelined_s", "Step, pipelined", pipelined["expected_s"], "s", "expected",
+            formula=f"bound by {pipelined['bound']}", source="deep dive, 9"),
+        ShownFigure("sequential_s", "Step, sequential", sequential["expected_s"], "s", "expected",
+            formula=f"bound by {sequential['bound']}", source="deep dive, 9"),
+        ShownFigure("tile_bytes", "A tile's memory", memory["tile"], "B", "expected",
+            formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}", source="deep dive, 7"),
+        ShownFigure("memory_bytes", "HBM of a device", memory["total"]["sequential"], "B", "expected",
+            formula=f"of {format_bytes(memory['capacity'])}", source="deep dive, 7"),
+        ShownFigure("host_ids", "Ids a host prepares", plan.host["ids"], "ids", formula="a step, all features"),
+        ShownFigure("sparse_cores", "SparseCores", float(problem.cores), formula="of the slice"),
+    )  # fmt: skip
     return Document(
         verdict=ShownVerdict(
             says=obstacles[0][0].upper() + obstacles[0][1:]
@@ -79,67 +91,17 @@ def answer(state: State) -> Document:
             f"a tile's memory is {memory['tile'] / memory['tile_capacity']:.0%} full.",
             no=obstacles[0] if obstacles else "",
         ),
-        figures=(
-            ShownFigure(
-                name="pipelined_s",
-                label="Step, pipelined",
-                value=pipelined["expected_s"],
-                unit="s",
-                level="expected",
-                formula=f"bound by {pipelined['bound']}",
-                source="deep dive, 9",
-            ),
-            ShownFigure(
-                name="sequential_s",
-                label="Step, sequential",
-                value=sequential["expected_s"],
-                unit="s",
-                level="expected",
-                formula=f"bound by {sequential['bound']}",
-                source="deep dive, 9",
-            ),
-            ShownFigure(
-                name="tile_bytes",
-                label="A tile's memory",
-                value=memory["tile"],
-                unit="B",
-                level="expected",
-                formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}",
-                source="deep dive, 7",
-            ),
-            ShownFigure(
-                name="memory_bytes",
-                label="HBM of a device",
-                value=memory["total"]["sequential"],
-                unit="B",
-                level="expected",
-                formula=f"of {format_bytes(memory['capacity'])}",
-                source="deep dive, 7",
-            ),
-            ShownFigure(
-                name="host_ids",
-                label="Ids a host prepares",
-                value=plan.host["ids"],
-                unit="ids",
-                formula="a step, all features",
-            ),
-            ShownFigure(name="sparse_cores", label="SparseCores", value=float(problem.cores), formula="of the slice"),
-        ),
+        figures=figures,
         charts=(_limits(plan), _units(plan), _over_batches(problem), _tiles(plan), embedding_memory(memory)),
         notes=("Limits follow from ids_per_sample, spread evenly; rooftop embed stats finds them in data.",),
-        command=(
-            "rooftop",
+        command=command_line(
             "plan",
             "embed",
             "tables.toml",
-            "--on",
-            where.name,
-            "--batch-samples",
-            str(batch),
-            "--dense-flops",
-            str(state.count("dense_flops")),
-            "--host-threads",
-            str(state.count("host_threads")),
+            on=where.name,
+            batch_samples=batch,
+            dense_flops=state.count("dense_flops"),
+            host_threads=state.count("host_threads"),
         ),
         sources=("The SparseCore deep dive. Save the tables of this page as tables.toml; docs/plan-embed.md.",),
     )
@@ -170,7 +132,7 @@ def _units(plan: EmbedPlan) -> Bars:
         about="Tables go through HBM (or SparseCore), then ICI. Pipelined, host, tables and TensorCore run side by "
         "side; in a sequential step tables and TensorCore take turns.",
         unit="s",
-        bars=tuple(Bar(name=name, parts=(("busy", seconds),)) for name, seconds in plan.units_s.items()),
+        bars=tuple(Bar(name, (("busy", seconds),)) for name, seconds in plan.units_s.items()),
         limit=(plan.step["pipelined"]["expected_s"], "pipelined step"),
     )
 
@@ -181,7 +143,7 @@ def _tiles(plan: EmbedPlan) -> Bars:
         title="A tile's memory, by stack",
         about="Ids and different rows of one partition must lie in the memory of a tile.",
         unit="B",
-        bars=tuple(Bar(name=stack.name, parts=(("tile", plan.stack_memory(stack)["tile"]),)) for stack in stacks[:12]),
+        bars=tuple(Bar(stack.name, (("tile", plan.stack_memory(stack)["tile"]),)) for stack in stacks[:12]),
         limit=(float(plan.memory["tile_capacity"]), "there is"),
     )
 
@@ -203,9 +165,9 @@ def _over_batches(problem: EmbedProblem) -> Lines:
             seconds.append((float(batch), plan.step[mode]["expected_s"]))
     return Lines(
         title="Step over the batch",
-        x=ChartAxis(label="samples of a step", scale="log"),
-        y=ChartAxis(label="step", unit="s", scale="log"),
-        series=tuple(ChartSeries(name=mode, points=tuple(result)) for mode, result in points.items()),
+        x=ChartAxis("samples of a step", scale="log"),
+        y=ChartAxis("step", "s", "log"),
+        series=tuple(ChartSeries(mode, tuple(result)) for mode, result in points.items()),
         marks=((float(problem.batch), "this batch"),),
     )
 
@@ -221,11 +183,11 @@ _CONTROLS: tuple[Control, ...] = (
 )  # fmt: skip
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="embedding",
     title="Embedding tables",
     summary="Limits, memory and step of tables on SparseCores: what fits a tile, and what binds.",
     chapter="SparseCore deep dive",
     controls=_CONTROLS,
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

@@ -21,8 +21,8 @@ from rooftop.present.document import (
     Spans,
 )
 from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
-from rooftop.simulate.pipeline import PipelineTimeline, bubble, durations_of, lockstep, run
-from rooftop.ui.controls import Control, Explorer, State, select, slider
+from rooftop.simulate.pipeline import Durations, PipelineTimeline, bubble, durations_of, lockstep, run
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
 
 #: The smallest v5p slice with so many chips, by stages.
 _SLICES = {"2": "2x2x1", "4": "2x2x1", "8": "2x2x2", "16": "2x2x4"}
@@ -65,55 +65,34 @@ def answer(state: State) -> Document:
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     timeline = run(pipeline_table(schedule, **sizes), durations)
     waiting, in_flight = float(timeline.bubble.max()), float(timeline.in_flight.max())
-    counts = sorted({stages * 2**power for power in range(-1, 6)})
+    figures = (
+        ShownFigure("bubble", "Bubble", waiting, "%", "expected", formula="the longest wait of a stage / passes",
+            source="chapter 5"),
+        ShownFigure("bubble_closed_form", "Bubble, closed form", float(bubble(schedule, durations=durations, **sizes)),
+            "%", "rule", formula=_FORMULA[schedule], source="chapter 5"),
+        ShownFigure("passes_s", "Passes", timeline.makespan, "s", "expected", formula="first start to last end"),
+        ShownFigure("lockstep_s", "In lockstep", lockstep(timeline.table, durations), "s", "expected",
+            formula="neighbours exchange in every slot"),
+        ShownFigure("in_flight", "Microbatches held", in_flight, formula="activations held at once, most of any stage"),
+        ShownFigure("forward_s", "Forward of a microbatch", float(durations.forward), "s", "expected",
+            formula="the plan's rows"),
+        ShownFigure("backward_s", "Backward of a microbatch",
+            float(durations.input_gradient + durations.weight_gradient), "s", "expected",
+            formula="dX, with what is recomputed, and dW"),
+    )  # fmt: skip
     return Document(
         verdict=ShownVerdict(says=f"Every stage waits {waiting:.1%} of the step; the first one holds {in_flight:.3g} "
         f"microbatch{'' if in_flight == 1 else 'es'} at once."),
-        figures=(
-            ShownFigure(name="bubble", label="Bubble", value=waiting, unit="%", level="expected",
-                   formula="the longest wait of a stage / passes", source="chapter 5"),
-            ShownFigure(name="bubble_closed_form", label="Bubble, closed form", unit="%",
-                   value=float(bubble(schedule, durations=durations, **sizes)),
-                   level="rule", formula=_FORMULA[schedule], source="chapter 5"),
-            ShownFigure(name="passes_s", label="Passes", value=timeline.makespan, unit="s", level="expected",
-                   formula="first start to last end"),
-            ShownFigure(name="lockstep_s", label="In lockstep", value=lockstep(timeline.table, durations), unit="s",
-                   level="expected", formula="neighbours exchange in every slot"),
-            ShownFigure(name="in_flight", label="Microbatches held", value=in_flight,
-                   formula="activations held at once, most of any stage"),
-            ShownFigure(name="forward_s", label="Forward of a microbatch", value=float(durations.forward), unit="s",
-                   level="expected", formula="the plan's rows"),
-            ShownFigure(name="backward_s", label="Backward of a microbatch", level="expected", unit="s",
-                   value=float(durations.input_gradient + durations.weight_gradient),
-                   formula="dX, with what is recomputed, and dW"),
-        ),
+        figures=figures,
         charts=(
             _timeline(timeline, schedule),
-            Lines(
-                title="Bubble over microbatches",
-                about="More microbatches fill the pipeline; interleaving and split gradients shorten its ends.",
-                x=ChartAxis(label="microbatches", scale="log"),
-                y=ChartAxis(label="bubble", unit="%"),
-                series=(
-                    *(
-                        ChartSeries(name=f"{name}, {chunks if chunks > 1 else 2} chunks" if item > 1 else name,
-                               points=tuple((float(count), float(bubble(name, stages=stages, microbatches=count,
-                                                                        chunks=item, durations=durations)))
-                                            for count in counts if count >= stages),
-                               style="line" if name == schedule else "dashed")
-                        for name in SCHEDULES
-                        if name != "gpipe"
-                        for item in ((chunks if chunks > 1 else 2) if name == "interleaved" else 1,)
-                    ),
-                    ChartSeries(name="here", points=((float(microbatches), waiting),), style="point"),
-                ),
-            ),
+            _bubbles(schedule, stages, microbatches, chunks, durations, waiting),
             Bars(
                 title="What each stage holds",
                 about="Microbatches whose activations are held at once.",
                 unit="",
                 bars=tuple(
-                    Bar(name=f"stage {stage}", parts=(("microbatches", stage_microbatches),))
+                    Bar(f"stage {stage}", (("microbatches", stage_microbatches),))
                     for stage, stage_microbatches in enumerate(timeline.in_flight.tolist())
                 ),
             ),
@@ -122,13 +101,35 @@ def answer(state: State) -> Document:
             f"A microbatch is one sequence of {_SEQ} tokens of {state['model']}, whose blocks are recomputed; "
             "stages take what the plan's rows say.",
         ),
-        command=(
-            "rooftop", "plan", "train", state["model"], "--on", where.name, "--mesh",
-            ",".join(f"{name}={size}" for name, size in axes.items()), "--batch-seqs", str(seqs), "--seq", str(_SEQ),
-            "--microbatches", str(microbatches), "--remat", "block", "--schedule", schedule, "--chunks", str(chunks),
+        command=command_line(
+            "plan", "train", state["model"], on=where.name, mesh=axes, batch_seqs=seqs, seq=_SEQ,
+            microbatches=microbatches, remat="block", schedule=schedule, chunks=chunks,
         ),
         sources=("Chapter 5; Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023. In JSON: the plan's pipeline.",),
     )  # fmt: skip
+
+
+def _bubbles(schedule: str, stages: int, microbatches: int, chunks: int, durations: Durations, waiting: float) -> Lines:
+    """The bubble of every schedule over the number of microbatches."""
+    counts = [stages * 2**power for power in range(6)]
+    series = []
+    for name in SCHEDULES:
+        if name != "gpipe":  # its bubble is that of 1f1b
+            parts = max(chunks, 2) if name == "interleaved" else 1
+            bubbles = [
+                float(bubble(name, stages=stages, microbatches=count, chunks=parts, durations=durations))
+                for count in counts
+            ]
+            label = f"{name}, {parts} chunks" if parts > 1 else name
+            points = tuple(zip(map(float, counts), bubbles, strict=True))
+            series.append(ChartSeries(label, points, "line" if name == schedule else "dashed"))
+    return Lines(
+        title="Bubble over microbatches",
+        about="More microbatches fill the pipeline; interleaving and split gradients shorten its ends.",
+        x=ChartAxis("microbatches", scale="log"),
+        y=ChartAxis("bubble", "%"),
+        series=(*series, ChartSeries("here", ((float(microbatches), waiting),), "point")),
+    )
 
 
 def _timeline(timeline: PipelineTimeline, schedule: str) -> Spans:
@@ -166,11 +167,11 @@ _CONTROLS: tuple[Control, ...] = (
 )
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="pipeline",
     title="Pipeline schedules",
     summary="Which stage does what when under GPipe, 1F1B, interleaving and zero bubble; how long stages wait.",
     chapter="chapter 5",
     controls=_CONTROLS,
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

@@ -15,7 +15,7 @@ from rooftop.present.document import PRICE_LEVELS, ChartAxis, ChartSeries, Docum
 from rooftop.roofline.matmul import attainable
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import critical_batch
-from rooftop.ui.controls import Control, Explorer, State, select, slider
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
 
 _SOURCES = ("Chapter 1: rooflines; chapter 2: chips. Peaks: the hardware catalogue (rooftop chips NAME).",)
 #: Batches of the curves: two to every doubling.
@@ -46,113 +46,58 @@ def answer(state: State) -> Document:
     level = PRICE_LEVELS[state["price"]]
     binds = {"mxu": "compute", "hbm": "memory"}[here.bound]
     rate = here.flops / here.time_s
+    figures = (
+        ShownFigure("time_s", "Time", here.time_s, "s", level, formula="max(2BDF / C, bytes / W)", source="chapter 1"),
+        ShownFigure("mxu_s", "Compute", here.resources["mxu"], "s", "bound", formula="2BDF / C", source="chapter 1"),
+        ShownFigure("hbm_s", "HBM", here.resources["hbm"], "s", "bound", formula="(BD + DF + BF bytes) / W",
+            source="chapter 1"),
+        ShownFigure("intensity", "Arithmetic intensity", here.flops / here.hbm_bytes, "FLOP/B",
+            formula="FLOPs / bytes", source="chapter 1"),
+        ShownFigure("critical_intensity", "Critical intensity", peak / bandwidth, "FLOP/B", "rule", formula="C / W",
+            source="chapter 1"),
+        ShownFigure("critical_batch", "Critical batch",
+            critical if critical != float("inf") else "none: memory binds at any B", "tokens", "rule",
+            formula="B at which 2BDF / C = bytes / W", source="chapter 1"),
+        ShownFigure("flops_per_s", "FLOP/s", rate, "FLOP/s", level, formula="2BDF / time"),
+        ShownFigure("flops", "FLOPs", here.flops, "FLOP", formula="2BDF", source="chapter 1"),
+        ShownFigure("hbm_bytes", "Bytes through HBM", here.hbm_bytes, "B",
+            formula="operands read once, result written once", source="chapter 1"),
+    )  # fmt: skip
     return Document(
         verdict=ShownVerdict(
             says=f"Bound by {binds}: {rate / peak:.0%} of {format_count(peak, 'FLOP/s')}, the peak of {spec.title} "
             f"in {dtype}{', on one of its devices' if spec.devices > 1 else ''}."
         ),
-        figures=(
-            ShownFigure(
-                name="time_s",
-                label="Time",
-                value=here.time_s,
-                unit="s",
-                level=level,
-                formula="max(2BDF / C, bytes / W)",
-                source="chapter 1",
-            ),
-            ShownFigure(
-                name="mxu_s",
-                label="Compute",
-                value=here.resources["mxu"],
-                unit="s",
-                level="bound",
-                formula="2BDF / C",
-                source="chapter 1",
-            ),
-            ShownFigure(
-                name="hbm_s",
-                label="HBM",
-                value=here.resources["hbm"],
-                unit="s",
-                level="bound",
-                formula="(BD + DF + BF bytes) / W",
-                source="chapter 1",
-            ),
-            ShownFigure(
-                name="intensity",
-                label="Arithmetic intensity",
-                value=here.flops / here.hbm_bytes,
-                unit="FLOP/B",
-                formula="FLOPs / bytes",
-                source="chapter 1",
-            ),
-            ShownFigure(
-                name="critical_intensity",
-                label="Critical intensity",
-                value=peak / bandwidth,
-                unit="FLOP/B",
-                level="rule",
-                formula="C / W",
-                source="chapter 1",
-            ),
-            ShownFigure(
-                name="critical_batch",
-                label="Critical batch",
-                value=critical if critical != float("inf") else "none: memory binds at any B",
-                unit="tokens",
-                level="rule",
-                formula="B at which 2BDF / C = bytes / W",
-                source="chapter 1",
-            ),
-            ShownFigure(
-                name="flops_per_s", label="FLOP/s", value=rate, unit="FLOP/s", level=level, formula="2BDF / time"
-            ),
-            ShownFigure(name="flops", label="FLOPs", value=here.flops, unit="FLOP", formula="2BDF", source="chapter 1"),
-            ShownFigure(
-                name="hbm_bytes",
-                label="Bytes through HBM",
-                value=here.hbm_bytes,
-                unit="B",
-                formula="operands read once, result written once",
-                source="chapter 1",
-            ),
-        ),
+        figures=figures,
         charts=(
             _roofline(spec.title, peak, rates, here, [cost(item, d, f) for item in _BATCHES]),
             Lines(
                 title="Speed over the batch",
                 about="The batch at which a curve bends is the critical one: below it the weights' bytes bind.",
-                x=ChartAxis(label="B, tokens", scale="log"),
-                y=ChartAxis(label="FLOP/s", unit="FLOP/s"),
+                x=ChartAxis("B, tokens", scale="log"),
+                y=ChartAxis("FLOP/s", "FLOP/s"),
                 series=(
                     *(
                         ChartSeries(
-                            name=name,
-                            points=tuple((float(n), _rate(cost(n, *sizes))) for n in _BATCHES),
-                            style="line" if sizes == (d, f) else "dashed",
+                            name,
+                            tuple((float(n), _rate(cost(n, *sizes))) for n in _BATCHES),
+                            "line" if sizes == (d, f) else "dashed",
                         )
                         for name, sizes in _weights(d, f)
                     ),
-                    ChartSeries(name="here", points=((float(b), rate),), style="point"),
+                    ChartSeries("here", ((float(b), rate),), "point"),
                 ),
                 marks=((critical, "critical B"),) if critical <= _BATCHES[-1] else (),
             ),
         ),
-        command=(
-            "rooftop",
+        command=command_line(
             "matmul",
             expression,
-            "--dims",
-            f"B={b},D={d},F={f}",
-            "--mesh",
-            f"X={where.devices}",
-            "--on",
-            where.name,
-            "--level",
-            state["price"],
-            "--top",
-            "all",
+            dims={"B": b, "D": d, "F": f},
+            mesh=mesh.shape,
+            on=where.name,
+            level=state["price"],
+            top="all",
         ),
         sources=_SOURCES,
     )
@@ -188,18 +133,18 @@ def _roofline(title: str, peak: float, rates: Rates, here: Cost, others: list[Co
     return Lines(
         title=f"Roofline of a {title}",
         about="Left of the ridge memory binds, right of it compute. The dots are the same weights with other B.",
-        x=ChartAxis(label="FLOPs per byte", scale="log"),
-        y=ChartAxis(label="FLOP/s", unit="FLOP/s", scale="log"),
+        x=ChartAxis("FLOPs per byte", scale="log"),
+        y=ChartAxis("FLOP/s", "FLOP/s", "log"),
         series=(
-            ChartSeries(name="roof, from HBM", points=roof(rates.hbm_bytes_per_s)),
-            ChartSeries(name="roof, from VMEM", points=roof(vmem), style="dashed"),
+            ChartSeries("roof, from HBM", roof(rates.hbm_bytes_per_s)),
+            ChartSeries("roof, from VMEM", roof(vmem), "dashed"),
             ChartSeries(
-                name="other B",
-                points=tuple((other.flops / other.hbm_bytes, _rate(other)) for other in others),
+                "other B",
+                tuple((other.flops / other.hbm_bytes, _rate(other)) for other in others),
+                "dots",
                 names=tuple(f"B={n}" for n in _BATCHES),
-                style="dots",
             ),
-            ChartSeries(name="this matmul", points=((here.flops / here.hbm_bytes, _rate(here)),), style="point"),
+            ChartSeries("this matmul", ((here.flops / here.hbm_bytes, _rate(here)),), "point"),
         ),
         marks=((peak / rates.hbm_bytes_per_s, "ridge"),),
     )
@@ -219,11 +164,11 @@ def _controls() -> tuple[Control, ...]:
     )
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="roofline",
     title="Roofline of a matmul",
     summary="How long [B, D] x [D, F] takes on one device, and whether its FLOPs or its bytes bind.",
     chapter="chapter 1",
     controls=_controls(),
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

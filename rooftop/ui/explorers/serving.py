@@ -20,7 +20,7 @@ from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.search import at_context, best_prefill, pareto, sweep_generate
 from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
-from rooftop.ui.controls import Control, Explorer, State, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
 
 #: Contexts of the curves beside the one that was chosen.
 _CONTEXTS = (2048, 8192, 32768, 131072)
@@ -48,11 +48,10 @@ def answer(state: State) -> Document:
         figures=_figures(plan, rate, memory),
         charts=(_front(fronts, context, plan, rate), _batches(fronts, context), _step(plan), _memory(plan, memory)),
         notes=tuple(reason.text for reason in plan.reasons),
-        command=(
-            "rooftop", "plan", "serve", state["model"], "--on", sized.slice.name, "--weights-dtype", state["weights"],
-            "--kv-dtype", state["kv"], "--bounds", state["bounds"], "--prompt", str(work.prompt),
-            "--generate", str(work.generate), "--context", str(context),
-            "--batch-seqs", str(batch), *_meshes(sized), "--contexts", f"{context}",
+        command=command_line(
+            "plan", "serve", state["model"], on=sized.slice.name, weights_dtype=state["weights"], kv_dtype=state["kv"],
+            bounds=state["bounds"], prompt=work.prompt, generate=work.generate, context=context, batch_seqs=batch,
+            mesh=sized.axes, prefill_mesh=sized.prefill_axes, kv_split=sized.kv_split, contexts=context,
         ),
         sources=("Chapters 7 and 8. 'book': everything spread evenly, no network; 'usable': docs/plan-serve.md.",),
     )  # fmt: skip
@@ -108,15 +107,6 @@ def _points(kind: tuple[str, ...], at: int, context: int) -> list[dict[str, Any]
     return pareto(_pinned(kind, at)[0], [_server(*kind)[1][at]], [context])
 
 
-def _meshes(problem: ServingProblem) -> list[str]:
-    """Options that pin what was searched here."""
-    result: list[str] = []
-    for option, axes in (("--mesh", problem.axes), ("--prefill-mesh", problem.prefill_axes)):
-        if axes is not None:
-            result += [option, ",".join(f"{name}={size}" for name, size in axes.items())]
-    return result + ([] if problem.kv_split is None else ["--kv-split", problem.kv_split])
-
-
 def _verdict(plan: ServingPlan, rate: float) -> str:
     if not plan.fits:
         most = plan.max_batch
@@ -135,62 +125,62 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
     cost = plan.cost_per_million_tokens["output"]
     return (
         ShownFigure(
-            name="step_s",
-            label="Step",
-            value=plan.step_s,
-            unit="s",
-            level="expected",
+            "step_s",
+            "Step",
+            plan.step_s,
+            "s",
+            "expected",
             formula="KV / W + max(2 B P / C, weights / W)" if plan.problem.book else "rows of the ledger",
             source="chapter 7",
         ),
         ShownFigure(
-            name="tokens_per_s_per_chip",
-            label="Throughput of a chip",
-            value=rate,
-            unit="tok/s",
-            level="expected",
+            "tokens_per_s_per_chip",
+            "Throughput of a chip",
+            rate,
+            "tok/s",
+            "expected",
             formula="batch / step / chips",
             source="chapter 8",
         ),
         ShownFigure(
-            name="tokens_per_s",
-            label="Throughput",
-            value=plan.tokens_per_s,
-            unit="tok/s",
-            level="expected",
+            "tokens_per_s",
+            "Throughput",
+            plan.tokens_per_s,
+            "tok/s",
+            "expected",
             formula="batch / step",
             source="chapter 8",
         ),
         ShownFigure(
-            name="ttft_s",
-            label="Prefill (TTFT)",
-            value=plan.ttft_s,
-            unit="s",
-            level="expected",
+            "ttft_s",
+            "Prefill (TTFT)",
+            plan.ttft_s,
+            "s",
+            "expected",
             formula=f"{plan.problem.workload.prompt:,} tokens, no queue",
             source="chapter 8",
         ),
-        ShownFigure(name="max_batch", label="Largest batch", value=float(plan.max_batch), formula="what memory holds"),
+        ShownFigure("max_batch", "Largest batch", float(plan.max_batch), formula="what memory holds"),
         ShownFigure(
-            name="memory_bytes",
-            label="Memory of a device",
-            value=memory["total"],
-            unit="B",
-            level="expected",
+            "memory_bytes",
+            "Memory of a device",
+            memory["total"],
+            "B",
+            "expected",
             formula=f"of {format_bytes(memory['capacity'])}",
         ),
         ShownFigure(
-            name="kv_bytes",
-            label="KV of a device",
-            value=memory["kv"],
-            unit="B",
+            "kv_bytes",
+            "KV of a device",
+            memory["kv"],
+            "B",
             formula="2 K H L x context x batch x bytes / devices",
             source="chapter 4",
         ),
         ShownFigure(
-            name="usd_per_million_tokens",
-            label="Cost of a million tokens",
-            value=None if cost is None else f"${cost:,.2f}",
+            "usd_per_million_tokens",
+            "Cost of a million tokens",
+            None if cost is None else f"${cost:,.2f}",
             level="expected",
             formula="generation, list price",
         ),
@@ -201,20 +191,20 @@ def _front(fronts: dict[int, list[dict[str, Any]]], context: int, plan: ServingP
     return Lines(
         title="Latency against throughput",
         about="A point for each batch: up is cheaper, left is faster. Long contexts cost both.",
-        x=ChartAxis(label="step", unit="s", scale="log"),
-        y=ChartAxis(label="tokens/s per chip"),
+        x=ChartAxis("step", "s", "log"),
+        y=ChartAxis("tokens/s per chip"),
         series=(
             *(
                 ChartSeries(
-                    name=f"context {front:,}",
-                    points=tuple((point["step_s"], point["tokens_per_s_per_chip"]) for point in points),
+                    f"context {front:,}",
+                    tuple((point["step_s"], point["tokens_per_s_per_chip"]) for point in points),
+                    "line" if front == context else "dashed",
                     names=tuple(f"batch {point['batch']}" for point in points),
-                    style="line" if front == context else "dashed",
                 )
                 for front, points in fronts.items()
                 if points
             ),
-            ChartSeries(name=f"batch {plan.batch}", points=((plan.step_s, rate),), style="point"),
+            ChartSeries(f"batch {plan.batch}", ((plan.step_s, rate),), "point"),
         ),
     )
 
@@ -223,13 +213,13 @@ def _batches(fronts: dict[int, list[dict[str, Any]]], context: int) -> Lines:
     return Lines(
         title="Step over the batch",
         about="Flat while the weights' bytes bind; it rises with the caches.",
-        x=ChartAxis(label="batch, sequences", scale="log"),
-        y=ChartAxis(label="step", unit="s", scale="log"),
+        x=ChartAxis("batch, sequences", scale="log"),
+        y=ChartAxis("step", "s", "log"),
         series=tuple(
             ChartSeries(
-                name=f"context {front:,}",
-                points=tuple((float(point["batch"]), point["step_s"]) for point in points),
-                style="line" if front == context else "dashed",
+                f"context {front:,}",
+                tuple((float(point["batch"]), point["step_s"]) for point in points),
+                "line" if front == context else "dashed",
             )
             for front, points in fronts.items()
             if points
@@ -243,7 +233,7 @@ def _step(plan: ServingPlan) -> Bars:
         title="What a step needs",
         about="Seconds at peak rates, each alone; the expected step is the line.",
         unit="s",
-        bars=tuple(Bar(name=names[name], parts=(("at peak", value),)) for name, value in plan.breakdown().items()),
+        bars=tuple(Bar(names[name], (("at peak", value),)) for name, value in plan.breakdown().items()),
         limit=(plan.step_s, "step"),
     )
 
@@ -254,7 +244,7 @@ def _memory(plan: ServingPlan, memory: dict[str, float]) -> Bars:
         title="Memory of a device",
         about=f"{plan.batch} sequences beside the weights.",
         unit="B",
-        bars=(Bar(name=plan.problem.slice.name, parts=classes),),
+        bars=(Bar(plan.problem.slice.name, classes),),
         limit=(memory["capacity"], "there is"),
     )
 
@@ -275,11 +265,11 @@ _CONTROLS: tuple[Control, ...] = (
 )  # fmt: skip
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="serving",
     title="Serving: latency and throughput",
     summary="The Pareto front of a server over its batch, at any context: seconds a token against tokens a second.",
     chapter="chapter 8",
     controls=_CONTROLS,
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

@@ -28,7 +28,7 @@ from rooftop.present.document import (
     columns,
 )
 from rooftop.simulate.expressions import parse_sizes, price_expression
-from rooftop.ui.controls import Control, Explorer, State, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
 
 #: Devices that are drawn along each side of a mesh, arrays that are drawn, and strategies that are listed.
 _SIDE, _ARRAYS, _LISTED = 8, 3, 6
@@ -60,10 +60,17 @@ def answer(state: State) -> Document:
     asked, prices, facts, result = _priced(*(state[name] for name in named))
     dims, shape, where = prices.dims, prices.mesh.shape, prices.mesh.slice
     arrays = _arrays(asked)
-    command: tuple[str, ...] = (
-        "rooftop", "matmul", state["expression"], "--dims", state["dims"], "--mesh", state["mesh"], "--on", where.name,
-        "--dtype", state["dtype"], "--level", state["price"], "--no-overlap", "--top", "all",
-    )  # fmt: skip
+    command = command_line(
+        "matmul",
+        state["expression"],
+        dims=state["dims"],
+        mesh=state["mesh"],
+        on=where.name,
+        dtype=state["dtype"],
+        level=state["price"],
+        no_overlap=True,
+        top="all",
+    )
     blocks = tuple(_blocks(array, dims, shape) for array in arrays[:_ARRAYS] if not array.at)
     if isinstance(asked, ShardedArray):
         return Document(
@@ -137,52 +144,24 @@ def _times(chosen: Strategy, price: str) -> tuple[ShownFigure, ...]:
     moving = sum(cost.time_s for step, cost in zip(chosen.steps, chosen.costs, strict=True) if step.collective)
     return (
         ShownFigure(
-            name="time_s",
-            label="Time",
-            value=chosen.time_s,
-            unit="s",
-            level=level,
-            formula="the steps, one after another",
-            source="chapter 3",
+            "time_s", "Time", chosen.time_s, "s", level, formula="the steps, one after another", source="chapter 3"
         ),
         ShownFigure(
-            name="collectives_s",
-            label="In collectives",
-            value=moving,
-            unit="s",
-            level=level,
-            formula="hops, or bytes / links",
-            source="chapter 3",
+            "collectives_s", "In collectives", moving, "s", level, formula="hops, or bytes / links", source="chapter 3"
         ),
-        ShownFigure(
-            name="lower_s",
-            label="If all overlapped",
-            value=chosen.lower_s,
-            unit="s",
-            level="bound",
-            formula="the busiest resource",
-        ),
-        ShownFigure(
-            name="flops", label="FLOPs of a device", value=chosen.flops, unit="FLOP", formula="2 I J K of shards"
-        ),
-        ShownFigure(
-            name="memory_bytes",
-            label="Memory of a device",
-            value=chosen.memory_bytes,
-            unit="B",
-            formula="most held at once",
-        ),
+        ShownFigure("lower_s", "If all overlapped", chosen.lower_s, "s", "bound", formula="the busiest resource"),
+        ShownFigure("flops", "FLOPs of a device", chosen.flops, "FLOP", formula="2 I J K of shards"),
+        ShownFigure("memory_bytes", "Memory of a device", chosen.memory_bytes, "B", formula="most held at once"),
     )
 
 
 def _sizes(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> tuple[ShownFigure, ...]:
     return (
-        ShownFigure(name="device_bytes", label=f"{array} on a device", value=array.device_bytes(dims, shape), unit="B",
-               formula="local shape x bytes", source="chapter 3"),
-        ShownFigure(name="total_bytes", label="on all devices", value=array.total_bytes(dims, shape), unit="B",
-               formula="copies and partial sums counted"),
-        ShownFigure(name="replication", label="Copies", value=float(array.replication(shape)),
-               formula="devices along unused axes"),
+        ShownFigure("device_bytes", f"{array} on a device", array.device_bytes(dims, shape), "B",
+            formula="local shape x bytes", source="chapter 3"),
+        ShownFigure("total_bytes", "on all devices", array.total_bytes(dims, shape), "B",
+            formula="copies and partial sums counted"),
+        ShownFigure("replication", "Copies", float(array.replication(shape)), formula="devices along unused axes"),
     )  # fmt: skip
 
 
@@ -262,13 +241,7 @@ def _programs(strategys: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
         title="Ways to do it",
         columns=columns("way", "time", "binds", "memory", "steps"),
         rows=tuple(
-            (
-                str(rank),
-                format_seconds(item.time_s),
-                item.bound,
-                format_bytes(item.memory_bytes),
-                item.rule,
-            )
+            (str(rank), format_seconds(item.time_s), item.bound, format_bytes(item.memory_bytes), item.rule)
             for rank, item in enumerate(strategys[:listed], start=1)
         ),
     )
@@ -316,11 +289,11 @@ _CONTROLS: tuple[Control, ...] = (
 )  # fmt: skip
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="sharding",
     title="Sharded arrays",
     summary="Write A[I_X, J_Y]: the block that every device holds, and the collectives that a product of such needs.",
     chapter="chapter 3",
     controls=_CONTROLS,
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

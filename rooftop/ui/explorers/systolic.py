@@ -5,9 +5,20 @@ from __future__ import annotations
 from rooftop.core.quantities import format_count
 from rooftop.hardware import chip
 from rooftop.hardware.chips import catalogue
-from rooftop.present.document import ChartAxis, ChartSeries, Document, Frames, Lines, ShownFigure, ShownVerdict, Spans
+from rooftop.present.document import (
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Frame,
+    FrameCell,
+    Frames,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+    Spans,
+)
 from rooftop.simulate.systolic import Cycles, SystolicArray
-from rooftop.ui.controls import Control, Explorer, State, select, slider
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
 
 _ROWS = tuple(sorted({round(2 ** (power / 2)) for power in range(29)}))
 
@@ -19,61 +30,34 @@ def answer(state: State) -> Document:
     array = SystolicArray.of(spec)
     result = array.cycles(m, k, n)
     seconds = float(result.total) / spec.clock_hz
+    figures = (
+        ShownFigure("utilisation", "MXU utilisation", float(result.utilisation), "%", "bound",
+            formula="2mkn / (cycles x FLOPs of a cycle)", source="chapter 2"),
+        ShownFigure("cycles", "Cycles", float(result.total), level="bound", formula="fill + stream + wait + drain",
+            source="chapter 2"),
+        ShownFigure("time_s", "Time", seconds, "s", "bound", formula="cycles / clock"),
+        ShownFigure("stream", "Stream", float(result.stream), formula="a row of activations a cycle"),
+        ShownFigure("wait", "Wait for weights", float(result.wait),
+            formula="blocks that stream for less than the next weights load"),
+        ShownFigure("ends", "Fill and drain", float(result.fill + result.drain),
+            formula="rows, and rows + columns - 2"),
+        ShownFigure("arrays", "Arrays", _arrays(array), formula="bf16 peak / (2 side^2 clock)"),
+    )  # fmt: skip
     return Document(
         verdict=ShownVerdict(
             says=f"{float(result.utilisation):.1%} of what {_arrays(array)} can do: "
             f"{format_count(float(result.total))} cycles."
         ),
-        figures=(
-            ShownFigure(
-                name="utilisation",
-                label="MXU utilisation",
-                value=float(result.utilisation),
-                unit="%",
-                level="bound",
-                formula="2mkn / (cycles x FLOPs of a cycle)",
-                source="chapter 2",
-            ),
-            ShownFigure(
-                name="cycles",
-                label="Cycles",
-                value=float(result.total),
-                level="bound",
-                formula="fill + stream + wait + drain",
-                source="chapter 2",
-            ),
-            ShownFigure(name="time_s", label="Time", value=seconds, unit="s", level="bound", formula="cycles / clock"),
-            ShownFigure(
-                name="stream", label="Stream", value=float(result.stream), formula="a row of activations a cycle"
-            ),
-            ShownFigure(
-                name="wait",
-                label="Wait for weights",
-                value=float(result.wait),
-                formula="blocks that stream for less than the next weights load",
-            ),
-            ShownFigure(
-                name="ends",
-                label="Fill and drain",
-                value=float(result.fill + result.drain),
-                formula="rows, and rows + columns - 2",
-            ),
-            ShownFigure(name="arrays", label="Arrays", value=_arrays(array), formula="bf16 peak / (2 side^2 clock)"),
-        ),
+        figures=figures,
         charts=(_wave(side, state.count("stream")), _utilisation(array, m, k, n), _cycles(result)),
-        command=(
-            "rooftop",
+        command=command_line(
             "matmul",
             "bf16[M, K] @ bf16[K, N] -> bf16[M, N]",
-            "--dims",
-            f"M={m},K={k},N={n}",
-            "--mesh",
-            "X=1",
-            "--on",
-            f"{spec.name}:{'x'.join('1' for _ in range(spec.ici_axes))}",
-            "--simulate",
-            "--top",
-            "all",
+            dims={"M": m, "K": k, "N": n},
+            mesh="X=1",
+            on=f"{spec.name}:{'x'.join('1' for _ in range(spec.ici_axes))}",
+            simulate=True,
+            top="all",
         ),
         sources=("Chapter 2, appendix B: weight-stationary, weights double-buffered; the array's memory delivers.",),
     )
@@ -92,15 +76,11 @@ def _wave(side: int, m: int) -> Frames:
         working = array.wave(m, cycle)
         busy = int((working >= 0).sum())
         phase = "weights load" if cycle < side else "nothing is left" if not busy else "rows stream through"
-        frames.append(
-            {
-                "cells": [
-                    {"parts": [[int(row) % 8, 1.0 if row >= 0 else 0.0]], "text": f"{row}" if row >= 0 else ""}
-                    for row in working.ravel().tolist()
-                ],
-                "says": f"Cycle {cycle}: {phase}; {busy} of {side * side} cells multiply.",
-            }
+        cells = tuple(
+            FrameCell(((int(row) % 8, float(row >= 0)),), f"{row}" if row >= 0 else "")
+            for row in working.ravel().tolist()
         )
+        frames.append(Frame(cells, f"Cycle {cycle}: {phase}; {busy} of {side * side} cells multiply."))
     return Frames(
         title=f"{m} rows through an array of {side}x{side}",
         about="Each cell holds one weight and shows the row of activations that it multiplies. Sums move down.",
@@ -114,15 +94,15 @@ def _wave(side: int, m: int) -> Frames:
 def _utilisation(array: SystolicArray, m: int, k: int, n: int) -> Lines:
     """Utilisation over m, for these k and n."""
     here = float(array.cycles(m, k, n).utilisation)
+    utilisation = tuple((float(rows), float(array.cycles(rows, k, n).utilisation)) for rows in _ROWS)
     return Lines(
         title="Utilisation over rows of activations",
         about="Few rows leave the array waiting for the next weights.",
-        x=ChartAxis(label="m, rows of activations", scale="log"),
-        y=ChartAxis(label="utilisation", unit="%"),
+        x=ChartAxis("m, rows of activations", scale="log"),
+        y=ChartAxis("utilisation", "%"),
         series=(
-            ChartSeries(name=f"k={k}, n={n}",
-                   points=tuple((float(rows), float(array.cycles(rows, k, n).utilisation)) for rows in _ROWS)),
-            ChartSeries(name="here", points=((float(m), here),), style="point"),
+            ChartSeries(f"k={k}, n={n}", utilisation),
+            ChartSeries("here", ((float(m), here),), "point"),
         ),
         marks=((float(array.rows), "side of the array"),),
     )  # fmt: skip
@@ -163,11 +143,11 @@ _CONTROLS: tuple[Control, ...] = (
 )
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="systolic",
     title="A systolic array",
     summary="How a matmul streams through the matrix unit, cycle by cycle, and how much of it is used.",
     chapter="chapter 2",
     controls=_CONTROLS,
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

@@ -13,7 +13,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
-from rooftop.ui.controls import Control, Explorer, State, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
 
 #: Curves that are drawn, and sequences a step of their points.
 _DRAWN = 6
@@ -45,90 +45,36 @@ def answer(state: State) -> Document:
     network = seconds["ici"] + seconds["dcn"]
     curves = _shown(priced, seqs * seq, axes)
     exposed = plan.exposed_s()
+    figures = (
+        ShownFigure("expected_s", "Step", plan.expected_s, "s", "expected", formula="compute and what is not hidden"),
+        ShownFigure("mxu_s", "Compute", seconds["mxu"], "s", "bound", formula="matmul FLOPs / C", source="chapter 5"),
+        ShownFigure("network_s", "Communication", network, "s", "bound", formula="bytes / links, every collective",
+            source="chapter 5"),
+        ShownFigure("ratio", "Compute over communication", seconds["mxu"] / network if network else "no communication",
+            level="bound", formula="above 1: communication can hide", source="chapter 5"),
+        ShownFigure("mfu", "MFU", plan.mfu, "%", "expected", formula="model FLOPs / (step x C)"),
+        ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / where.chips, "tokens", formula="B / N",
+            source="chapter 5"),
+        ShownFigure("memory_bytes", "Memory of a device", plan.memory_bytes, "B", "expected",
+            formula=f"of {format_count(problem.capacity, 'B')}"),
+        ShownFigure("exposed_s", "Not hidden", sum(exposed.values()), "s", "expected",
+            formula=", ".join(f"{name} {format_seconds(item)}" for name, item in exposed.items()) or "nothing"),
+    )  # fmt: skip
     return Document(
         verdict=ShownVerdict(says=_verdict(plan, seconds["mxu"], network), no="" if plan.fits else "It does not fit."),
-        figures=(
-            ShownFigure(
-                name="expected_s",
-                label="Step",
-                value=plan.expected_s,
-                unit="s",
-                level="expected",
-                formula="compute and what is not hidden",
-            ),
-            ShownFigure(
-                name="mxu_s",
-                label="Compute",
-                value=seconds["mxu"],
-                unit="s",
-                level="bound",
-                formula="matmul FLOPs / C",
-                source="chapter 5",
-            ),
-            ShownFigure(
-                name="network_s",
-                label="Communication",
-                value=network,
-                unit="s",
-                level="bound",
-                formula="bytes / links, every collective",
-                source="chapter 5",
-            ),
-            ShownFigure(
-                name="ratio",
-                label="Compute over communication",
-                value=seconds["mxu"] / network if network else "no communication",
-                level="bound",
-                formula="above 1: communication can hide",
-                source="chapter 5",
-            ),
-            ShownFigure(
-                name="mfu", label="MFU", value=plan.mfu, unit="%", level="expected", formula="model FLOPs / (step x C)"
-            ),
-            ShownFigure(
-                name="tokens_per_chip",
-                label="Tokens per chip",
-                value=seqs * seq / where.chips,
-                unit="tokens",
-                formula="B / N",
-                source="chapter 5",
-            ),
-            ShownFigure(
-                name="memory_bytes",
-                label="Memory of a device",
-                value=plan.memory_bytes,
-                unit="B",
-                level="expected",
-                formula=f"of {format_count(problem.capacity, 'B')}",
-            ),
-            ShownFigure(
-                name="exposed_s",
-                label="Not hidden",
-                value=sum(exposed.values()),
-                unit="s",
-                level="expected",
-                formula=", ".join(f"{name} {format_seconds(item)}" for name, item in exposed.items()) or "nothing",
-            ),
-        ),
+        figures=figures,
         charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), _steps(curves, problem, seqs)),
         notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
-        command=(
-            "rooftop",
+        command=command_line(
             "plan",
             "train",
             state["model"],
-            "--on",
-            where.name,
-            "--mesh",
-            ",".join(f"{name}={size}" for name, size in problem.axes.items()) if problem.axes else "",
-            "--batch-seqs",
-            str(seqs),
-            "--seq",
-            str(seq),
-            "--remat",
-            state["remat"],
-            "--microbatches",
-            "1",
+            on=where.name,
+            mesh=problem.axes,
+            batch_seqs=seqs,
+            seq=seq,
+            remat=state["remat"],
+            microbatches=1,
         ),
         sources=("Chapter 5. Curves: bounds at peak rates on the fastest layout of each mesh; steps: docs/plan.md.",),
     )
@@ -181,11 +127,11 @@ def _times(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> Lines
     return Lines(
         title="Communication over the batch, by strategy",
         about="Where a strategy's curve runs above compute, communication binds it.",
-        x=ChartAxis(label="tokens of a step", scale="log"),
-        y=ChartAxis(label="time of a step", unit="s", scale="log"),
+        x=ChartAxis("tokens of a step", scale="log"),
+        y=ChartAxis("time of a step", "s", "log"),
         series=(
-            ChartSeries(name="compute", points=_points(here.batch_tokens, here.compute_s), style="dashed"),
-            *(ChartSeries(name=_name(curve), points=_points(curve.batch_tokens, curve.network_s)) for curve in curves),
+            ChartSeries("compute", _points(here.batch_tokens, here.compute_s), "dashed"),
+            *(ChartSeries(_name(curve), _points(curve.batch_tokens, curve.network_s)) for curve in curves),
         ),
         marks=((float(tokens), "this batch"),),
     )
@@ -195,16 +141,14 @@ def _ratios(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> Line
     return Lines(
         title="Compute over communication",
         about="Above 1 communication can hide behind compute. FSDP grows with the batch, tensor parallelism does not.",
-        x=ChartAxis(label="tokens of a step", scale="log"),
-        y=ChartAxis(label="ratio", scale="log"),
+        x=ChartAxis("tokens of a step", scale="log"),
+        y=ChartAxis("ratio", scale="log"),
         series=(
             ChartSeries(
-                name="1",
-                points=((float(curves[0].batch_tokens[0]), 1.0), (float(curves[0].batch_tokens[-1]), 1.0)),
-                style="dashed",
+                "1", ((float(curves[0].batch_tokens[0]), 1.0), (float(curves[0].batch_tokens[-1]), 1.0)), "dashed"
             ),
             *(
-                ChartSeries(name=_name(curve), points=_points(curve.batch_tokens, curve.compute_s / curve.network_s))
+                ChartSeries(_name(curve), _points(curve.batch_tokens, curve.compute_s / curve.network_s))
                 for curve in curves
                 if curve.network_s.all()
             ),
@@ -227,8 +171,8 @@ def _steps(curves: list[BatchCurve], problem: Problem, seqs: int) -> Bars:
         compute = min(float(curve.compute_s[at]), float(curve.expected_s[at]))
         bars.append(
             Bar(
-                name=_name(curve) + ("" if fits else " (does not fit)"),
-                parts=(("matmuls at peak", compute), ("the rest", float(curve.expected_s[at]) - compute)),
+                _name(curve) + ("" if fits else " (does not fit)"),
+                (("matmuls at peak", compute), ("the rest", float(curve.expected_s[at]) - compute)),
             )
         )
     return Bars(
@@ -251,11 +195,11 @@ _CONTROLS: tuple[Control, ...] = (
 )  # fmt: skip
 
 
-EXPLORER = Explorer(
+FORM = ExplorerForm(
     name="training",
     title="Training strategies",
     summary="Compute against communication over the batch: where data, FSDP, tensor and mixed sharding become bound.",
     chapter="chapter 5",
     controls=_CONTROLS,
-    answer=answer,
 )
+EXPLORER = Explorer(FORM, answer)

@@ -1,4 +1,4 @@
-"""``rooftop explain``: a trace measured beside compiled beside planned; an HLO instruction; two of a kind."""
+"""``rooftop explain`` (a trace, an HLO instruction, two of a kind) and ``rooftop validate``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 import click
 
 from rooftop.cli.options import (
+    COUNT_OR_ZERO,
     HARDWARE,
     PATH,
     RUN,
+    WORKLOAD,
     VerbCommand,
+    assume_option,
     figure_option,
     json_option,
     mesh_option,
@@ -125,3 +128,21 @@ def _trace(
         emit_json(result.to_json(top=count))
     else:
         show(result.to_json(top=count), top=count)
+
+
+@click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))
+@option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
+@assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
+@top_option(type=COUNT_OR_ZERO, default="10", show_default=True, help="Runs to list, the worst first; 0: none.")
+@json_option
+def validate(*, runs: Path | None, assume: str | None, top: int, as_json: bool) -> None:
+    """Predicted times beside published measurements of training and serving, misses included.
+
+    Three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per chip from
+    other models' runs; beside them a null model, the median FLOP/s per chip of other models. --json lists every run.
+    """
+    from rooftop.library import explaining
+
+    result = explaining.validate(runs=runs, assume=assume)
+    data = result.to_json()
+    emit_json(data) if as_json else show(data, kind="validation", worst=top)

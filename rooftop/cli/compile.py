@@ -73,12 +73,7 @@ class _SeveralArrays(VerbCommand):
 @option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
 @mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
 @layout_option()
-@option(
-    "--auto",
-    is_flag=True,
-    group=PARALLELISM,
-    help="Leave axes to the partitioner: not JAX's explicit mode.",
-)
+@option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import click
 
@@ -51,25 +51,7 @@ from rooftop.cli.output import emit_json, progress_bar, show
 @option("--measure", is_flag=True, group=RUN, help="Run the listed strategies on the devices here, and time them.")
 @top_option(default="8", show_default=True, help="Strategies to list, or all.")
 @json_option
-def command(
-    *,
-    expression: str,
-    on: str | None,
-    figures: dict[str, float],
-    dims: str | None,
-    backward: bool,
-    mesh: str,
-    layout: str | None,
-    no_overlap: bool,
-    dtype: str,
-    level: str,
-    simulate: bool,
-    unidirectional: bool,
-    compiled: bool,
-    measure: bool,
-    top: int | Literal["all"],
-    as_json: bool,
-) -> int:
+def command(*, no_overlap: bool, unidirectional: bool, compiled: bool, as_json: bool, **options: Any) -> int:
     """Price the multiplying, resharding, gathering or summing of sharded arrays, and rank the ways to do it.
 
     EXPRESSION is 'A @ B -> C', 'A -> B', a collective such as 'AllGather_X(A)', or 'A' alone. An array is written
@@ -79,21 +61,10 @@ def command(
 
     with progress_bar(shown=not as_json) as on_progress:
         result = matmul(
-            expression,
-            mesh=mesh,
-            dims=dims,
-            on=on,
-            layout=layout,
-            dtype=dtype,
-            level=level,
-            figures=figures,
-            top=top,
+            **options,
             overlap=not no_overlap,
-            backward=backward,
-            simulate=simulate,
             bidirectional=not unidirectional,
             compile=compiled,
-            measure=measure,
             on_progress=on_progress,
         )
     if as_json:

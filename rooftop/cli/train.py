@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from rooftop.cli.options import (
     OUTPUT,
     PARALLELISM,
     PATH,
+    PROFILE,
     QUANTITY,
     RUN,
     WORKLOAD,
@@ -49,8 +52,8 @@ from rooftop.cli.options import (
     weights_dtype_option,
 )
 from rooftop.cli.output import emit_json
-from rooftop.cli.process import expect_late_reports, parse_profile, train_together
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.runs.environment import join_processes
 
 if TYPE_CHECKING:
     from rooftop.train.request import TrainRequest
@@ -74,7 +77,6 @@ def _parse_number(text: str | float, field: str) -> float:
 
 
 NUMBER = Parsed("x", _parse_number)
-PROFILE = Parsed("steps=a..b", parse_profile)
 #: Options of the processes, which are no fields of a request.
 _PROCESSES = ("coordinator", "processes", "process")
 
@@ -236,7 +238,7 @@ def _train(request: TrainRequest, as_json: bool) -> int:
     keep_compilations()
     import jax
 
-    from rooftop.cli.train.live import LiveView
+    from rooftop.cli.live import LiveView
     from rooftop.runs.signals import Stopped
 
     expect_late_reports()
@@ -257,3 +259,42 @@ def _train(request: TrainRequest, as_json: bool) -> int:
             click.echo("---")
         click.echo(result.summary)
     return 0
+
+
+def train_together(
+    train: Callable[[], int], run: Path, *, coordinator: str, processes: int | None, process: int | None
+) -> int:
+    """Train as one of several processes, under a supervisor.
+
+    An error ends the process at once: the usual way out of Python waits for the other processes.
+    """
+    from rooftop.runs.supervise import follow_supervisor, is_worker, keep_stdout, supervise
+
+    how_to_resume = f"to go on: rooftop train --resume {shlex.quote(str(run))}"
+    if not is_worker():
+        return supervise(sys.argv[1:], how_to_resume)
+    follow_supervisor()
+    keep_stdout()
+    try:
+        join_processes(coordinator, processes, process)
+        return train()
+    except (RooftopError, Infeasible) as error:
+        line, status = str(error), error.exit_status
+    except Exception as error:  # Any error of the runtime may mean that a process is lost.
+        reason = (str(error).splitlines() or [""])[0][:160]
+        line, status = f"the run has lost one of its processes ({reason}); {how_to_resume}", 1
+    click.echo(f"rooftop: {line}", err=True)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def expect_late_reports() -> None:
+    """Ignore errors of TensorStore's threads that find Orbax's event loop closed, after a write failed."""
+    before = sys.unraisablehook
+
+    def hook(report: sys.UnraisableHookArgs) -> None:
+        if not (isinstance(report.exc_value, RuntimeError) and str(report.exc_value) == "Event loop is closed"):
+            before(report)
+
+    # The hook stays: those threads end after the command does.
+    sys.unraisablehook = hook

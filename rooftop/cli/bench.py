@@ -1,8 +1,9 @@
-"""``rooftop bench serve``: a trace against a server with OpenAI's API, next to its simulation."""
+"""``rooftop bench``: measurements of collectives and of a server, a subcommand each."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,8 +15,11 @@ from rooftop.cli.options import (
     SERVER,
     WORKLOAD,
     VerbCommand,
+    dtype_option,
     duration_option,
     json_option,
+    mesh_option,
+    on_option,
     option,
     output_option,
     seed_option,
@@ -23,14 +27,63 @@ from rooftop.cli.options import (
     ttft_option,
 )
 from rooftop.cli.output import emit_json, progress_bar, show
+from rooftop.cli.usage import VerbGroup
 
-_EXAMPLES = (
+
+@click.group(name="bench", cls=VerbGroup)
+def command() -> None:
+    """Measure: collectives on the devices that are here, a server under load."""
+
+
+@command.command(
+    name="collectives",
+    cls=VerbCommand,
+    examples=(
+        "rooftop bench collectives",
+        "rooftop bench collectives --mesh X=2,Y=4 --axis Y --kinds all_gather --sizes 1Mi,64Mi --on v5e:2x4",
+    ),
+)
+@on_option(help="Show what is planned for this slice too: CHIP:SHAPE[@SLICES].")
+@mesh_option(help="Mesh axes and their sizes: X=2,Y=4. One axis X of all devices by default.")
+@option("--axis", group=WORKLOAD, metavar="AXES", help="The axes that collectives run over: X or X,Y. All by default.")
+@option(
+    "--kinds", group=WORKLOAD, metavar="KINDS",
+    help="Some of all_gather, reduce_scatter, all_reduce, all_to_all, permute.",
+)  # fmt: skip
+@option(
+    "--sizes", group=WORKLOAD, default="64Ki,1Mi,16Mi", show_default=True, metavar="BYTES", help="Payloads, as a list."
+)
+@dtype_option(default="bf16", show_default=True, help="Dtype of the elements.")
+@output_option()
+@json_option
+def collectives(*, output: Path | None, as_json: bool, **options: Any) -> int:
+    """Time collectives over the axes of a mesh, for several sizes.
+
+    A size is the payload of one device: the output of an all_gather, the input of a reduce_scatter, the operand of an
+    all_reduce or all_to_all, what a permute sends to its neighbour. Groups along the other axes run at the same time.
+    """
+    from rooftop.core.files import write_json
+    from rooftop.library.benchmarks import bench_collectives
+
+    with progress_bar(shown=not as_json) as on_progress:
+        result = bench_collectives(**options, on_progress=on_progress)
+    data = result.to_json()
+    if output is not None:
+        write_json(output, data)
+    if as_json:
+        emit_json(data)
+    else:
+        show(data, {"report": output}, kind="bench collectives")
+    return 0
+
+
+_SERVING = (
     "rooftop bench serve --url http://127.0.0.1:8000 --requests-per-second 4 --prompt 128:512 --generate 64",
     "rooftop bench serve --url http://127.0.0.1:8000 --trace trace.jsonl --plan plan.json --ttft 1s --tpot 50ms",
 )
 
 
-@click.command(name="serve", cls=VerbCommand, examples=_EXAMPLES)
+@command.command(name="serve", cls=VerbCommand, examples=_SERVING)
 @option("--url", group=SERVER, required=True, metavar="URL", help="The server: http://127.0.0.1:8000.")
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate.")
@@ -53,12 +106,7 @@ _EXAMPLES = (
 )  # fmt: skip
 @option("--model", group=SERVER, metavar="NAME", help="The model to ask. [default: the one that is served]")
 @option("--api-key", group=SERVER, envvar="OPENAI_API_KEY", metavar="KEY", help="If the server asks for one.")
-@option(
-    "--vocab",
-    group=WORKLOAD,
-    type=COUNT,
-    help="Prompts have token ids below N. [default: the server's, or 1000]",
-)
+@option("--vocab", group=WORKLOAD, type=COUNT, help="Prompts have token ids below N. [default: the server's, or 1000]")
 @option(
     "--ignore-eos/--no-ignore-eos", group=WORKLOAD, default=True, show_default=True,
     help="Ask for answers of their full length.",
@@ -68,27 +116,7 @@ _EXAMPLES = (
 @tpot_option(help="Target for goodput: 30ms.")
 @output_option()
 @json_option
-def command(
-    *,
-    url: str,
-    trace: Path | None,
-    requests_per_second: float | None,
-    duration: float,
-    prompt: str,
-    generate: str,
-    burstiness: float,
-    seed: int,
-    hash_tokens: int,
-    model: str | None,
-    api_key: str | None,
-    vocab: int | None,
-    ignore_eos: bool,
-    plan: Path | None,
-    ttft: float | None,
-    tpot: float | None,
-    output: Path | None,
-    as_json: bool,
-) -> int:
+def serve(*, url: str, output: Path | None, as_json: bool, **options: Any) -> int:
     """Replay a trace against a server with OpenAI's API, and report how long its clients wait.
 
     The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
@@ -98,12 +126,7 @@ def command(
     from rooftop.library.benchmarks import bench_serving
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = bench_serving(
-            url, trace=trace, requests_per_second=requests_per_second, duration=duration, prompt=prompt,
-            generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens, model=model,
-            api_key=api_key, vocab=vocab, ignore_eos=ignore_eos, plan=plan, ttft=ttft, tpot=tpot,
-            on_progress=on_progress,
-        )  # fmt: skip
+        result = bench_serving(url, **options, on_progress=on_progress)
     data = result.to_json()
     if output is not None:
         write_json(output, data)

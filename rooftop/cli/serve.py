@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -129,46 +128,12 @@ _EXAMPLES = (
 @json_option
 def command(
     *,
-    checkpoint: Path,
-    weights_of: Path | None,
-    host: str,
-    port: int,
-    name: str | None,
     api_key: tuple[str, ...],
-    cors: tuple[str, ...],
-    batch_seqs: int | None,
-    max_model_len: int | None,
-    max_queue: int,
-    max_body: int,
-    chunk_tokens: int | None,
-    batching: str | None,
-    prefill_devices: int | None,
-    generate_at: str | None,
-    role: str | None,
-    link_key: str | None,
-    preemption: str | None,
-    prefix_cache: bool,
-    draft_length: int,
-    draft: Path | None,
-    page_tokens: int,
-    pages: int | None,
-    host_pages: int,
-    compute_dtype: str | None,
-    weights_dtype: str | None,
-    weight_group: int | None,
-    kv_dtype: str | None,
-    mesh: str | None,
-    kv_split: str | None,
-    shrink: bool,
-    devices: int | None,
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    chat_template: Path | None,
     drain: float,
-    log_level: str,
-    log_texts: bool,
+    prefill_devices: int | None,
+    mesh: str | None,
     as_json: bool,
+    **options: Any,
 ) -> int:
     """Serve a CHECKPOINT as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -183,47 +148,12 @@ def command(
     from rooftop.serve.run import run
 
     request = ServeRequest(
-        checkpoint=checkpoint,
-        weights_of=weights_of,
-        host=host,
-        port=port,
-        name=name,
         api_keys=api_key,
-        cors=cors,
-        max_queue=max_queue,
-        max_body=max_body,
-        chat_template=chat_template,
         drain_s=drain,
-        log_level=log_level,
-        log_texts=log_texts,
-        batch_seqs=batch_seqs,
-        max_model_len=max_model_len,
-        chunk_tokens=chunk_tokens,
-        batching=batching,
         prefill_devices=prefill_devices or 0,
-        generate_at=generate_at,
-        role=role,
-        link_key=link_key,
-        preemption=preemption,
-        prefix_cache=prefix_cache,
-        draft=draft,
-        draft_length=draft_length,
-        page_tokens=page_tokens,
-        pages=pages,
-        host_pages=host_pages,
-        compute_dtype=compute_dtype,
-        weights_dtype=weights_dtype,
-        weight_group=weight_group,
-        kv_dtype=kv_dtype,
         mesh=None if mesh is None else parse_axes(mesh),
-        kv_split=kv_split,
-        shrink=shrink,
-        devices=devices,
-        coordinator=coordinator,
-        processes=processes,
-        process=process,
+        **options,
     )
-
     with ExitStack() as starting:
         progress = starting.enter_context(progress_bar(shown=not as_json))
         if progress is not None:

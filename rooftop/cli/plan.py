@@ -1,9 +1,10 @@
-"""``rooftop plan serve``: prefill and generation on one slice, or a recommendation over chips."""
+"""``rooftop plan``: plans of training, of serving and of embedding tables, a subcommand each."""
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,45 +18,130 @@ from rooftop.cli.options import (
     NUMERICS,
     OUTPUT,
     PARALLELISM,
+    PATH,
     QUANTITY,
     SHARE,
     WORKLOAD,
     Name,
     VerbCommand,
     assume_option,
+    batch_samples_option,
     batch_seqs_option,
+    batch_tokens_option,
     batching_option,
     bounds_option,
+    chunks_option,
     draft_length_option,
     draft_option,
     embeddings_dtype_option,
     host_dram_option,
+    host_threads_option,
     json_option,
     kv_dtype_option,
+    layout_option,
     matmul_dtype_option,
     mesh_option,
+    microbatches_option,
+    moments_dtype_option,
     on_option,
+    optimizer_option,
     option,
     output_option,
+    perfetto_option,
     price_option,
+    remat_option,
     report_option,
+    schedule_option,
+    seq_option,
     tpot_option,
     ttft_option,
     weight_group_option,
     weights_dtype_option,
+    xprof_option,
 )
 from rooftop.cli.output import emit_json, show
+from rooftop.cli.usage import VerbGroup
 
 if TYPE_CHECKING:
     from rooftop.library.serving import ServingFrontResult, ServingPlanResult
 
-_EXAMPLES = (
+
+@click.group(name="plan", cls=VerbGroup)
+def command() -> None:
+    """Predict time, memory, cost and what binds, and choose the sharding."""
+
+
+@command.command(
+    name="train",
+    cls=VerbCommand,
+    examples=(
+        "rooftop plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --tokens 15T -o plan.json",
+        "rooftop plan train qwen3-8b --on v5e:4x4 --batch-seqs 32 --mesh fsdp=16",
+    ),
+)
+@click.argument("model", type=MODEL)
+@on_option(required=True, help="CHIP:SHAPE[@SLICES], such as v5p:16x16x16.")
+@batch_tokens_option()
+@batch_seqs_option(help="Sequences of a step, instead of tokens.")
+@seq_option(default="4096", show_default=True)
+@option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens in all, for days and cost: 15T.")
+@mesh_option(help="Sizes of axes: fsdp=1024,tensor=4. Searched by default.")
+@layout_option(help="Pin axes to the torus: fsdp=x+y,tensor=z[1:4],context=z[4:4].")
+@remat_option()
+@microbatches_option(help="Microbatches of a step. Searched by default.")
+@schedule_option(default="1f1b", show_default=True)
+@chunks_option(default="1", show_default=True)
+@matmul_dtype_option(default="bf16", show_default=True, help="Dtype of the layers' matmuls: bf16, int8, f8_e4m3.")
+@weights_dtype_option(default="f32", show_default=True)
+@moments_dtype_option(default="f32", show_default=True)
+@optimizer_option(default="adamw", show_default=True)
+@assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
+@bounds_option(default="usable", show_default=True)
+@price_option()
+@option("--alternatives", group=OUTPUT, type=COUNT, default="5", show_default=True, help="Other meshes to show.")
+@perfetto_option(help="Write the planned timeline here, for ui.perfetto.dev.")
+@xprof_option()
+@report_option()
+@output_option(help="Write plan.json here.")
+@json_option
+def train(
+    *,
+    seq_len: int,
+    perfetto: Path | None,
+    xprof: Path | None,
+    report: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json."""
+    from rooftop.core.files import write_text
+    from rooftop.library.planning import plan_training
+
+    result = plan_training(seq=seq_len, **options)
+    if output is not None:
+        result.write_plan(output)
+    if perfetto is not None:
+        result.write_perfetto(perfetto)
+    if xprof is not None:
+        result.write_xprof(xprof)
+    if report is not None:
+        write_text(report, result.page())
+    if as_json:
+        emit_json(result.to_json())
+    else:
+        show(result.to_json(), {"plan": output})
+    result.raise_if_infeasible()
+    return 0
+
+
+_SERVING = (
     "rooftop plan serve llama3-70b --on v5e:4x4 --weights-dtype int8 --kv-dtype int8 --batch-seqs 32 -o plan.json",
     "rooftop plan serve llama3-70b --requests-per-second 40 --ttft 500ms --tpot 30ms --on v5e,v6e",
 )
 
 
-@click.command(name="serve", cls=VerbCommand, examples=_EXAMPLES)
+@command.command(name="serve", cls=VerbCommand, examples=_SERVING)
 @click.argument("model", default="llama3-70b", type=MODEL)
 @on_option(required=True, help="CHIP:SHAPE, such as v5e:4x4; or chips to search: v5e,v6e,h100.")
 @option("--prompt", group=WORKLOAD, default="8192", show_default=True, type=COUNT, help="Tokens of a prompt.")
@@ -116,43 +202,7 @@ _EXAMPLES = (
 @output_option(help="Write plan.json here.")
 @json_option
 def serve(
-    *,
-    model: str,
-    on: str,
-    prompt: int,
-    generate: int,
-    batch_seqs: int | None,
-    context: int | None,
-    weights_dtype: tuple[str, ...] | None,
-    kv_dtype: tuple[str, ...] | None,
-    matmul_dtype: str,
-    embeddings_dtype: str | None,
-    weight_group: int | None,
-    kv_sharing: int,
-    batching: str | None,
-    mesh: str | None,
-    prefill_mesh: str | None,
-    prefill_on: str | None,
-    kv_split: str | None,
-    link: str,
-    ttft: float | None,
-    tpot: float | None,
-    requests_per_second: float | None,
-    objective: str,
-    hit_rate: float,
-    host_dram: int | None,
-    draft: str | None,
-    draft_length: int,
-    acceptance: float,
-    mfu: float | None,
-    assume: str | None,
-    bounds: str,
-    price: float | None,
-    contexts: str | None,
-    plot: Path | None,
-    report: Path | None,
-    output: Path | None,
-    as_json: bool,
+    *, objective: str, plot: Path | None, report: Path | None, output: Path | None, as_json: bool, **options: Any
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
     from rooftop.core.files import write_json, write_text
@@ -160,29 +210,18 @@ def serve(
 
     result: ServingPlanResult | ServingFrontResult
     if objective == "pareto":
-        result = serving_front(
-            model, on=on, prompt=prompt, generate=generate, context=context, draft=draft, draft_length=draft_length,
-            acceptance=acceptance, batching=batching, mesh=mesh, kv_split=kv_split, weights_dtype=weights_dtype,
-            kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype,
-            weight_group=weight_group, kv_sharing=kv_sharing, assume=assume, bounds=bounds, price=price,
-        )  # fmt: skip
+        front = {name: value for name, value in options.items() if name in signature(serving_front).parameters}
+        result = serving_front(**front)
     else:
-        result = plan_serving(
-            model, on=on, prompt=prompt, generate=generate, batch_seqs=batch_seqs, context=context,
-            requests_per_second=requests_per_second, ttft=ttft, tpot=tpot, hit_rate=hit_rate, host_dram=host_dram,
-            draft=draft, draft_length=draft_length, acceptance=acceptance, batching=batching, mesh=mesh,
-            prefill_mesh=prefill_mesh, prefill_on=prefill_on, kv_split=kv_split, link=link,
-            weights_dtype=weights_dtype, kv_dtype=kv_dtype, matmul_dtype=matmul_dtype,
-            embeddings_dtype=embeddings_dtype, weight_group=weight_group, kv_sharing=kv_sharing, mfu=mfu,
-            assume=assume, bounds=bounds, price=price, objective=objective, contexts=contexts,
-        )  # fmt: skip
+        result = plan_serving(**options, objective=objective)
     data = result.to_json()
     if plot is not None:
         from rooftop.present.documents.parts import front_chart
         from rooftop.present.svg import lines_file
 
         points = list(result.points) if isinstance(result, ServingFrontResult) else result.answer.front
-        write_text(plot, lines_file(front_chart(points), _title(result, on), "numbers next to points: batch"))
+        title = _title(result, options["on"])
+        write_text(plot, lines_file(front_chart(points), title, "numbers next to points: batch"))
     if report is not None:
         write_text(report, result.page())
     if output is not None:
@@ -206,3 +245,35 @@ def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
         model, kinds = problem.model.name, {(problem.numerics.weights, problem.numerics.kv)}
     dtypes = "; ".join(f"{weights} weights, {kv} KV" for weights, kv in kinds) if len(kinds) == 1 else ""
     return ", ".join(part for part in (f"{model}: generation on {on}", dtypes) if part)
+
+
+@command.command(
+    name="embed", cls=VerbCommand, examples=("rooftop plan embed tables.toml --on v5p:2x2x1 --batch-samples 16384",)
+)
+@click.argument("tables", type=PATH)
+@on_option(required=True, help="A slice with SparseCores, such as v5p:2x2x1.")
+@batch_samples_option(default="16384", show_default=True)
+@option("--limits", group=WORKLOAD, type=FILE, help="A limits file. Default: from ids_per_sample.")
+@option(
+    "--sample-passes", group=WORKLOAD, type=COUNT, default="1", show_default=True,
+    help="Look up a batch in N parts of its samples.",
+)  # fmt: skip
+@option(
+    "--dense-flops", group=WORKLOAD, type=QUANTITY, help="Matmul FLOPs of a sample in the dense part, forward: 30M."
+)
+@host_threads_option()
+@output_option(help="Write plan.json here.")
+@json_option
+def embed(*, output: Path | None, as_json: bool, **options: Any) -> int:
+    """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds."""
+    from rooftop.library.embedding import plan_embedding
+
+    result = plan_embedding(**options)
+    if output is not None:
+        result.write_plan(output)
+    if as_json:
+        emit_json(result.to_json())
+    else:
+        show(result.to_json(), {"plan": output})
+    result.raise_if_infeasible()
+    return 0

@@ -1,0 +1,48 @@
+"""``rooftop chips`` and ``rooftop model``: the catalogues of hardware and of models, whole or one entry."""
+
+from __future__ import annotations
+
+import click
+
+from rooftop.cli.options import HARDWARE_NAME, MODEL, VerbCommand, json_option, seq_option
+from rooftop.cli.output import emit_json, show_document
+
+
+@click.command(
+    "chips",
+    cls=VerbCommand,
+    examples=("rooftop chips v5p", "rooftop chips v5e:16x16@4 --json", "rooftop chips h100:8x128"),
+)
+@click.argument("name", metavar="[NAME|SLICE]", required=False, type=HARDWARE_NAME)
+@json_option
+def chips(*, name: str | None, as_json: bool) -> None:
+    """The hardware catalogue, every figure with its source.
+
+    Alone: a table of all chips. With the NAME of a chip: each figure with unit, source and date. With a SLICE
+    (CHIP:SHAPE[@SLICES]): its chips, devices, hosts, wraparound, totals and physical axes.
+
+    Rates are per chip and one-way; HBM is nominal, and usable HBM is the part that the compiler allows per device.
+    """
+    from rooftop.library import catalogue
+
+    result = catalogue.chips() if name is None else catalogue.chip(name)
+    emit_json(result.to_json()) if as_json else show_document(result.document)
+
+
+@click.command(
+    "model",
+    cls=VerbCommand,
+    examples=("rooftop model llama3-8b --seq 8Ki", "rooftop model ./my-model/config.json --json"),
+)
+@click.argument("name", required=False, type=MODEL)
+@seq_option(help="Tokens of a sequence: 8192, 8Ki. [default: 4096, or the model's longest]")
+@json_option
+def model(*, name: str | None, seq_len: int | None, as_json: bool) -> None:
+    """Parameters, FLOPs per token and KV-cache bytes of a model.
+
+    NAME is a preset (alone, the verb lists them), or the path of a Hugging Face config.json or of its directory.
+    """
+    from rooftop.library import catalogue
+
+    result = catalogue.models() if name is None else catalogue.model(name, seq=seq_len)
+    emit_json(result.to_json()) if as_json else show_document(result.document)
