@@ -7,7 +7,7 @@ multiple of 8; its row pointer is the end of its ids, before the padding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,7 @@ NO_ID = np.int32(2**31 - 1)
 NO_GAIN = np.float32(np.nan)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Buffers of one stack for the local devices.
 
     Dims: row_pointers [devices, row pointers of a device] int32, relative to the buffer's row; embedding_ids (local
