@@ -267,9 +267,8 @@ def main() -> None:
         f"{name} {importlib.metadata.version(name)}" for name in ("jax-tpu-embedding", "jax", "numpy", "numba")
     )
     command = " ".join(["python bench/embed_host.py", *sys.argv[1:]])
-    if without := os.environ.get("NPY_DISABLE_CPU_FEATURES"):
-        command = f'NPY_DISABLE_CPU_FEATURES="{without}" {command}'
-    print(f"# {command}; {versions}; {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}")
+    machine = f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
+    print(f"# {command}; {versions}; {machine}; {time.strftime('%Y-%m-%d')}")
     print(COLUMNS)
     for threads in chosen.threads:
         environment = os.environ | {
