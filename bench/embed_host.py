@@ -7,7 +7,8 @@ with a table of 1e6 rows each, on 8 chips of 4 SparseCores; the mean number of i
 are drawn from a zipf distribution (exponent 1.05). Routes take turns within a run, in a process of their own for each
 number of threads; limits and buffers are those that the batch needs, and 10 % more. The reference is given its fastest
 input form. Outputs are compared before anything is timed. Times are the fastest and the median of all runs, and
-the least CPU time of the process: machines are noisy. Ratios are to the reference's faster form.
+the least CPU time of the process: on a shared machine only CPU time says much. Ratios are to the reference's faster
+form.
 
 Workers are as many processes as there are threads, of one thread each, which have the ids in their own memory, as they
 do where they read them; theirs is the time of a batch, of several that the caller takes from them one after another.
@@ -186,9 +187,10 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
     # Workers import what they are given from a module, which this file is not where it is run.
     from embed_host import split
 
-    for route, accelerate in (("rooftop numpy workers", False), ("rooftop numba workers", True)):
-        make = partial(Preprocessor, stacking, batch=batch, limits=limits, accelerate=accelerate)
-        found[route] = Workers(make_ready(itertools.repeat(batch), split, make, workers=threads), AHEAD * threads)
+    make = partial(Preprocessor, stacking, batch=batch, limits=limits, accelerate=True)
+    found["rooftop numba workers"] = Workers(
+        make_ready(itertools.repeat(batch), split, make, workers=threads), AHEAD * threads
+    )
     outputs = {route: do() for route, do in found.items()}
     theirs = outputs["jax-tpu-embedding ragged"][0]
     for route in (route for route in outputs if route.startswith("rooftop")):
@@ -267,9 +269,8 @@ def main() -> None:
         f"{name} {importlib.metadata.version(name)}" for name in ("jax-tpu-embedding", "jax", "numpy", "numba")
     )
     command = " ".join(["python bench/embed_host.py", *sys.argv[1:]])
-    if without := os.environ.get("NPY_DISABLE_CPU_FEATURES"):
-        command = f'NPY_DISABLE_CPU_FEATURES="{without}" {command}'
-    print(f"# {command}; {versions}; {os.cpu_count()} cores; {time.strftime('%Y-%m-%d')}")
+    machine = f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
+    print(f"# {command}; {versions}; {machine}; {time.strftime('%Y-%m-%d')}")
     print(COLUMNS)
     for threads in chosen.threads:
         environment = os.environ | {

@@ -29,8 +29,13 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Output that is piped has the width that it has without a terminal; pytest-xdist sets another.
 os.environ.pop("COLUMNS", None)
-# Tests check the shapes and dtypes that the programs' signatures state.
-install_import_hook("rooftop.programs", f"{shape_checks.__name__}.checked")
+# Tests check the shapes and dtypes that signatures state. numba compiles what is in embed.host.kernel as it stands.
+CHECKED = (
+    "programs", "embed.criteo", "embed.export", "embed.train", "embed.host.buffers", "embed.host.inputs",
+    "embed.host.limits", "embed.host.lookups", "embed.host.minibatching", "embed.host.overflow",
+    "embed.host.preprocess", "embed.host.reference", "embed.host.statistics",
+)  # fmt: skip
+install_import_hook([f"rooftop.{name}" for name in CHECKED], f"{shape_checks.__name__}.checked")
 # Tests leave the user's own cache alone. What JAX compiles for CPUs is compiled once in a session: the workers of
 # pytest-xdist, which start with this environment, and the processes that tests start share one cache.
 _CACHE = tempfile.TemporaryDirectory(prefix="rooftop-tests-")

@@ -26,7 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "compile": ("rooftop.cli.compile", "A plan, or any JAX function, through XLA:TPU, without a TPU."),
     "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
     "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on the devices here."),
-    "embed": ("rooftop.cli.embed.command", "Embedding tables: limits from data, training, export."),
+    "embed": ("rooftop.cli.embed", "Embedding tables: limits from data, training, export."),
     "explain": ("rooftop.cli.explain", "Where time goes: measured beside compiled beside planned."),
     "bench": ("rooftop.cli.bench", "Measure: collectives on the devices here, a server under load."),
     "validate": ("rooftop.cli.explain:validate", "Our predictions beside published measurements, misses included."),

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Float32, Int64, Shaped
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
@@ -18,11 +19,11 @@ from rooftop.models.embedding_tables.tables import Tables
 
 @dataclass(frozen=True, kw_only=True)
 class CriteoBatch:
-    """label [B] float32 of 0 and 1; dense [B, 13] float32, log(1 + count); ids by feature, [B] int64 each."""
+    """Labels of 0 and 1, dense values log(1 + count), and ids by feature."""
 
-    label: NDArray[np.float32]
-    dense: NDArray[np.float32]
-    ids: Mapping[str, NDArray[np.int64]]
+    label: Float32[np.ndarray, " B"]
+    dense: Float32[np.ndarray, "B 13"]
+    ids: Mapping[str, Int64[np.ndarray, " B"]]
 
 
 def check_features(tables: Tables) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ def parse_lines(lines: CriteoLines, path: Path, tables: Tables, batch: int) -> C
 
 def split_lines(
     lines: CriteoLines, path: Path, tables: Tables, batch: int
-) -> tuple[Mapping[str, NDArray[np.int64]], CriteoBatch]:
+) -> tuple[Mapping[str, Int64[np.ndarray, " B"]], CriteoBatch]:
     """Parse the batch of these lines into its ids and the rest. Raises RooftopError."""
     parsed = parse_lines(lines, path, tables, batch)
     return parsed.ids, replace(parsed, ids={})
@@ -114,7 +115,7 @@ def require_labels(path: Path, batch: int) -> None:
         raise RooftopError("data", str(path), f"positives and negatives, and not {positive} positives of {count}")
 
 
-def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
+def auc(labels: Shaped[np.ndarray, " B"], scores: Float[np.ndarray, " B"]) -> float:
     """Return the area under the ROC curve: how often a positive beats a negative, ties half (Hanley and McNeil 1982).
 
     Raises RooftopError unless there are both positives and negatives.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float, Float32, Int8
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.files import write_bytes, write_text
@@ -32,7 +32,7 @@ _SCHEMA = 1
 class QuantizedTable:
     """A table as int8 ``codes`` [V, W]: a value is code + 128 steps above ``low``. Errors are of all values."""
 
-    codes: NDArray[np.int8]
+    codes: Int8[np.ndarray, "V W"]
     low: float
     high: float
     max_error: float
@@ -46,7 +46,7 @@ class QuantizedTable:
         return (self.high - self.low) / (LEVELS - 1)
 
     @property
-    def values(self) -> NDArray[np.float32]:
+    def values(self) -> Float32[np.ndarray, "V W"]:
         """The table in float32, [V, W]."""
         return _values(self.codes, self.low, self.step)
 
@@ -58,7 +58,7 @@ class QuantizedTable:
         }
 
 
-def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> QuantizedTable:
+def quantize(table: Float[np.ndarray, "V W"], quantization: Quantization | None = None) -> QuantizedTable:
     """Quantise a table [V, W] to int8. Raises RooftopError for values that are not finite."""
     exact = np.asarray(table, np.float64)
     if not np.isfinite(exact).all():
@@ -84,7 +84,9 @@ def quantize(table: NDArray[Any], quantization: Quantization | None = None) -> Q
     )
 
 
-def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]], *, dtype: str = "int8") -> dict[str, Any]:
+def export(
+    folder: Path, tables: Tables, values: Mapping[str, Float[np.ndarray, "..."]], *, dtype: str = "int8"
+) -> dict[str, Any]:
     """Write each table as ``<index>.npy`` in ``dtype``, and tables.json; return its content. Raises RooftopError."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
@@ -102,7 +104,7 @@ def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]], *, 
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
     written: dict[str, Any] = {}
     for index, table in enumerate(tables.tables):
-        array: NDArray[Any] = np.asarray(values[table.name], np.float32)
+        array = np.asarray(values[table.name], np.float32)
         figures = {"shape": list(array.shape), "bytes": array.nbytes}
         if dtype == "int8":
             quantized = quantize(array, table.quantization)
@@ -117,7 +119,7 @@ def export(folder: Path, tables: Tables, values: Mapping[str, NDArray[Any]], *, 
     return report
 
 
-def load(folder: Path) -> dict[str, NDArray[np.float32]]:
+def load(folder: Path) -> dict[str, Float32[np.ndarray, "..."]]:
     """Load the tables of an export, [V, W] float32 each. Raises RooftopError if the folder holds none."""
     try:
         report = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
@@ -130,5 +132,5 @@ def load(folder: Path) -> dict[str, NDArray[np.float32]]:
     return tables
 
 
-def _values(codes: NDArray[Any], low: float, step: float) -> NDArray[np.float32]:
+def _values(codes: Int8[np.ndarray, "V W"], low: float, step: float) -> Float32[np.ndarray, "V W"]:
     return (low + (codes.astype(np.float64) + 128) * step).astype(np.float32)

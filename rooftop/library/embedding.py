@@ -146,6 +146,13 @@ class EmbeddingLimitsResult(Result):
         ]  # fmt: skip
 
     @property
+    def document(self) -> Document:
+        """Every limit next to the observed need."""
+        from rooftop.present.documents.embedding import embedding_limits
+
+        return embedding_limits(self.to_json(), batch_samples=self.batch_samples)
+
+    @property
     def summary(self) -> str:
         """Batches, SparseCores, and the fullest limit."""
         fullest = max(self.uses, key=lambda use: use.used)

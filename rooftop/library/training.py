@@ -26,6 +26,7 @@ from rooftop.runs.environment import prepare_environment, uninterrupted
 from rooftop.train.request import TrainRequest
 
 if TYPE_CHECKING:
+    from rooftop.present.document import Document
     from rooftop.train.engine import Outcome
     from rooftop.train.evaluate import Evaluation
     from rooftop.train.metrics import StepRecord
@@ -186,6 +187,13 @@ class EmbeddingExportResult(Result):
     def rows(self) -> list[dict[str, object]]:
         """Figures of each table."""
         return [{"table": name, **flat(table)} for name, table in self.tables.items()]
+
+    @property
+    def document(self) -> Document:
+        """The figures of each table."""
+        from rooftop.present.documents.embedding import embedding_export
+
+        return embedding_export(self.report, summary=self.summary)
 
     @property
     def summary(self) -> str:

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.cli.embed.train import export as export_command
-from rooftop.cli.embed.train import train as train_command
+from rooftop.cli.embed import export as export_command
+from rooftop.cli.embed import train as train_command
 from rooftop.core.errors import RooftopError
 from rooftop.embed.export import LEVELS, export, load, quantize
 from rooftop.models.embedding_tables.tables import Quantization

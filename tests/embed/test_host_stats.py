@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rooftop.cli.embed.command import command
+from rooftop.cli.embed import command
 from rooftop.core.errors import RooftopError
 from rooftop.embed.batches import parquet_batches
 from rooftop.embed.host.limits import read_limits

@@ -47,8 +47,7 @@ def kept(ready: Ready[Any]) -> tuple[Any, Preprocessed]:
 
 def same(one: Buffers, other: Buffers) -> bool:
     return all(
-        np.array_equal(getattr(one, each.name), getattr(other, each.name), equal_nan=each.name == "gains")
-        for each in fields(one)
+        np.array_equal(getattr(one, name), getattr(other, name), equal_nan=name == "gains") for name in Buffers._fields
     )
 
 

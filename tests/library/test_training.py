@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rooftop
-from rooftop.cli.embed.train import train as embed_verb
+from rooftop.cli.embed import train as embed_verb
 from rooftop.cli.train import command as train_verb
 from rooftop.core.errors import RooftopError
 from rooftop.embed.export import load

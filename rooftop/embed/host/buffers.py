@@ -7,10 +7,10 @@ multiple of 8; its row pointer is the end of its ids, before the padding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float32, Int32, Int64
 
 from rooftop.models.embedding_tables.stacking import ALIGNMENT
 
@@ -19,8 +19,7 @@ NO_ID = np.int32(2**31 - 1)
 NO_GAIN = np.float32(np.nan)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Buffers of one stack for the local devices.
 
     Dims: row_pointers [devices, row pointers of a device] int32, relative to the buffer's row; embedding_ids (local
@@ -28,11 +27,11 @@ class Buffers:
     after the ids is padding. ``filled`` [rows] int64 is where the padding to the end of each row begins.
     """
 
-    row_pointers: NDArray[np.int32]
-    embedding_ids: NDArray[np.int32]
-    sample_ids: NDArray[np.int32]
-    gains: NDArray[np.float32]
-    filled: NDArray[np.int64]
+    row_pointers: Int32[np.ndarray, "devices pointers"]
+    embedding_ids: Int32[np.ndarray, "devices n"]
+    sample_ids: Int32[np.ndarray, "devices n"]
+    gains: Float32[np.ndarray, "devices n"]
+    filled: Int64[np.ndarray, " rows"]
 
     @classmethod
     def empty(cls, *, devices: int, rows: int, capacity: int, pointers: int) -> Buffers:
@@ -57,8 +56,7 @@ class Buffers:
         )
 
 
-def padded(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def padded(sizes: Int64[np.ndarray, "*dims"]) -> Int64[np.ndarray, "*dims"]:
     """Sizes of partitions with their padding."""
     # ALIGNMENT is a power of two.
-    whole: NDArray[np.int64] = (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
-    return whole
+    return (sizes + (ALIGNMENT - 1)) & -ALIGNMENT

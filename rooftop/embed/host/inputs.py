@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32, Integer
 from numpy.typing import ArrayLike, NDArray
 
 from rooftop.core.errors import RooftopError
@@ -30,12 +31,12 @@ _ARROW = "an Arrow array of whole numbers or of lists of them"
 class Ragged:
     """Ids of a batch: sample b has ``values[row_splits[b]:row_splits[b + 1]]``, and ``weights`` likewise (or None).
 
-    Dims: values [N] of integers, row_splits [B + 1], weights [N] of float32.
+    Dims: N ids, B samples.
     """
 
-    values: NDArray[np.integer]
-    row_splits: NDArray[np.integer]
-    weights: NDArray[np.float32] | None = None
+    values: Integer[np.ndarray, " N"]
+    row_splits: Integer[np.ndarray, " B+1"]
+    weights: Float32[np.ndarray, " N"] | None = None
 
     @property
     def rows(self) -> int:
@@ -253,7 +254,7 @@ def _is_arrow(ids: object) -> bool:
     return type(ids).__module__.startswith("pandas.") or any(hasattr(ids, name) for name in offers)
 
 
-def _ids(values: ArrayLike, name: str) -> NDArray[np.integer]:
+def _ids(values: ArrayLike, name: str) -> Integer[np.ndarray, "..."]:
     try:
         ids = np.asarray(values)
     except ValueError as error:
@@ -266,7 +267,7 @@ def _ids(values: ArrayLike, name: str) -> NDArray[np.integer]:
     return ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
 
 
-def _weights(weights: ArrayLike | None, count: int, name: str) -> NDArray[np.float32] | None:
+def _weights(weights: ArrayLike | None, count: int, name: str) -> Float32[np.ndarray, " count"] | None:
     if weights is None:
         return None
     result = np.asarray(weights)

@@ -69,16 +69,6 @@ class SortSpace(NamedTuple):
     rows_of_run: NDArray[np.int64]
 
 
-class BufferRows(NamedTuple):
-    """Rows of ``Buffers``: arrays of dims [rows, ...], and ``filled`` [rows]."""
-
-    row_pointers: NDArray[np.int32]
-    embedding_ids: NDArray[np.int32]
-    sample_ids: NDArray[np.int32]
-    gains: NDArray[np.float32]
-    filled: NDArray[np.int64]
-
-
 class Scratch(threading.local):
     """Arrays of one thread that are written over and over: fresh ones cost more in page faults than in the writes."""
 
@@ -116,7 +106,7 @@ class NumbaKernel:
             other_keys=take("other keys", total, key),
             weights=take("weights", weights_count, np.float32),
             other_weights=take("other weights", weights_count, np.float32),
-            digit_counts=take("digit counts", 1 << _DIGIT_BITS, np.uint32),
+            digit_counts=take("digit counts", 2 << _DIGIT_BITS, np.uint32).reshape(2, -1),
             ends=take("ends", total, np.int32),
             last_of_run=take("last of run", runs, np.int64),
             rows_of_run=take("rows of run", runs, np.int64),
@@ -158,9 +148,8 @@ class NumbaKernel:
         own = buffers.rows(first // per_row, (first + ids.sizes.shape[1]) // per_row)
         tables = np.array([(layout.place.offset, layout.first_sample) for layout in ids.layouts], _TABLE)
         combiner = np.empty((0, 0), np.float32) if ids.combiner is None else ids.combiner
-        target = BufferRows(own.row_pointers, own.embedding_ids, own.sample_ids, own.gains, own.filled)
         gains = ids.counts if ids.weights is None else ids.weights
-        write_rows(ids.keys, gains, combiner, ids.sizes, tables, ids.fields, per_row, target)
+        write_rows(ids.keys, gains, combiner, ids.sizes, tables, ids.fields, per_row, own)
 
 
 def _records(stacks: Sequence[StackIds], fields: KeyFields) -> tuple[NDArray[np.void], NDArray[np.void]]:
@@ -226,11 +215,11 @@ def sort_and_merge(
                     count += _fill(feature, first_source + source, head, fields, keys, weights)
             if count == 0:
                 continue
-            sorted_keys, sorted_weights = _sort(count, fields, space)
+            _sort(count, fields, space)
             if len(merged.weights):
-                merged.weights[done : done + count] = sorted_weights
+                merged.weights[done : done + count] = space.weights[:count]
             done += count
-            end = _merge(sorted_keys, fields, begin, space, merged)
+            end = _merge(space.keys[:count], fields, begin, space, merged)
             # Runs follow each other; each begins where the one before ended.
             run_begin, rows_before = begin, 0
             for source in range(first, last):
@@ -296,45 +285,53 @@ def _fill(feature: np.void, source: int, head: int, fields: KeyFields, keys: Key
 
 
 @njit(nogil=True, cache=True)
-def _sort(count: int, fields: KeyFields, space: SortSpace) -> tuple[Keys, NDArray[np.float32]]:
-    """Sort the first ``count`` keys of ``space`` by the bits above the sample; return them and their weights."""
+def _sort(count: int, fields: KeyFields, space: SortSpace) -> None:
+    """Sort the first ``count`` keys of ``space``, and their weights, by the bits above the sample.
+
+    Two digits at a time: one pass counts both, and two moves (the lower digit first) end in the array they began in.
+    """
     keys, other_keys = space.keys[:count], space.other_keys[:count]
     weights, other_weights = space.weights[:count], space.other_weights[:count]
+    low_counts, high_counts = space.digit_counts[0], space.digit_counts[1]
     shift = fields.row
-    digits = (fields.bits - shift + _DIGIT_BITS - 1) // _DIGIT_BITS
-    for index in range(digits):
-        digit_bits = (fields.bits - shift + digits - index - 1) // (digits - index)
-        _sort_by_digit(keys, weights, shift, digit_bits, space.digit_counts, other_keys, other_weights)
-        keys, other_keys = other_keys, keys
-        weights, other_weights = other_weights, weights
-        shift += digit_bits
-    return keys, weights
+    pairs = (fields.bits - shift + 2 * _DIGIT_BITS - 1) // (2 * _DIGIT_BITS)
+    for pair in range(pairs):
+        pair_bits = (fields.bits - shift + pairs - pair - 1) // (pairs - pair)
+        low_bits = (pair_bits + 1) // 2
+        high_bits = pair_bits - low_bits
+        low, high = np.uint64(shift), np.uint64(shift + low_bits)
+        low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
+        low_counts[: 1 << low_bits] = 0
+        high_counts[: 1 << high_bits] = 0
+        for index in range(count):
+            key = keys[index]
+            low_counts[(key >> low) & low_mask] += np.uint32(1)
+            high_counts[(key >> high) & high_mask] += np.uint32(1)
+        _move(keys, weights, low, low_mask, low_counts, other_keys, other_weights)
+        _move(other_keys, other_weights, high, high_mask, high_counts, keys, weights)
+        shift += pair_bits
 
 
 @njit(nogil=True, cache=True)
-def _sort_by_digit(
+def _move(
     keys: Keys,
     weights: NDArray[np.float32],
-    shift: int,
-    digit_bits: int,
+    shift: np.uint64,
+    mask: np.uint64,
     digit_counts: NDArray[np.uint32],
     sorted_keys: Keys,
     sorted_weights: NDArray[np.float32],
 ) -> None:
-    """Sort keys by ``digit_bits`` bits from ``shift`` on; keys with equal digits keep their order."""
-    mask, low = np.uint64((1 << digit_bits) - 1), np.uint64(shift)
-    digit_counts[: 1 << digit_bits] = 0
-    for index in range(len(keys)):
-        digit_counts[(keys[index] >> low) & mask] += np.uint32(1)
+    """Move keys and weights into the order of a digit, which has been counted; equal digits keep their order."""
     start = np.uint32(0)
-    for digit in range(1 << digit_bits):
-        count = digit_counts[digit]
-        digit_counts[digit] = start
+    for value in range(np.int64(mask) + 1):
+        count = digit_counts[value]
+        digit_counts[value] = start
         start += count
     weighted = len(weights) > 0
     for index in range(len(keys)):
         key = keys[index]
-        digit = (key >> low) & mask
+        digit = (key >> shift) & mask
         place = digit_counts[digit]
         sorted_keys[np.uint64(place)] = key
         if weighted:
@@ -381,7 +378,7 @@ def write_rows(
     stack_tables: NDArray[np.void],
     fields: KeyFields,
     per_row: int,
-    target: BufferRows,
+    target: Buffers,
 ) -> None:
     """Write ids, padding and row pointers, and padding over older ids.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Float32, Integer
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.embed.host.inputs import Ragged, as_ragged
@@ -42,7 +42,7 @@ class FeatureIds:
     rows: int
 
     @cached_property
-    def arrays(self) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    def arrays(self) -> tuple[Integer[np.ndarray, " N"], Integer[np.ndarray, " splits"]]:
         """Ids and row splits, contiguous and of 32 or 64 bits."""
         ids, splits = (
             values
@@ -60,7 +60,7 @@ class FeatureIds:
         addresses = [array.__array_interface__["data"][0] for array in arrays]
         return addresses[0], addresses[1], sum(addresses[2:]), ids.itemsize // 4, splits.itemsize // 4
 
-    def splits(self, first: int, last: int) -> NDArray[np.integer]:
+    def splits(self, first: int, last: int) -> Integer[np.ndarray, " splits"]:
         """Row splits of sources ``first`` to ``last`` (exclusive)."""
         return self.ids.row_splits[first * self.rows : last * self.rows + 1]
 
@@ -75,7 +75,7 @@ class TableIds:
 
     layout: TableLayout
     features: tuple[FeatureIds, ...]
-    gains: NDArray[np.float32] | None
+    gains: Float32[np.ndarray, "sources samples"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class StackIds:
 
     tables: Sequence[TableIds]
     cores: int
-    gains: NDArray[np.float32] | None
+    gains: Float32[np.ndarray, "sources samples"] | None
     unchecked: bool
 
     @classmethod
@@ -214,7 +214,7 @@ def _within(ids: Ragged, vocabulary: int) -> bool:
     return bool(np.maximum.reduce(values) < vocabulary)
 
 
-def sample_gains(ids: Ragged, combiner: str) -> NDArray[np.float32]:
+def sample_gains(ids: Ragged, combiner: str) -> Float32[np.ndarray, " B"]:
     """1 / sum(w) (mean) or 1 / sqrt(sum(w^2)) (sqrtn) of each sample's weights w; 0 where that is not finite.
 
     A sample without ids has no gain to apply; one whose weights sum to zero gets zeros, as if it had no ids.

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int64, Integer, UInt8, UInt64
 from numpy.typing import NDArray
 
 from rooftop.embed.host.lookups import TableLayout
@@ -33,7 +34,7 @@ _U = np.uint64
 _Lanes = list[NDArray[np.uint64]]
 
 
-def bucket_of(columns: NDArray[np.integer]) -> NDArray[np.uint8]:
+def bucket_of(columns: Integer[np.ndarray, " n"]) -> UInt8[np.ndarray, " n"]:
     """Bucket of each of ``columns`` (32-bit): HighwayHash64 of its 4 bytes, modulo BUCKETS."""
     buckets = np.empty(len(columns), np.uint8)
     for at in range(0, len(columns), _BLOCK):
@@ -41,7 +42,7 @@ def bucket_of(columns: NDArray[np.integer]) -> NDArray[np.uint8]:
     return buckets
 
 
-def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _hash(words: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
     """HighwayHash64 of 4-byte words."""
 
     def lanes(values: tuple[int, ...]) -> _Lanes:
@@ -97,7 +98,7 @@ def _zipped(even: NDArray[np.uint64], odd: NDArray[np.uint64]) -> tuple[NDArray[
     return result[0], result[1]
 
 
-def bucketed(ids: Entries, cores: int) -> NDArray[np.uint8]:
+def bucketed(ids: Entries, cores: int) -> UInt8[np.ndarray, " n"]:
     """Bucket of each id. A row is hashed once per partition."""
     firsts = np.flatnonzero(ids.fresh)
     columns = ids.rows[firsts].astype(np.int64) * cores + ids.cores[firsts]
@@ -105,7 +106,7 @@ def bucketed(ids: Entries, cores: int) -> NDArray[np.uint8]:
 
 
 def split_mask(
-    ids: Entries, buckets: NDArray[np.uint8], sources: int, cores: int, max_ids: int, max_unique_ids: int
+    ids: Entries, buckets: UInt8[np.ndarray, " n"], sources: int, cores: int, max_ids: int, max_unique_ids: int
 ) -> int:
     """Joints that must stay open so that every pass keeps within the limits of a partition: 63 bits, as an int."""
     places = ids.partitions(cores) * BUCKETS + buckets
@@ -117,7 +118,7 @@ def split_mask(
     return total
 
 
-def _splits(counts: NDArray[np.int64], limit: int) -> int:
+def _splits(counts: Int64[np.ndarray, "partitions buckets"], limit: int) -> int:
     """Open joints of the bucket trees [partitions, BUCKETS] together, from the leaves to the root."""
     mask, bit = 0, 0
     while counts.shape[1] > 1:
@@ -130,7 +131,7 @@ def _splits(counts: NDArray[np.int64], limit: int) -> int:
     return mask
 
 
-def passes_of(mask: int) -> NDArray[np.int64]:
+def passes_of(mask: int) -> Int64[np.ndarray, " buckets"]:
     """Pass (minibatch) of each bucket if the joints of ``mask`` are open: [BUCKETS], rising from 0."""
     begins = np.zeros(BUCKETS, np.int64)
     bit, size = 0, 2
@@ -142,7 +143,7 @@ def passes_of(mask: int) -> NDArray[np.int64]:
     return np.cumsum(begins)
 
 
-def into_passes(ids: Entries, buckets: NDArray[np.uint8], mask: int, cores: int) -> Entries:
+def into_passes(ids: Entries, buckets: UInt8[np.ndarray, " n"], mask: int, cores: int) -> Entries:
     """Order ids by source, pass, destination, bucket, row and sample; groups become source x passes + pass."""
     of_bucket = passes_of(mask)
     passes = int(of_bucket[-1]) + 1
@@ -151,14 +152,14 @@ def into_passes(ids: Entries, buckets: NDArray[np.uint8], mask: int, cores: int)
     return dataclasses.replace(ids, groups=groups).taken(order)
 
 
-def by_samples(ids: Entries, pass_of_row: NDArray[np.int64], passes: int, cores: int) -> Entries:
+def by_samples(ids: Entries, pass_of_row: Int64[np.ndarray, " samples"], passes: int, cores: int) -> Entries:
     """Order ids by source, pass, destination, row and sample; ``pass_of_row`` [samples] is by row of activations."""
     groups = ids.groups * passes + pass_of_row[ids.samples]
     order = np.argsort(groups * cores + ids.cores, kind="stable")
     return dataclasses.replace(ids, groups=groups).taken(order)
 
 
-def pass_of_rows(tables: Sequence[TableLayout], passes: int) -> NDArray[np.int64]:
+def pass_of_rows(tables: Sequence[TableLayout], passes: int) -> Int64[np.ndarray, " samples"]:
     """Pass of each row of activations of a source: every feature's rows are cut into even parts."""
     spans = [span for table in tables for span in table.spans.values()]
     return np.concatenate([np.arange(rows) * passes // rows for _, rows in spans])

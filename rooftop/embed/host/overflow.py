@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Int64
 
 from rooftop.core.errors import RooftopError
 from rooftop.embed.host.buffers import padded
@@ -20,7 +20,12 @@ class LimitsExceeded(RooftopError):
 
 
 def partition_excess(
-    stack: str, limits: StackLimits, ids: NDArray[np.int64], rows: NDArray[np.int64], first: int, passes: int
+    stack: str,
+    limits: StackLimits,
+    ids: Int64[np.ndarray, "G C"],
+    rows: Int64[np.ndarray, "G C"],
+    first: int,
+    passes: int,
 ) -> LimitsExceeded | None:
     """Error for ids and different rows [G, C] of partitions; G are sources from ``first`` on, each with its passes."""
     for name, counts, things in (("max_ids", ids, "ids"), ("max_unique_ids", rows, "different ids")):
@@ -34,7 +39,7 @@ def partition_excess(
     return None
 
 
-def buffer_excess(stack: str, capacity: int, sizes: NDArray[np.int64], per_row: int) -> LimitsExceeded | None:
+def buffer_excess(stack: str, capacity: int, sizes: Int64[np.ndarray, "G C"], per_row: int) -> LimitsExceeded | None:
     """Error for partitions of ``sizes`` [G, C] of which ``per_row`` groups share a row of ``capacity`` ids."""
     needed = padded(sizes).reshape(-1, per_row * sizes.shape[1]).sum(axis=1).max(initial=0)
     if needed <= capacity:
@@ -53,7 +58,7 @@ def table_limits(stack: Stack, config: SparseCoreConfig) -> tuple[dict[int, int]
 
 
 def table_excess(
-    stack: Stack, config: SparseCoreConfig, ids: NDArray[np.int64], rows: NDArray[np.int64]
+    stack: Stack, config: SparseCoreConfig, ids: Int64[np.ndarray, "T G"], rows: Int64[np.ndarray, "T G"]
 ) -> RooftopError | None:
     """Error for ids and different rows [T, G] of tables and sources."""
     if config.max_ids_per_table is None and config.max_unique_ids_per_table is None:
@@ -68,7 +73,7 @@ def table_excess(
     return None
 
 
-def chip_excess(ids: NDArray[np.int64], most: int, bound: int) -> RooftopError | None:
+def chip_excess(ids: Int64[np.ndarray, " devices"], most: int, bound: int) -> RooftopError | None:
     """Error for ids [devices] of all stacks together; ``bound`` per sample are ``most`` in all."""
     if ids.max(initial=0) <= most:
         return None
@@ -99,7 +104,7 @@ def drop_from_tables(ids: Entries, passes: int, max_ids: dict[int, int], max_uni
     return ids if keep.all() else ids.taken(keep)
 
 
-def drop_from_sources(ids: Entries, passes: int, room: NDArray[np.int64]) -> Entries:
+def drop_from_sources(ids: Entries, passes: int, room: Int64[np.ndarray, " sources"]) -> Entries:
     """Keep the first ids of each source, at most ``room`` [sources]."""
     sources = ids.groups // passes
     keep = rank(sources) < room[sources]
@@ -115,7 +120,7 @@ def drop_from_buffers(ids: Entries, capacity: int, per_row: int, groups: int, co
     return ids if keep.all() else ids.taken(keep)
 
 
-def _rows_before(fresh: NDArray[np.bool_], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rows_before(fresh: Bool[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
     """Different rows in each id's group up to it, without the group's first."""
-    seen: NDArray[np.int64] = np.cumsum(fresh)
+    seen = np.cumsum(fresh)
     return seen - seen[np.searchsorted(groups, groups)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
 from operator import or_
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,7 @@ class Preprocessed:
     statistics: Statistics
 
 
+@runtime_checkable
 class Sorter(Protocol):
     """Sorts ids and writes them: ``reference.Reference`` or ``kernel.NumbaKernel``."""
 

@@ -18,14 +18,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float32, Int32, Int64, UInt
 
 from rooftop.core.errors import RooftopError
 from rooftop.embed.host.buffers import NO_GAIN, NO_ID, Buffers, padded
 from rooftop.embed.host.lookups import StackIds, TableLayout
 from rooftop.models.embedding_tables.stacking import ALIGNMENT
 
-Keys = NDArray[np.unsignedinteger]
+Keys = UInt[np.ndarray, " N"]
 
 #: Bits of a key: 32 where one source fits (they sort faster), otherwise at most 63, so that shifts have no sign.
 _NARROW, _WIDE = 32, 63
@@ -87,11 +87,11 @@ class SortedIds:
     layouts: Sequence[TableLayout]
     fields: KeyFields
     keys: Keys
-    counts: NDArray[np.int32]
-    weights: NDArray[np.float32] | None
-    combiner: NDArray[np.float32] | None
-    sizes: NDArray[np.int64]
-    uniques: NDArray[np.int64]
+    counts: Int32[np.ndarray, " N"]
+    weights: Float32[np.ndarray, " N"] | None
+    combiner: Float32[np.ndarray, "G samples"] | None
+    sizes: Int64[np.ndarray, "T G C"]
+    uniques: Int64[np.ndarray, "T G C"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,8 @@ class SortedPart:
     """Sorted ids of several stacks, and the sizes and uniques [T, G, C] of all their tables together."""
 
     stacks: Sequence[SortedIds]
-    sizes: NDArray[np.int64]
-    uniques: NDArray[np.int64]
+    sizes: Int64[np.ndarray, "T G C"]
+    uniques: Int64[np.ndarray, "T G C"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +112,16 @@ class Entries:
     ``gains``; ``counts``, ids merged into one.
     """
 
-    groups: NDArray[np.int64]
-    cores: NDArray[np.int64]
-    tables: NDArray[np.int64]
-    rows: NDArray[np.int32]
-    samples: NDArray[np.int32]
-    gains: NDArray[np.float32]
-    counts: NDArray[np.int32]
+    groups: Int64[np.ndarray, " N"]
+    cores: Int64[np.ndarray, " N"]
+    tables: Int64[np.ndarray, " N"]
+    rows: Int32[np.ndarray, " N"]
+    samples: Int32[np.ndarray, " N"]
+    gains: Float32[np.ndarray, " N"]
+    counts: Int32[np.ndarray, " N"]
 
     @cached_property
-    def fresh(self) -> NDArray[np.bool_]:
+    def fresh(self) -> Bool[np.ndarray, " N"]:
         """True for the first id of a row in its partition."""
         fresh = np.ones(len(self.rows), np.bool_)
         fresh[1:] = False
@@ -129,24 +129,24 @@ class Entries:
             fresh[1:] |= field[1:] != field[:-1]
         return fresh
 
-    def taken(self, where: NDArray[np.bool_] | NDArray[np.int64]) -> Entries:
+    def taken(self, where: Bool[np.ndarray, " N"] | Int64[np.ndarray, " taken"]) -> Entries:
         """Entries picked by a mask or by indices. They must still be in the order of the buffers."""
         return Entries(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
 
-    def partitions(self, cores: int) -> NDArray[np.int64]:
+    def partitions(self, cores: int) -> Int64[np.ndarray, " N"]:
         """Index of each id's partition in [groups, C], flat; it never falls."""
         return self.groups * cores + self.cores
 
-    def sizes(self, groups: int, cores: int) -> NDArray[np.int64]:
+    def sizes(self, groups: int, cores: int) -> Int64[np.ndarray, "{groups} {cores}"]:
         """Ids of each partition: [groups, C]."""
         return np.bincount(self.partitions(cores), minlength=groups * cores).reshape(groups, cores)
 
-    def uniques(self, groups: int, cores: int) -> NDArray[np.int64]:
+    def uniques(self, groups: int, cores: int) -> Int64[np.ndarray, "{groups} {cores}"]:
         """Different rows of each partition: [groups, C]."""
         return np.bincount(self.partitions(cores)[self.fresh], minlength=groups * cores).reshape(groups, cores)
 
 
-def rank(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+def rank(groups: Int64[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
     """Index of each element in its group; members of a group are neighbours."""
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
 
@@ -185,10 +185,10 @@ class _SortedSources(NamedTuple):
     """Fields of ``SortedIds`` for sources that are sorted at once."""
 
     keys: Keys
-    counts: NDArray[np.int32]
-    weights: NDArray[np.float32]
-    sizes: NDArray[np.int64]
-    uniques: NDArray[np.int64]
+    counts: Int32[np.ndarray, " N"]
+    weights: Float32[np.ndarray, " weighted"]
+    sizes: Int64[np.ndarray, "T G C"]
+    uniques: Int64[np.ndarray, "T G C"]
 
 
 def _sort_sources(stack: StackIds, fields: KeyFields, first: int, last: int) -> _SortedSources:
@@ -209,24 +209,24 @@ def _sort_sources(stack: StackIds, fields: KeyFields, first: int, last: int) -> 
     fresh = _differs(keys >> keys.dtype.type(fields.row))
     shape = (last - first, 1 << (fields.source - fields.core), 1 << (fields.core - fields.table))
 
-    def by_table(of_runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def by_table(of_runs: Int64[np.ndarray, " N"]) -> Int64[np.ndarray, "T G C"]:
         counted = np.bincount(of_runs, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
         return counted[:, : fields.cores, : len(stack.tables)].transpose(2, 0, 1)
 
     return _SortedSources(keys, counts, weights, by_table(runs), by_table(runs[fresh]))
 
 
-def _differs(values: Keys) -> NDArray[np.bool_]:
+def _differs(values: Keys) -> Bool[np.ndarray, " N"]:
     """True for each element that differs from the one before, and for the first."""
     differs = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=differs[1:])
     return differs
 
 
-def _keys(stack: StackIds, fields: KeyFields, first: int, last: int) -> tuple[Keys, NDArray[np.float32]]:
+def _keys(stack: StackIds, fields: KeyFields, first: int, last: int) -> tuple[Keys, Float32[np.ndarray, " weighted"]]:
     """Keys in the order of the input, and weights (none if no feature has them)."""
     key = key_dtype(fields)
-    keys, weights = list[Keys](), list[NDArray[np.float32]]()
+    keys, weights = list[Keys](), list[np.ndarray]()
     for table, feature in stack.features:
         place = stack.tables[table].layout.place
         splits, span = feature.splits(first, last), slice(*feature.span(first, last))

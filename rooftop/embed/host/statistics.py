@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Int64
 
 from rooftop.embed.host.buffers import padded
 from rooftop.models.embedding_tables.stacking import Stacking
@@ -21,9 +22,9 @@ class StackStatistics:
     table_unique_ids: by table, the most of one SparseCore. ``ids`` are all merged ids, ``dropped`` all dropped ids.
     """
 
-    max_ids: NDArray[np.int64]
-    max_unique_ids: NDArray[np.int64]
-    buffer: NDArray[np.int64]
+    max_ids: Int64[np.ndarray, "D C"]
+    max_unique_ids: Int64[np.ndarray, "D C"]
+    buffer: Int64[np.ndarray, "D P"]
     table_ids: Mapping[str, int]
     table_unique_ids: Mapping[str, int]
     ids: int
@@ -78,17 +79,17 @@ class BatchCounts:
     """
 
     stacking: Stacking
-    first_tables: NDArray[np.int64]
-    table_ids: NDArray[np.int64]
-    table_uniques: NDArray[np.int64]
-    partition_ids: NDArray[np.int64]
-    partition_uniques: NDArray[np.int64]
-    partition_sizes: NDArray[np.int64]
+    first_tables: Sequence[int]
+    table_ids: Int64[np.ndarray, "T S"]
+    table_uniques: Int64[np.ndarray, "T S"]
+    partition_ids: Int64[np.ndarray, "K S C"]
+    partition_uniques: Int64[np.ndarray, "K S C"]
+    partition_sizes: Int64[np.ndarray, "K S C"]
 
     @classmethod
     def empty(cls, stacking: Stacking, sources: int) -> BatchCounts:
         """Counts without values."""
-        first_tables = np.cumsum([0, *(len(stack.places) for stack in stacking.stacks)])
+        first_tables = list(accumulate((len(stack.places) for stack in stacking.stacks), initial=0))
         tables, partitions = (first_tables[-1], sources), (len(stacking.stacks), sources, stacking.cores)
         return cls(
             stacking=stacking,
@@ -104,18 +105,24 @@ class BatchCounts:
         """Tables of a stack."""
         return slice(self.first_tables[stack], self.first_tables[stack + 1])
 
-    def record(self, stacks: range, sources: slice, ids: NDArray[np.int64], uniques: NDArray[np.int64]) -> None:
+    def record(
+        self, stacks: range, sources: slice, ids: Int64[np.ndarray, "T G C"], uniques: Int64[np.ndarray, "T G C"]
+    ) -> None:
         """Record merged ids and different rows [tables of the stacks, sources, C] of one pass."""
-        firsts = self.first_tables[stacks.start : stacks.stop] - self.first_tables[stacks.start]
-        tables = slice(self.first_tables[stacks.start], self.first_tables[stacks.stop])
-        own = slice(stacks.start, stacks.stop)
+        first = self.first_tables[stacks.start]
+        tables, own = slice(first, self.first_tables[stacks.stop]), slice(stacks.start, stacks.stop)
         self.table_ids[tables, sources] = ids.sum(axis=2)
         self.table_uniques[tables, sources] = uniques.sum(axis=2)
-        np.add.reduceat(ids, firsts, axis=0, out=self.partition_ids[own, sources])
-        np.add.reduceat(uniques, firsts, axis=0, out=self.partition_uniques[own, sources])
+        for stack in stacks:
+            # Much faster than reduceat.
+            of_stack = slice(self.first_tables[stack] - first, self.first_tables[stack + 1] - first)
+            np.add.reduce(ids[of_stack], axis=0, out=self.partition_ids[stack, sources])
+            np.add.reduce(uniques[of_stack], axis=0, out=self.partition_uniques[stack, sources])
         self.partition_sizes[own, sources] = padded(self.partition_ids[own, sources])
 
-    def record_passes(self, stack: int, sources: slice, ids: NDArray[np.int64], uniques: NDArray[np.int64]) -> None:
+    def record_passes(
+        self, stack: int, sources: slice, ids: Int64[np.ndarray, "G passes C"], uniques: Int64[np.ndarray, "G passes C"]
+    ) -> None:
         """Record ids and different rows [sources, passes, C] of the partitions of one stack."""
         self.partition_ids[stack, sources] = ids.max(axis=1)
         self.partition_uniques[stack, sources] = uniques.max(axis=1)

@@ -1,4 +1,4 @@
-"""The documents of embedding tables: their plan, and the compilation of that plan."""
+"""The documents of embedding tables: their plan and its compilation, limits from data, and exported tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.present.document import Bar, Bars, Document, ShownFigure, ShownVerdict, Table
+from rooftop.present.document import Bar, Bars, Document, ShownFigure, ShownVerdict, Table, TableColumn
 from rooftop.present.documents.parts import (
     ledger_bars,
     ledger_table,
@@ -185,3 +185,51 @@ def _compiled_steps(data: Mapping[str, Any]) -> Table:
     overlap = (f"{step['beside_sparsecores']} of {step['tensorcore_computations']}" for step in steps)
     rows.append(("TensorCore work beside", *overlap))
     return table("Whole steps (HBM of one device)", ("", *data["steps"]), rows, section="Steps")
+
+
+# ---- limits and exports ---------------------------------------------------------------------------------------------
+
+_KEPT = {True: "the limits given are kept", False: "the limits given no longer serve: compile again"}
+
+
+def embedding_limits(data: Mapping[str, Any], *, batch_samples: int) -> Document:
+    """Limits of each stack next to what a stream of batches needs."""
+    notes = [f"{count:,} ids of {name} out of range" for name, count in data["out_of_range"].items() if count]
+    if data["kept"] is not None:
+        notes.append(_KEPT[data["kept"]])
+    rows = []
+    for stack in data["stacks"]:
+        ids = f"{stack['ids'] / (batch_samples * data['batches']):.3g}"
+        for at, (limit, observed) in enumerate(stack["observed"].items()):
+            compiled = stack["limits"][limit]
+            first = ("", "") if at else (stack["name"], ids)
+            rows.append((*first, limit, f"{observed:,}", f"{compiled:,}", f"{observed / compiled:.0%}"))
+    names = ("stack", "ids a sample", "limit", "observed", "compiled", "used")
+    columns = tuple(TableColumn(name=name, kind="text" if name in ("stack", "limit") else "number") for name in names)
+    return Document(
+        verdict=ShownVerdict(
+            subject=f"{data['batches']:,} batches of {batch_samples:,} samples, {data['cores']:,} SparseCores",
+            details=tuple(notes),
+        ),
+        charts=(Table(title="Limits", columns=columns, rows=tuple(rows)),),
+    )
+
+
+def embedding_export(data: Mapping[str, Any], *, summary: str) -> Document:
+    """Exported tables; in int8 with the range and the errors of each."""
+    names = ("table", "rows", "low", "high", "largest error", "relative error", "clipped")
+    rows = [
+        (
+            name,
+            f"{exported['shape'][0]:,}",
+            *(f"{exported[figure]:.4g}" for figure in ("low", "high", "max_error")),
+            f"{exported['relative_error']:.2%}",
+            f"{exported['clipped']:,}",
+        )
+        for name, exported in data["tables"].items()
+        if data["dtype"] == "int8"
+    ]
+    return Document(
+        verdict=ShownVerdict(subject=summary),
+        charts=(table("Tables", names, rows),) if rows else (),
+    )

@@ -1,7 +1,8 @@
-"""``rooftop embed train`` and ``rooftop embed export``: a DLRM on Criteo's format, and its tables for serving."""
+"""``rooftop embed``: large embedding tables on SparseCores: limits from data, training, export."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import click
@@ -25,12 +26,15 @@ from rooftop.cli.options import (
     dtype_option,
     host_threads_option,
     json_option,
+    on_option,
     option,
+    output_option,
     save_every_option,
     seed_option,
     workers_option,
 )
-from rooftop.cli.output import console, emit_json, progress_bar
+from rooftop.cli.output import emit_json, progress_bar, show_document
+from rooftop.cli.usage import VerbGroup
 
 _TRAIN_EXAMPLES = (
     "rooftop embed train tables.toml day0.tsv runs/first --batch-samples 4096 --evaluate day1.tsv",
@@ -39,7 +43,70 @@ _TRAIN_EXAMPLES = (
 _EXPORT_EXAMPLES = ("rooftop embed export tables.toml runs/first served",)
 
 
-@click.command(name="train", cls=VerbCommand, examples=_TRAIN_EXAMPLES)
+@click.group(
+    name="embed",
+    cls=VerbGroup,
+    examples=("rooftop embed train tables.toml day0.tsv runs/first --batch-samples 4096 --evaluate day1.tsv",),
+)
+def command() -> None:
+    """Large embedding tables on SparseCores: limits from data, training, export."""
+
+
+@command.command(
+    name="stats",
+    cls=VerbCommand,
+    examples=("rooftop embed stats tables.toml day0.parquet --on v5p:2x2x1 --batch-samples 4096 -o limits.json",),
+)
+@click.argument("tables", type=FILE)
+@click.argument("data", type=FILE, nargs=-1, required=True)
+@on_option(required=True, help="Chips that the tables lie on: v5p:2x2x1.")
+@batch_samples_option(required=True)
+@option("--batches", group=WORKLOAD, type=COUNT, help="Batches to read at most. All of the data by default.")
+@option(
+    "--sample-passes", group=WORKLOAD, type=COUNT, default="1", show_default=True,
+    help="Limits of one of N passes over samples.",
+)  # fmt: skip
+@option("--headroom", group=WORKLOAD, default=0.1, show_default=True, help="Fraction that limits have beyond the need.")
+@option("--limits", group=WORKLOAD, type=FILE, help="Current limits: kept if they still serve.")
+@option(
+    "--out-of-range", group=WORKLOAD, default="error", show_default=True, type=Name("error", "warn", "clamp"),
+    help="For ids that are no rows.",
+)  # fmt: skip
+@host_threads_option(type=click.IntRange(1, 1024), metavar="N", default=1, show_default=True)
+@output_option(help="Write the limits file here.")
+@json_option
+def stats(
+    *,
+    tables: Path,
+    data: tuple[Path, ...],
+    on: str,
+    batch_samples: int,
+    batches: int | None,
+    sample_passes: int,
+    headroom: float,
+    limits: Path | None,
+    out_of_range: str,
+    host_threads: int,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Limits for TABLES (tables.toml) from DATA, Parquet files with a column of ids, or of lists, per feature."""
+    from rooftop.library.embedding import embedding_limits
+
+    with warnings.catch_warnings(), progress_bar(shown=not as_json) as progress:
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"rooftop: {message}", err=True)
+        result = embedding_limits(
+            tables, data, on=on, batch_samples=batch_samples, batches=batches, sample_passes=sample_passes,
+            headroom=headroom, limits=limits, out_of_range=out_of_range, host_threads=host_threads,
+            on_progress=progress,
+        )  # fmt: skip
+    if output is not None:
+        result.write_limits(output)
+    emit_json(result.to_json()) if as_json else show_document(result.document)
+    return 0
+
+
+@command.command(name="train", cls=VerbCommand, examples=_TRAIN_EXAMPLES)
 @click.argument("tables", type=FILE)
 @click.argument("data", type=FILE)
 @click.argument("run", type=FOLDER)
@@ -164,7 +231,7 @@ def train(
     return 0
 
 
-@click.command(name="export", cls=VerbCommand, examples=_EXPORT_EXAMPLES)
+@command.command(name="export", cls=VerbCommand, examples=_EXPORT_EXAMPLES)
 @click.argument("tables", type=FILE)
 @click.argument("run", type=FOLDER)
 @click.argument("output", type=FOLDER)
@@ -172,27 +239,8 @@ def train(
 @json_option
 def export(*, tables: Path, run: Path, output: Path, dtype: str, as_json: bool) -> int:
     """Write the tables of RUN's newest checkpoint to OUTPUT in int8, with the error that this makes."""
-    from rich.table import Table
-
     from rooftop.library.training import export_embedding
 
     result = export_embedding(tables=tables, run=run, output=output, dtype=dtype)
-    if as_json:
-        emit_json(result.to_json())
-        return 0
-    if dtype == "f32":
-        click.echo(result.summary)
-        return 0
-    shown = Table(box=None, header_style="", padding=(0, 1, 0, 1))
-    for heading in ("table", "rows", "low", "high", "largest error", "relative error", "clipped"):
-        shown.add_column(heading, justify="left" if heading == "table" else "right")
-    for name, table in result.tables.items():
-        shown.add_row(
-            name,
-            f"{table['shape'][0]:,}",
-            *(f"{table[value]:.4g}" for value in ("low", "high", "max_error")),
-            f"{table['relative_error']:.2%}",
-            f"{table['clipped']:,}",
-        )
-    console().print(shown)
+    emit_json(result.to_json()) if as_json else show_document(result.document)
     return 0
