@@ -17,7 +17,7 @@ from rooftop.ui import reading
 from rooftop.ui.opened import Opened, opened
 from rooftop.ui.reading import Shelf, first_look
 from rooftop.ui.server import application
-from tests.profile.test_synthetic import tpu, xspace
+from tests.support.traces import tpu, xspace
 
 STEPS = 5
 
