@@ -21,6 +21,7 @@ from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.roofline.routing import route
+from tests.support.examples import examples
 
 DIMS = {"I": 4096, "J": 8192, "K": 2048, "E": 64}
 
@@ -170,7 +171,7 @@ def test_paths_are_the_cheapest_that_there_are(mesh: str, on: str) -> None:
 
 @pytest.mark.parametrize("priced", [SMALL, CUBE], ids=["2x4", "4x4x4"])
 @given(data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_price_of_a_path_is_that_of_its_transpose(priced: Prices, data: st.DataObject) -> None:
     """An AllGather costs what its transpose, a ReduceScatter, costs: so paths between dual shardings cost the same."""
     shape = priced.mesh.shape
@@ -186,7 +187,7 @@ def test_the_price_of_a_path_is_that_of_its_transpose(priced: Prices, data: st.D
 
 
 @given(data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_a_path_leads_where_it_should_and_costs_what_it_says(data: st.DataObject) -> None:
     arrays = every(("I", "J"), SMALL.mesh.shape)
     source, target = data.draw(st.sampled_from(arrays)), data.draw(st.sampled_from(arrays))
@@ -290,7 +291,7 @@ def test_either_operand_can_be_gathered_and_overlap_hides_it() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_every_strategy_starts_and_ends_as_asked(data: st.DataObject) -> None:
     shape = SMALL.mesh.shape
     left, right, out = (data.draw(st.sampled_from(every(dims, shape))) for dims in (("I", "J"), ("J", "K"), ("I", "K")))

@@ -13,51 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jax
 import jsonschema
-import numpy as np
 import pytest
 
-from rooftop.checkpoints.huggingface import save_weights
 from rooftop.core.errors import RooftopError
 from rooftop.models import count_params, from_huggingface
-from rooftop.programs.parameters import describe
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.configuration import configuration_of
 from rooftop.serve.request import ServeRequest, shrunk
 from rooftop.serve.source import make_example, read_source
 from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
-from tests.support import serving_echo
 from tests.support.quickly import QUICK_FLAGS
-from tests.support.serving_process import TEXT, Served, started
+from tests.support.serving_process import ROOFTOP, TEXT, Served, started, write_served_model
 
 LONGEST = 64
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaMA of two layers with random weights, and the tokenizer of the echo."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = serving_echo.tokenizer()
-    keys: dict[str, Any] = {
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": tokenizer.vocab,
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
-        "eos_token_id": tokenizer.eos, "rope_theta": 10000.0,
-    }  # fmt: skip
-    model, random = from_huggingface(keys, "tiny"), np.random.default_rng(0)
-    drawn = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32) * 0.3, describe(model))
-    save_weights(folder, model, drawn)
-    (folder / "config.json").write_text(json.dumps(keys))
-    tokenizer.save(folder)
-    return folder
+    return write_served_model(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
     command = [
-        str(Path(sys.executable).with_name("rooftop")), "serve", str(folder), "--port", "0", "--json",
+        ROOFTOP, "serve", str(folder), "--port", "0", "--json",
         "--batch-seqs", "4", "--max-model-len", str(LONGEST), "--chunk-tokens", "24",
         "--max-queue", "400", "--pages", "20",
     ]  # fmt: skip
@@ -199,7 +180,7 @@ def test_every_way_of_serving_answers_alike(folder: Path, served: Served, argume
         return [choice.text for choice in made.choices]
 
     command = [
-        str(Path(sys.executable).with_name("rooftop")), "serve", str(folder), "--port", "0", "--json",
+        ROOFTOP, "serve", str(folder), "--port", "0", "--json",
         "--batch-seqs", "4", "--max-model-len", str(LONGEST), "--pages", "20",
         *(each.format(folder=folder) for each in arguments),
     ]  # fmt: skip

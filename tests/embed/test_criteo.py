@@ -24,6 +24,7 @@ from rooftop.embed.criteo import (
     require_labels,
 )
 from rooftop.models.embedding_tables.tables import MOST_ROWS, EmbeddingTable, Feature, Tables
+from tests.support.examples import examples
 
 SIZES = {"C26": 2, "C1": 40, "C2": 1, "C3": MOST_ROWS, "C14": 100_003}
 TABLES = Tables(
@@ -134,7 +135,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 small = st.integers(1, 4)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(text=texts(), batch=small, start=st.integers(0, 3), block=st.integers(1, 300), part=small)
 @example(text=b"0" + b"\t" * 39, batch=1, start=0, block=7, part=1)
 @example(text=b"0" + b"\t" * 38 + b"\n" + b"0" + b"\t" * 40 + b"\n", batch=2, start=0, block=300, part=2)

@@ -28,6 +28,7 @@ from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables
+from tests.support.examples import examples
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 KERNELS = [False, True] if importlib.util.find_spec("numba") else [False]
@@ -166,7 +167,7 @@ def as_given(stacking: Stacking, inputs: dict[str, Ragged]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models(), st.integers(1, 3))
 def test_buffers_hold_what_the_rules_say(
     accelerate: bool, model: tuple[Stacking, int, dict[str, Ragged]], threads: int
@@ -201,7 +202,7 @@ def test_buffers_hold_what_the_rules_say(
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 def test_buffers_written_again_are_as_fresh_ones(accelerate: bool, first: int, second: int) -> None:
     """Whatever they held before, and however many threads write: minibatched, dropped, cut off."""

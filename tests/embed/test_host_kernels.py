@@ -22,6 +22,7 @@ from rooftop.models.embedding_tables.limits import StackLimits
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, Tables
 from tests.support.embedding_stacks import assert_same, made, stacks
+from tests.support.examples import examples
 
 KERNELS = [False, True] if importlib.util.find_spec("numba") else [False]
 Model = tuple[Stacking, int, dict[str, Ragged]]
@@ -46,7 +47,7 @@ def with_weights(model: Model) -> Model:
     return other, batch, inputs
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     stacks(), st.booleans(), st.integers(1, 3), st.sampled_from([1, 30, 16_000]), st.booleans(), st.booleans(),
     st.booleans(),
@@ -79,7 +80,7 @@ def unstacked(model: Model) -> Model:
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(stacks(), st.booleans(), st.integers(0, 5), st.booleans())
 def test_any_number_of_sources_in_a_sort_gives_the_same(
     accelerate: bool, model: Model, minibatching: bool, spare: int, apart: bool
@@ -98,7 +99,7 @@ def test_any_number_of_sources_in_a_sort_gives_the_same(
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(stacks(), st.integers(2, 4))
 def test_threads_give_what_one_gives(accelerate: bool, model: Model, threads: int) -> None:
     """Parts of very few ids are shared out as well."""

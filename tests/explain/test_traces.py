@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +30,9 @@ from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from rooftop.runs.folder import RunFolder
-from tests.profile.test_synthetic import GATHER, GATHERED, LOOP, REDUCE, Event, fusion, plane, step, tpu, xspace
-from tests.support.quickly import QUICK_FLAGS
-from tests.train.test_train import command, environment, write_corpus
+from tests.support.traces import GATHER, GATHERED, LOOP, REDUCE, Event, fusion, plane, step, tpu, xspace
+from tests.support.training_runs import command, write_corpus
+from tests.support.training_runs import run as run_command
 
 V5E = {
     "device_type_string": "TPU v5 lite",
@@ -449,8 +448,8 @@ def test_a_run_of_rooftop_train_with_its_plan(
     words = command(folder, run, steps=6, profile="steps=3..6", devices=4, as_is=True, compute_dtype="f32")
     words = [word for at, word in enumerate(words) if not {word, words[at - 1]} & {"--model", "--seq", "--batch-seqs"}]
     words.insert(words.index("train") + 1, str(plan))
-    done = subprocess.run(words, env=environment(XLA_FLAGS=QUICK_FLAGS), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_command(words)
+    assert done.status == 0, done.err
     data = rooftop("explain", str(run), "--json").json
     jsonschema.validate(data, schema("explain"))
     assert data["devices"] == {"kind": "cpu", "count": 4, "hosts": 1, "emulated": True}

@@ -19,7 +19,7 @@ from rooftop.embed.export import load
 from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.train.request import TrainRequest
 from tests.support.embedding_run import BATCH, tables, write_clicks
-from tests.train.test_train import write_corpus
+from tests.support.training_runs import write_corpus
 
 
 def test_a_run_by_keywords_and_resumed_by_a_request(tmp_path: Path) -> None:

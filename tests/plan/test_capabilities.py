@@ -32,6 +32,7 @@ from rooftop.programs.serving.quantised import FORMATS
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, abstract_state
 from rooftop.serve.engine.configuration import configuration_of
+from tests.support.examples import examples
 
 MODELS = ("llama3-8b", "gemma2-9b", "gpt-oss-20b", "mixtral-8x7b", "deepseek-v2-lite", "gpt3-175b")
 
@@ -79,7 +80,7 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
     return TrainingPlan(problem=problem, mesh=mesh, choice=choice)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(plans())
 def test_a_plan_is_executable_exactly_if_its_program_is_built(plan: TrainingPlan) -> None:
     if plan.obstacles:

@@ -34,6 +34,7 @@ from rooftop.plan.serving.search import (
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
 from rooftop.roofline.achievable import fractions
+from tests.support.examples import examples
 
 INT8 = ServingNumerics(weights="int8", kv="int8")
 LLAMA = load_model("llama3-70b")
@@ -222,7 +223,7 @@ def test_scales_are_counted() -> None:
     assert scales(weights="bf16") == 0
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 200), st.sampled_from(["batch", "seq"]))
 def test_the_largest_batch_is_the_last_that_fits(prompt: int, split: str) -> None:
     given = problem(prompt=prompt * 128, kv_split=split)

@@ -26,6 +26,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import Sweep, sweep
 from rooftop.plan.training.workload import Numerics, Workload
+from tests.support.examples import examples
 
 SLICES = [
     "v5e:4x4",
@@ -66,7 +67,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, quick=6), deadline=None)
 @given(problems)
 def test_what_the_plan_says_adds_up(given_: Problem) -> None:
     found = sweep(given_)
@@ -88,7 +89,7 @@ def test_what_the_plan_says_adds_up(given_: Problem) -> None:
     assert 0 < plan.mfu < 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, quick=6), deadline=None)
 @given(problems)
 def test_no_recompute_means_model_flops(given_: Problem) -> None:
     """Without remat a device executes its share of the model's FLOPs; attention runs by whole blocks."""
@@ -103,7 +104,7 @@ def test_no_recompute_means_model_flops(given_: Problem) -> None:
         assert matmuls == pytest.approx(expected, rel=2e-3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15, quick=5), deadline=None)
 @given(st.sampled_from(MODELS), st.sampled_from(["v5p:4x4x4", "v6e:8x8", "h100:8x4"]))
 def test_more_chips_never_raise_compute_time(model: str, on: str) -> None:
     small = Slice.parse(on)
@@ -341,7 +342,7 @@ def test_a_mesh_that_does_not_divide_names_the_nearest_that_does(axes: dict[str,
         sweep(problem(axes=axes))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.dictionaries(st.sampled_from(AXES), st.integers(1, 40), min_size=1))
 def test_given_meshes_are_planned_or_refused(axes: dict[str, int]) -> None:
     try:

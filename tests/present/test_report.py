@@ -31,8 +31,8 @@ from rooftop.present.markup import Html, join, tag
 from rooftop.present.svg import MOST_BARS, linear_ticks, log_ticks, picture
 from rooftop.present.traced import measured_document, measured_lanes, typical_step
 from tests.explain.test_traces import MODULE, V5E
-from tests.profile.test_synthetic import Event, plane, tpu, xspace
 from tests.support.chromium import CHROMIUM, needs_browser
+from tests.support.traces import Event, plane, tpu, xspace
 
 VOID = {"meta", "br", "link", "img"}
 

@@ -12,7 +12,7 @@ import pytest
 from rooftop.core.schemas import schema
 from rooftop.explain.measured.report import explain
 from rooftop.present.traced import measured_lanes
-from tests.profile.test_synthetic import Event, fusion, measured, plane, seconds, tpu, xspace
+from tests.support.traces import Event, fusion, measured, plane, seconds, tpu, xspace
 
 LOOKUP = '%lookup.1 = f32[1024,16] custom-call(%ids), custom_call_target="SparseDenseMatmulWithMinibatchingOp"'
 UPDATE = '%update.2 = f32[4096,16] custom-call(%gradients), custom_call_target="SparseDenseMatmulGradOptimizerUpdate"'

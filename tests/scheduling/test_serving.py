@@ -15,6 +15,7 @@ from rooftop.scheduling.serving.prefixes import PagePool, PrefixCache
 from rooftop.scheduling.serving.routing import Routing
 from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
 from rooftop.scheduling.serving.static import StaticScheduler
+from tests.support.examples import examples
 
 Tokens = tuple[int, ...]
 
@@ -140,7 +141,7 @@ def check_idle(cache: KvCache) -> None:
     assert (cache.device.free, cache.host.free) == (cache.device.size, cache.host.size)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(workloads())
 def test_every_token_once_and_no_page_lost(load: dict[str, Any]) -> None:
     page_tokens = load["page_tokens"]
@@ -186,7 +187,7 @@ def test_every_token_once_and_no_page_lost(load: dict[str, Any]) -> None:
     check_idle(cache)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(workloads())
 def test_disaggregated_servers_pass_sequences_on(load: dict[str, Any]) -> None:
     page_tokens = load["page_tokens"]
@@ -323,7 +324,7 @@ def test_the_last_admitted_is_preempted_and_comes_back_first() -> None:
     assert second.target == 2 + second.generated
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.booleans()), max_size=30),
     st.integers(2, 8),

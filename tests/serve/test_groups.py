@@ -33,6 +33,7 @@ from rooftop.serve.engine.requests import Sampling
 from rooftop.serve.engine.schedulers import check_scheduler, rows_of
 from tests.serve.test_engine import MODES
 from tests.support.engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine, greedy
+from tests.support.examples import examples
 
 #: Two groups; prompts are prefilled one at a time by all of them, or two at a time, each by its own.
 GROUPED = replace(
@@ -113,7 +114,7 @@ def test_rows_of_groups_are_in_blocks() -> None:
     assert rows_of([0] * 3, 2, 1) == [0, 1, -1]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32), groups=st.integers(2, 4), page_tokens=st.integers(1, 4), pages=st.integers(4, 12),
     host_pages=st.integers(0, 6), max_batch=st.integers(1, 8), chunked=st.booleans(),

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import test_serve as test_serve_cli
-from tests.serve.test_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
 from tests.support.hosts import FIRST, FIRST_OUTSIDE, SECOND, Host, two_hosts
-from tests.support.serving_process import Served, started
+from tests.support.serving_process import ENGINE, ENVIRONMENT, ROOFTOP, Served, started, texts, write_served_model
 
-tiny = test_serve_cli.folder
 PORT = "9000"
 ANSWERS = ["--host", FIRST_OUTSIDE, "--port", "0", "--json"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

@@ -12,20 +12,33 @@ from typing import Any
 
 import pytest
 
-from tests.cli import test_serve as test_serve_cli
-from tests.serve import test_together as test_serve_together
-from tests.serve.test_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
-from tests.serve.test_together import adjusted, finishes_when_told
 from tests.support.ports import free_port
-from tests.support.serving_process import Served, started
-
-#: The model of those tests, and a tokenizer.
-tiny = test_serve_cli.folder
-#: What one process answers.
-wanted = test_serve_together.wanted
+from tests.support.serving_process import (
+    ENGINE,
+    ENVIRONMENT,
+    ROOFTOP,
+    Served,
+    adjusted,
+    finishes_when_told,
+    started,
+    texts,
+    write_served_model,
+)
 
 #: Of two groups each has pages for one answer and a bit: of two there, one has to wait in the hosts' memory.
 SHORT = ["--page-tokens", "4", "--max-model-len", "44", "--pages", "22", "--host-pages", "80"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Path) -> tuple[list[str], list[str]]:
+    """What one process answers."""
+    with started([ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"], tiny.parent, env=ENVIRONMENT) as one:
+        return texts(one), adjusted(one)
 
 
 class Part:

@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,32 +15,20 @@ import pytest
 
 from rooftop.serve.hosts.parts import choose_part
 from rooftop.serve.request import ServeRequest
-from tests.cli import test_serve as test_serve_cli
-from tests.support.quickly import QUICK_FLAGS
-from tests.support.serving_process import Served, started
-
-#: The model of those tests, and a tokenizer.
-tiny = test_serve_cli.folder
-ROOFTOP = str(Path(sys.executable).with_name("rooftop"))
-ENGINE = ["--batch-seqs", "4", "--max-model-len", "64", "--pages", "20"]
-ENVIRONMENT = os.environ | {
-    "XLA_FLAGS": QUICK_FLAGS,
-    "JAX_PLATFORMS": "cpu",
-    "ROOFTOP_LINK_KEY": "between us",
-}
-PROMPTS = ["the quick", "brown fox", "jumps over the lazy dog", "a"] * 4
+from tests.support.serving_process import (
+    ENGINE,
+    ENVIRONMENT,
+    ROOFTOP,
+    Served,
+    started,
+    texts,
+    write_served_model,
+)
 
 
-def texts(served: Served, **fields: Any) -> list[str]:
-    """Of all prompts, asked at once."""
-
-    def one(prompt: str) -> str:
-        answer = served.complete(prompt=prompt, max_tokens=30, temperature=1.0, seed=3, ignore_eos=True, **fields)
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["choices"][0]["text"])
-
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return list(pool.map(one, PROMPTS))
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("models"))
 
 
 def generate_pid(served: Served) -> int:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rooftop.serve.hosts.together import own_host
-from tests.cli import test_serve as test_serve_cli
-from tests.serve.test_processes_cli import ENGINE, ENVIRONMENT, ROOFTOP, texts
 from tests.support.ports import free_port
-from tests.support.serving_process import Served, started
-
-#: The model of those tests, and a tokenizer.
-tiny = test_serve_cli.folder
+from tests.support.serving_process import (
+    ENGINE,
+    ENVIRONMENT,
+    ROOFTOP,
+    Served,
+    adjusted,
+    finishes_when_told,
+    started,
+    texts,
+    write_served_model,
+)
 
 #: Pages for two sequences, of four: the others wait in the hosts' memory.
 SHORT = ["--page-tokens", "4", "--pages", "32", "--host-pages", "80"]
@@ -46,30 +49,9 @@ def together(
         other.communicate()
 
 
-def adjusted(served: Served) -> list[str]:
-    """The likeliest answers, and those whose tokens depend on masks and on what was said before."""
-    fields: dict[str, Any] = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    asked: list[dict[str, Any]] = [
-        {},
-        {"frequency_penalty": 2.0},
-        {"logit_bias": {"65": 100}},
-        {"guided_regex": "(a|b){20}", "ignore_eos": False},
-    ]
-    return [served.complete(**(fields | each)).json()["choices"][0]["text"] for each in asked]
-
-
-def finishes_when_told(served: Served, other: subprocess.Popen[str], *, max_tokens: int) -> None:
-    """SIGTERM to ``other`` while a stream is read: the stream goes on to its end, and the server ends."""
-    with served.http.stream(
-        "POST", "/v1/completions",
-        json={"model": served.model, "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True},
-    ) as stream:  # fmt: skip
-        lines = stream.iter_lines()
-        next(lines)
-        other.send_signal(signal.SIGTERM)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
-    status, log = served.ended()
-    assert status == 0 and log[-1] == log[-1] | {"event": "drained", "all_finished": True}
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from rooftop.simulate.serving.metrics import ServingMetrics, Targets
 from rooftop.simulate.serving.records import Deployment, Simulation
 from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
+from tests.support.examples import examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +286,7 @@ def served(found: ServingMetrics) -> None:
         assert 0 <= server["utilisation"]["busy"] <= 1 + 1e-9
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(traffic())
 def test_every_token_of_every_request_exactly_once(case: tuple[RequestTrace, AffineTimes, dict[str, Any]]) -> None:
     trace, times, mode = case
@@ -296,7 +297,7 @@ def one_by_one(times: StepTimes, step: EngineStep, most: int) -> tuple[int, floa
     return 1, times.generate_s(step.batch, step.context_tokens), 0.0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(traffic())
 def test_steps_in_closed_form_are_steps_one_by_one(case: tuple[RequestTrace, AffineTimes, dict[str, Any]]) -> None:
     trace, times, mode = case

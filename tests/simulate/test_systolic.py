@@ -14,6 +14,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.hardware import chip
 from rooftop.simulate.systolic import SystolicArray
 from tests.support.systolic_cells import multiply
+from tests.support.examples import examples
 
 MXU = SystolicArray(rows=128, columns=128)
 
@@ -27,7 +28,7 @@ arrays = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(arrays, st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_the_closed_form_is_what_the_cells_do(array: SystolicArray, m: int, k: int, n: int, seed: int) -> None:
     generator = np.random.default_rng(seed)

@@ -17,6 +17,7 @@ from rooftop.roofline.collectives import price
 from rooftop.roofline.routing import route
 from rooftop.simulate.network.collectives import gather, permute, send, simulate
 from rooftop.simulate.network.torus import LinkTransfer, NetworkRun, Torus, run
+from tests.support.examples import examples
 
 LINK, HOP_S = 4.5e10, 1e-6
 LARGE, TINY = 1e12, 1e-6
@@ -264,7 +265,7 @@ tori = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_siz
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tori, st.sampled_from(COLLECTIVES), st.floats(1, 1e9), st.integers(1, 3), st.booleans(), st.booleans())
 def test_no_simulation_beats_the_closed_form(
     axes: list[tuple[int, bool]], kind: str, payload: float, chunks: int, cut_through: bool, bidirectional: bool
@@ -275,7 +276,7 @@ def test_no_simulation_beats_the_closed_form(
     assert found.seconds >= found.busy_s.max()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(tori, st.data())
 def test_every_chip_takes_in_what_it_lacks(axes: list[tuple[int, bool]], data: st.DataObject) -> None:
     g = group(tuple(size for size, _ in axes), tuple(wrapped for _, wrapped in axes))
@@ -289,7 +290,7 @@ def test_every_chip_takes_in_what_it_lacks(axes: list[tuple[int, bool]], data: s
     assert scattered.link_bytes.sum() == pytest.approx(gathered.link_bytes.sum())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(tori, st.sampled_from(["all_gather", "reduce_scatter"]), st.data())
 def test_uneven_shards_never_help_where_all_chips_are_alike(
     axes: list[tuple[int, bool]], kind: str, data: st.DataObject
@@ -388,7 +389,7 @@ def walked(shape: Torus, sources: np.ndarray, targets: np.ndarray, nbytes: np.nd
     return load
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tori, st.integers(0, 2**32 - 1), st.integers(1, 60))
 def test_routes_are_what_walking_them_gives(axes: list[tuple[int, bool]], seed: int, count: int) -> None:
     g = group(tuple(size for size, _ in axes), tuple(wrapped for _, wrapped in axes))

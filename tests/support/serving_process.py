@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
+import numpy as np
 import openai
 
+from rooftop.checkpoints.huggingface import save_weights
+from rooftop.models import from_huggingface
+from rooftop.programs.model.describe import describe
+from tests.support import serving_echo
+from tests.support.quickly import QUICK_FLAGS
+
 TEXT = "the quick brown fox jumps over the lazy dog"
+ROOFTOP = str(Path(sys.executable).with_name("rooftop"))
+#: Options of an engine of the served model, and its environment.
+ENGINE = ["--batch-seqs", "4", "--max-model-len", "64", "--pages", "20"]
+ENVIRONMENT = os.environ | {
+    "XLA_FLAGS": QUICK_FLAGS,
+    "JAX_PLATFORMS": "cpu",
+    "ROOFTOP_LINK_KEY": "between us",
+}
+PROMPTS = ["the quick", "brown fox", "jumps over the lazy dog", "a"] * 4
 
 
 class Served:
@@ -77,3 +97,59 @@ def started(command: Sequence[str], folder: Path, **more: Any) -> Iterator[Serve
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def write_served_model(folder: Path) -> Path:
+    """Write a LLaMA of two layers with random weights, and the tokenizer of the echo, to ``folder/tiny``."""
+    folder = folder / "tiny"
+    tokenizer = serving_echo.tokenizer()
+    keys: dict[str, Any] = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": tokenizer.vocab,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+        "eos_token_id": tokenizer.eos, "rope_theta": 10000.0,
+    }  # fmt: skip
+    model, random = from_huggingface(keys, "tiny"), np.random.default_rng(0)
+    drawn = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32) * 0.3, describe(model))
+    save_weights(folder, model, drawn)
+    (folder / "config.json").write_text(json.dumps(keys))
+    tokenizer.save(folder)
+    return folder
+
+
+def texts(served: Served, **fields: Any) -> list[str]:
+    """Of all prompts, asked at once."""
+
+    def one(prompt: str) -> str:
+        answer = served.complete(prompt=prompt, max_tokens=30, temperature=1.0, seed=3, ignore_eos=True, **fields)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(one, PROMPTS))
+
+
+def adjusted(served: Served) -> list[str]:
+    """The likeliest answers, and those whose tokens depend on masks and on what was said before."""
+    fields: dict[str, Any] = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    asked: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 2.0},
+        {"logit_bias": {"65": 100}},
+        {"guided_regex": "(a|b){20}", "ignore_eos": False},
+    ]
+    return [served.complete(**(fields | each)).json()["choices"][0]["text"] for each in asked]
+
+
+def finishes_when_told(served: Served, other: subprocess.Popen[str], *, max_tokens: int) -> None:
+    """SIGTERM to ``other`` while a stream is read: the stream goes on to its end, and the server ends."""
+    with served.http.stream(
+        "POST", "/v1/completions",
+        json={"model": served.model, "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True},
+    ) as stream:  # fmt: skip
+        lines = stream.iter_lines()
+        next(lines)
+        other.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    status, log = served.ended()
+    assert status == 0 and log[-1] == log[-1] | {"event": "drained", "all_finished": True}

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -22,91 +18,7 @@ import pytest
 
 from rooftop.core.scopes import is_scope
 from tests.support.ports import free_port
-from tests.support.quickly import QUICK_FLAGS
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
-#: Of every run here, but for the folder and what it is about.
-OPTIONS = {
-    "vocab": 300, "seq": 32, "batch-seqs": 8, "lr": 1e-2, "decay-steps": 40, "warmup": 4, "hold-out": 0.2, "samples": 0,
-}  # fmt: skip
-
-
-def write_corpus(folder: Path) -> Path:
-    """Twenty documents of a few made-up words, and a config.json beside them."""
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
-    (folder / "corpus").mkdir()
-    for number in range(20):
-        text = " ".join(draw.choices(words, weights=range(1, 61), k=300))
-        (folder / "corpus" / f"{number:02}.txt").write_text(text)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
-
-
-def command(folder: Path, run: Path | None, **options: Any) -> list[str]:
-    """The command of a run in ``run``; an option that is None is left out, one that is True has no value."""
-    given = {"model": folder / "config.json", "data": folder / "corpus", "run": run} | OPTIONS
-    given |= {name.replace("_", "-"): value for name, value in options.items()}
-    words = [sys.executable, "-m", "rooftop", "train"]
-    for name, value in given.items():
-        if value is not None:
-            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
-
-
-def environment(**more: str) -> dict[str, str]:
-    """One CPU device, compiled quickly."""
-    return os.environ | {"XLA_FLAGS": QUICK_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | more
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """How a process ended."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def line(self) -> str:
-        """The one line on stderr."""
-        lines = self.err.splitlines()
-        assert len(lines) == 1, self.err
-        return lines[0]
-
-
-def start(words: list[str], **more: str) -> subprocess.Popen[str]:
-    """A process whose output is kept."""
-    return subprocess.Popen(
-        words,
-        env=environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> Done:
-    """Wait for a process."""
-    out, err = process.communicate(timeout=1200)
-    return Done(status=process.returncode, out=out, err=err)
-
-
-def run(words: list[str], **more: str) -> Done:
-    """Run a command to its end."""
-    return finish(start(words, **more))
+from tests.support.training_runs import ROOFTOP, Process, command, finish, run, start, start_new, write_corpus
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -133,13 +45,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(corpus: Path) -> Iterator[Path]:
     """A run of 12 steps that nothing disturbs."""
     folder = corpus / "whole"
-    done = run(command(corpus, folder, steps=12, save_every=5, eval_every=6, json=True))
+    done = finish(start_new(command(corpus, folder, steps=12, save_every=5, eval_every=6, json=True)))
     assert done.status == 0, done.err
     (corpus / "whole.json").write_text(done.out)
     yield folder
 
 
-def wait_for_line(process: subprocess.Popen[str], beginning: str) -> None:
+def wait_for_line(process: Process, beginning: str) -> None:
     """Read what a process says up to a line."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -192,7 +104,7 @@ def test_a_run_that_goes_on_has_the_same_losses(corpus: Path, whole: Path) -> No
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "lo')
     assert max(losses_before_kill(folder)) == 9
-    done = run([sys.executable, "-m", "rooftop", "train", "--resume", str(folder), "--steps", "12"])
+    done = run([*ROOFTOP, "train", "--resume", str(folder), "--steps", "12"])
     assert done.status == 0, done.err
     assert "going on after step 5" in done.out
     assert losses(folder) == losses(whole)
@@ -254,7 +166,7 @@ def kill_at_random(corpus: Path, folder: Path, steps: int, kills: int) -> None:
     assert done.status == 0, done.err
 
 
-def wait_for_growth(process: subprocess.Popen[str], file: Path, lines: int) -> None:
+def wait_for_growth(process: Process, file: Path, lines: int) -> None:
     """Wait until a process has added so many lines to a file, or has ended."""
     before = file.stat().st_size if file.exists() else 0
     while process.poll() is None:
@@ -285,24 +197,29 @@ def test_twenty_kills_change_no_bit(corpus: Path) -> None:
 TOGETHER = {"mesh": "fsdp=2,tensor=2,context=2", "save_every": 4}
 
 
-def together(corpus: Path, folder: Path, steps: int) -> None:
-    """Two processes of four devices each go on to so many steps."""
+def together(corpus: Path, folder: Path, steps: int, *, devices: int = 4, mesh: str = TOGETHER["mesh"]) -> None:
+    """Two processes of so many devices each resume to so many steps."""
     where = f"127.0.0.1:{free_port()}"
-    words = command(corpus, folder, steps=steps, devices=4, coordinator=where, processes=2, **TOGETHER)
+    how = TOGETHER | {"mesh": mesh}
+    words = command(corpus, folder, steps=steps, devices=devices, coordinator=where, processes=2, **how)
     first, second = [finish(each) for each in [start([*words, "--process", str(process)]) for process in range(2)]]
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert "step" in first.out
     assert second.out == first.err == second.err == ""
 
 
-def test_two_processes_are_as_one(corpus: Path) -> None:
-    """Two of four devices each as one of eight: bit for bit where sums have the same order, to 1e-6 where not."""
-    assert run(command(corpus, corpus / "alone", steps=8, devices=8, **TOGETHER)).status == 0
-    together(corpus, corpus / "two", 8)
-    together(corpus, corpus / "resumed", 4)
-    together(corpus, corpus / "resumed", 8)
-    assert losses(corpus / "two") == pytest.approx(losses(corpus / "alone"), abs=1e-6, rel=0)
-    assert losses(corpus / "resumed") == losses(corpus / "two")
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(2, "fsdp=2,tensor=2"), pytest.param(4, TOGETHER["mesh"], marks=pytest.mark.slow)]
+)
+def test_two_processes_train_as_one(corpus: Path, devices: int, mesh: str) -> None:
+    """Bit for bit where sums have the same order, to 1e-6 where not."""
+    alone, two, resumed = (corpus / f"{name}{devices}" for name in ("alone", "two", "resumed"))
+    assert run(command(corpus, alone, steps=8, devices=2 * devices, **(TOGETHER | {"mesh": mesh}))).status == 0
+    together(corpus, two, 8, devices=devices, mesh=mesh)
+    together(corpus, resumed, 4, devices=devices, mesh=mesh)
+    together(corpus, resumed, 8, devices=devices, mesh=mesh)
+    assert losses(two) == pytest.approx(losses(alone), abs=1e-6, rel=0)
+    assert losses(resumed) == losses(two)
 
 
 @pytest.mark.slow
@@ -416,7 +333,7 @@ def plan(corpus: Path) -> Path:
     file = corpus / "plan.json"
     words = [str(corpus / "config.json"), "--on", "v5e:4x4", "--batch-seqs", "32", "--seq", "32"]
     words += ["--mesh", "fsdp=8,tensor=2", "-o", str(file)]
-    assert run([sys.executable, "-m", "rooftop", "plan", "train", *words]).status == 0
+    assert run([*ROOFTOP, "plan", "train", *words]).status == 0
     return file
 
 
@@ -446,7 +363,7 @@ def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
     # The run has its plan with it.
     plan.rename(corpus / "moved.json")
     try:
-        words = [sys.executable, "-m", "rooftop", "train", "--resume", str(corpus / "local"), "--steps", "3"]
+        words = [*ROOFTOP, "train", "--resume", str(corpus / "local"), "--steps", "3"]
         assert run(words).status == 0
     finally:
         (corpus / "moved.json").rename(plan)

@@ -16,7 +16,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.ui import opened as files
 from rooftop.ui.opened import Opened, Shelf, first_look, opened
 from rooftop.ui.server import application
-from tests.profile.test_synthetic import tpu, xspace
+from tests.support.traces import tpu, xspace
 
 STEPS = 5
 
