@@ -7,6 +7,7 @@ reads and makes schemas; it is imported when that is asked for, as many commands
 from __future__ import annotations
 
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -40,6 +41,8 @@ def plain(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value
+    if isinstance(value, Record) and kind.to_json is not Record.to_json:
+        return value.to_json()
     if is_dataclass(kind):
         return {name: plain(getattr(value, name)) for name in _written(kind)}
     if isinstance(value, Mapping):
@@ -77,42 +80,86 @@ def read_record(kind: type[T], data: object, name: str, *, strict: bool = True) 
     try:
         return msgspec.convert(data, kind, strict=strict)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, RooftopError):
-            raise error.__cause__ from None
-        raise _read_error(str(error), data, name) from None
+        raise _read_error(str(error), kind, data, name) from None
 
 
-_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at `(?:key` in `)?\$(?P<path>[^`]*)`)?", re.DOTALL)
+_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*)`")
-_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
+_STEP = re.compile(r"\.(?P<field>[^.\[]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
+#: JSON types by the names in messages of msgspec.
+_TYPES = {
+    "int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "object": "an object",
+    "array": "a list", "null": "null",
+}  # fmt: skip
 
 
-def _read_error(message: str, data: object, name: str) -> RooftopError:
-    """A RooftopError from a message of msgspec, which names what is wrong and its path."""
+def _read_error(message: str, kind: Any, data: Any, name: str) -> RooftopError:
+    """A RooftopError from a message of msgspec, which names what is wrong and the path of it."""
     match = _MESSAGE.fullmatch(message)
     assert match is not None  # every string matches
-    text, path = match["text"], match["path"] or ""
-    field = f"{name} {path.lstrip('.')}".strip()
-    if missing := _MISSING.fullmatch(text):
-        dot = "." if path else ""
-        return RooftopError(f"{field}{dot if path else ' '}{missing['field']}", None, "a value: this field is required")
-    accepted = text[:1].lower() + text[1:].replace("`", "")
-    return RooftopError(field, _at(data, path), accepted.removeprefix("expected ").partition(", got ")[0])
+    path, dot = name, " "
+    for step in _STEP.finditer(match["path"] or ""):
+        if step["field"]:
+            kind, data, path = _fields(kind)[step["field"]], data[step["field"]], f"{path}{dot}{step['field']}"
+        elif step["index"]:
+            entries, index = _arguments(kind), int(step["index"])
+            kind, data, path = entries[min(index, len(entries) - 1)], data[index], f"{path}[{index}]"
+        else:
+            _, kind = _arguments(kind)
+            key, data = next((key, item) for key, item in data.items() if not _accepts(kind, item))
+            path = f"{path}{dot}{key}"
+        dot = "."
+    if match["key"]:
+        kind, _ = _arguments(kind)
+        path, data = f"{path} key", next(key for key in data if not _accepts(kind, key))
+    if missing := _MISSING.fullmatch(match["text"]):
+        return RooftopError(f"{path}{dot}{missing['field']}", None, "a value: this field is required")
+    expected = match["text"].removeprefix("Expected ").partition(", got ")[0].replace("`", "").split(" | ")
+    accepted = ", ".join(_choices(kind)) or " or ".join(_TYPES.get(word, word) for word in expected)
+    return RooftopError(path, data if len(repr(data)) <= 80 else f"{str(data)[:80]}...", accepted)
 
 
-def _at(data: object, path: str) -> object:
-    """The value at a path like ``.ledger[3].count``; the innermost one that the path names."""
-    for step in _STEP.finditer(path):
-        if isinstance(data, Mapping) and step["key"] in data:
-            data = data[step["key"]]
-        elif isinstance(data, list) and step["index"]:
-            data = data[int(step["index"])]
-    text = repr(data)
-    return data if len(text) <= 80 else f"{text[:80]}..."
+def _accepts(kind: Any, value: object) -> bool:
+    import msgspec
+
+    try:
+        msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError:
+        return False
+    except RooftopError:
+        return True  # the value has the right type; the message is about another one
+    return True
 
 
-def schema(kind: type) -> dict[str, Any]:
-    """The JSON Schema of a record: its fields and derived properties, and those of the records in them."""
+def _alternatives(kind: Any) -> list[Any]:
+    """Members of a union, None left out; a type that is no union alone."""
+    members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return [member for member in members if member is not type(None)]
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Types of the fields of the dataclass in a type."""
+    return next(get_type_hints(member) for member in _alternatives(kind) if is_dataclass(member))
+
+
+def _arguments(kind: Any) -> tuple[Any, ...]:
+    """Types of the entries of the container in a type."""
+    arguments = next(typing.get_args(member) for member in _alternatives(kind) if typing.get_args(member))
+    return tuple(argument for argument in arguments if argument is not ...)
+
+
+def _choices(kind: Any) -> Iterator[str]:
+    """Values of the Literals in a type."""
+    for member in _alternatives(kind):
+        if typing.get_origin(member) is typing.Literal:
+            yield from map(str, typing.get_args(member))
+
+
+def schema(kind: Any) -> dict[str, Any]:
+    """The JSON Schema of a record, or of a type like ``tuple[Row, ...]``, as it is written.
+
+    Fields and derived properties of all records are required, though ``read_record`` takes fields' defaults.
+    """
     import msgspec
 
     kinds = list(dict.fromkeys(_records(kind)))
@@ -122,12 +169,13 @@ def schema(kind: type) -> dict[str, Any]:
         for name, member in _derived(owner).items()
     ]
     schemas, components = msgspec.json.schema_components(
-        [*kinds, *(hint for _, _, hint in properties)], ref_template="#/$defs/{name}"
+        [kind, *kinds, *(hint for _, _, hint in properties)], ref_template="#/$defs/{name}"
     )
-    for (owner, name, _), property_schema in zip(properties, schemas[len(kinds) :], strict=True):
+    for (owner, name, _), property_schema in zip(properties, schemas[len(kinds) + 1 :], strict=True):
         component = components[owner.__name__]
         component["properties"][name] = property_schema
-        component["required"] = [*component.get("required", ()), name]
+    for owner in kinds:
+        components[owner.__name__]["required"] = list(_written(owner))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[0], "$defs": components}
 
 
