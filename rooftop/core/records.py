@@ -1,20 +1,19 @@
 """Records: dataclasses whose JSON, JSON Schema and reader all follow from their fields.
 
-A field is written under its own name. A ``derived`` property is written as well, and ignored by the reader. msgspec
-reads and makes schemas; it is imported when that is asked for, as many commands only write.
+A field is written under its own name. A ``derived`` property is written as well, and ignored by the reader. The types
+of fields are imported at run time, and made of JSON's types, literals, unions, tuples, lists, mappings and dataclasses.
 """
 
 from __future__ import annotations
 
-import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, cached_property
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, unknown
 
 T = TypeVar("T")
 
@@ -24,12 +23,14 @@ class derived(cached_property[T], Generic[T]):
 
 
 class Record:
-    """Base of frozen dataclasses that are written as JSON."""
+    """Base of frozen dataclasses that are written as JSON. Of a ``closed`` one the reader refuses unknown keys."""
+
+    closed: ClassVar[bool] = False
 
     def to_json(self) -> dict[str, Any]:
         """The fields and derived properties as plain JSON values."""
-        data: dict[str, Any] = plain(self)
-        return data
+        kind: Any = type(self)
+        return {name: plain(getattr(self, name)) for name in _written(kind)}
 
 
 def plain(value: Any) -> Any:
@@ -41,7 +42,7 @@ def plain(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value
-    if isinstance(value, Record) and kind.to_json is not Record.to_json:
+    if isinstance(value, Record):
         return value.to_json()
     if is_dataclass(kind):
         return {name: plain(getattr(value, name)) for name in _written(kind)}
@@ -69,90 +70,108 @@ def _derived(kind: type) -> dict[str, derived[Any]]:
     return {name: member for name, member in members.items() if isinstance(member, derived)}
 
 
-def read_record(kind: type[T], data: object, name: str, *, strict: bool = True) -> T:
-    """The record of type ``kind`` in plain JSON values.
+def read_record(kind: type[T], data: object, name: str) -> T:
+    """The record of type ``kind`` in plain JSON values; a type like ``tuple[Row, ...]`` is read too.
 
     ``name`` is how messages call the data. Raises RooftopError naming the field that is missing or of another type,
-    the value in it, and what is accepted there.
+    the value in it, and what is accepted there. Keys without a field are ignored, except in ``closed`` records.
     """
-    import msgspec
-
-    try:
-        return msgspec.convert(data, kind, strict=strict)
-    except msgspec.ValidationError as error:
-        raise _read_error(str(error), kind, data, name) from None
+    record: T = _read(kind, data, (name,))
+    return record
 
 
-_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<field>.*)`")
-_STEP = re.compile(r"\.(?P<field>[^.\[]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
-#: JSON types by the names in messages of msgspec.
-_TYPES = {
-    "int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false", "object": "an object",
-    "array": "a list", "null": "null",
+def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+    """``value`` as a ``kind``. ``path`` leads to it: the name of the data, then '.FIELD' or '[INDEX]'."""
+    members = _members(kind)
+    for member in members:
+        if _fits(member, value):
+            return _convert(member, value, path)
+    accepted = dict.fromkeys(_accepted(member) for member in members)
+    raise RooftopError(_join(path), value if len(repr(value)) <= 80 else f"{str(value)[:80]}...", " or ".join(accepted))
+
+
+def _convert(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+    """``value``, whose JSON type fits, as a ``kind`` that is no union."""
+    if is_dataclass(kind):
+        return _convert_record(typing.cast("type", kind), value, path)
+    arguments, container = typing.get_args(kind), typing.get_origin(kind)
+    if container in _OBJECTS:
+        return {
+            _read(arguments[0], key, (*path, " key")): _read(arguments[1], item, (*path, f".{key}"))
+            for key, item in value.items()
+        }
+    if container in _ARRAYS:
+        kinds = arguments
+        if container is not tuple or arguments[1:] == (...,):
+            kinds = arguments[:1] * len(value)
+        elif len(value) != len(kinds):
+            raise RooftopError(_join(path), value, f"a list of {len(kinds)}")
+        entries = (
+            _read(kind, item, (*path, f"[{at}]")) for at, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
+        return (list if container in (list, Sequence) else container)(entries)
+    return value
+
+
+def _convert_record(kind: type, value: Mapping[str, object], path: tuple[str, ...]) -> object:
+    hints, arguments = _hints(kind), dict[str, object]()
+    if getattr(kind, "closed", False):
+        for name in value:
+            if name not in _written(kind):
+                raise unknown(_join((*path, ".field")), name, (field.name for field in fields(kind)))
+    for field in fields(kind):
+        if field.name in value:
+            arguments[field.name] = _read(hints[field.name], value[field.name], (*path, f".{field.name}"))
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise RooftopError(_join((*path, f".{field.name}")), None, "a value: this field is required")
+    record: object = kind(**arguments)
+    return record
+
+
+_OBJECTS = (dict, Mapping)
+_ARRAYS = (tuple, list, Sequence, frozenset)
+#: Python types by the JSON type that messages name; a float takes whole numbers too.
+_JSON_TYPES: dict[object, tuple[str, tuple[type, ...]]] = {
+    str: ("a string", (str,)), int: ("a whole number", (int,)), float: ("a number", (int, float)),
+    bool: ("true or false", (bool,)), type(None): ("null", (type(None),)),
+    **dict.fromkeys(_OBJECTS, ("an object", (Mapping,))), **dict.fromkeys(_ARRAYS, ("a list", (list, tuple))),
 }  # fmt: skip
 
 
-def _read_error(message: str, kind: Any, data: Any, name: str) -> RooftopError:
-    """A RooftopError from a message of msgspec, which names what is wrong and the path of it."""
-    match = _MESSAGE.fullmatch(message)
-    assert match is not None  # every string matches
-    path, dot = name, " "
-    for step in _STEP.finditer(match["path"] or ""):
-        if step["field"]:
-            kind, data, path = _fields(kind)[step["field"]], data[step["field"]], f"{path}{dot}{step['field']}"
-        elif step["index"]:
-            entries, index = _arguments(kind), int(step["index"])
-            kind, data, path = entries[min(index, len(entries) - 1)], data[index], f"{path}[{index}]"
-        else:
-            _, kind = _arguments(kind)
-            key, data = next((key, item) for key, item in data.items() if not _accepts(kind, item))
-            path = f"{path}{dot}{key}"
-        dot = "."
-    if match["key"]:
-        kind, _ = _arguments(kind)
-        path, data = f"{path} key", next(key for key in data if not _accepts(kind, key))
-    if missing := _MISSING.fullmatch(match["text"]):
-        return RooftopError(f"{path}{dot}{missing['field']}", None, "a value: this field is required")
-    expected = match["text"].removeprefix("Expected ").partition(", got ")[0].replace("`", "").split(" | ")
-    accepted = ", ".join(_choices(kind)) or " or ".join(_TYPES.get(word, word) for word in expected)
-    return RooftopError(path, data if len(repr(data)) <= 80 else f"{str(data)[:80]}...", accepted)
+def _fits(kind: Any, value: object) -> bool:
+    """True if a value is of the JSON type of ``kind``, or one of its literals."""
+    if kind in (Any, object):
+        return True
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    _, accepted = _json_type(kind)
+    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
 
 
-def _accepts(kind: Any, value: object) -> bool:
-    import msgspec
-
-    try:
-        msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError:
-        return False
-    except RooftopError:
-        return True  # the value has the right type; the message is about another one
-    return True
+def _accepted(kind: Any) -> str:
+    """The values that ``kind`` takes, in words."""
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(map(str, typing.get_args(kind)))
+    return _json_type(kind)[0]
 
 
-def _alternatives(kind: Any) -> list[Any]:
-    """Members of a union, None left out; a type that is no union alone."""
-    members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    return [member for member in members if member is not type(None)]
+def _json_type(kind: Any) -> tuple[str, tuple[type, ...]]:
+    return _JSON_TYPES[dict if is_dataclass(kind) else typing.get_origin(kind) or kind]
 
 
-def _fields(kind: Any) -> dict[str, Any]:
-    """Types of the fields of the dataclass in a type."""
-    return next(get_type_hints(member) for member in _alternatives(kind) if is_dataclass(member))
+def _members(kind: Any) -> tuple[Any, ...]:
+    """Members of a union; a type that is no union alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def _arguments(kind: Any) -> tuple[Any, ...]:
-    """Types of the entries of the container in a type."""
-    arguments = next(typing.get_args(member) for member in _alternatives(kind) if typing.get_args(member))
-    return tuple(argument for argument in arguments if argument is not ...)
+def _join(path: tuple[str, ...]) -> str:
+    """A path in words: 'plan mesh.axes', 'plan[3].count'."""
+    name, rest = path[0], "".join(path[1:])
+    return f"{name} {rest[1:]}" if rest.startswith(".") else name + rest
 
 
-def _choices(kind: Any) -> Iterator[str]:
-    """Values of the Literals in a type."""
-    for member in _alternatives(kind):
-        if typing.get_origin(member) is typing.Literal:
-            yield from map(str, typing.get_args(member))
+#: Types of the fields of a dataclass by name.
+_hints = cache(get_type_hints)
 
 
 def schema(kind: Any) -> dict[str, Any]:
@@ -160,7 +179,7 @@ def schema(kind: Any) -> dict[str, Any]:
 
     Fields and derived properties of all records are required, though ``read_record`` takes fields' defaults.
     """
-    import msgspec
+    import msgspec  # slow to import, and only schemas need it
 
     kinds = list(dict.fromkeys(_records(kind)))
     properties = [

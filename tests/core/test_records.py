@@ -157,3 +157,35 @@ class Tokens(Record):
 
 def test_own_form_of_a_record_is_kept_within_other_values() -> None:
     assert plain({"tokens": (Tokens(5000),)}) == {"tokens": [{"thousands": 5}]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closed(Record):
+    """A record that refuses unknown keys, with types that are chosen between."""
+
+    closed = True
+    size: int | str | tuple[float, int] = 1
+
+    @derived
+    def text(self) -> str:
+        """The size in words."""
+        return str(self.size)
+
+
+@pytest.mark.parametrize("size", [3, "all", (1.5, 2)])
+def test_reader_takes_every_member_of_a_union(size: int | str | tuple[float, int]) -> None:
+    record = Closed(size=size)
+    assert read_record(Closed, json.loads(json.dumps(record.to_json())), "data") == record
+
+
+def test_closed_record_refuses_unknown_keys_and_suggests_one() -> None:
+    with pytest.raises(RooftopError, match=r"^data field: got 'sise'; accepted: did you mean size\? one of size$"):
+        read_record(Closed, {"sise": 1}, "data")
+    assert read_record(Part, {"network": "ici", "unknown": 1}, "part") == Part(network="ici")
+
+
+def test_error_of_a_union_lists_its_members_and_of_a_pair_its_length() -> None:
+    with pytest.raises(RooftopError, match=r"^data size: got True; accepted: a whole number or a string or a list$"):
+        read_record(Closed, {"size": True}, "data")
+    with pytest.raises(RooftopError, match=r"^data size: got \[1\]; accepted: a list of 2$"):
+        read_record(Closed, {"size": [1]}, "data")

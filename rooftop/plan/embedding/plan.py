@@ -17,6 +17,7 @@ from rooftop.capabilities import embedding_obstacles
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.core.quantities import format_bytes
+from rooftop.core.scopes import Phase
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.files import tables_from_json
 from rooftop.models.embedding_tables.limits import Limits, StackLimits, pointers_of_device
@@ -90,7 +91,7 @@ def table_rows(problem: EmbedProblem, stack: Stack) -> tuple[Row, Row]:
 
 
 def _row(
-    problem: EmbedProblem, stack: Stack, verb: str, phase: str, flops: float, hbm: float, payloads: list[float]
+    problem: EmbedProblem, stack: Stack, verb: str, phase: Phase, flops: float, hbm: float, payloads: list[float]
 ) -> Row:
     """One of the two rows; ``payloads`` are exchanged one after the other."""
     rates = problem.rates
@@ -135,7 +136,7 @@ def dense_rows(problem: EmbedProblem) -> tuple[Row, ...]:
     return _dense(problem, "forward", 1), _dense(problem, "backward", 2)
 
 
-def _dense(problem: EmbedProblem, phase: str, times: int) -> Row:
+def _dense(problem: EmbedProblem, phase: Phase, times: int) -> Row:
     flops = times * problem.dense_flops * problem.batch / problem.slice.devices
     seconds = flops / problem.rates.flops_per_s["bf16"]
     return Row(
