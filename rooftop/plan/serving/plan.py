@@ -15,8 +15,8 @@ from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
+from rooftop.plan.documents import Reason
 from rooftop.plan.pricing import scalar_ledger
-from rooftop.plan.reasons import Reason
 from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions
 from rooftop.plan.serving.phase import serving_rules
 from rooftop.plan.serving.placement import Placement

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.models.attention import attention_kind
-from rooftop.plan.reasons import Reason
+from rooftop.plan.documents import Reason
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.roofline import rules

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rooftop.core.errors import Infeasible
-from rooftop.plan.training.advice import nearest_executable, what_if
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.advice import NearestPlan, WhatIf, nearest_executable, what_if
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
 from rooftop.plan.training.search import Sweep, sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingAnswerDocument(TrainingPlanDocument):
+    """plan.json of a training run."""
+
+    alternatives: tuple[PlanSummary, ...]
+    what_if: tuple[WhatIf, ...]
+    nearest_executable: NearestPlan | None
+    searched: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,18 +29,25 @@ class TrainingAnswer:
 
     plan: TrainingPlan
     alternatives: list[TrainingPlan]
-    what_if: list[dict[str, Any]]
-    nearest_executable: dict[str, Any] | None
+    what_if: list[WhatIf]
+    nearest_executable: NearestPlan | None
     searched: int
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def document(self) -> TrainingAnswerDocument:
         """plan.json."""
-        return self.plan.to_json() | {
-            "alternatives": [plan.summary() for plan in self.alternatives],
-            "what_if": self.what_if,
-            "nearest_executable": self.nearest_executable,
-            "searched": self.searched,
-        }
+        plan = self.plan.document
+        return TrainingAnswerDocument(
+            **{field.name: getattr(plan, field.name) for field in fields(plan)},
+            alternatives=tuple(alternative.summary for alternative in self.alternatives),
+            what_if=tuple(self.what_if),
+            nearest_executable=self.nearest_executable,
+            searched=self.searched,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json as plain JSON values."""
+        return self.document.to_json()
 
     def require_fit(self) -> None:
         """Raises Infeasible, saying by how many bytes and in which class, if even the smallest does not fit."""
