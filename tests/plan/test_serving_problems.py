@@ -170,9 +170,9 @@ def test_b10_prefill_servers_per_generate_server() -> None:
 def test_the_plot_of_chapter_8() -> None:
     """Batch 1 takes 5.5 ms at 2k; past the critical batch throughput is flat near a token per chip and millisecond."""
     answer = plan_serving(problem(batch=None), contexts=[2048, 8192, 32768])
-    points = {(point["context"], point["batch"]): point for point in answer.front}
+    points = {(point.context, point.batch): point for point in answer.front}
     assert points[2048, 1]["step_s"] == pytest.approx(5.5e-3, rel=0.02)
-    largest = max((point for point in answer.front if point["context"] == 2048), key=lambda point: point["batch"])
+    largest = max((point for point in answer.front if point.context == 2048), key=lambda point: point.batch)
     assert 120 < largest["batch"] < 552
     assert 0.8 < largest["tokens_per_s_per_chip"] / 1e3 < 1.0
     # At longer contexts the batch that would bind FLOPs no longer fits.

@@ -9,7 +9,7 @@ from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.embed.host.limits import expected
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.files import tables_from_toml
-from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.plan import EmbedPlan, Pipelining
 from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
 from rooftop.present.document import (
     Bar,
@@ -75,7 +75,7 @@ def answer(state: State) -> Document:
         verdict=ShownVerdict(
             says=obstacles[0][0].upper() + obstacles[0][1:]
             if obstacles
-            else f"A pipelined step takes {format_seconds(pipelined['expected_s'])}, bound by {pipelined['bound']}; "
+            else f"A pipelined step takes {format_seconds(pipelined.expected_s)}, bound by {pipelined.bound}; "
             f"a tile's memory is {memory['tile'] / memory['tile_capacity']:.0%} full.",
             no=obstacles[0] if obstacles else "",
         ),
@@ -83,19 +83,19 @@ def answer(state: State) -> Document:
             ShownFigure(
                 name="pipelined_s",
                 label="Step, pipelined",
-                value=pipelined["expected_s"],
+                value=pipelined.expected_s,
                 unit="s",
                 level="expected",
-                formula=f"bound by {pipelined['bound']}",
+                formula=f"bound by {pipelined.bound}",
                 source="deep dive, 9",
             ),
             ShownFigure(
                 name="sequential_s",
                 label="Step, sequential",
-                value=sequential["expected_s"],
+                value=sequential.expected_s,
                 unit="s",
                 level="expected",
-                formula=f"bound by {sequential['bound']}",
+                formula=f"bound by {sequential.bound}",
                 source="deep dive, 9",
             ),
             ShownFigure(
@@ -171,7 +171,7 @@ def _units(plan: EmbedPlan) -> Bars:
         "side; in a sequential step tables and TensorCore take turns.",
         unit="s",
         bars=tuple(Bar(name=name, parts=(("busy", seconds),)) for name, seconds in plan.units_s.items()),
-        limit=(plan.step["pipelined"]["expected_s"], "pipelined step"),
+        limit=(plan.step["pipelined"].expected_s, "pipelined step"),
     )
 
 
@@ -188,7 +188,7 @@ def _tiles(plan: EmbedPlan) -> Bars:
 
 def _over_batches(problem: EmbedProblem) -> Lines:
     """Pipelined and sequential steps at other batches, with limits that follow."""
-    points: dict[str, list[tuple[float, float]]] = {"sequential": [], "pipelined": []}
+    points: dict[Pipelining, list[tuple[float, float]]] = {"sequential": [], "pipelined": []}
     for scale in _SCALES:
         batch = int(problem.batch * scale) // problem.cores * problem.cores
         if not batch:
@@ -200,7 +200,7 @@ def _over_batches(problem: EmbedProblem) -> Lines:
             # A batch so large that a table cannot be stacked says nothing about the one asked for.
             continue
         for mode, seconds in points.items():
-            seconds.append((float(batch), plan.step[mode]["expected_s"]))
+            seconds.append((float(batch), plan.step[mode].expected_s))
     return Lines(
         title="Step over the batch",
         x=ChartAxis(label="samples of a step", scale="log"),
