@@ -84,32 +84,30 @@ def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
     """``value`` as a ``kind``. ``path`` leads to it: the name of the data, then '.FIELD' or '[INDEX]'."""
     members = _members(kind)
     for member in members:
-        if _fits(member, value):
+        if member.takes(value):
             return _convert(member, value, path)
-    accepted = dict.fromkeys(_accepted(member) for member in members)
-    raise RooftopError(_join(path), value if len(repr(value)) <= 80 else f"{str(value)[:80]}...", " or ".join(accepted))
+    accepted = " or ".join(dict.fromkeys(member.words for member in members))
+    raise RooftopError(_join(path), value if len(repr(value)) <= 80 else f"{str(value)[:80]}...", accepted)
 
 
-def _convert(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
-    """``value``, whose JSON type fits, as a ``kind`` that is no union."""
-    if is_dataclass(kind):
-        return _convert_record(typing.cast("type", kind), value, path)
-    arguments, container = typing.get_args(kind), typing.get_origin(kind)
-    if container in _OBJECTS:
+def _convert(member: _Member, value: Any, path: tuple[str, ...]) -> Any:
+    """``value``, whose JSON type fits, as the type of ``member``."""
+    if member.is_record:
+        return _convert_record(member.kind, value, path)
+    if member.container in _OBJECTS:
+        keys, items = member.arguments
         return {
-            _read(arguments[0], key, (*path, " key")): _read(arguments[1], item, (*path, f".{key}"))
-            for key, item in value.items()
+            _read(keys, key, (*path, " key")): _read(items, item, (*path, f".{key}")) for key, item in value.items()
         }
-    if container in _ARRAYS:
-        kinds = arguments
-        if container is not tuple or arguments[1:] == (...,):
-            kinds = arguments[:1] * len(value)
+    if member.container in _ARRAYS:
+        kinds = member.arguments
+        if member.container is not tuple or kinds[1:] == (...,):
+            kinds = kinds[:1] * len(value)
         elif len(value) != len(kinds):
             raise RooftopError(_join(path), value, f"a list of {len(kinds)}")
-        entries = (
-            _read(kind, item, (*path, f"[{at}]")) for at, (kind, item) in enumerate(zip(kinds, value, strict=True))
-        )
-        return (list if container in (list, Sequence) else container)(entries)
+        pairs = enumerate(zip(kinds, value, strict=True))
+        entries = (_read(kind, item, (*path, f"[{index}]")) for index, (kind, item) in pairs)
+        return (list if member.container in (list, Sequence) else member.container)(entries)
     return value
 
 
@@ -133,35 +131,35 @@ _ARRAYS = (tuple, list, Sequence, frozenset)
 #: Python types by the JSON type that messages name; a float takes whole numbers too.
 _JSON_TYPES: dict[object, tuple[str, tuple[type, ...]]] = {
     str: ("a string", (str,)), int: ("a whole number", (int,)), float: ("a number", (int, float)),
-    bool: ("true or false", (bool,)), type(None): ("null", (type(None),)),
-    **dict.fromkeys(_OBJECTS, ("an object", (Mapping,))), **dict.fromkeys(_ARRAYS, ("a list", (list, tuple))),
+    bool: ("true or false", (bool,)), type(None): ("null", (type(None),)), Any: ("any value", (object,)),
+    object: ("any value", (object,)), **dict.fromkeys(_OBJECTS, ("an object", (Mapping,))),
+    **dict.fromkeys(_ARRAYS, ("a list", (list, tuple))),
 }  # fmt: skip
 
 
-def _fits(kind: Any, value: object) -> bool:
-    """True if a value is of the JSON type of ``kind``, or one of its literals."""
-    if kind in (Any, object):
-        return True
-    if typing.get_origin(kind) is typing.Literal:
-        return value in typing.get_args(kind)
-    _, accepted = _json_type(kind)
-    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+class _Member:
+    """A member of a union, or a type that is no union; ``words`` say what it takes."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.container, self.arguments = kind, typing.get_origin(kind), typing.get_args(kind)
+        self.is_record = is_dataclass(kind)
+        self.literals = self.arguments if self.container is typing.Literal else ()
+        self.words = ", ".join(map(str, self.literals))
+        self.types: tuple[type, ...] = ()
+        if not self.literals:
+            self.words, self.types = _JSON_TYPES[dict if self.is_record else self.container or kind]
+
+    def takes(self, value: object) -> bool:
+        """True if the value is one of the literals, or of the JSON type. A bool is an int to Python only."""
+        if self.literals:
+            return value in self.literals
+        return isinstance(value, self.types) and (type(value) is not bool or int not in self.types)
 
 
-def _accepted(kind: Any) -> str:
-    """The values that ``kind`` takes, in words."""
-    if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(map(str, typing.get_args(kind)))
-    return _json_type(kind)[0]
-
-
-def _json_type(kind: Any) -> tuple[str, tuple[type, ...]]:
-    return _JSON_TYPES[dict if is_dataclass(kind) else typing.get_origin(kind) or kind]
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    """Members of a union; a type that is no union alone."""
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+@cache
+def _members(kind: Any) -> tuple[_Member, ...]:
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return tuple(_Member(member) for member in (typing.get_args(kind) if is_union else (kind,)))
 
 
 def _join(path: tuple[str, ...]) -> str:

@@ -135,11 +135,19 @@ def nearest_executable(plan: TrainingPlan) -> NearestPlan | None:
         if not searched.even or not searched.fits.any():
             continue
         for near in [searched.best, *searched.alternatives(MOST_MESHES)]:
-            only = searched.only(near)
-            answer = TrainingPlan(problem=searched.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+            answer = plan_of(searched, near)
             if not answer.obstacles:
                 return NearestPlan(slice=candidate.name, matmul=problem.numerics.matmul, **vars(answer.summary))
     return None
+
+
+def plan_of(searched: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
+    """The plan of one candidate of a sweep."""
+    layout, choice = candidate
+    strategies = searched.strategies
+    return TrainingPlan(
+        problem=searched.problem, mesh=strategies.layouts.mesh(layout), choice=strategies.choices[choice]
+    )
 
 
 def _runnable(plan: TrainingPlan) -> Problem:

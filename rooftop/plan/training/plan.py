@@ -236,10 +236,13 @@ class TrainingPlan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation at the expected step time; the peak is that of the matmuls' dtype."""
+        return self._mfu(self.expected_s)
+
+    def _mfu(self, step_s: float) -> float:
         problem = self.problem
         return model_flops_utilisation(
             self.flops_per_token * problem.workload.batch_tokens,
-            self.expected_s,
+            step_s,
             problem.slice.flops_per_s(problem.numerics.matmul),
         )
 
@@ -282,15 +285,19 @@ class TrainingPlan:
     @property
     def summary(self) -> PlanSummary:
         """The fields in which alternatives differ."""
+        return self.summarised(self.expected_s, self.memory_bytes)
+
+    def summarised(self, expected_s: float, memory_bytes: float) -> PlanSummary:
+        """The summary, with the step time and memory that a sweep has found already."""
         return PlanSummary(
             mesh={name: size for name, size in self.mesh.shape.items() if size > 1},
             layout=self.mesh.layout,
             remat=self.choice.remat,
             microbatches=self.choice.microbatches,
-            expected_s=self.expected_s,
-            mfu=self.mfu,
-            memory_bytes=self.memory_bytes,
-            fits=self.fits,
+            expected_s=expected_s,
+            mfu=self._mfu(expected_s),
+            memory_bytes=memory_bytes,
+            fits=memory_bytes <= self.problem.capacity,
             executable=not self.obstacles,
         )
 
