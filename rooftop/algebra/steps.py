@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from rooftop.arrays import ShardedArray
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.ledger import COLLECTIVES, CollectiveKind
 
-COLLECTIVE_OPS: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 FREE_OPS: tuple[str, ...] = ("slice", "pad", "mask")
 #: Collective matmuls, and the collective that each overlaps with the multiplication.
-OVERLAPPED_OPS: Mapping[str, str] = {
+OVERLAPPED_OPS: Mapping[str, CollectiveKind] = {
     "all_gather_einsum": "all_gather",
     "einsum_reduce_scatter": "reduce_scatter",
     "einsum_all_reduce": "all_reduce",
@@ -64,9 +64,10 @@ class Step:
     bidirectional: bool = False
 
     @property
-    def collective(self) -> str | None:
+    def collective(self) -> CollectiveKind | None:
         """The kind of collective that the step performs, overlapped or not; None if it does not communicate."""
-        return OVERLAPPED_OPS.get(self.op, self.op if self.op in COLLECTIVE_OPS else None)
+        op = OVERLAPPED_OPS.get(self.op, self.op)
+        return next((kind for kind in COLLECTIVES if kind == op), None)
 
     @property
     def multiplies(self) -> bool:
@@ -210,7 +211,7 @@ def make(op: str, array: ShardedArray, *, axes: tuple[str, ...], dims: tuple[str
             return pad(array, pairs)
         case "mask":
             return mask(array, axes)
-    raise unknown("step", op, (*COLLECTIVE_OPS[:-1], *FREE_OPS))
+    raise unknown("step", op, (*COLLECTIVES[:-1], *FREE_OPS))
 
 
 def shard_order(axes: Sequence[tuple[str, ...]], unreduced: Sequence[str], mesh: Mapping[str, int]) -> tuple[str, ...]:

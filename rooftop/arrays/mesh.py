@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from rooftop.arrays.rules import AXES, ways
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import Record, read_record
 from rooftop.hardware import PhysicalAxis, Slice
 
 Ints = npt.NDArray[np.int64]
@@ -85,6 +86,18 @@ def span(physical: tuple[PhysicalAxis, ...], size: Ints, stride: Ints) -> AxisSp
     # Through a switch every device has its own port: interleaved groups share nothing.
     switched = np.array([axis.kind in ("switch", "dcn", "core") for axis in physical])
     return AxisSpan(physical=physical, size=size, stride=np.where(switched, 1, stride), ring=ring)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshLayout(Record):
+    """A mesh without its slice, as plans write it: the size of each axis, and the pieces it consists of."""
+
+    axes: Mapping[str, int]
+    layout: Mapping[str, tuple[AxisPiece, ...]]
+
+    def on(self, slice_: Slice) -> Mesh:
+        """The mesh on a slice. Raises RooftopError if the pieces do not tile it."""
+        return Mesh(slice_, self.layout)
 
 
 @dataclass(frozen=True)
@@ -165,29 +178,19 @@ class Mesh:
 
         return ",".join(f"{name}={'+'.join(map(write, pieces))}" for name, pieces in self.axes.items() if pieces)
 
+    @property
+    def described(self) -> MeshLayout:
+        """The mesh without its slice."""
+        return MeshLayout(axes=self.shape, layout=self.axes)
+
     def to_json(self) -> dict[str, Any]:
-        """``axes`` (name -> size) and ``layout`` (name -> pieces), as plan.json holds them."""
-        return {
-            "axes": self.shape,
-            "layout": {
-                name: [{"axis": piece.axis, "stride": piece.stride, "size": piece.size} for piece in pieces]
-                for name, pieces in self.axes.items()
-            },
-        }
+        """``axes`` and ``layout`` (see ``MeshLayout``)."""
+        return self.described.to_json()
 
     @classmethod
-    def from_json(cls, slice_: Slice, data: Mapping[str, Any]) -> Mesh:
+    def from_json(cls, slice_: Slice, data: object) -> Mesh:
         """The inverse of ``to_json``, on the slice that the plan names."""
-        try:
-            return cls(
-                slice_,
-                {
-                    name: tuple(AxisPiece(entry["axis"], int(entry["stride"]), int(entry["size"])) for entry in pieces)
-                    for name, pieces in data["layout"].items()
-                },
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RooftopError("mesh", data, f"the axes and layout of a plan ({error!r})") from None
+        return read_record(MeshLayout, data, "mesh").on(slice_)
 
     @classmethod
     def lay(cls, slice_: Slice, sizes: Mapping[str, int]) -> Mesh:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import Record, read_record
 
 #: Logical dims. ``embed`` is D of a parameter; ``residual_seq`` is the sequence dim between matmuls, ``seq`` inside.
 LOGICAL: tuple[str, ...] = (
@@ -150,7 +150,7 @@ def ways(sizes: Mapping[str, int], *axes: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class Rules(Record):
     """Sharding rules: mesh axes by logical dim.
 
     The ``embed`` axes of a parameter hold it in shards, which are gathered while a matmul uses it (FSDP).
@@ -175,20 +175,7 @@ class Rules:
 
         return Rules(parameters=keep(self.parameters), activations=keep(self.activations))
 
-    def to_json(self) -> dict[str, Any]:
-        """Both tables as plain JSON values."""
-        return {
-            "parameters": {dim: list(axes) for dim, axes in self.parameters.items()},
-            "activations": {dim: list(axes) for dim, axes in self.activations.items()},
-        }
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Rules:
+    def from_json(cls, data: object) -> Rules:
         """The inverse of ``to_json``. Raises RooftopError on a malformed table."""
-        try:
-            tables = {
-                name: {dim: tuple(axes) for dim, axes in data[name].items()} for name in ("parameters", "activations")
-            }
-        except (KeyError, TypeError, AttributeError):
-            raise RooftopError("rules", data, "two tables, parameters and activations, of dim -> axes") from None
-        return cls(**tables)
+        return read_record(cls, data, "rules")

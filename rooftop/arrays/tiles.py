@@ -162,13 +162,6 @@ class TileLayout:
             offset = offset * size + at
         return offset
 
-    def physical_order(self) -> Ints:
-        """Row-major index of the element at each position in memory, or -1 for padding. [elements]."""
-        order = np.full(prod(self.tiled_shape), -1, np.int64)
-        if order.size:
-            order[np.ravel(self.offset(tuple(np.indices(self.shape))))] = np.arange(prod(self.shape))
-        return order
-
 
 @dataclass(frozen=True, kw_only=True)
 class MxuPadding:
@@ -184,14 +177,6 @@ def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> Shape:
     """``shape`` with its last dims padded to multiples of ``tile``; missing dims count as 1 before the others."""
     major, minor = _cut(tuple(shape), tuple(tile))
     return (*major, *(-(-size // block) * block for size, block in zip(minor, tile, strict=True)))
-
-
-def native_tile(dtype: str) -> tuple[int, int]:
-    """Rows and columns of ``dtype`` in one vector register: (8, 128) of 32 bits, (16, 128) of 16, (32, 128) of 8.
-
-    Narrow elements are packed along the rows. Raises RooftopError on an unknown dtype.
-    """
-    return VPU[0] * _packing(dtype), VPU[1]
 
 
 def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:

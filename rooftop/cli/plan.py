@@ -206,7 +206,7 @@ def serve(
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
     from rooftop.core.files import write_json, write_text
-    from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
+    from rooftop.library.serving import plan_serving, serving_front
 
     result: ServingPlanResult | ServingFrontResult
     if objective == "pareto":
@@ -219,9 +219,8 @@ def serve(
         from rooftop.present.documents.parts import front_chart
         from rooftop.present.svg import lines_file
 
-        points = list(result.points) if isinstance(result, ServingFrontResult) else result.answer.front
         title = _title(result, options["on"])
-        write_text(plot, lines_file(front_chart(points), title, "numbers next to points: batch"))
+        write_text(plot, lines_file(front_chart(data["pareto"]), title, "numbers next to points: batch"))
     if report is not None:
         write_text(report, result.page())
     if output is not None:
@@ -239,7 +238,7 @@ def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
     from rooftop.library.serving import ServingFrontResult
 
     if isinstance(result, ServingFrontResult):
-        model, kinds = result.model, {(point["weights"], point["kv"]) for point in result.points}
+        model, kinds = result.model, {(point.weights, point.kv) for point in result.points}
     else:
         problem = result.plan.problem
         model, kinds = problem.model.name, {(problem.numerics.weights, problem.numerics.kv)}

@@ -16,6 +16,7 @@ from rooftop.compiler.hlo.kernels import declared_flops
 from rooftop.compiler.hlo.matmuls import MATMULS, matmul_dtype, matmul_flops
 from rooftop.compiler.hlo.places import place_of
 from rooftop.compiler.hlo.text import Module
+from rooftop.core.errors import one_of
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.core.scopes import PHASES, SCOPES
 
@@ -78,4 +79,10 @@ def in_order(rows: Mapping[Key, RowDraft]) -> Ledger:
 
 def _row(key: Key, draft: RowDraft) -> Row:
     fields = {**vars(draft), "collectives": tuple(draft.collectives)}
-    return Row(scope=key[0], phase=key[1], count=key[2], formula="read from compiled HLO", **fields)
+    return Row(
+        scope=key[0],
+        phase=one_of("row.phase", key[1], PHASES),
+        count=key[2],
+        formula="read from compiled HLO",
+        **fields,
+    )

@@ -6,19 +6,23 @@ number may be a NumPy array with one entry per candidate; in a plan's JSON it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES
-from rooftop.core.scopes import UNSCOPED, is_phase, is_scope
+from rooftop.core.records import Record, derived, read_record
+from rooftop.core.scopes import UNSCOPED, Phase, is_phase, is_scope
 
-#: A number, or one per candidate of a sweep.
-Number = float | npt.NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    #: A number, or one per candidate of a sweep. In JSON it is one number.
+    Number = float | npt.NDArray[np.float64]
+else:
+    Number = float
 
 Resource = Literal["mxu", "vpu", "hbm", "ici", "dcn", "pcie", "host"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
@@ -27,7 +31,7 @@ COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class Collective(Record):
     """One logical collective of a row.
 
     ``bytes`` is the logical local payload: an AllGather's output, a ReduceScatter's input, an AllReduce's or
@@ -36,7 +40,9 @@ class Collective:
     nothing else runs. ``critical`` collectives stand between two computations that depend on each other.
     """
 
-    kind: str
+    closed = True
+
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: Number
     wire_bytes: Number
@@ -51,7 +57,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Record):
     """One scope in one phase.
 
     ``flops`` are matmul FLOPs by dtype, ``kernel_flops`` those executed inside hand-written kernels (which compilers
@@ -60,8 +66,10 @@ class Row:
     nothing overlapped. ``formula`` says how the main figure follows.
     """
 
+    closed = True
+
     scope: str
-    phase: str
+    phase: Phase
     count: Number = 1
     flops: Mapping[str, Number] = field(default_factory=dict)
     kernel_flops: Number = 0.0
@@ -95,27 +103,16 @@ class Row:
         """True if a scalar row only waits: it takes time and keeps no resource busy."""
         return not self.time_s
 
-    @property
-    def bound(self) -> str:
+    @derived
+    def bound(self) -> Resource | Literal[""]:
         """The busiest resource of a scalar row ('' if it uses none)."""
-        return max(self.time_s, key=lambda name: float(self.time_s[name]), default="")
+        used = [name for name in RESOURCES if name in self.time_s]
+        return max(used, key=lambda name: float(self.time_s[name]), default="")
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain JSON values; arrays of a sweep are refused by ``float``."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain | {"bound": self.bound}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Row:
-        """The inverse of ``to_json``. Raises RooftopError on a field that a row does not have."""
-        try:
-            fields = {name: value for name, value in data.items() if name != "bound"}
-            collectives = tuple(
-                Collective(**{**entry, "axes": tuple(entry["axes"])}) for entry in fields.pop("collectives", ())
-            )
-            return cls(**fields, collectives=collectives)
-        except (AttributeError, TypeError, KeyError) as error:
-            raise RooftopError("ledger row", data, f"the fields of a row ({error})") from None
+        """The row as plain JSON values, whole numbers without a fraction. Raises TypeError for arrays of a sweep."""
+        data: dict[str, Any] = _without_fractions(super().to_json())
+        return data
 
 
 @dataclass(frozen=True)
@@ -161,19 +158,17 @@ class Ledger:
         return [row.to_json() for row in self.rows]
 
     @classmethod
-    def from_json(cls, data: Iterable[Mapping[str, Any]]) -> Ledger:
+    def from_json(cls, data: object) -> Ledger:
         """The inverse of ``to_json``. Raises RooftopError on what is no list of rows."""
-        if not isinstance(data, list):
-            raise RooftopError("ledger", data, "a list of rows")
-        return cls(tuple(Row.from_json(entry) for entry in data))
+        return cls(read_record(tuple[Row, ...], data, "ledger"))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (str, bool, int)) or value is None:
-        return value
-    number = float(value)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+def _without_fractions(value: Any) -> Any:
+    """JSON values in which 32.0 has become 32."""
+    if isinstance(value, dict):
+        return {name: _without_fractions(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_fractions(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value

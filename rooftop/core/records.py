@@ -1,19 +1,19 @@
 """Records: dataclasses whose JSON, JSON Schema and reader all follow from their fields.
 
-A field is written under its own name. A ``derived`` property is written as well, and ignored by the reader. msgspec
-reads and makes schemas; it is imported when that is asked for, as many commands only write.
+A field is written under its own name. A ``derived`` property is written as well, and ignored by the reader. The types
+of fields are imported at run time, and made of JSON's types, literals, unions, tuples, lists, mappings and dataclasses.
 """
 
 from __future__ import annotations
 
-import re
+import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, cached_property
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, unknown
 
 T = TypeVar("T")
 
@@ -23,12 +23,14 @@ class derived(cached_property[T], Generic[T]):
 
 
 class Record:
-    """Base of frozen dataclasses that are written as JSON."""
+    """Base of frozen dataclasses that are written as JSON. Of a ``closed`` one the reader refuses unknown keys."""
+
+    closed: ClassVar[bool] = False
 
     def to_json(self) -> dict[str, Any]:
         """The fields and derived properties as plain JSON values."""
-        data: dict[str, Any] = plain(self)
-        return data
+        kind: Any = type(self)
+        return {name: plain(getattr(self, name)) for name in _written(kind)}
 
 
 def plain(value: Any) -> Any:
@@ -40,6 +42,8 @@ def plain(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value
+    if isinstance(value, Record):
+        return value.to_json()
     if is_dataclass(kind):
         return {name: plain(getattr(value, name)) for name in _written(kind)}
     if isinstance(value, Mapping):
@@ -66,54 +70,114 @@ def _derived(kind: type) -> dict[str, derived[Any]]:
     return {name: member for name, member in members.items() if isinstance(member, derived)}
 
 
-def read_record(kind: type[T], data: object, name: str, *, strict: bool = True) -> T:
-    """The record of type ``kind`` in plain JSON values.
+def read_record(kind: type[T], data: object, name: str) -> T:
+    """The record of type ``kind`` in plain JSON values; a type like ``tuple[Row, ...]`` is read too.
 
     ``name`` is how messages call the data. Raises RooftopError naming the field that is missing or of another type,
-    the value in it, and what is accepted there.
+    the value in it, and what is accepted there. Keys without a field are ignored, except in ``closed`` records.
     """
-    import msgspec
-
-    try:
-        return msgspec.convert(data, kind, strict=strict)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, RooftopError):
-            raise error.__cause__ from None
-        raise _read_error(str(error), data, name) from None
+    record: T = _read(kind, data, (name,))
+    return record
 
 
-_MESSAGE = re.compile(r"(?P<text>.*?)(?: - at `(?:key` in `)?\$(?P<path>[^`]*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<field>.*)`")
-_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
+def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+    """``value`` as a ``kind``. ``path`` leads to it: the name of the data, then '.FIELD' or '[INDEX]'."""
+    members = _members(kind)
+    for member in members:
+        if member.takes(value):
+            return _convert(member, value, path)
+    accepted = " or ".join(dict.fromkeys(member.words for member in members))
+    raise RooftopError(_join(path), value if len(repr(value)) <= 80 else f"{str(value)[:80]}...", accepted)
 
 
-def _read_error(message: str, data: object, name: str) -> RooftopError:
-    """A RooftopError from a message of msgspec, which names what is wrong and its path."""
-    match = _MESSAGE.fullmatch(message)
-    assert match is not None  # every string matches
-    text, path = match["text"], match["path"] or ""
-    field = f"{name} {path.lstrip('.')}".strip()
-    if missing := _MISSING.fullmatch(text):
-        dot = "." if path else ""
-        return RooftopError(f"{field}{dot if path else ' '}{missing['field']}", None, "a value: this field is required")
-    accepted = text[:1].lower() + text[1:].replace("`", "")
-    return RooftopError(field, _at(data, path), accepted.removeprefix("expected ").partition(", got ")[0])
+def _convert(member: _Member, value: Any, path: tuple[str, ...]) -> Any:
+    """``value``, whose JSON type fits, as the type of ``member``."""
+    if member.is_record:
+        return _convert_record(member.kind, value, path)
+    if member.container in _OBJECTS:
+        keys, items = member.arguments
+        return {
+            _read(keys, key, (*path, " key")): _read(items, item, (*path, f".{key}")) for key, item in value.items()
+        }
+    if member.container in _ARRAYS:
+        kinds = member.arguments
+        if member.container is not tuple or kinds[1:] == (...,):
+            kinds = kinds[:1] * len(value)
+        elif len(value) != len(kinds):
+            raise RooftopError(_join(path), value, f"a list of {len(kinds)}")
+        pairs = enumerate(zip(kinds, value, strict=True))
+        entries = (_read(kind, item, (*path, f"[{index}]")) for index, (kind, item) in pairs)
+        return (list if member.container in (list, Sequence) else member.container)(entries)
+    return value
 
 
-def _at(data: object, path: str) -> object:
-    """The value at a path like ``.ledger[3].count``; the innermost one that the path names."""
-    for step in _STEP.finditer(path):
-        if isinstance(data, Mapping) and step["key"] in data:
-            data = data[step["key"]]
-        elif isinstance(data, list) and step["index"]:
-            data = data[int(step["index"])]
-    text = repr(data)
-    return data if len(text) <= 80 else f"{text[:80]}..."
+def _convert_record(kind: type, value: Mapping[str, object], path: tuple[str, ...]) -> object:
+    hints, arguments = _hints(kind), dict[str, object]()
+    if getattr(kind, "closed", False):
+        for name in value:
+            if name not in _written(kind):
+                raise unknown(_join((*path, ".field")), name, (field.name for field in fields(kind)))
+    for field in fields(kind):
+        if field.name in value:
+            arguments[field.name] = _read(hints[field.name], value[field.name], (*path, f".{field.name}"))
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise RooftopError(_join((*path, f".{field.name}")), None, "a value: this field is required")
+    record: object = kind(**arguments)
+    return record
 
 
-def schema(kind: type) -> dict[str, Any]:
-    """The JSON Schema of a record: its fields and derived properties, and those of the records in them."""
-    import msgspec
+_OBJECTS = (dict, Mapping)
+_ARRAYS = (tuple, list, Sequence, frozenset)
+#: Python types by the JSON type that messages name; a float takes whole numbers too.
+_JSON_TYPES: dict[object, tuple[str, tuple[type, ...]]] = {
+    str: ("a string", (str,)), int: ("a whole number", (int,)), float: ("a number", (int, float)),
+    bool: ("true or false", (bool,)), type(None): ("null", (type(None),)), Any: ("any value", (object,)),
+    object: ("any value", (object,)), **dict.fromkeys(_OBJECTS, ("an object", (Mapping,))),
+    **dict.fromkeys(_ARRAYS, ("a list", (list, tuple))),
+}  # fmt: skip
+
+
+class _Member:
+    """A member of a union, or a type that is no union; ``words`` say what it takes."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.container, self.arguments = kind, typing.get_origin(kind), typing.get_args(kind)
+        self.is_record = is_dataclass(kind)
+        self.literals = self.arguments if self.container is typing.Literal else ()
+        self.words = ", ".join(map(str, self.literals))
+        self.types: tuple[type, ...] = ()
+        if not self.literals:
+            self.words, self.types = _JSON_TYPES[dict if self.is_record else self.container or kind]
+
+    def takes(self, value: object) -> bool:
+        """True if the value is one of the literals, or of the JSON type. A bool is an int to Python only."""
+        if self.literals:
+            return value in self.literals
+        return isinstance(value, self.types) and (type(value) is not bool or int not in self.types)
+
+
+@cache
+def _members(kind: Any) -> tuple[_Member, ...]:
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return tuple(_Member(member) for member in (typing.get_args(kind) if is_union else (kind,)))
+
+
+def _join(path: tuple[str, ...]) -> str:
+    """A path in words: 'plan mesh.axes', 'plan[3].count'."""
+    name, rest = path[0], "".join(path[1:])
+    return f"{name} {rest[1:]}" if rest.startswith(".") else name + rest
+
+
+#: Types of the fields of a dataclass by name.
+_hints = cache(get_type_hints)
+
+
+def schema(kind: Any) -> dict[str, Any]:
+    """The JSON Schema of a record, or of a type like ``tuple[Row, ...]``, as it is written.
+
+    Fields and derived properties of all records are required, though ``read_record`` takes fields' defaults.
+    """
+    import msgspec  # slow to import, and only schemas need it
 
     kinds = list(dict.fromkeys(_records(kind)))
     properties = [
@@ -122,12 +186,13 @@ def schema(kind: type) -> dict[str, Any]:
         for name, member in _derived(owner).items()
     ]
     schemas, components = msgspec.json.schema_components(
-        [*kinds, *(hint for _, _, hint in properties)], ref_template="#/$defs/{name}"
+        [kind, *kinds, *(hint for _, _, hint in properties)], ref_template="#/$defs/{name}"
     )
-    for (owner, name, _), property_schema in zip(properties, schemas[len(kinds) :], strict=True):
+    for (owner, name, _), property_schema in zip(properties, schemas[len(kinds) + 1 :], strict=True):
         component = components[owner.__name__]
         component["properties"][name] = property_schema
-        component["required"] = [*component.get("required", ()), name]
+    for owner in kinds:
+        components[owner.__name__]["required"] = list(_written(owner))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[0], "$defs": components}
 
 

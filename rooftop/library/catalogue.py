@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_count, parse_count
@@ -36,7 +36,7 @@ class ChipResult(Result):
 
     chip: Chip
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Names, kind, and every figure with its unit, source and date."""
         return {
             "name": self.chip.name,
@@ -77,7 +77,7 @@ class SliceResult(Result):
         """The chip that the slice is made of."""
         return self.slice.chip
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Shape, totals and physical axes."""
         spec = self.slice
         return {
@@ -126,7 +126,7 @@ class ChipsResult(Result):
 
     chips: tuple[Chip, ...]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Every chip with all its figures."""
         return {"chips": [ChipResult(chip=spec).to_json() for spec in self.chips]}
 
@@ -163,7 +163,7 @@ class ModelResult(Result):
     source: str | None = None
 
     @cached_property
-    def totals(self) -> dict[str, object]:
+    def totals(self) -> dict[str, Any]:
         """The figures that a list of models shows."""
         counts = count_params(self.config)
         return {
@@ -175,7 +175,7 @@ class ModelResult(Result):
             "max_seq_len": self.config.max_seq_len,
         }
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Parameters by component, FLOPs and their convention, KV bytes, and the configuration."""
         config, seq_len = self.config, self.seq_len
         flops = flops_per_token(config, seq_len)
@@ -229,7 +229,7 @@ class ModelsResult(Result):
 
     models: tuple[ModelResult, ...]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Totals of every model."""
         return {"models": [model.totals for model in self.models]}
 

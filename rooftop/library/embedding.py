@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json
@@ -55,7 +55,7 @@ class EmbeddingPlanResult(Result):
 
     plan: EmbedPlan
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """plan.json: all that is needed to compile the program."""
         data: dict[str, object] = self.plan.to_json()
         return data
@@ -77,8 +77,7 @@ class EmbeddingPlanResult(Result):
         """Stacks, step times and memory."""
         problem, memory = self.plan.problem, self.plan.memory
         steps = ", ".join(
-            f"{mode} {format_seconds(step['expected_s'])} (bound by {step['bound']})"
-            for mode, step in self.plan.step.items()
+            f"{mode} {format_seconds(step.expected_s)} (bound by {step.bound})" for mode, step in self.plan.step.items()
         )
         return (
             f"{len(problem.tables.tables)} tables in {len(problem.stacking.stacks)} stacks on {problem.slice.name}, "
@@ -115,7 +114,7 @@ class EmbeddingLimitsResult(Result):
         """Every limit next to the observed need."""
         return compare(self.limits, self.statistics)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Batches, ids out of range, and each stack's needs and limits."""
         uses = self.uses
         return {

@@ -66,12 +66,6 @@ TimeLike: TypeAlias = float | str
 #: A whole number, or its text: '4Mi'.
 CountLike: TypeAlias = int | str
 
-#: Types of JSON values by their names in schemas.
-_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "boolean": bool,
-    "null": type(None),
-}  # fmt: skip
-
 
 def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
     """The slice that is meant; ``price`` replaces its dollars per chip-hour. Raises RooftopError."""
@@ -123,7 +117,6 @@ def plan_of(plan: PlanLike) -> TrainingPlan | EmbedPlan:
         raise RooftopError(
             "plan", name, f"a plan.json written by rooftop plan train or embed (this one is {kind_text})"
         )
-    _require_schema(name, data, "plan" if kind == "train" else "embed")
     return TrainingPlan.from_json(data) if kind == "train" else EmbedPlan.from_json(data)
 
 
@@ -136,22 +129,6 @@ def training_plan_of(plan: PlanLike) -> TrainingPlan:
         name = str(plan) if isinstance(plan, (str, Path)) else "a plan of embeddings"
         raise RooftopError("plan", name, "a plan.json written by rooftop plan train (this one is of kind 'embed')")
     return training
-
-
-def _require_schema(source: str, data: Mapping[str, object], kind: str) -> None:
-    """Raise RooftopError, naming the field, if one is missing from a plan or is of another JSON type."""
-    from rooftop.core.schemas import schema
-
-    rules = schema(kind)
-    absent = [field for field in rules["required"] if field not in data]
-    if absent:
-        some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
-        raise RooftopError("plan", source, f"a plan.json written by rooftop plan (without {some})")
-    for field, rule in rules["properties"].items():
-        names = rule.get("type", ())
-        accepted = [names] if isinstance(names, str) else list(names)
-        if field in data and accepted and not any(isinstance(data[field], _JSON_TYPES[name]) for name in accepted):
-            raise RooftopError(f"plan {field}", data[field], f"JSON of type {' or '.join(accepted)}")
 
 
 def seconds_of(time: TimeLike, field: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rooftop.core.ledger import Ledger
 
@@ -22,7 +22,7 @@ class Result(ABC):
     """
 
     @abstractmethod
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Return the object that the verb prints with ``--json``."""
 
     @property

@@ -7,11 +7,11 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rooftop.capabilities import KV_SPLITS
 from rooftop.core.errors import Infeasible, RooftopError, one_of, unknown
@@ -25,6 +25,7 @@ from rooftop.core.quantities import (
     parse_quantity,
     parse_share,
 )
+from rooftop.core.records import read_record
 from rooftop.hardware import Chip, Slice
 from rooftop.library.inputs import (
     AxesLike,
@@ -43,7 +44,17 @@ from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.serving import answer as serving
 from rooftop.plan.serving.answer import ServingAnswer
 from rooftop.plan.serving.assumptions import ServingAssumptions
-from rooftop.plan.serving.fleet import OBJECTIVES, Recommendation, candidate_slices, front, recommend
+from rooftop.plan.serving.fleet import (
+    OBJECTIVES,
+    FleetAnswerDocument,
+    FleetPoint,
+    Recommendation,
+    RecommendationDocument,
+    ServingFrontDocument,
+    candidate_slices,
+    front,
+    recommend,
+)
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import LINKS, MODES, Mode, ServingProblem
 from rooftop.plan.serving.search import pareto, smallest_slice
@@ -90,10 +101,13 @@ class ServingPlanResult(Result):
 
     @cached_property
     def _data(self) -> dict[str, object]:
-        fleet = None if self.recommendation is None else self.recommendation.to_json()
-        return self.answer.to_json() | {"recommendation": fleet}
+        answer = self.answer.document
+        return FleetAnswerDocument(
+            **{field.name: getattr(answer, field.name) for field in fields(answer)},
+            recommendation=None if self.recommendation is None else self.recommendation.document,
+        ).to_json()
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """plan.json: all that is needed to simulate and to serve."""
         return dict(self._data)
 
@@ -105,7 +119,7 @@ class ServingPlanResult(Result):
     @property
     def front(self) -> list[dict[str, object]]:
         """Batches at which no other is both faster and cheaper, a flat dict each."""
-        return [flat(point) for point in self.answer.front]
+        return [flat(point.to_json()) for point in self.answer.front]
 
     @property
     def summary(self) -> str:
@@ -146,16 +160,16 @@ class ServingFrontResult(Result):
     """Slices, number formats and batches at which no other generates both faster and at less cost, fastest first."""
 
     model: str
-    points: Sequence[dict[str, object]]
+    points: Sequence[FleetPoint]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The model and the points."""
-        return {"kind": "pareto", "model": self.model, "pareto": list(self.points)}
+        return ServingFrontDocument(kind="pareto", model=self.model, pareto=tuple(self.points)).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A point a row."""
-        return [flat(point) for point in self.points]
+        return [flat(point.to_json()) for point in self.points]
 
     @property
     def summary(self) -> str:
@@ -709,8 +723,12 @@ def _planned(
         data = plan
     planned = ServingPlan.from_json(data)
     recommendation = data.get("recommendation")
-    best_fleet = recommendation.get("best", {}) if isinstance(recommendation, Mapping) else {}
-    return planned, best_fleet
+    if recommendation is None:
+        return planned, {}
+    best_fleet = read_record(RecommendationDocument, recommendation, "plan recommendation").best
+    return planned, {
+        "generate_servers": best_fleet.generate_servers, "prefill_servers": best_fleet.prefill_servers
+    }  # fmt: skip
 
 
 def serve(

@@ -115,8 +115,3 @@ def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bo
     if saved["rope"] and not config.qk_norm:
         saved["qkv"] = min(saved["qkv"], attention_kind(config).widths.unrotated)
     return saved
-
-
-def checkpoint_bytes(tokens: float, layers: int, elements_per_token: float, *, element_bytes: float = 2.0) -> float:
-    """Bytes of saved activations over all devices: tokens x layers x elements per token and layer (chapter 4, 5)."""
-    return tokens * layers * elements_per_token * element_bytes

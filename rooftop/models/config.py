@@ -7,29 +7,30 @@ E experts of which k are active.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import Record, read_record
 
-ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "relu")
-NORMS: tuple[str, ...] = ("rms", "layer")
-POSITIONS: tuple[str, ...] = ("rope", "learned")
-ROPE_SCALINGS: tuple[str, ...] = ("linear", "llama3", "yarn")
-SCORINGS: tuple[str, ...] = ("softmax", "sigmoid")
-GROUP_SCORES: tuple[str, ...] = ("max", "top2_sum")
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Norm = Literal["rms", "layer"]
+Positions = Literal["rope", "learned"]
+RopeScalingKind = Literal["linear", "llama3", "yarn"]
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2_sum"]
+ROPE_SCALINGS: tuple[RopeScalingKind, ...] = get_args(RopeScalingKind)
 
 #: Bounds that no model comes near; they keep a mistyped figure from exhausting memory before it is noticed.
 LARGEST_SIZE = 10**12
 MOST_LAYERS = 10_000
 _LARGEST_NUMBER = 1e100
 
-_Config = TypeVar("_Config")
-
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(Record):
     """Scaling of rotary frequencies beyond the sequence length of the first training.
 
     ``linear`` divides every frequency by ``factor``. ``llama3`` divides only wavelengths above original_max_seq_len /
@@ -38,7 +39,9 @@ class RopeScaling:
     ends rounded outwards if ``truncate``) and multiplies cosine and sine by ``attention_factor``.
     """
 
-    kind: str
+    closed = True
+
+    kind: RopeScalingKind
     factor: float
     original_max_seq_len: int | None = None
     low_freq_factor: float | None = None
@@ -50,7 +53,6 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _check_fields(self, "rope_scaling.")
-        _check_choice("rope_scaling.kind", self.kind, ROPE_SCALINGS)
         needs = {
             "linear": (),
             "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
@@ -62,13 +64,15 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLA:
+class MLA(Record):
     """Multi-head latent attention (DeepSeek-V2 paper, section 2.1): keys and values share one compressed latent.
 
     Queries come from D directly or, with ``q_rank``, through a latent of that size. What is cached per token and layer
     is the latent of ``kv_rank`` elements and one rotated key of ``d_rope`` that all heads share. A head's query and
     key have d_nope + d_rope elements, its value ``d_v``.
     """
+
+    closed = True
 
     q_rank: int | None
     kv_rank: int
@@ -83,7 +87,7 @@ class MLA:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoE:
+class MoE(Record):
     """A mixture of E = ``experts`` MLPs of hidden size ``d_ff``, of which a token uses k = ``active``.
 
     ``shared_d_ff`` is the hidden size of the shared experts together (every token uses them), 0 for none. The first
@@ -95,24 +99,24 @@ class MoE:
     then multiplied by ``routed_scaling``.
     """
 
+    closed = True
+
     experts: int
     active: int
     d_ff: int
     shared_d_ff: int = dataclasses.field(default=0, metadata={"least": 0})
     dense_layers: int = dataclasses.field(default=0, metadata={"least": 0})
     bias: bool = False
-    scoring: str = "softmax"
+    scoring: Scoring = "softmax"
     normalise: bool = True
     routed_scaling: float = 1.0
     groups: int = 1
     active_groups: int = 1
-    group_score: str = "max"
+    group_score: GroupScore = "max"
     correction_bias: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self, "moe.")
-        _check_choice("moe.scoring", self.scoring, SCORINGS)
-        _check_choice("moe.group_score", self.group_score, GROUP_SCORES)
         if self.experts % self.groups:
             raise RooftopError("moe.groups", self.groups, f"a divisor of the {self.experts} experts")
         if self.active_groups > self.groups:
@@ -123,7 +127,7 @@ class MoE:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Record):
     """A decoder-only transformer.
 
     ``family`` is the Hugging Face ``model_type`` it follows. ``d_head`` (H) is the size of a query and key; with
@@ -144,6 +148,8 @@ class ModelConfig:
     Raises RooftopError naming the field if a figure has the wrong type, is not positive, or contradicts another.
     """
 
+    closed = True
+
     name: str
     family: str
     layers: int = dataclasses.field(metadata={"most": MOST_LAYERS})
@@ -155,7 +161,7 @@ class ModelConfig:
     vocab: int
     max_seq_len: int
     mlp_matrices: int = 3
-    activation: str = "silu"
+    activation: Activation = "silu"
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.0
     tied_embeddings: bool = False
@@ -163,7 +169,7 @@ class ModelConfig:
     qkv_bias: bool = False
     attn_out_bias: bool = False
     mlp_bias: bool = False
-    norm: str = "rms"
+    norm: Norm = "rms"
     norm_eps: float = 1e-6
     norm_offset: bool = False
     norms_per_layer: int = 2
@@ -173,7 +179,7 @@ class ModelConfig:
     attn_softcap: float | None = None
     final_softcap: float | None = None
     layer_windows: tuple[int | None, ...] = ()
-    positions: str = "rope"
+    positions: Positions = "rope"
     rope_theta: float = 10_000.0
     rope_interleaved: bool = False
     rope_local_theta: float | None = None
@@ -183,9 +189,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self, "")
-        _check_choice("activation", self.activation, ACTIVATIONS)
-        _check_choice("norm", self.norm, NORMS)
-        _check_choice("positions", self.positions, POSITIONS)
         if self.mlp_matrices not in (2, 3):
             raise RooftopError("mlp_matrices", self.mlp_matrices, "3 (gated) or 2")
         if self.swiglu_limit is not None and (self.activation, self.mlp_matrices) != ("silu", 3):
@@ -242,43 +245,10 @@ class ModelConfig:
         """The size of a head's value: H, or d_v with latent attention."""
         return self.d_head if self.mla is None else self.mla.d_v
 
-    def to_json(self) -> dict[str, Any]:
-        """The whole config as plain JSON values; ``from_json`` gives it back."""
-        data = dataclasses.asdict(self)
-        return data | {"layer_windows": list(self.layer_windows)}
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
+    def from_json(cls, data: object) -> ModelConfig:
         """The inverse of ``to_json``. Raises RooftopError on a missing, unknown or malformed field."""
-        fields = dict(_object(data, "model"))
-        for name, part in (("moe", MoE), ("mla", MLA), ("rope_scaling", RopeScaling)):
-            if fields.get(name) is not None:
-                fields[name] = _build(part, _object(fields[name], name), f"{name}.")
-        if isinstance(fields.get("layer_windows"), list):
-            fields["layer_windows"] = tuple(fields["layer_windows"])
-        return _build(cls, fields, "")
-
-
-def _build(cls: type[_Config], data: Mapping[str, Any], prefix: str) -> _Config:
-    known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name in data:
-        if name not in known:
-            raise unknown(f"{prefix}field", name, known)
-    for name, field in known.items():
-        if name not in data and field.default is dataclasses.MISSING:
-            raise RooftopError(f"{prefix}{name}", None, "a value: the field is required")
-    return cls(**data)
-
-
-def _object(data: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise RooftopError(name, data, "a JSON object")
-    return data
-
-
-def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise unknown(field, value, choices)
+        return read_record(cls, data, "model")
 
 
 def _check_whole(field: str, value: Any, least: int, most: int = LARGEST_SIZE) -> None:
@@ -286,24 +256,31 @@ def _check_whole(field: str, value: Any, least: int, most: int = LARGEST_SIZE) -
         raise RooftopError(field, value, f"a whole number from {least} to {most:,}")
 
 
+_types = cache(get_type_hints)
+
+
 def _check_fields(config: Any, prefix: str) -> None:
     """Types and signs, as the annotations say: whole numbers at least 1 (or ``least``), other numbers positive."""
+    types = _types(config.__class__)
     for field in dataclasses.fields(config):
-        value, name, kind = getattr(config, field.name), f"{prefix}{field.name}", str(field.type)
-        if value is None and kind.endswith("| None"):
+        value, name, kind = getattr(config, field.name), f"{prefix}{field.name}", types[field.name]
+        kinds = get_args(kind)
+        if value is None and NoneType in kinds:
             continue
-        match kind.removesuffix(" | None"):
-            case "int":
-                _check_whole(name, value, field.metadata.get("least", 1), field.metadata.get("most", LARGEST_SIZE))
-            case "float":
-                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
-                    raise RooftopError(name, value, "a positive number")
-            case "bool":
-                if not isinstance(value, bool):
-                    raise RooftopError(name, value, "true or false")
-            case "str":
-                if not isinstance(value, str) or not value:
-                    raise RooftopError(name, value, "a text that is not empty")
-            case "MoE" | "MLA" | "RopeScaling" as part:
-                if type(value).__name__ != part:
-                    raise RooftopError(name, value, f"a {part}, or none")
+        kind = kinds[0] if NoneType in kinds else kind
+        if get_origin(kind) is Literal:
+            if value not in kinds:
+                raise unknown(name, value, kinds)
+        elif kind is int:
+            _check_whole(name, value, field.metadata.get("least", 1), field.metadata.get("most", LARGEST_SIZE))
+        elif kind is float:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
+                raise RooftopError(name, value, "a positive number")
+        elif kind is bool:
+            if not isinstance(value, bool):
+                raise RooftopError(name, value, "true or false")
+        elif kind is str:
+            if not isinstance(value, str) or not value:
+                raise RooftopError(name, value, "a text that is not empty")
+        elif kind in (MoE, MLA, RopeScaling) and not isinstance(value, kind):
+            raise RooftopError(name, value, f"a {kind.__name__}, or none")

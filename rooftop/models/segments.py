@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rooftop.models.config import ModelConfig
 
@@ -28,6 +29,7 @@ class Segment:
         return self.first + repeat * len(self.kinds) + position
 
 
+@lru_cache(maxsize=64)
 def segments(model: ModelConfig) -> tuple[Segment, ...]:
     """The layers as few scans: from the first layer on, the period that repeats most often, the shortest of equals."""
     kinds = [LayerKind(window=window, moe=layer >= model.dense_layers) for layer, window in enumerate(model.windows)]

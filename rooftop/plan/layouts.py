@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations, product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -151,4 +152,4 @@ def _divisions(axis: PhysicalAxis, names: Sequence[str]) -> tuple[Ints, Ints]:
 def _ordered_factors(value: int, count: int) -> list[tuple[int, ...]]:
     """Every way to write ``value`` as an ordered product of ``count`` factors above 1."""
     factors = [n for n in range(2, value + 1) if value % n == 0]
-    return [chosen for chosen in product(factors, repeat=count) if int(np.prod(chosen)) == value]
+    return [chosen for chosen in product(factors, repeat=count) if prod(chosen) == value]

@@ -38,11 +38,6 @@ def critical_batch(
     return weight / per_token if per_token > 0 else math.inf
 
 
-def critical_split_contraction(flops_per_s: float, link_bytes_per_s: float) -> float:
-    """Contraction size D above which a bf16 matmul split in two over D is compute-bound (chapter 1): D/2 > C/W."""
-    return 2 * flops_per_s / link_bytes_per_s
-
-
 # Chapter 4: transformers
 
 
@@ -112,11 +107,6 @@ def dcn_tokens_per_slice(flops_per_s: float, dcn_bytes_per_s: float) -> float:
 
 
 # Chapter 7: inference
-
-
-def chips_for(total_bytes: float, hbm_bytes: float) -> int:
-    """Fewest chips whose HBM holds so many bytes, spread evenly (chapter 7)."""
-    return math.ceil(total_bytes / hbm_bytes)
 
 
 def generate_step_s(

@@ -10,7 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
+from rooftop.plan.training.answer import TrainingAnswerDocument
 
 Run = Callable[..., Any]
 JOB = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi", "--seq", "4096", "--tokens", "1T")
@@ -19,7 +20,7 @@ JOB = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "1Mi
 def test_json_is_one_object_that_follows_the_schema(rooftop: Run) -> None:
     answer = rooftop(*JOB, "--json")
     assert (answer.status, answer.err) == (0, "")
-    jsonschema.validate(answer.json, schema("plan"))
+    jsonschema.validate(answer.json, schema(TrainingAnswerDocument))
     assert answer.json["model"]["params"] == 8_030_261_248
     assert answer.json["slice"] == {"name": "v5p:4x4x4", "chips": 64, "devices": 64}
     assert answer.json["workload"] == {"batch_tokens": 2**20, "seq_len": 4096, "tokens": 1e12}
@@ -47,7 +48,7 @@ def test_given_mesh_and_remat_are_kept(rooftop: Run) -> None:
 def test_a_pipeline_is_run_against_a_clock(rooftop: Run, schedule: str) -> None:
     how = ("--mesh", "fsdp=16,stage=4", "--microbatches", "8", "--schedule", schedule, "--remat", "none")
     data = rooftop(*JOB, *how, "--json").json
-    jsonschema.validate(data, schema("plan"))
+    jsonschema.validate(data, schema(TrainingAnswerDocument))
     pipeline = data["pipeline"]
     assert pipeline["bubble"] == pytest.approx(pipeline["bubble_closed_form"], abs=0.01)
     assert pipeline["in_flight"] == pipeline["in_flight_closed_form"] == (8 if schedule == "gpipe" else 4)

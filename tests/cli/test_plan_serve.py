@@ -11,7 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
+from rooftop.plan.serving.fleet import FleetAnswerDocument
 from rooftop.plan.serving.plan import ServingPlan
 
 Run = Callable[..., Any]
@@ -25,7 +26,7 @@ def test_json_is_one_object_that_follows_the_schema(rooftop: Run) -> None:
     answer = rooftop(*JOB, "--json")
     assert (answer.status, answer.err) == (0, "")
     data = answer.json
-    jsonschema.validate(data, schema("serving"))
+    jsonschema.validate(data, schema(FleetAnswerDocument))
     assert data["generate"]["batch"] == 32
     assert data["memory"]["kv_per_token"] == 163840
     assert data["smallest_slice"] == "v5e:2x4"
@@ -36,7 +37,7 @@ def test_json_is_one_object_that_follows_the_schema(rooftop: Run) -> None:
 
 def test_book_bounds_and_mfu_are_the_books_arithmetic(rooftop: Run) -> None:
     data = rooftop(*JOB, "--bounds", "book", "--mfu", "0.4", "--json").json
-    jsonschema.validate(data, schema("serving"))
+    jsonschema.validate(data, schema(FleetAnswerDocument))
     assert data["memory"]["kv"] == pytest.approx(4.29497e10, rel=1e-5)
     assert data["memory"]["capacity"] == 256e9
     assert data["generate"]["step_s"]["lower_s"] == pytest.approx(8.76e-3 * 8.1 / 8.2, rel=1e-3)
@@ -92,7 +93,7 @@ def test_given_placements_are_kept(rooftop: Run) -> None:
 def test_recommendation_over_chips(rooftop: Run) -> None:
     target = ("plan", "serve", "--requests-per-second", "40", "--ttft", "500ms", "--tpot", "30ms", "--on", "v5e,v6e")
     data = rooftop(*target, "--json").json
-    jsonschema.validate(data, schema("serving"))
+    jsonschema.validate(data, schema(FleetAnswerDocument))
     found = data["recommendation"]
     assert found["best"]["ttft_s"] <= 0.5
     assert found["best"]["tpot_s"] <= 0.03

@@ -450,16 +450,16 @@ def test_a_contradictory_part_names_its_field(part: Any, fields: dict[str, Any],
 def test_from_json_refuses_what_is_no_model() -> None:
     data = load_model("mixtral-8x7b").to_json()
     for broken, field in (
-        ({**data, "d_modle": 1}, "field"),
-        ({name: value for name, value in data.items() if name != "heads"}, "heads"),
-        ({**data, "moe": {**data["moe"], "experts": "8"}}, "moe.experts"),
-        ({**data, "moe": {"active": 1}}, "moe.experts"),
-        ({**data, "moe": {**data["moe"], "topk": 1}}, "moe.field"),
-        ({**data, "mla": 3}, "mla"),
+        ({**data, "d_modle": 1}, "model field"),
+        ({name: value for name, value in data.items() if name != "heads"}, "model heads"),
+        ({**data, "moe": {**data["moe"], "experts": "8"}}, "model moe.experts"),
+        ({**data, "moe": {"active": 1}}, "model moe.experts"),
+        ({**data, "moe": {**data["moe"], "topk": 1}}, "model moe.field"),
+        ({**data, "mla": 3}, "model mla"),
         ([data], "model"),
     ):
         with pytest.raises(RooftopError) as caught:
-            ModelConfig.from_json(broken)  # type: ignore[arg-type]
+            ModelConfig.from_json(broken)
         assert caught.value.field == field
 
 

@@ -128,16 +128,16 @@ def test_the_nearest_plan_is_executable() -> None:
     """A plan in int8 is priced, and the one that runs has matmuls in bf16 on the same slice."""
     answer = plan_training(problem(numerics=Numerics(matmul="int8")))
     assert answer.nearest_executable is not None
-    assert (answer.nearest_executable["slice"], answer.nearest_executable["matmul"]) == ("v5e:4x4", "bf16")
-    assert answer.nearest_executable["executable"]
+    assert (answer.nearest_executable.slice, answer.nearest_executable.matmul) == ("v5e:4x4", "bf16")
+    assert answer.nearest_executable.executable
     copied = plan_training(problem(on="v5e:4x8", axes={"tensor": 16, "fsdp": 2})).nearest_executable
     assert copied is not None
-    assert copied["slice"] == "v5e:4x8" and copied["executable"]
+    assert copied.slice == "v5e:4x8" and copied.executable
 
 
 def test_changes_that_no_program_runs_are_marked() -> None:
     answer = plan_training(problem(on="v5p:4x4x4", seqs=32, axes={"fsdp": 16, "tensor": 4}))
-    missing = {entry["change"]: entry["obstacle"] for entry in answer.what_if}
+    missing = {entry.change: entry.obstacle for entry in answer.what_if}
     assert missing["tensor collectives overlapped (collective matmuls)"] is not None
     assert "int8" in missing["int8 matmuls in the layers"]
     assert missing["ICI twice as fast"] is None

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.exchange import cheapest_exchange, exchanged_bytes
 from rooftop.plan.embedding.memory import document_stack_bytes, least_tile_bytes, replica_factor, stack_bytes, tile_room
-from rooftop.plan.embedding.plan import UNITS, EmbedPlan
+from rooftop.plan.embedding.plan import UNITS, EmbedPlan, EmbedPlanDocument
 from rooftop.plan.embedding.problem import EmbedProblem, per_device
 from tests.conftest import Answer
 from tests.support.embedding_programs import TOML
@@ -223,17 +223,17 @@ def test_an_optimizer_of_whole_rows_is_an_obstacle() -> None:
 
 def test_a_step_is_bound_by_what_is_busiest() -> None:
     bounds = {flops: EmbedPlan(problem=problem(dense_flops=flops)).step for flops in (0.0, 1e6, 1e9)}
-    assert bounds[1e9]["pipelined"]["bound"] == bounds[1e9]["sequential"]["bound"] == "tensorcore"
-    assert bounds[0.0]["pipelined"]["expected_s"] == bounds[0.0]["sequential"]["expected_s"]
-    assert bounds[1e9]["pipelined"]["expected_s"] < bounds[1e9]["sequential"]["expected_s"]
+    assert bounds[1e9]["pipelined"].bound == bounds[1e9]["sequential"].bound == "tensorcore"
+    assert bounds[0.0]["pipelined"].expected_s == bounds[0.0]["sequential"].expected_s
+    assert bounds[1e9]["pipelined"].expected_s < bounds[1e9]["sequential"].expected_s
     slow = EmbedPlan(problem=dataclasses.replace(problem(), host_threads=1))
-    assert slow.step["pipelined"]["bound"] == "host"
-    assert slow.step["pipelined"]["expected_s"] == slow.units_s["host"]
+    assert slow.step["pipelined"].bound == "host"
+    assert slow.step["pipelined"].expected_s == slow.units_s["host"]
 
 
 def test_the_ledger_adds_up_to_the_step() -> None:
     plan = EmbedPlan(problem=problem(dense_flops=1e9))
-    assert plan.ledger.expected_s == pytest.approx(plan.step["sequential"]["expected_s"])
+    assert plan.ledger.expected_s == pytest.approx(plan.step["sequential"].expected_s)
     assert {row.key for row in plan.ledger} == {
         ("tables/user/lookup", "forward"), ("tables/user/update", "update"), ("loss", "forward"), ("loss", "backward"),
     }  # fmt: skip
@@ -258,7 +258,7 @@ def test_the_command_writes_what_the_schema_says(rooftop: Callable[..., Answer],
     file.write_text(TOML)
     said = rooftop("plan", "embed", str(file), "--on", "v5p:2x2x1", "--dense-flops", "1M", "--json")
     assert said.status == 0 and said.json["executable"]
-    jsonschema.validate(said.json, schema("embed"))
+    jsonschema.validate(said.json, schema(EmbedPlanDocument))
     written = tmp_path / "plan.json"
     shown = rooftop("plan", "embed", str(file), "--on", "v5p:2x2x1", "--dense-flops", "1M", "-o", str(written))
     assert json.loads(written.read_text()) == said.json

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rooftop.core import records
 from rooftop.core.errors import RooftopError
 from rooftop.core.schemas import schema
 from rooftop.embed.host.limits import expected, write_limits
@@ -24,7 +25,7 @@ from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
 from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, TableOptimizer, Tables
 from rooftop.plan.embedding.limits import limits_in_passes
 from rooftop.plan.embedding.memory import stack_bytes, tile_room
-from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.plan import EmbedPlan, EmbedPlanDocument
 from rooftop.plan.embedding.problem import EmbedProblem, per_device, stacking_on
 from tests.conftest import Answer
 from tests.support.embedding_programs import TOML
@@ -90,7 +91,7 @@ def test_a_pass_is_an_execution_of_its_rows_and_sums_are_a_second_loop() -> None
     # Rows that are in several passes are read in each.
     assert 1 < 4 * lookups[1].hbm_bytes / lookups[0].hbm_bytes < 4
     assert 1.5 < 4 * updates[1].hbm_bytes / updates[0].hbm_bytes < 4
-    assert four.step["sequential"]["expected_s"] > one.step["sequential"]["expected_s"]
+    assert four.step["sequential"].expected_s > one.step["sequential"].expected_s
     assert four.ledger.expected_s == pytest.approx(four.units_s["ici"] + four.units_s["hbm"])
     additive = plan(TableOptimizer(kind="sgd"), passes=4)
     assert len(additive.ledger.rows[1].collectives) == 1
@@ -147,7 +148,7 @@ def test_limits_that_do_not_fit_in_one_pass_are_answered_with_passes_that_do() -
     passes = int(re.findall(r"or --sample-passes (\d+)", no)[0])
     assert "at most max_unique_ids" in no and passes > 1
     said = whole.to_json()
-    jsonschema.validate(said, schema("embed"))
+    jsonschema.validate(said, records.schema(EmbedPlanDocument))
     assert said["nearest"]["sample_passes"] == passes and not said["executable"]
     nearest = whole.in_passes_that_fit
     assert nearest is not None and nearest.obstacles == [] and nearest.to_json()["nearest"] is None
@@ -184,7 +185,7 @@ def test_the_command_plans_the_passes_that_it_proposes(rooftop: Callable[..., An
     yes = rooftop(*job, "--sample-passes", passes[0], "-o", str(file))
     assert yes.status == 0 and f"in {passes[0]} passes" in yes.out and "sums" in yes.out
     written = json.loads(file.read_text())
-    jsonschema.validate(written, schema("embed"))
+    jsonschema.validate(written, records.schema(EmbedPlanDocument))
     assert written["workload"]["sample_passes"] == int(passes[0]) and written["memory"]["sums"] > 0
     assert json.loads(json.dumps(EmbedPlan.from_json(written).to_json())) == written
 

@@ -72,7 +72,7 @@ def test_plan_and_ledger_add_up_and_stay_above_their_bound(model: str) -> None:
     assert plan.step_s == pytest.approx(sum(float(row.count * row.expected_s) for row in rows))
     assert plan.lower_s <= plan.step_s <= float(rows.serial_s)
     assert plan.prefill_s >= max(float(plan.prefill.total(name)) for name in ("hbm", "mxu", "ici"))
-    busy = plan.breakdown()
+    busy = plan.breakdown.to_json()
     assert busy["weights_s"] + busy["kv_s"] == pytest.approx(float(rows.total("hbm")))
 
 
@@ -365,8 +365,8 @@ def test_a_target_of_tpot_bounds_the_batch() -> None:
 
 def test_the_front_falls_nowhere() -> None:
     points = plan_serving(problem(batch=None)).front
-    steps = [point["step_s"] for point in points]
-    rates = [point["tokens_per_s_per_chip"] for point in points]
+    steps = [point.step_s for point in points]
+    rates = [point.tokens_per_s_per_chip for point in points]
     assert len(points) > 10
     assert steps == sorted(steps)
     assert rates == sorted(rates)
@@ -439,9 +439,9 @@ def test_a_chip_without_measurements_says_that_its_times_are_bounds() -> None:
 def test_the_front_over_chips_is_faster_or_cheaper() -> None:
     where = {name: candidate_slices(Slice.parse(f"{name}:4x4"))[:4] for name in ("v5e", "v6e")}
     points = front(problem(batch=None), where, [INT8])
-    costs = [point["usd_per_million_tokens"] for point in points]
+    costs = [point.usd_per_million_tokens for point in points]
     assert costs == sorted(costs, reverse=True)
-    assert {point["slice"].split(":")[0] for point in points} <= {"v5e", "v6e"}
+    assert {point.slice.split(":")[0] for point in points} <= {"v5e", "v6e"}
 
 
 def test_a_plan_file_is_the_plan() -> None:

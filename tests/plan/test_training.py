@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, parse_axes
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan.shapes import attended_pairs
-from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.answer import TrainingAnswerDocument, plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
@@ -128,7 +128,7 @@ def test_bounding_loses_no_winner(model: str, on: str) -> None:
 def test_plan_json_round_trips_and_follows_its_schema(model: str) -> None:
     answer = plan_training(problem(model))
     data = json.loads(json.dumps(answer.to_json()))
-    jsonschema.validate(data, schema("plan"))
+    jsonschema.validate(data, schema(TrainingAnswerDocument))
     again = TrainingPlan.from_json(data).to_json()
     for name, value in again.items():
         assert json.loads(json.dumps(value)) == data[name], name

@@ -11,9 +11,10 @@ import math
 import pytest
 
 from rooftop.arrays import Mesh, ShardedArray
+from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice, chip
 from rooftop.models import ModelConfig, MoE, count_params, flops_per_token, kv_bytes_per_token, load_model
-from rooftop.models.activations import checkpoint_bytes, checkpoint_widths
+from rooftop.models.activations import checkpoint_widths
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Numerics, Workload
@@ -41,7 +42,8 @@ def test_r2_critical_batch_in_bf16() -> None:
 
 
 def test_r3_contraction_split_in_two() -> None:
-    found = rules.critical_split_contraction(V5E.flops_per_s["bf16"], V5E.ici_bytes_per_s)
+    # Half of D is contracted on each side: D/2 > C/W.
+    found = 2 * V5E.flops_per_s["bf16"] / V5E.ici_bytes_per_s
     assert found == pytest.approx(8755.6, 1e-4)
 
 
@@ -108,7 +110,7 @@ def test_t9_vector_flops() -> None:
 def test_f4_sharded_matmul() -> None:
     mesh, dims = {"X": 4, "Y": 8, "Z": 4}, {"B": 512, "D": 1024, "F": 2048}
     a, b = ShardedArray.parse("bf16[B_X, D_Y]"), ShardedArray.parse("bf16[D_Y, F]")
-    each = matmul.device_flops(a, b, dims, mesh)
+    each = matmul.flops(*a.local_shape(dims, mesh), b.local_shape(dims, mesh)[1])
     assert each == 2 * 512 * 1024 * 2048 / (4 * 8)
     assert each * math.prod(mesh.values()) == 2 * 512 * 1024 * 2048 * 4
 
@@ -144,6 +146,11 @@ def test_f6_attention_dominates_above_eight_d() -> None:
     flops = flops_per_token(config, seq_len, attention="full", embeddings=False)
     # The book's layer: MLP of three matrices with F = 4D, projections of 4 D N H.
     assert flops.attention == pytest.approx(flops.matmul)
+
+
+def checkpoint_bytes(tokens: float, layers: int, elements_per_token: float) -> float:
+    """Bytes of saved bf16 activations over all devices (chapters 4 and 5)."""
+    return tokens * layers * elements_per_token * dtype_bytes("bf16")
 
 
 def test_f7_saved_activations() -> None:
@@ -280,8 +287,8 @@ def test_chapter_6_comes_out_of_the_search() -> None:
     assert "1024 sequences cannot be split" in plan.obstacles[0]
     near = answer.nearest_executable
     assert near is not None
-    assert near["executable"] and near["fits"]
-    assert Mesh.from_layout(Slice.parse(near["slice"]), near["layout"]).size("fsdp", "tensor") > 1
+    assert near.executable and near.fits
+    assert Mesh.from_layout(Slice.parse(near.slice), near.layout).size("fsdp", "tensor") > 1
 
 
 def test_moe_sizes_are_what_the_rules_expect() -> None:

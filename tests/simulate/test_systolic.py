@@ -13,8 +13,8 @@ from rooftop.arrays.tiles import mxu_padding
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import chip
 from rooftop.simulate.systolic import SystolicArray
-from tests.support.systolic_cells import multiply
 from tests.support.examples import examples
+from tests.support.systolic_cells import multiply
 
 MXU = SystolicArray(rows=128, columns=128)
 

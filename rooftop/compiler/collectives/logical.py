@@ -20,8 +20,8 @@ from rooftop.compiler.hlo.dataflow import Flow, Value, rendezvous
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.hlo.places import Located, first_place, flow_place, gather_phase, holders, place_of, producer
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
-from rooftop.core.errors import RooftopError
-from rooftop.core.ledger import Collective
+from rooftop.core.errors import RooftopError, one_of
+from rooftop.core.ledger import COLLECTIVES, Collective
 
 _DCN_KINDS = {
     "ALL_GATHER": "all_gather",
@@ -171,7 +171,11 @@ class LogicalCollective:
     def ledger_entry(self) -> Collective:
         """One execution as an entry of a ledger row."""
         return Collective(
-            kind=self.kind, axes=self.axes, bytes=self.bytes, wire_bytes=self.wire_bytes, critical=self.synchronous
+            kind=one_of("collective.kind", self.kind, COLLECTIVES),
+            axes=self.axes,
+            bytes=self.bytes,
+            wire_bytes=self.wire_bytes,
+            critical=self.synchronous,
         )
 
 

@@ -10,20 +10,11 @@ from rooftop.core.errors import unknown
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of 'plan' (plan.json of training), 'serving' (of serving), 'embed' (of embeddings) or another.
-
-    Others are 'simulation', 'compiled', 'compiled_embed' and 'ledger', which describes those within plans. What
-    ``rooftop explain`` prints has 'explain', 'operations' (of --op) and 'difference' (of --diff).
-    """
+    """The JSON schema of 'simulation', 'compiled', 'compiled_embed', 'explain', 'operations' or 'difference'."""
     schemas = {
         file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")
     }
     if name not in schemas:
         raise unknown("schema", name, schemas)
     data: dict[str, Any] = json.loads(schemas[name].read_text(encoding="utf-8"))
-    if name == "plan":
-        data["properties"]["ledger"] = schema("ledger")
-    if name == "serving":
-        for phase in ("generate", "prefill"):
-            data["properties"][phase]["properties"]["ledger"] = schema("ledger")
     return data

@@ -70,7 +70,7 @@ class Refusal:
             "memory": None if at_peak is None else at_peak.by_class,
             "planned_memory": self.plan.memory,
             "buffers": largest(at_peak, top),
-            "nearest": None if self.nearest is None else self.nearest.summary(),
+            "nearest": None if self.nearest is None else self.nearest.summary.to_json(),
             "verdict": self.verdict,
         }
 

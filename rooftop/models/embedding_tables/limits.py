@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record
 from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking, padded
 
 #: Buckets of ids by which minibatches are made: a partition has a row pointer for each.
@@ -17,13 +18,15 @@ BUCKETS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackLimits:
+class StackLimits(Record):
     """Limits that a stack's program is compiled for.
 
     A *partition* is what one SparseCore looks up on another: at most ``max_ids`` ids, a sample's duplicates counted
     once, and ``max_unique_ids`` different rows, in one pass over it. ``buffer`` counts the ids of one SparseCore, all
     partitions, each padded to a multiple of 8.
     """
+
+    closed = True
 
     max_ids: int
     max_unique_ids: int

@@ -10,17 +10,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rooftop import __version__
 from rooftop.capabilities import embedding_obstacles
-from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.core.quantities import format_bytes
+from rooftop.core.records import Record, read_record
+from rooftop.core.scopes import Phase
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.files import tables_from_json
 from rooftop.models.embedding_tables.limits import Limits, StackLimits, pointers_of_device
 from rooftop.models.embedding_tables.stacking import Stack, report
+from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.embedding.exchange import exchanged_bytes
 from rooftop.plan.embedding.limits import (
     in_fewest_passes,
@@ -90,7 +93,7 @@ def table_rows(problem: EmbedProblem, stack: Stack) -> tuple[Row, Row]:
 
 
 def _row(
-    problem: EmbedProblem, stack: Stack, verb: str, phase: str, flops: float, hbm: float, payloads: list[float]
+    problem: EmbedProblem, stack: Stack, verb: str, phase: Phase, flops: float, hbm: float, payloads: list[float]
 ) -> Row:
     """One of the two rows; ``payloads`` are exchanged one after the other."""
     rates = problem.rates
@@ -135,7 +138,7 @@ def dense_rows(problem: EmbedProblem) -> tuple[Row, ...]:
     return _dense(problem, "forward", 1), _dense(problem, "backward", 2)
 
 
-def _dense(problem: EmbedProblem, phase: str, times: int) -> Row:
+def _dense(problem: EmbedProblem, phase: Phase, times: int) -> Row:
     flops = times * problem.dense_flops * problem.batch / problem.slice.devices
     seconds = flops / problem.rates.flops_per_s["bf16"]
     return Row(
@@ -149,11 +152,126 @@ def _dense(problem: EmbedProblem, phase: str, times: int) -> Row:
     )
 
 
-SCHEMA = 1
 #: Steps whose inputs and activations are on the device at once: one, or those that a pipeline has under way.
-_UNDER_WAY = {"sequential": 1, "pipelined": 3}
+_UNDER_WAY: Mapping[str, int] = {"sequential": 1, "pipelined": 3}
 #: What a step's time is counted on.
-UNITS: tuple[str, ...] = ("host", "sparsecore", "ici", "hbm", "tensorcore")
+Unit = Literal["host", "sparsecore", "ici", "hbm", "tensorcore"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
+#: A step with its parts one after another, or with those of three batches at once.
+Pipelining = Literal["sequential", "pipelined"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseCoreSlice(PlannedSlice):
+    """The slice of a plan with its SparseCores, in all and of a device."""
+
+    sparse_cores: int
+    sparse_cores_per_device: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedWorkload(Record):
+    """Samples of a step and the passes over them, FLOPs of a sample in the dense part, threads of a host."""
+
+    batch: int
+    dense_flops_per_sample: float
+    host_threads: int
+    #: Plans from before there were passes over samples do not say that theirs is one.
+    sample_passes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStack(Record):
+    """A stack of tables, its padding, and the bytes that it takes of a device by class."""
+
+    name: str
+    tables: tuple[str, ...]
+    width: int
+    rows: int
+    padding_bytes: int
+    waste: float
+    memory: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedMemory(Record):
+    """HBM bytes of a device by class and in all, whether they fit, and the memory of the fullest tile."""
+
+    tables: float
+    slots: float
+    sums: float = 0.0
+    forward_stack: float
+    backward_stack: float
+    inputs: float
+    activations: float
+    total: Mapping[Pipelining, float]
+    capacity: float
+    fits: Mapping[Pipelining, bool]
+    tile: float
+    tile_capacity: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostWork(Record):
+    """The host's part of a step: ids that it prepares, bytes to each device, and seconds of either."""
+
+    ids: float
+    bytes_to_each_device: float
+    preprocess_s: float
+    transfer_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedStep(Record):
+    """Expected seconds of a step, and the unit that binds."""
+
+    expected_s: float
+    bound: Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearestEmbedPlan(Record):
+    """The passes over samples, and the limits, with which a plan fits that does not."""
+
+    sample_passes: int
+    limits: Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedPlanDocument(Record):
+    """plan.json of embedding tables. Bytes and seconds are of one device, ids of one host."""
+
+    kind: Literal["embed"]
+    schema: Literal[1]
+    rooftop_version: str
+    tables: Mapping[str, Any]
+    slice: SparseCoreSlice
+    workload: EmbedWorkload
+    limits: Limits
+    stacks: tuple[PlannedStack, ...]
+    memory: EmbedMemory
+    host: HostWork
+    units_s: Mapping[Unit, float]
+    step: Mapping[Pipelining, EmbedStep]
+    ledger: tuple[Row, ...]
+    executable: bool
+    obstacles: tuple[str, ...]
+    nearest: NearestEmbedPlan | None = None
+    sources: Mapping[str, str]
+
+    @property
+    def plan(self) -> EmbedPlan:
+        """The plan, computed again. Raises RooftopError on tables, slices or limits that cannot be."""
+        problem = EmbedProblem(
+            tables=tables_from_json(self.tables),
+            slice=Slice.parse(self.slice.name),
+            batch=self.workload.batch,
+            limits=self.limits,
+            dense_flops=self.workload.dense_flops_per_sample,
+            host_threads=self.workload.host_threads,
+            sample_passes=self.workload.sample_passes,
+        )
+        return EmbedPlan(problem=problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +369,7 @@ class EmbedPlan:
         }
 
     @cached_property
-    def units_s(self) -> dict[str, float]:
+    def units_s(self) -> dict[Unit, float]:
         """Expected seconds of a step that each unit is busy; a SparseCore's include its waits for HBM and ICI."""
         tables = [row for row in self.ledger if row.scope.startswith("tables/")]
         passes = self.problem.sample_passes
@@ -265,7 +383,7 @@ class EmbedPlan:
         }
 
     @cached_property
-    def step(self) -> dict[str, dict[str, Any]]:
+    def step(self) -> dict[Pipelining, EmbedStep]:
         """Expected seconds of a step, sequential and pipelined, and the unit that binds each (one of UNITS).
 
         Sequential: lookups, the dense part and updates follow each other. Pipelined: SparseCores and TensorCores work
@@ -273,16 +391,18 @@ class EmbedPlan:
         """
         units = self.units_s
         tables = sum(float(row.count * row.expected_s) for row in self.ledger if row.scope.startswith("tables/"))
-        device = {"sequential": tables + units["tensorcore"], "pipelined": max(tables, units["tensorcore"])}
-        of_tables = max(("sparsecore", "ici", "hbm"), key=lambda name: units[name])
-        answers = {}
-        for mode, seconds in device.items():
-            binding = "tensorcore" if units["tensorcore"] > tables else of_tables
-            answers[mode] = {
-                "expected_s": max(seconds, units["host"]),
-                "bound": "host" if units["host"] > seconds else binding,
-            }
-        return answers
+        device: dict[Pipelining, float] = {
+            "sequential": tables + units["tensorcore"], "pipelined": max(tables, units["tensorcore"])
+        }  # fmt: skip
+        of_tables: tuple[Unit, ...] = ("sparsecore", "ici", "hbm")
+        slowest = max(of_tables, key=lambda name: units[name])
+        device_bound: Unit = "tensorcore" if units["tensorcore"] > tables else slowest
+        return {
+            mode: EmbedStep(
+                expected_s=max(seconds, units["host"]), bound="host" if units["host"] > seconds else device_bound
+            )
+            for mode, seconds in device.items()
+        }
 
     def require_fit(self) -> None:
         """Raises Infeasible where a tile or HBM is too small: with the largest limits, or the passes, that would do."""
@@ -407,76 +527,57 @@ class EmbedPlan:
             reasons.append(str(no))
         return reasons
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> EmbedPlan:
-        """The inverse of ``to_json``: the problem is read, the answer is computed again. Raises RooftopError."""
-        if data.get("kind") != "embed" or data.get("schema") != SCHEMA:
-            file_kind = f"kind {data.get('kind')!r}, schema {data.get('schema')!r}"
-            raise RooftopError("plan", file_kind, f"a plan of rooftop plan embed, schema {SCHEMA}")
-        try:
-            workload = data["workload"]
-            problem = EmbedProblem(
-                tables=tables_from_json(data["tables"]),
-                slice=Slice.parse(data["slice"]["name"]),
-                batch=workload["batch"],
-                limits={name: StackLimits(**one) for name, one in data["limits"].items()},
-                dense_flops=workload["dense_flops_per_sample"],
-                host_threads=workload["host_threads"],
-                # Plans from before there were passes over samples do not say that theirs is one.
-                sample_passes=workload.get("sample_passes", 1),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise RooftopError("plan", str(error), "every field that rooftop plan embed wrote") from None
-        return cls(problem=problem)
+    @property
+    def document(self) -> EmbedPlanDocument:
+        """The plan as a record."""
+        problem, fitting = self.problem, self.in_passes_that_fit
+        return EmbedPlanDocument(
+            kind="embed",
+            schema=1,
+            rooftop_version=__version__,
+            tables=problem.tables.to_json(),
+            slice=SparseCoreSlice(
+                **vars(PlannedSlice.of(problem.slice)),
+                sparse_cores=problem.cores,
+                sparse_cores_per_device=self._per_device,
+            ),
+            workload=EmbedWorkload(
+                batch=problem.batch,
+                dense_flops_per_sample=problem.dense_flops,
+                host_threads=problem.threads,
+                sample_passes=problem.sample_passes,
+            ),
+            limits={stack.name: problem.limits[stack.name] for stack in problem.stacking.stacks},
+            stacks=tuple(
+                PlannedStack(
+                    name=one.name,
+                    tables=one.tables,
+                    width=one.width,
+                    rows=one.rows,
+                    padding_bytes=one.padding_bytes,
+                    waste=one.waste,
+                    memory=self.stack_memory(problem.stacking.stack(one.name)),
+                )
+                for one in report(problem.stacking, batch=problem.batch)
+            ),
+            memory=EmbedMemory(**self.memory),
+            host=HostWork(**self.host),
+            units_s=self.units_s,
+            step=self.step,
+            ledger=self.ledger.rows,
+            executable=not self.obstacles,
+            obstacles=tuple(self.obstacles),
+            nearest=None if fitting is None else NearestEmbedPlan(
+                sample_passes=fitting.problem.sample_passes, limits=fitting.problem.limits
+            ),
+            sources=sources(),
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as ``rooftop/schemas/embed.schema.json`` says."""
-        problem = self.problem
-        padding = report(problem.stacking, batch=problem.batch)
-        return {
-            "kind": "embed",
-            "schema": SCHEMA,
-            "rooftop_version": __version__,
-            "tables": problem.tables.to_json(),
-            "slice": {
-                "name": problem.slice.name,
-                "chips": problem.slice.chips,
-                "devices": problem.slice.devices,
-                "sparse_cores": problem.cores,
-                "sparse_cores_per_device": self._per_device,
-            },
-            "workload": {
-                "batch": problem.batch,
-                "dense_flops_per_sample": problem.dense_flops,
-                "host_threads": problem.threads,
-                "sample_passes": problem.sample_passes,
-            },
-            "limits": {stack.name: vars(problem.limits[stack.name]) for stack in problem.stacking.stacks},
-            "stacks": [
-                {
-                    "name": one.name,
-                    "tables": list(one.tables),
-                    "width": one.width,
-                    "rows": one.rows,
-                    "padding_bytes": one.padding_bytes,
-                    "waste": one.waste,
-                    "memory": self.stack_memory(problem.stacking.stack(one.name)),
-                }
-                for one in padding
-            ],
-            "memory": self.memory,
-            "host": self.host,
-            "units_s": self.units_s,
-            "step": self.step,
-            "ledger": self.ledger.to_json(),
-            "executable": self.obstacles == [],
-            "obstacles": self.obstacles,
-            "nearest": None if self.in_passes_that_fit is None else _nearest(self.in_passes_that_fit.problem),
-            "sources": sources(),
-        }
+        """The plan as plain JSON values."""
+        return self.document.to_json()
 
-
-def _nearest(problem: EmbedProblem) -> dict[str, Any]:
-    """The fields in which the nearest plan that fits differs."""
-    limits = {name: vars(one) for name, one in problem.limits.items()}
-    return {"sample_passes": problem.sample_passes, "limits": limits}
+    @classmethod
+    def from_json(cls, data: object) -> EmbedPlan:
+        """The inverse of ``to_json``: the problem is read, the answer is computed again. Raises RooftopError."""
+        return read_record(EmbedPlanDocument, data, "plan").plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,26 @@ import numpy as np
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.plan.serving.placement import Placement
-from rooftop.plan.serving.plan import ServingPlan
+from rooftop.plan.serving.plan import ServingPlan, ServingPlanDocument
 from rooftop.plan.serving.problem import ServingProblem
-from rooftop.plan.serving.search import batch_grid, best_prefill, most_sequences, pareto, smallest_slice, sweep_generate
+from rooftop.plan.serving.search import (
+    FrontPoint,
+    batch_grid,
+    best_prefill,
+    most_sequences,
+    pareto,
+    smallest_slice,
+    sweep_generate,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingAnswerDocument(ServingPlanDocument):
+    """plan.json of a server."""
+
+    smallest_slice: str | None
+    pareto: tuple[FrontPoint, ...]
+    searched: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +39,23 @@ class ServingAnswer:
 
     plan: ServingPlan
     smallest: Slice | None
-    front: list[dict[str, Any]]
+    front: list[FrontPoint]
     searched: int
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def document(self) -> ServingAnswerDocument:
         """plan.json."""
-        return self.plan.to_json() | {
-            "smallest_slice": None if self.smallest is None else self.smallest.name,
-            "pareto": self.front,
-            "searched": self.searched,
-        }
+        plan = self.plan.document
+        return ServingAnswerDocument(
+            **{field.name: getattr(plan, field.name) for field in fields(plan)},
+            smallest_slice=None if self.smallest is None else self.smallest.name,
+            pareto=tuple(self.front),
+            searched=self.searched,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json as plain JSON values."""
+        return self.document.to_json()
 
 
 def plan_serving(problem: ServingProblem, *, contexts: Sequence[int] | None = None) -> ServingAnswer:

@@ -11,17 +11,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, inf
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_seconds
+from rooftop.core.records import Record
 from rooftop.hardware import Slice
+from rooftop.plan.serving.answer import ServingAnswerDocument
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import Mode, ServingProblem
-from rooftop.plan.serving.search import batch_grid, best_prefill, most_sequences, pareto, slices_of, sweep_generate
+from rooftop.plan.serving.search import (
+    FrontPoint,
+    batch_grid,
+    best_prefill,
+    most_sequences,
+    pareto,
+    slices_of,
+    sweep_generate,
+)
 from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.roofline.achievable import NO_MEASUREMENT
 from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
@@ -82,26 +92,66 @@ class Fleet:
             f"{self.generate_servers:.3g} x {problem.slice.name} for generation, {kind}, batch {self.plan.batch}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+    @property
+    def document(self) -> FleetDocument:
+        """The fleet as a record."""
         problem = self.plan.problem
-        return {
-            "name": self.name,
-            "mode": problem.mode,
-            "chip": problem.slice.chip.name,
-            "prefill_slice": problem.prefill_server.name,
-            "generate_slice": problem.slice.name,
-            "prefill_servers": self.prefill_servers,
-            "generate_servers": self.generate_servers,
-            "batch": self.plan.batch,
-            "weights": problem.numerics.weights,
-            "kv": problem.numerics.kv,
-            "chips": self.chips,
-            "usd_per_hour": self.usd_per_hour,
-            "ttft_s": self.ttft_s,
-            "tpot_s": self.tpot_s,
-            "is_bound": self.is_bound,
-        }
+        return FleetDocument(
+            name=self.name,
+            mode=problem.mode,
+            chip=problem.slice.chip.name,
+            prefill_slice=problem.prefill_server.name,
+            generate_slice=problem.slice.name,
+            prefill_servers=self.prefill_servers,
+            generate_servers=self.generate_servers,
+            batch=self.plan.batch,
+            weights=problem.numerics.weights,
+            kv=problem.numerics.kv,
+            chips=self.chips,
+            usd_per_hour=self.usd_per_hour,
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s,
+            is_bound=self.is_bound,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetDocument(Record):
+    """Servers for a rate of requests as JSON."""
+
+    name: str
+    mode: Mode
+    chip: str
+    prefill_slice: str
+    generate_slice: str
+    prefill_servers: float
+    generate_servers: float
+    batch: int
+    weights: str
+    kv: str
+    chips: float
+    usd_per_hour: float | None
+    ttft_s: float
+    tpot_s: float
+    is_bound: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostFleet(FleetDocument):
+    """A fleet that is not the best, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecommendationDocument(Record):
+    """The best fleet, the others with the reasons why they lost, and the largest load of a server, as JSON."""
+
+    objective: Objective
+    best: FleetDocument
+    others: tuple[LostFleet, ...]
+    load: float
+    searched: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +180,32 @@ class Recommendation:
             parts.append("and its times are bounds")
         return "; ".join(parts)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values: the best, and the others with why they lost."""
-        return {
-            "objective": self.objective,
-            "best": self.best.to_json(),
-            "others": [other.to_json() | {"why": self.why(other)} for other in self.others],
-            "load": LOAD,
-            "searched": self.searched,
-        }
+    @property
+    def document(self) -> RecommendationDocument:
+        """The recommendation as a record."""
+        return RecommendationDocument(
+            objective=self.objective,
+            best=self.best.document,
+            others=tuple(LostFleet(**vars(other.document), why=self.why(other)) for other in self.others),
+            load=LOAD,
+            searched=self.searched,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetAnswerDocument(ServingAnswerDocument):
+    """plan.json of a server, and of the fleet that is recommended of it."""
+
+    recommendation: RecommendationDocument | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingFrontDocument(Record):
+    """The front over slices, number formats and batches as JSON."""
+
+    kind: Literal["pareto"]
+    model: str
+    pareto: tuple[FleetPoint, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,23 +301,35 @@ def candidate_slices(like: Slice) -> list[Slice]:
     return [slice_ for slice_ in slices_of(like) if slice_.chips <= MOST_CHIPS]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FleetPoint(FrontPoint):
+    """A point of the front of a slice and its number formats."""
+
+    slice: str
+    weights: str
+    kv: str
+
+
 def front(
     problem: ServingProblem, where: Mapping[str, Sequence[Slice]], numerics: Sequence[ServingNumerics]
-) -> list[dict[str, Any]]:
+) -> list[FleetPoint]:
     """Slices, number formats and batches at which no other generates both faster and at less cost, fastest first.
 
     Cost is dollars per token, or chips per token/s where a chip has no price.
     """
     priced = all(slices[0].price_usd_per_hour is not None for slices in where.values())
-    points: list[dict[str, Any]] = []
+    points = []
     for slice_, kinds in product([slice_ for slices in where.values() for slice_ in slices], numerics):
         sized = replace(problem, slice=slice_, numerics=kinds)
-        more = {"slice": slice_.name, "weights": kinds.weights, "kv": kinds.kv}
-        points += [point | more for point in pareto(sized, sized.generate_placements())]
-    undominated: list[dict[str, Any]] = []
+        points += [
+            FleetPoint(**vars(point), slice=slice_.name, weights=kinds.weights, kv=kinds.kv)
+            for point in pareto(sized, sized.generate_placements())
+        ]
+    undominated = []
     least = inf
-    for point in sorted(points, key=lambda point: (point["step_s"], -point["tokens_per_s_per_chip"])):
-        cost = point["usd_per_million_tokens"] if priced else 1 / point["tokens_per_s_per_chip"]
+    for point in sorted(points, key=lambda point: (point.step_s, -point.tokens_per_s_per_chip)):
+        cost = point.usd_per_million_tokens if priced else None
+        cost = 1 / point.tokens_per_s_per_chip if cost is None else cost
         if cost < least:
             least = cost
             undominated.append(point)

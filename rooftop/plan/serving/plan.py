@@ -5,35 +5,219 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from rooftop import __version__
-from rooftop.arrays.mesh import Mesh
-from rooftop.capabilities import SERVING, ServingSpec, obstacles
-from rooftop.core.errors import Infeasible, RooftopError, misread
-from rooftop.core.ledger import Ledger
+from rooftop.arrays.mesh import MeshLayout
+from rooftop.arrays.rules import Rules
+from rooftop.capabilities import SERVING, KvSplit, ServingSpec, obstacles
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.ledger import Ledger, Resource, Row
 from rooftop.core.quantities import format_bytes, format_seconds
+from rooftop.core.records import Record, read_record
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
-from rooftop.plan.pricing import scalar_ledger
-from rooftop.plan.reasons import Reason
-from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions
+from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
+from rooftop.plan.pricing import Bounds, scalar_ledger
+from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions, ServingShare
 from rooftop.plan.serving.phase import serving_rules
 from rooftop.plan.serving.placement import Placement
-from rooftop.plan.serving.problem import ServingMemory, ServingProblem
+from rooftop.plan.serving.problem import Link, Mode, ServingMemory, ServingProblem
 from rooftop.plan.serving.reasons import serving_reasons
 from rooftop.plan.serving.search import most_sequences, round_times, token_s
 from rooftop.plan.serving.times import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
 
-SCHEMA = 1
 #: How the measures are defined, as the serving benchmarks do.
 DEFINITIONS: Mapping[str, str] = {
     "ttft_s": "from the request's arrival to its first token, which the prefill yields; no queue is counted",
     "tpot_s": "(end to end - TTFT) / (tokens out - 1): the mean time of every token but the first",
     "tokens_per_s": "tokens that the batch generates in a second, no prefill counted",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedShares(Record):
+    """The shares of a plan by name, their sources, those that the user gave, and the memory that it counts on."""
+
+    shares: Mapping[ServingShare, float]
+    sources: Mapping[str, str]
+    given: Mapping[str, float]
+    mfu: float | None
+    bounds: Bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedDraft(Record):
+    """The draft model, the seconds of both models in a round, and the gain in tokens/s."""
+
+    model: str
+    config: ModelConfig
+    length: int
+    acceptance: float
+    tokens_per_round: float
+    guess_s: float
+    check_s: float
+    round_s: float
+    prefill_s: float
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBounds(Record):
+    """Seconds of a generate step: the lower bound, and the expectation."""
+
+    lower_s: float
+    expected_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown(Record):
+    """Seconds of a step at peak rates: reading weights and KV, FLOPs, and collectives."""
+
+    weights_s: float
+    kv_s: float
+    flops_s: float
+    ici_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedGenerate(Record):
+    """Generation: batch, tokens in a sequence's cache, the step, its rate and its ledger."""
+
+    batch: int
+    context: float
+    step_s: StepBounds
+    tokens_per_s: float
+    tokens_per_s_per_chip: float
+    bound: Resource
+    breakdown: Breakdown
+    ledger: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPrefill(Record):
+    """The prefill of one prompt, and the server that does it."""
+
+    seconds: float
+    lower_s: float
+    bound: Resource
+    tokens_per_s: float
+    slice: str
+    mesh: MeshLayout
+    rules: Rules
+    ledger: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory(Record):
+    """HBM bytes of one device of the generate server by class."""
+
+    weights: float
+    scales: float
+    kv: float
+    activations: float
+    total: float
+    capacity: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceMemory(Record):
+    """HBM bytes over the slice of the generate server by class, copies included, and those of one device."""
+
+    weights: float
+    scales: float
+    kv: float
+    activations: float
+    kv_per_token: float
+    total: float
+    free: float
+    capacity: float
+    fits: bool
+    per_device: DeviceMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvTransfer(Record):
+    """Bytes of one prompt's KV, and the seconds of its transfer over either link."""
+
+    bytes: float
+    ici_s: float
+    dcn_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCache(Record):
+    """A prefill without and with the prefix cache, and the prompts whose KV the hosts' memory holds."""
+
+    hit_rate: float
+    prefill_without_s: float
+    read_s: float
+    speedup: float
+    host_bytes: float | None
+    prompts_held: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlanDocument(Record):
+    """A serving plan as JSON: all that its servers need, and its figures. ``ServingAnswer`` adds the search's."""
+
+    kind: Literal["serve"]
+    schema: Literal[1]
+    rooftop_version: str
+    model: PlannedModel
+    slice: PlannedSlice
+    workload: ServingWorkload
+    dtypes: ServingNumerics
+    mode: Mode
+    link: Link
+    mesh: MeshLayout
+    kv_split: KvSplit
+    rules: Rules
+    assumptions: PlannedShares
+    draft: PlannedDraft | None
+    definitions: Mapping[str, str]
+    generate: PlannedGenerate
+    prefill: PlannedPrefill
+    ttft_s: float
+    tpot_s: float
+    memory: SliceMemory
+    max_batch: int
+    kv_transfer: KvTransfer
+    prefix_cache: PrefixCache
+    evicted_tokens_per_step: float
+    prefill_per_generate: float
+    cost_per_million_tokens: Mapping[str, float | None]
+    executable: bool
+    obstacles: tuple[str, ...]
+    reasons: tuple[Reason, ...]
+
+    @property
+    def plan(self) -> ServingPlan:
+        """The plan, priced anew. Raises RooftopError on slices or meshes that cannot be."""
+        slice_, prefill_slice = Slice.parse(self.slice.name), Slice.parse(self.prefill.slice)
+        draft = None
+        if self.draft is not None:
+            draft = DraftModel(model=self.draft.config, length=self.draft.length, acceptance=self.draft.acceptance)
+        problem = ServingProblem(
+            model=self.model.config,
+            slice=slice_,
+            workload=self.workload,
+            numerics=self.dtypes,
+            assumptions=ServingAssumptions(shares=self.assumptions.given, mfu=self.assumptions.mfu),
+            mode=self.mode,
+            bounds=self.assumptions.bounds,
+            link=self.link,
+            prefill_slice=None if prefill_slice == slice_ else prefill_slice,
+            draft=draft,
+        )
+        return ServingPlan(
+            problem=problem,
+            generate_on=Placement(mesh=self.mesh.on(slice_), kv_split=self.kv_split),
+            prefill_on=Placement(mesh=self.prefill.mesh.on(prefill_slice)),
+            batch=self.generate.batch,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,105 +402,102 @@ class ServingPlan:
                     f"{self.batch}",
                 )
 
-    def memory_json(self) -> dict[str, Any]:
+    @property
+    def memory_of_slice(self) -> SliceMemory:
         """Bytes over the whole slice by class, copies included, and the same of one device."""
         problem, devices = self.problem, self.problem.slice.devices
         classes = {name: float(value) for name, value in asdict(self.memory).items()}
         total, capacity = sum(classes.values()), problem.capacity
-        return {
+        return SliceMemory(
             **{name: value * devices for name, value in classes.items()},
-            "kv_per_token": float(kv_bytes_per_token(problem.model, problem.numerics.kv)),
-            "total": total * devices,
-            "free": (capacity - total) * devices,
-            "capacity": capacity * devices,
-            "fits": self.fits,
-            "per_device": classes | {"total": total, "capacity": capacity},
-        }
+            kv_per_token=float(kv_bytes_per_token(problem.model, problem.numerics.kv)),
+            total=total * devices,
+            free=(capacity - total) * devices,
+            capacity=capacity * devices,
+            fits=self.fits,
+            per_device=DeviceMemory(**classes, total=total, capacity=capacity),
+        )
 
-    def breakdown(self) -> dict[str, float]:
-        """Seconds of a step at peak rates: reading weights and KV, FLOPs, and collectives."""
+    @property
+    def breakdown(self) -> Breakdown:
+        """Seconds of a step at peak rates."""
         hbm = self.problem.rates.hbm_bytes_per_s
         kv = sum(float(r.count * r.hbm_bytes) for r in self.generate if r.scope in ("layers/attn/core", "kv_cache"))
         every = sum(float(row.count * row.hbm_bytes) for row in self.generate)
         busy = _busy(self.generate)
-        return {
-            "weights_s": (every - kv) / hbm,
-            "kv_s": kv / hbm,
-            "flops_s": busy["mxu"],
-            "ici_s": busy["ici"] + busy["dcn"],
-        }
+        return Breakdown(
+            weights_s=(every - kv) / hbm, kv_s=kv / hbm, flops_s=busy["mxu"], ici_s=busy["ici"] + busy["dcn"]
+        )
+
+    @cached_property
+    def document(self) -> ServingPlanDocument:
+        """The plan as a record."""
+        problem, work = self.problem, self.problem.workload
+        return ServingPlanDocument(
+            kind="serve",
+            schema=1,
+            rooftop_version=__version__,
+            model=PlannedModel.of(problem.model),
+            slice=PlannedSlice.of(problem.slice),
+            workload=work,
+            dtypes=problem.numerics,
+            mode=problem.mode,
+            link=problem.link,
+            mesh=self.generate_on.mesh.described,
+            kv_split=self.generate_on.kv_split,
+            rules=serving_rules(generating=True).only(self.generate_on.mesh.shape),
+            assumptions=PlannedShares(
+                shares={name: problem.assumptions.share(name, problem.slice.chip) for name in SHARES},
+                sources=problem.assumptions.sources(problem.slice.chip),
+                given=problem.assumptions.shares,
+                mfu=problem.assumptions.mfu,
+                bounds=problem.bounds,
+            ),
+            draft=self._draft(),
+            definitions=DEFINITIONS,
+            generate=PlannedGenerate(
+                batch=self.batch,
+                context=problem.step_context,
+                step_s=StepBounds(lower_s=self.lower_s, expected_s=self.step_s),
+                tokens_per_s=self.tokens_per_s,
+                tokens_per_s_per_chip=self.tokens_per_s / problem.slice.chips,
+                bound=_bound(self.generate),
+                breakdown=self.breakdown,
+                ledger=self.generate.rows,
+            ),
+            prefill=PlannedPrefill(
+                seconds=self.prefill_s,
+                lower_s=max(_busy(self.prefill).values()),
+                bound=_bound(self.prefill),
+                tokens_per_s=work.prompt / self.prefill_s,
+                slice=problem.prefill_server.name,
+                mesh=self.prefill_on.mesh.described,
+                rules=serving_rules(generating=False).only(self.prefill_on.mesh.shape),
+                ledger=self.prefill.rows,
+            ),
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s,
+            memory=self.memory_of_slice,
+            max_batch=self.max_batch,
+            kv_transfer=KvTransfer(
+                bytes=problem.prompt_kv_bytes,
+                ici_s=problem.prompt_kv_bytes / self.transfer_rates["ici"],
+                dcn_s=problem.prompt_kv_bytes / self.transfer_rates["dcn"],
+            ),
+            prefix_cache=self.prefix_cache,
+            evicted_tokens_per_step=rules.evicted_tokens_per_step(self.batch, work.prompt, work.generate),
+            prefill_per_generate=self.prefill_per_generate,
+            cost_per_million_tokens=self.cost_per_million_tokens,
+            executable=not self.obstacles,
+            obstacles=tuple(self.obstacles),
+            reasons=tuple(self.reasons),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values; ``ServingAnswer`` adds the results of the search."""
-        problem, work = self.problem, self.problem.workload
-        prefill_busy = _busy(self.prefill)
-        mesh = self.generate_on.mesh
-        return {
-            "kind": "serve",
-            "schema": SCHEMA,
-            "rooftop_version": __version__,
-            "model": {
-                "name": problem.model.name,
-                "params": problem.params[0],
-                "active_params": problem.params[1],
-                "config": problem.model.to_json(),
-            },
-            "slice": {"name": problem.slice.name, "chips": problem.slice.chips, "devices": problem.slice.devices},
-            "workload": asdict(work),
-            "dtypes": asdict(problem.numerics),
-            "mode": problem.mode,
-            "link": problem.link,
-            "mesh": mesh.to_json(),
-            "kv_split": self.generate_on.kv_split,
-            "rules": serving_rules(generating=True).only(mesh.shape).to_json(),
-            "assumptions": {
-                "shares": {name: problem.assumptions.share(name, problem.slice.chip) for name in SHARES},
-                "sources": problem.assumptions.sources(problem.slice.chip),
-                "given": dict(problem.assumptions.shares),
-                "mfu": problem.assumptions.mfu,
-                "bounds": problem.bounds,
-            },
-            "draft": self._draft(),
-            "definitions": dict(DEFINITIONS),
-            "generate": {
-                "batch": self.batch,
-                "context": problem.step_context,
-                "step_s": {"lower_s": self.lower_s, "expected_s": self.step_s},
-                "tokens_per_s": self.tokens_per_s,
-                "tokens_per_s_per_chip": self.tokens_per_s / problem.slice.chips,
-                "bound": _bound(self.generate),
-                "breakdown": self.breakdown(),
-                "ledger": self.generate.to_json(),
-            },
-            "prefill": {
-                "seconds": self.prefill_s,
-                "lower_s": max(prefill_busy.values()),
-                "bound": _bound(self.prefill),
-                "tokens_per_s": work.prompt / self.prefill_s,
-                "slice": problem.prefill_server.name,
-                "mesh": self.prefill_on.mesh.to_json(),
-                "rules": serving_rules(generating=False).only(self.prefill_on.mesh.shape).to_json(),
-                "ledger": self.prefill.to_json(),
-            },
-            "ttft_s": self.ttft_s,
-            "tpot_s": self.tpot_s,
-            "memory": self.memory_json(),
-            "max_batch": self.max_batch,
-            "kv_transfer": {
-                "bytes": problem.prompt_kv_bytes,
-                **{f"{name}_s": problem.prompt_kv_bytes / rate for name, rate in self.transfer_rates.items()},
-            },
-            "prefix_cache": self._prefix_cache(),
-            "evicted_tokens_per_step": rules.evicted_tokens_per_step(self.batch, work.prompt, work.generate),
-            "prefill_per_generate": self.prefill_per_generate,
-            "cost_per_million_tokens": self.cost_per_million_tokens,
-            "executable": not self.obstacles,
-            "obstacles": self.obstacles,
-            "reasons": [reason.to_json() for reason in self.reasons],
-        }  # fmt: skip
+        return self.document.to_json()
 
-    def _draft(self) -> dict[str, Any] | None:
-        """The draft model, the seconds of both models in a round, and the gain in tokens/s."""
+    def _draft(self) -> PlannedDraft | None:
         problem, draft = self.problem, self.problem.draft
         if draft is None:
             return None
@@ -324,62 +505,45 @@ class ServingPlan:
         work = problem.workload
         new = float(work.new_prompt_tokens)
         prefill = problem.prefill(self.prefill_on, new, work.prompt - new, model=draft.model)
-        return draft.to_json() | {
-            "guess_s": float(times.guess_s),
-            "check_s": float(times.check_s),
-            "round_s": float(times.round_s),
-            "prefill_s": float(prefill.expected_s),
-            "gain": self.step_s / self.token_s - 1,
-        }
+        return PlannedDraft(
+            model=draft.model.name,
+            config=draft.model,
+            length=draft.length,
+            acceptance=draft.acceptance,
+            tokens_per_round=draft.tokens_per_round,
+            guess_s=float(times.guess_s),
+            check_s=float(times.check_s),
+            round_s=float(times.round_s),
+            prefill_s=float(prefill.expected_s),
+            gain=self.step_s / self.token_s - 1,
+        )
 
-    def _prefix_cache(self) -> dict[str, Any]:
-        """Seconds that the prefix cache saves, and the prompts whose KV the hosts' memory holds."""
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """The gain of the prefix cache, and its capacity."""
         problem = self.problem
         cold = replace(problem, workload=replace(problem.workload, hit_rate=0.0)).prompt_s(self.prefill_on)
         memory = None if problem.host_bytes is None else problem.host_bytes * problem.prefill_server.hosts
-        return {
-            "hit_rate": problem.workload.hit_rate,
-            "prefill_without_s": cold,
-            "read_s": problem.prefix_read_s,
-            "speedup": cold / self.prefill_s,
-            "host_bytes": memory,
-            "prompts_held": None if memory is None else int(memory / problem.prompt_kv_bytes),
-        }
+        return PrefixCache(
+            hit_rate=problem.workload.hit_rate,
+            prefill_without_s=cold,
+            read_s=problem.prefix_read_s,
+            speedup=cold / self.prefill_s,
+            host_bytes=memory,
+            prompts_held=None if memory is None else int(memory / problem.prompt_kv_bytes),
+        )
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ServingPlan:
+    def from_json(cls, data: object) -> ServingPlan:
         """The plan that a plan.json of kind 'serve' describes, priced anew. Raises RooftopError on any other file."""
-        try:
-            if (data["kind"], data["schema"]) != ("serve", SCHEMA):
-                raise RooftopError("plan kind and schema", f"{data['kind']} {data['schema']}", f"serve {SCHEMA}")
-            slice_ = Slice.parse(data["slice"]["name"])
-            prefill_slice = Slice.parse(data["prefill"]["slice"])
-            problem = ServingProblem(
-                model=ModelConfig.from_json(data["model"]["config"]),
-                slice=slice_,
-                workload=ServingWorkload(**data["workload"]),
-                numerics=ServingNumerics(**data["dtypes"]),
-                assumptions=ServingAssumptions(shares=data["assumptions"]["given"], mfu=data["assumptions"]["mfu"]),
-                mode=data["mode"],
-                bounds=data["assumptions"]["bounds"],
-                link=data["link"],
-                prefill_slice=None if data["prefill"]["slice"] == slice_.name else prefill_slice,
-                draft=None if data["draft"] is None else DraftModel.from_json(data["draft"]),
-            )
-            return cls(
-                problem=problem,
-                generate_on=Placement(mesh=Mesh.from_json(slice_, data["mesh"]), kv_split=data["kv_split"]),
-                prefill_on=Placement(mesh=Mesh.from_json(prefill_slice, data["prefill"]["mesh"])),
-                batch=int(data["generate"]["batch"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise misread("plan", error, "a plan.json written by rooftop plan serve") from None
+        return read_record(ServingPlanDocument, data, "plan").plan
 
 
-def _busy(ledger: Ledger) -> dict[str, float]:
-    return {name: float(ledger.total(name)) for name in ("hbm", "mxu", "ici", "dcn")}
+def _busy(ledger: Ledger) -> dict[Resource, float]:
+    resources: tuple[Resource, ...] = ("hbm", "mxu", "ici", "dcn")
+    return {name: float(ledger.total(name)) for name in resources}
 
 
-def _bound(ledger: Ledger) -> str:
+def _bound(ledger: Ledger) -> Resource:
     busy = _busy(ledger)
     return max(busy, key=lambda name: busy[name])

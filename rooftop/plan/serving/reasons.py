@@ -8,7 +8,7 @@ from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, SEQUENCE_AXES
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.models.attention import attention_kind
-from rooftop.plan.reasons import Reason
+from rooftop.plan.documents import Reason
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.roofline import rules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record
 from rooftop.hardware import Slice
 from rooftop.plan.serving.placement import Placed, Placement, together
 from rooftop.plan.serving.problem import ServingProblem
@@ -156,14 +157,27 @@ def slices_of(like: Slice) -> list[Slice]:
     return sorted(slices, key=lambda slice_: (slice_.chips, slice_.shape))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrontPoint(Record):
+    """A batch at which no other has both a shorter step and more tokens/s, with its mesh."""
+
+    context: float
+    batch: int
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_per_chip: float
+    usd_per_million_tokens: float | None
+    mesh: Mapping[str, int]
+
+
 def pareto(
     problem: ServingProblem, placements: Sequence[Placement], contexts: Sequence[int] | None = None
-) -> list[dict[str, Any]]:
+) -> list[FrontPoint]:
     """Batches at which no other has both a shorter step and more tokens/s, for every context (chapter 8).
 
     Without ``contexts`` for the workload as it is; at a given context a sequence has room for no more than that.
     """
-    points: list[dict[str, Any]] = []
+    points: list[FrontPoint] = []
     price = problem.slice.price_usd_per_hour
     for sized in [problem] if contexts is None else [at_context(problem, context) for context in contexts]:
         context = sized.step_context
@@ -179,15 +193,15 @@ def pareto(
                 continue
             best_rate = rate
             points.append(
-                {
-                    "context": context,
-                    "batch": int(batch),
-                    "step_s": seconds,
-                    "tokens_per_s": rate,
-                    "tokens_per_s_per_chip": rate / problem.slice.chips,
-                    "usd_per_million_tokens": None if price is None else price / 3600 / rate * 1e6,
-                    "mesh": {name: size for name, size in swept.best(int(at)).mesh.shape.items() if size > 1},
-                }
+                FrontPoint(
+                    context=context,
+                    batch=int(batch),
+                    step_s=seconds,
+                    tokens_per_s=rate,
+                    tokens_per_s_per_chip=rate / problem.slice.chips,
+                    usd_per_million_tokens=None if price is None else price / 3600 / rate * 1e6,
+                    mesh={name: size for name, size in swept.best(int(at)).mesh.shape.items() if size > 1},
+                )
             )
     return points
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.records import Record
 from rooftop.models import ModelConfig
 from rooftop.models.attention import attention_kind
 from rooftop.roofline.rules import speculated_tokens
@@ -22,13 +21,15 @@ LONGEST = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingWorkload:
+class ServingWorkload(Record):
     """Requests of ``prompt`` tokens that are answered with ``generate`` tokens, ``batch_seqs`` generated together.
 
     ``batch_seqs`` None: as many as the targets and the memory allow. ``context``: tokens in a sequence's cache at the
     step whose time is given; None: the prompt and half of the answer. ``ttft_s`` and ``tpot_s`` are targets.
     ``hit_rate``: share of the prompt's tokens whose KV a prefix cache already holds.
     """
+
+    closed = True
 
     prompt: int = 8192
     generate: int = 512
@@ -72,13 +73,15 @@ class ServingWorkload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingNumerics:
+class ServingNumerics(Record):
     """Number formats, each chosen apart: ``weights`` of the layers, ``kv`` of the cache, ``flops`` of the matmuls.
 
     ``embeddings`` is the dtype of the embedding table and of the unembedding (None: as the weights). A weight narrower
     than bf16 has a bf16 scale per output column, or one for every ``weight_group`` inputs of a column; so has an entry
     of the cache per token and head. Activations are bf16. ``kv_sharing`` layers share one cache.
     """
+
+    closed = True
 
     weights: str = "bf16"
     kv: str = "bf16"
@@ -143,19 +146,3 @@ class DraftModel:
     def tokens_per_round(self) -> float:
         """Tokens that a round is expected to yield."""
         return speculated_tokens(self.length, self.acceptance)
-
-    def to_json(self) -> dict[str, Any]:
-        """The draft model as plain JSON values."""
-        return {
-            "model": self.model.name,
-            "config": self.model.to_json(),
-            "length": self.length,
-            "acceptance": self.acceptance,
-            "tokens_per_round": self.tokens_per_round,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DraftModel:
-        """The inverse of ``to_json``. Raises KeyError, TypeError or ValueError on anything else."""
-        config = ModelConfig.from_json(data["config"])
-        return cls(model=config, length=int(data["length"]), acceptance=float(data["acceptance"]))

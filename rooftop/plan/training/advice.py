@@ -11,8 +11,9 @@ import numpy as np
 
 from rooftop.capabilities import TRAINING, UNHIDDEN, TrainingSpec, obstacles
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record
 from rooftop.hardware import Slice
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import Sweep, best_of, sweep
 from rooftop.plan.training.strategies import Strategies
@@ -27,11 +28,30 @@ WORTH_SAYING = 0.005
 MOST_MESHES = 64
 
 
-def what_if(searched: Sweep, best: TrainingPlan) -> list[dict[str, Any]]:
-    """Changes to the job, one at a time, that would give more tokens/s; the most helpful first.
+@dataclass(frozen=True, kw_only=True)
+class WhatIf(Record):
+    """A change to the job, with its step and rate. ``gain`` is the share of tokens/s that it adds.
 
-    ``obstacle`` of an entry says why no program runs the change yet; None if it is not for a program to do.
+    ``obstacle`` says why no program runs the change yet; None if it is not for a program to do.
     """
+
+    change: str
+    step_s: float
+    tokens_per_s: float
+    gain: float
+    obstacle: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearestPlan(PlanSummary):
+    """An executable plan, and the slice and matmul dtype in which it may differ from the one asked for."""
+
+    slice: str
+    matmul: str
+
+
+def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
+    """Changes to the job, one at a time, that would give more tokens/s; the most helpful first."""
     score = np.where(searched.fits, searched.expected_s, np.inf).min(axis=1)
     near = np.argsort(score, kind="stable")[:LOOK_AGAIN]
     within = Strategies(searched.strategies.layouts[near], searched.strategies.choices)
@@ -43,15 +63,9 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[dict[str, Any]]:
             gain = rate / best.tokens_per_s - 1
             if gain >= WORTH_SAYING:
                 answers.append(
-                    {
-                        "change": change.text,
-                        "step_s": seconds,
-                        "tokens_per_s": rate,
-                        "gain": gain,
-                        "obstacle": change.obstacle,
-                    }
+                    WhatIf(change=change.text, step_s=seconds, tokens_per_s=rate, gain=gain, obstacle=change.obstacle)
                 )
-    return sorted(answers, key=lambda answer: -answer["gain"])
+    return sorted(answers, key=lambda answer: -answer.gain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +119,7 @@ def _chip(problem: Problem, change: Callable[[Any], dict[str, float]]) -> Proble
     return replace(problem, slice=Slice(chip, problem.slice.shape, problem.slice.num_slices))
 
 
-def nearest_executable(plan: TrainingPlan) -> dict[str, Any] | None:
+def nearest_executable(plan: TrainingPlan) -> NearestPlan | None:
     """The summary of an executable plan that fits: on the same slice, or on the largest smaller one that has one.
 
     Meshes are searched again, and dtypes that no program has give way to those that are run. None if there is no such
@@ -121,11 +135,19 @@ def nearest_executable(plan: TrainingPlan) -> dict[str, Any] | None:
         if not searched.even or not searched.fits.any():
             continue
         for near in [searched.best, *searched.alternatives(MOST_MESHES)]:
-            only = searched.only(near)
-            answer = TrainingPlan(problem=searched.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+            answer = plan_of(searched, near)
             if not answer.obstacles:
-                return {"slice": candidate.name, "matmul": problem.numerics.matmul, **answer.summary()}
+                return NearestPlan(slice=candidate.name, matmul=problem.numerics.matmul, **vars(answer.summary))
     return None
+
+
+def plan_of(searched: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
+    """The plan of one candidate of a sweep."""
+    layout, choice = candidate
+    strategies = searched.strategies
+    return TrainingPlan(
+        problem=searched.problem, mesh=strategies.layouts.mesh(layout), choice=strategies.choices[choice]
+    )
 
 
 def _runnable(plan: TrainingPlan) -> Problem:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rooftop.core.errors import Infeasible
-from rooftop.plan.training.advice import nearest_executable, what_if
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.advice import NearestPlan, WhatIf, nearest_executable, plan_of, what_if
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.search import sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingAnswerDocument(TrainingPlanDocument):
+    """plan.json of a training run."""
+
+    alternatives: tuple[PlanSummary, ...]
+    what_if: tuple[WhatIf, ...]
+    nearest_executable: NearestPlan | None
+    searched: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +28,26 @@ class TrainingAnswer:
     """The best plan, the runners-up, and the changes that would help; ``searched`` is the number of candidates."""
 
     plan: TrainingPlan
-    alternatives: list[TrainingPlan]
-    what_if: list[dict[str, Any]]
-    nearest_executable: dict[str, Any] | None
+    alternatives: list[PlanSummary]
+    what_if: list[WhatIf]
+    nearest_executable: NearestPlan | None
     searched: int
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def document(self) -> TrainingAnswerDocument:
         """plan.json."""
-        return self.plan.to_json() | {
-            "alternatives": [plan.summary() for plan in self.alternatives],
-            "what_if": self.what_if,
-            "nearest_executable": self.nearest_executable,
-            "searched": self.searched,
-        }
+        plan = self.plan.document
+        return TrainingAnswerDocument(
+            **{field.name: getattr(plan, field.name) for field in fields(plan)},
+            alternatives=tuple(self.alternatives),
+            what_if=tuple(self.what_if),
+            nearest_executable=self.nearest_executable,
+            searched=self.searched,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """plan.json as plain JSON values."""
+        return self.document.to_json()
 
     def require_fit(self) -> None:
         """Raises Infeasible, saying by how many bytes and in which class, if even the smallest does not fit."""
@@ -44,16 +61,16 @@ class TrainingAnswer:
 def plan_training(problem: Problem, *, alternatives: int = 5) -> TrainingAnswer:
     """Search and answer. Raises RooftopError on sizes that cannot be."""
     searched = sweep(problem)
-    best = _plan(searched, searched.best)
+    best = plan_of(searched, searched.best)
     return TrainingAnswer(
         plan=best,
-        alternatives=[_plan(searched, candidate) for candidate in searched.alternatives(alternatives)],
+        alternatives=[
+            plan_of(searched, candidate).summarised(
+                float(searched.expected_s[candidate]), float(searched.memory_bytes[candidate])
+            )
+            for candidate in searched.alternatives(alternatives)
+        ],
         what_if=what_if(searched, best),
         nearest_executable=nearest_executable(best) if best.obstacles else None,
         searched=searched.searched,
     )
-
-
-def _plan(searched: Sweep, candidate: tuple[int, int]) -> TrainingPlan:
-    only = searched.only(candidate)
-    return TrainingPlan(problem=searched.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])

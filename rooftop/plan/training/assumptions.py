@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Literal
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import Record
 from rooftop.plan.pricing import parse_shares, require_shares
 from rooftop.roofline.overlap import Overlap
 
@@ -29,7 +31,7 @@ HIDDEN: Mapping[str, float] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assumptions:
+class Assumptions(Record):
     """The shares that hide, the attention that is computed, and a chip's calibration factor.
 
     ``hidden`` overrides the shares that the chip's compiler and ``HIDDEN`` give.
@@ -37,8 +39,10 @@ class Assumptions:
     the 'reference' that computes and stores all scores.
     """
 
+    closed = True
+
     hidden: Mapping[str, float] = field(default_factory=dict)
-    attention: str = "flash"
+    attention: Literal["flash", "reference"] = "flash"
     attention_block: int | None = None
     calibration: float = 1.0
 

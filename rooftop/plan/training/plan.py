@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from rooftop import __version__
-from rooftop.arrays.mesh import Mesh
-from rooftop.arrays.rules import AXES
+from rooftop.arrays.mesh import Mesh, MeshLayout
+from rooftop.arrays.rules import AXES, Rules
 from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
-from rooftop.core.errors import RooftopError, misread
 from rooftop.core.ledger import Ledger, Row
+from rooftop.core.records import Record, read_record
 from rooftop.hardware import Slice
-from rooftop.models import ModelConfig, count_params, flops_per_token
+from rooftop.models import flops_per_token
 from rooftop.models.activations import parse_policy
+from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
 from rooftop.plan.layouts import from_mesh
-from rooftop.plan.pricing import scalar, scalar_row
-from rooftop.plan.reasons import Reason
+from rooftop.plan.pricing import Bounds, scalar, scalar_row
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import host_bytes
 from rooftop.plan.training.pricing import idle_fraction
@@ -27,11 +27,150 @@ from rooftop.plan.training.reasons import training_reasons
 from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Dtypes, Numerics, Workload
 from rooftop.roofline.bounds import lower_s
 from rooftop.roofline.rules import model_flops_utilisation
+from rooftop.scheduling.pipeline import PipelineSchedule
 
-SCHEMA = 1
+
+@dataclass(frozen=True, kw_only=True)
+class Remat(Record):
+    """A remat policy by name, and its action for each checkpoint."""
+
+    name: str
+    policy: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Record):
+    """A pipeline schedule, and the model chunks per stage of the interleaved one."""
+
+    name: PipelineSchedule
+    chunks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedAssumptions(Assumptions):
+    """The assumptions of a plan with the shares that apply to its chip, and the memory that it counts on."""
+
+    bounds: Bounds
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """The assumptions alone."""
+        return Assumptions(**{field.name: getattr(self, field.name) for field in fields(Assumptions)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlops(Record):
+    """FLOPs of the model per token and step, and those that all devices execute in a step."""
+
+    per_token: float
+    per_step: float
+    executed_per_step: float
+    convention: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMemory(Record):
+    """HBM bytes of a device by class, their total and the capacity; ``host`` are bytes in the host's memory."""
+
+    weights: float
+    optimizer: float
+    gradients: float
+    activations: float
+    workspace: float
+    total: float
+    capacity: float
+    fits: bool
+    host: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes(Record):
+    """Seconds of a step: each resource at its peak, the bounds, the expectation, and what nothing hides by axis."""
+
+    mxu_s: float
+    vpu_s: float
+    hbm_s: float
+    ici_s: float
+    dcn_s: float
+    pcie_s: float
+    lower_s: float
+    expected_s: float
+    upper_s: float
+    bound: str
+    lower_by_resource_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSummary(Record):
+    """The fields in which alternatives differ: mesh, remat, microbatches, time and memory."""
+
+    mesh: Mapping[str, int]
+    layout: str
+    remat: str
+    microbatches: int
+    expected_s: float
+    mfu: float
+    memory_bytes: float
+    fits: bool
+    executable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlanDocument(Record):
+    """A training plan as JSON: all that its program needs, and its figures. ``TrainingAnswer`` adds advice."""
+
+    kind: Literal["train"]
+    schema: Literal[1]
+    rooftop_version: str
+    model: PlannedModel
+    slice: PlannedSlice
+    workload: Workload
+    mesh: MeshLayout
+    rules: Rules
+    dtypes: Dtypes
+    optimizer: str
+    remat: Remat
+    microbatches: int
+    schedule: Schedule
+    assumptions: PlannedAssumptions
+    flops: StepFlops
+    memory: PlannedMemory
+    step: StepTimes
+    mfu: float
+    tokens_per_s: float
+    days: float | None
+    cost_usd: float | None
+    executable: bool
+    obstacles: tuple[str, ...]
+    ledger: tuple[Row, ...]
+    reasons: tuple[Reason, ...]
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The plan, priced anew. Raises RooftopError on a slice, mesh or policy that cannot be."""
+        slice_ = Slice.parse(self.slice.name)
+        problem = Problem(
+            model=self.model.config,
+            slice=slice_,
+            workload=self.workload,
+            numerics=Numerics(optimizer=self.optimizer, **vars(self.dtypes)),
+            assumptions=self.assumptions.assumptions,
+            schedule=self.schedule.name,
+            chunks=self.schedule.chunks,
+            bounds=self.assumptions.bounds,
+        )
+        choice = Choice(
+            remat=self.remat.name,
+            policy=parse_policy(self.remat.name),
+            microbatches=self.microbatches,
+            schedule=problem.schedule,
+            chunks=problem.chunks,
+        )
+        return TrainingPlan(problem=problem, mesh=self.mesh.on(slice_), choice=choice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +236,13 @@ class TrainingPlan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation at the expected step time; the peak is that of the matmuls' dtype."""
+        return self._mfu(self.expected_s)
+
+    def _mfu(self, step_s: float) -> float:
         problem = self.problem
         return model_flops_utilisation(
             self.flops_per_token * problem.workload.batch_tokens,
-            self.expected_s,
+            step_s,
             problem.slice.flops_per_s(problem.numerics.matmul),
         )
 
@@ -140,111 +282,97 @@ class TrainingPlan:
         idle = sum(float(row.count * row.expected_s) for row in self.ledger if row.is_idle)
         return exposed | ({"idle": idle} if idle else {})
 
-    def summary(self) -> dict[str, Any]:
-        """The fields in which alternatives differ: mesh, remat, microbatches, time and memory."""
-        return {
-            "mesh": {name: size for name, size in self.mesh.shape.items() if size > 1},
-            "layout": self.mesh.layout,
-            "remat": self.choice.remat,
-            "microbatches": self.choice.microbatches,
-            "expected_s": self.expected_s,
-            "mfu": self.mfu,
-            "memory_bytes": self.memory_bytes,
-            "fits": self.fits,
-            "executable": not self.obstacles,
-        }
+    @property
+    def summary(self) -> PlanSummary:
+        """The fields in which alternatives differ."""
+        return self.summarised(self.expected_s, self.memory_bytes)
+
+    def summarised(self, expected_s: float, memory_bytes: float) -> PlanSummary:
+        """The summary, with the step time and memory that a sweep has found already."""
+        return PlanSummary(
+            mesh={name: size for name, size in self.mesh.shape.items() if size > 1},
+            layout=self.mesh.layout,
+            remat=self.choice.remat,
+            microbatches=self.choice.microbatches,
+            expected_s=expected_s,
+            mfu=self._mfu(expected_s),
+            memory_bytes=memory_bytes,
+            fits=memory_bytes <= self.problem.capacity,
+            executable=not self.obstacles,
+        )
+
+    @cached_property
+    def document(self) -> TrainingPlanDocument:
+        """The plan as a record."""
+        problem, numerics = self.problem, self.problem.numerics
+        flops = flops_per_token(problem.model, problem.workload.seq_len)
+        price, days = problem.slice.chip.price_usd_per_hour, self.days
+        return TrainingPlanDocument(
+            kind="train",
+            schema=1,
+            rooftop_version=__version__,
+            model=PlannedModel.of(problem.model),
+            slice=PlannedSlice.of(problem.slice),
+            workload=problem.workload,
+            mesh=self.mesh.described,
+            rules=self.spec.rules,
+            dtypes=numerics.dtypes,
+            optimizer=numerics.optimizer,
+            remat=Remat(name=self.choice.remat, policy=self.choice.policy),
+            microbatches=self.choice.microbatches,
+            schedule=Schedule(name=self.choice.schedule, chunks=self.choice.chunks),
+            assumptions=PlannedAssumptions(
+                hidden=problem.assumptions.shares(self.step.rates.overlap),
+                attention=problem.assumptions.attention,
+                attention_block=problem.assumptions.attention_block,
+                calibration=problem.assumptions.calibration,
+                bounds=problem.bounds,
+            ),
+            flops=StepFlops(
+                per_token=self.flops_per_token,
+                per_step=self.flops_per_token * problem.workload.batch_tokens,
+                executed_per_step=float(self.ledger.flops()) * problem.slice.devices,
+                convention=flops.convention,
+            ),
+            memory=PlannedMemory(
+                **self.memory,
+                total=self.memory_bytes,
+                capacity=problem.capacity,
+                fits=self.fits,
+                host=scalar(host_bytes(self.step)),
+            ),
+            step=StepTimes(
+                mxu_s=float(self.ledger.total("mxu")),
+                vpu_s=float(self.ledger.total("vpu")),
+                hbm_s=float(self.ledger.total("hbm")),
+                ici_s=float(self.ledger.total("ici")),
+                dcn_s=float(self.ledger.total("dcn")),
+                pcie_s=float(self.ledger.total("pcie")),
+                lower_s=max(self.lower_s.values()),
+                expected_s=self.expected_s,
+                upper_s=float(self.ledger.serial_s),
+                bound=self.bound,
+                lower_by_resource_s=self.lower_s,
+                exposed_s=self.exposed_s(),
+            ),
+            mfu=self.mfu,
+            tokens_per_s=self.tokens_per_s,
+            days=days,
+            cost_usd=None if days is None or price is None else days * 24 * price * problem.slice.chips,
+            executable=not self.obstacles,
+            obstacles=tuple(self.obstacles),
+            ledger=self.ledger.rows,
+            reasons=tuple(self.reasons),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values; ``TrainingAnswer`` adds alternatives and advice."""
-        problem, numerics = self.problem, self.problem.numerics
-        parameters = count_params(problem.model)
-        price = problem.slice.chip.price_usd_per_hour
-        days = self.days
-        return {
-            "kind": "train",
-            "schema": SCHEMA,
-            "rooftop_version": __version__,
-            "model": {
-                "name": problem.model.name,
-                "params": parameters.total,
-                "active_params": parameters.active,
-                "config": problem.model.to_json(),
-            },
-            "slice": {
-                "name": problem.slice.name,
-                "chips": problem.slice.chips,
-                "devices": problem.slice.devices,
-            },
-            "workload": asdict(problem.workload),
-            "mesh": self.mesh.to_json(),
-            "rules": self.spec.rules.to_json(),
-            "dtypes": {name: value for name, value in asdict(numerics).items() if name != "optimizer"},
-            "optimizer": numerics.optimizer,
-            "remat": {"name": self.choice.remat, "policy": dict(self.choice.policy)},
-            "microbatches": self.choice.microbatches,
-            "schedule": {"name": self.choice.schedule, "chunks": self.choice.chunks},
-            "assumptions": asdict(problem.assumptions)
-            | {"hidden": problem.assumptions.shares(self.step.rates.overlap), "bounds": problem.bounds},
-            "flops": {
-                "per_token": self.flops_per_token,
-                "per_step": self.flops_per_token * problem.workload.batch_tokens,
-                "executed_per_step": float(self.ledger.flops()) * problem.slice.devices,
-                "convention": flops_per_token(problem.model, problem.workload.seq_len).convention,
-            },
-            "memory": self.memory
-            | {
-                "total": self.memory_bytes,
-                "capacity": problem.capacity,
-                "fits": self.fits,
-                "host": scalar(host_bytes(self.step)),
-            },
-            "step": {
-                **{f"{name}_s": float(self.ledger.total(name)) for name in ("mxu", "vpu", "hbm", "ici", "dcn", "pcie")},
-                "lower_s": max(self.lower_s.values()),
-                "expected_s": self.expected_s,
-                "upper_s": float(self.ledger.serial_s),
-                "bound": self.bound,
-                "lower_by_resource_s": self.lower_s,
-                "exposed_s": self.exposed_s(),
-            },
-            "mfu": self.mfu,
-            "tokens_per_s": self.tokens_per_s,
-            "days": days,
-            "cost_usd": None if days is None or price is None else days * 24 * price * problem.slice.chips,
-            "executable": not self.obstacles,
-            "obstacles": self.obstacles,
-            "ledger": self.ledger.to_json(),
-            "reasons": [reason.to_json() for reason in self.reasons],
-        }  # fmt: skip
+        return self.document.to_json()
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TrainingPlan:
+    def from_json(cls, data: object) -> TrainingPlan:
         """The plan that a plan.json describes, priced anew. Raises RooftopError on a file that is not one."""
-        try:
-            if (data["kind"], data["schema"]) != ("train", SCHEMA):
-                raise RooftopError("plan kind and schema", f"{data['kind']} {data['schema']}", f"train {SCHEMA}")
-            slice_ = Slice.parse(data["slice"]["name"])
-            assumptions = {name: value for name, value in data["assumptions"].items() if name != "bounds"}
-            problem = Problem(
-                model=ModelConfig.from_json(data["model"]["config"]),
-                slice=slice_,
-                workload=Workload(**data["workload"]),
-                numerics=Numerics(optimizer=data["optimizer"], **data["dtypes"]),
-                assumptions=Assumptions(**assumptions),
-                schedule=data["schedule"]["name"],
-                chunks=int(data["schedule"]["chunks"]),
-                bounds=data["assumptions"]["bounds"],
-            )
-            choice = Choice(
-                remat=data["remat"]["name"],
-                policy=parse_policy(data["remat"]["name"]),
-                microbatches=int(data["microbatches"]),
-                schedule=problem.schedule,
-                chunks=problem.chunks,
-            )
-            return cls(problem=problem, mesh=Mesh.from_json(slice_, data["mesh"]), choice=choice)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise misread("plan", error, "a plan.json written by rooftop plan") from None
+        return read_record(TrainingPlanDocument, data, "plan").plan
 
 
 def _shown_row(row: Row, mesh: Mesh) -> Row:

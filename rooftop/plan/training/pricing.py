@@ -7,13 +7,13 @@ group's computation, up to the share that the assumptions allow and to the time 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rooftop.arrays.rules import STAGE_AXES
-from rooftop.core.ledger import Collective, Ledger, Number, Row
-from rooftop.plan.pricing import Transfer, Work, paid_s
+from rooftop.core.ledger import Ledger, Number, Row
+from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.roofline.rates import Rates
@@ -22,19 +22,72 @@ from rooftop.roofline.rates import Rates
 _WINDOW = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """Expected seconds of each piece of work: computation, each of its transfers, and copies to the host.
+
+    ``exposed`` is the share of a transfer's time that nothing hides, by window and assumption.
+    """
+
+    work: Sequence[Work]
+    compute: Sequence[Number]
+    transfers: Sequence[Sequence[Number]]
+    host: Sequence[Number]
+    exposed: Mapping[tuple[str, str], Number]
+    factor: float
+
+    @classmethod
+    def of(cls, work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> _Times:
+        compute = [
+            np.maximum(
+                np.maximum(item.matmul_s, item.vector_flops / rates.vector_flops_per_s), rates.hbm_s(item.hbm_bytes)
+            )
+            + rates.hbm_s(item.elementwise_bytes)
+            for item in work
+        ]
+        transfers = [[_duration_s(transfer, strategies, rates) for transfer in item.collectives] for item in work]
+        host = [item.host_bytes / rates.pcie_bytes_per_s for item in work]
+        shares = assumptions.shares(rates.overlap)
+        return cls(
+            work=work,
+            compute=compute,
+            transfers=transfers,
+            host=host,
+            exposed=_exposed_shares(work, compute, transfers, host, shares),
+            factor=assumptions.calibration,
+        )
+
+    def __iter__(self) -> Iterator[tuple[Work, Number, list[Number], list[Number]]]:
+        """Each piece of work, its expected seconds without collectives, and those of collectives: all, and exposed."""
+        for item, compute, transfers, offload in zip(self.work, self.compute, self.transfers, self.host, strict=True):
+            group = _WINDOW[item.phase]
+            paid = [self.factor * duration for duration in transfers]
+            exposed = [
+                seconds * self.exposed[group, transfer.hides]
+                for transfer, seconds in zip(item.collectives, paid, strict=True)
+            ]
+            waiting = self.exposed.get((group, "offload"), 0.0) * offload
+            yield item, self.factor * (compute + waiting), paid, exposed
+
+
 def price_work(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Ledger:
     """The ledger of ``work``, with pipeline idle time as its last row; figures broadcast to [C, K]."""
-    compute = [
-        np.maximum(np.maximum(item.matmul_s, item.vector_flops / rates.vector_flops_per_s), rates.hbm_s(item.hbm_bytes))
-        + rates.hbm_s(item.elementwise_bytes)
-        for item in work
-    ]
-    durations = [[_duration_s(transfer, strategies, rates) for transfer in item.collectives] for item in work]
-    host = [item.host_bytes / rates.pcie_bytes_per_s for item in work]
-    shown = _exposed_shares(work, compute, durations, host, assumptions.shares(rates.overlap))
-    rows = list(_rows(work, compute, durations, host, shown, strategies, rates, assumptions))
+    times = _Times.of(work, strategies, rates, assumptions)
+    rows = list(_rows(times, strategies, rates))
     rows.append(_idle(rows, strategies))
     return Ledger(tuple(rows))
+
+
+def expected_s(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Number:
+    """Expected seconds of ``price_work``'s ledger, without its rows; broadcasts to [C, K]."""
+    total: Number = 0.0
+    busy: Number = 0.0
+    for item, seconds, _, exposed in _Times.of(work, strategies, rates, assumptions):
+        spent = item.count * (seconds + sum(exposed, 0.0))
+        total = total + spent
+        if item.phase != "update":
+            busy = busy + spent
+    return total + idle_fraction(strategies) * busy
 
 
 def _duration_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Number:
@@ -94,38 +147,20 @@ def _exposed_shares(
     return exposed
 
 
-def _rows(
-    work: Sequence[Work],
-    compute: Sequence[Number],
-    durations: Sequence[Sequence[Number]],
-    host: Sequence[Number],
-    shown: Mapping[tuple[str, str], Number],
-    strategies: Strategies,
-    rates: Rates,
-    assumptions: Assumptions,
-) -> Iterator[Row]:
-    factor = assumptions.calibration
-    for item, seconds, transfers, offload in zip(work, compute, durations, host, strict=True):
-        group = _WINDOW[item.phase]
+def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
+    for (item, seconds, paid, exposed), offload in zip(times, times.host, strict=True):
         collectives = tuple(
-            _collective(transfer, factor * duration, shown[group, transfer.hides], strategies)
-            for transfer, duration in zip(item.collectives, transfers, strict=True)
+            transfer.collective((strategies.price(transfer.priced_as, axis) for axis in transfer.axes), expected, shown)
+            for transfer, expected, shown in zip(item.collectives, paid, exposed, strict=True)
         )
-        exposed, paid = paid_s(collectives)
-        waiting = shown.get((group, "offload"), 0.0) * offload
         apart = item.matmul_s + item.vector_flops / rates.vector_flops_per_s + rates.hbm_s(item.moved_bytes)
         yield item.row(
             rates,
             collectives,
             ("mxu", "vpu", "hbm", "pcie"),
-            expected_s=factor * (seconds + waiting) + exposed,
-            serial_s=factor * (apart + offload) + paid,
+            expected_s=seconds + sum(exposed, 0.0),
+            serial_s=times.factor * (apart + offload) + sum(paid, 0.0),
         )
-
-
-def _collective(transfer: Transfer, expected_s: Number, shown: Number, strategies: Strategies) -> Collective:
-    prices = (strategies.price(transfer.priced_as, axis) for axis in transfer.axes)
-    return transfer.collective(prices, expected_s, expected_s * shown)
 
 
 def _idle(rows: Sequence[Row], strategies: Strategies) -> Row:

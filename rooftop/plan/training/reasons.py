@@ -10,7 +10,7 @@ from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AX
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
-from rooftop.plan.reasons import Reason
+from rooftop.plan.documents import Balance, Reason
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline import rules
@@ -108,13 +108,12 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             )
             best = rules.best_fsdp(problem.workload.batch_tokens, f_eff, devices, axes - 1, 1)
             chosen = float(step.strategies.devices(*GATHER_AXES)[0, 0])
-            yield Reason(
+            yield Balance(
                 rule="fewest bytes moved",
                 source="chapter 5",
                 formula="X = sqrt(B M_X N / (F_eff M_Y))",
                 value=chosen,
                 limit=best,
-                near=True,
                 text=f"On paper {best:.0f} ways of FSDP move the fewest bytes; the search chose {chosen:.0f}.",
             )
     if problem.slice.num_slices > 1:

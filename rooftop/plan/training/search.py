@@ -33,9 +33,9 @@ from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
-from rooftop.plan.training.pricing import priced_collectives
+from rooftop.plan.training.pricing import expected_s, priced_collectives
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_ledger, training_work
+from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
@@ -190,7 +190,8 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
         step = problem.step(strategies[part] if shape[0] > rows else strategies)
-        expected[part] = np.broadcast_to(training_ledger(step).expected_s, expected[part].shape)
+        seconds = expected_s(training_work(step), step.strategies, step.rates, step.assumptions)
+        expected[part] = np.broadcast_to(seconds, expected[part].shape)
         if memory:
             memory_bytes[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
     return expected, memory_bytes
@@ -198,7 +199,8 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
 
 def best_of(problem: Problem, within: Strategies) -> float:
     """Expected step time of the best fitting candidate among given strategies; infinite if none fits."""
-    within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
+    if problem.slice != within.layouts.slice:
+        within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
     allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
     return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())

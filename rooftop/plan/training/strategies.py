@@ -107,17 +107,32 @@ class Strategies:
         """True if the schedule holds every microbatch's activations at once (GPipe), [1, K]."""
         return np.array([[choice.schedule == "gpipe" for choice in self.choices]])
 
+    @cached_property
+    def _policies(self) -> tuple[list[Mapping[str, str]], Ints]:
+        """The different remat policies, and for each choice which of them it has, [K]."""
+        policies: list[Mapping[str, str]] = []
+        index = []
+        for choice in self.choices:
+            if choice.policy not in policies:
+                policies.append(choice.policy)
+            index.append(policies.index(choice.policy))
+        return policies, np.array(index)
+
     def recomputed(self, name: str) -> Floats:
         """1 where the policy recomputes the named checkpoint and 0 where it is kept, [1, K]."""
-        return np.array([[float(choice.policy[name] == "recompute") for choice in self.choices]])
+        policies, index = self._policies
+        again: Floats = np.array([float(policy[name] == "recompute") for policy in policies])[index][None]
+        return again
 
     def kept(self, action: str, config: ModelConfig, *, moe_layer: bool, names: Sequence[str] = CHECKPOINTS) -> Floats:
         """Elements per token and layer of the checkpoints ``names`` under ``action``, [1, K]."""
+        policies, index = self._policies
         totals = []
-        for choice in self.choices:
-            widths = kept_widths(config, choice.policy, moe_layer=moe_layer)
-            totals.append(sum(widths[name] for name in names if choice.policy[name] == action))
-        return np.array([totals], np.float64)
+        for policy in policies:
+            widths = kept_widths(config, policy, moe_layer=moe_layer)
+            totals.append(sum(widths[name] for name in names if policy[name] == action))
+        kept: Floats = np.array(totals, np.float64)[index][None]
+        return kept
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rooftop.capabilities import OPTIMIZERS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.records import Record
 
 #: The most tokens of a step: their products with anything that is counted here stay exact in 64 bits.
 MOST_TOKENS = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Record):
     """A training job: ``batch_tokens`` a step in sequences of ``seq_len``, ``tokens`` in all."""
+
+    closed = True
 
     batch_tokens: int
     seq_len: int
@@ -45,25 +48,41 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """Number formats and the optimizer, which decide the bytes of each parameter and activation.
+class Dtypes(Record):
+    """Number formats, which decide the bytes of each parameter and activation.
 
     ``compute`` is the dtype of activations and of the weights as gathered; ``matmul`` the dtype of the layers' matmuls
     (int8 or f8 for quantised training); ``weights`` that of the stored (master) weights; ``moments`` the optimizer's.
     """
+
+    closed = True
 
     compute: str = "bf16"
     matmul: str = "bf16"
     weights: str = "f32"
     moments: str = "f32"
     gradients: str = "bf16"
-    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         for name in ("compute", "matmul", "weights", "moments", "gradients"):
             dtype_bytes(getattr(self, name), name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics(Dtypes):
+    """Number formats and the optimizer."""
+
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.optimizer not in OPTIMIZERS:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The number formats without the optimizer."""
+        return Dtypes(**{field.name: getattr(self, field.name) for field in fields(Dtypes)})
 
     @property
     def weight_bytes(self) -> float:

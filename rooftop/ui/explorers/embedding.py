@@ -9,7 +9,7 @@ from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.embed.host.limits import expected
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.files import tables_from_toml
-from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.plan import EmbedPlan, Pipelining
 from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
 from rooftop.present.document import (
     Bar,
@@ -72,10 +72,10 @@ def answer(state: State) -> Document:
     memory, step, obstacles = plan.memory, plan.step, plan.obstacles
     sequential, pipelined = step["sequential"], step["pipelined"]
     figures = (
-        ShownFigure("pipelined_s", "Step, pipelined", pipelined["expected_s"], "s", "expected",
-            formula=f"bound by {pipelined['bound']}", source="deep dive, 9"),
-        ShownFigure("sequential_s", "Step, sequential", sequential["expected_s"], "s", "expected",
-            formula=f"bound by {sequential['bound']}", source="deep dive, 9"),
+        ShownFigure("pipelined_s", "Step, pipelined", pipelined.expected_s, "s", "expected",
+            formula=f"bound by {pipelined.bound}", source="deep dive, 9"),
+        ShownFigure("sequential_s", "Step, sequential", sequential.expected_s, "s", "expected",
+            formula=f"bound by {sequential.bound}", source="deep dive, 9"),
         ShownFigure("tile_bytes", "A tile's memory", memory["tile"], "B", "expected",
             formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}", source="deep dive, 7"),
         ShownFigure("memory_bytes", "HBM of a device", memory["total"]["sequential"], "B", "expected",
@@ -87,7 +87,7 @@ def answer(state: State) -> Document:
         verdict=ShownVerdict(
             says=obstacles[0][0].upper() + obstacles[0][1:]
             if obstacles
-            else f"A pipelined step takes {format_seconds(pipelined['expected_s'])}, bound by {pipelined['bound']}; "
+            else f"A pipelined step takes {format_seconds(pipelined.expected_s)}, bound by {pipelined.bound}; "
             f"a tile's memory is {memory['tile'] / memory['tile_capacity']:.0%} full.",
             no=obstacles[0] if obstacles else "",
         ),
@@ -133,7 +133,7 @@ def _units(plan: EmbedPlan) -> Bars:
         "side; in a sequential step tables and TensorCore take turns.",
         unit="s",
         bars=tuple(Bar(name, (("busy", seconds),)) for name, seconds in plan.units_s.items()),
-        limit=(plan.step["pipelined"]["expected_s"], "pipelined step"),
+        limit=(plan.step["pipelined"].expected_s, "pipelined step"),
     )
 
 
@@ -150,7 +150,7 @@ def _tiles(plan: EmbedPlan) -> Bars:
 
 def _over_batches(problem: EmbedProblem) -> Lines:
     """Pipelined and sequential steps at other batches, with limits that follow."""
-    points: dict[str, list[tuple[float, float]]] = {"sequential": [], "pipelined": []}
+    points: dict[Pipelining, list[tuple[float, float]]] = {"sequential": [], "pipelined": []}
     for scale in _SCALES:
         batch = int(problem.batch * scale) // problem.cores * problem.cores
         if not batch:
@@ -162,7 +162,7 @@ def _over_batches(problem: EmbedProblem) -> Lines:
             # A batch so large that a table cannot be stacked says nothing about the one asked for.
             continue
         for mode, seconds in points.items():
-            seconds.append((float(batch), plan.step[mode]["expected_s"]))
+            seconds.append((float(batch), plan.step[mode].expected_s))
     return Lines(
         title="Step over the batch",
         x=ChartAxis("samples of a step", scale="log"),

@@ -40,7 +40,7 @@ def answer(state: State) -> Document:
     prefill_on, _ = best_prefill(sized, prefills)
     plan = ServingPlan(problem=sized, generate_on=placement, prefill_on=prefill_on, batch=batch)
     fronts = {item: _points(kind, at, item) for item in sorted({*_CONTEXTS, context})}
-    memory = plan.memory_json()["per_device"]
+    memory = plan.memory_of_slice.per_device.to_json()
     work = sized.workload
     rate = plan.tokens_per_s / sized.slice.chips
     return Document(
@@ -104,7 +104,8 @@ def _points(kind: tuple[str, ...], at: int, context: int) -> list[dict[str, Any]
 
     The same server for every context: fronts over all placements would differ by their layouts too.
     """
-    return pareto(_pinned(kind, at)[0], [_server(*kind)[1][at]], [context])
+    points = pareto(_pinned(kind, at)[0], [_server(*kind)[1][at]], [context])
+    return [point.to_json() for point in points]
 
 
 def _verdict(plan: ServingPlan, rate: float) -> str:
@@ -112,7 +113,7 @@ def _verdict(plan: ServingPlan, rate: float) -> str:
         most = plan.max_batch
         room = f"at most {most} sequences do" if most else "not one sequence does"
         return f"A batch of {plan.batch} at this context does not fit {plan.problem.slice.name}: {room}."
-    busy = plan.breakdown()
+    busy = plan.breakdown.to_json()
     most_of = max(busy, key=lambda name: busy[name])
     why = {"weights_s": "reading weights", "kv_s": "reading the KV cache", "flops_s": "FLOPs", "ici_s": "the network"}
     return (
@@ -233,7 +234,7 @@ def _step(plan: ServingPlan) -> Bars:
         title="What a step needs",
         about="Seconds at peak rates, each alone; the expected step is the line.",
         unit="s",
-        bars=tuple(Bar(names[name], (("at peak", value),)) for name, value in plan.breakdown().items()),
+        bars=tuple(Bar(names[name], (("at peak", value),)) for name, value in plan.breakdown.to_json().items()),
         limit=(plan.step_s, "step"),
     )
 
