@@ -21,7 +21,7 @@ import openai
 
 from rooftop.checkpoints.huggingface import save_weights
 from rooftop.models import from_huggingface
-from rooftop.programs.model.describe import describe
+from rooftop.programs.parameters import describe
 from tests.support import serving_echo
 from tests.support.quickly import QUICK_FLAGS
 
