@@ -6,7 +6,7 @@ Rows add up to the timeline: the sum of counts times expected seconds is its ``t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.hlo.costs import InstructionWork, is_host_copy, work
@@ -14,25 +14,23 @@ from rooftop.compiler.hlo.places import purpose, users
 from rooftop.compiler.ledger import RowDraft, in_order, matmul_rows
 from rooftop.compiler.machine.run import scheduled
 from rooftop.compiler.machine.schedule import ScheduleTimeline, timeline
+from rooftop.core.amounts import Amount
 from rooftop.core.ledger import Ledger
+from rooftop.core.records import Record
 from rooftop.roofline.rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompiledTimes:
+class CompiledTimes(Record):
     """Seconds of one execution: busy at peak rates by resource; waiting for each network; expected; without overlap."""
 
-    mxu_s: float
-    vpu_s: float
-    hbm_s: float
-    exposed_ici_s: float
-    exposed_dcn_s: float
-    expected_s: float
-    serial_s: float
-
-    def to_json(self) -> dict[str, float]:
-        """The figures by name."""
-        return asdict(self)
+    mxu_s: Amount
+    vpu_s: Amount
+    hbm_s: Amount
+    exposed_ici_s: Amount
+    exposed_dcn_s: Amount
+    expected_s: Amount
+    serial_s: Amount
 
 
 @dataclass(frozen=True, kw_only=True)

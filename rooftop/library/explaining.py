@@ -14,8 +14,7 @@ from rooftop.library.results import Result, flat
 if TYPE_CHECKING:
     from rooftop.explain.measured.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
-    from rooftop.explain.operation.inferred import Inferred
-    from rooftop.explain.operation.instruction import Operation
+    from rooftop.explain.operations import Inferred, Operation
     from rooftop.hardware import Chip
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRuns
@@ -60,21 +59,21 @@ class OperationsResult(Result):
 
     def to_json(self) -> dict[str, object]:
         """Each instruction with its layouts and work, and its times on the chip."""
-        from rooftop.explain.operation.instruction import operation_json
+        from rooftop.explain.operations import OperationRecord, OperationsRecord
 
-        return {
-            "kind": "operations",
-            "schema": 1,
-            "operations": [operation_json(operation, self.chip) for operation in self.operations],
-            "inferred": [parallelism.to_json() for parallelism in self.inferred],
-        }
+        return OperationsRecord(
+            kind="operations",
+            schema=1,
+            operations=tuple(OperationRecord.of(operation, self.chip) for operation in self.operations),
+            inferred=self.inferred,
+        ).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """An instruction a row."""
-        from rooftop.explain.operation.instruction import operation_json
+        from rooftop.explain.operations import OperationRecord
 
-        return [flat(operation_json(operation, self.chip)) for operation in self.operations]
+        return [flat(OperationRecord.of(operation, self.chip).to_json()) for operation in self.operations]
 
     @property
     def document(self) -> Document:
@@ -229,8 +228,7 @@ def explain_operations(
 
     Raises RooftopError for a line that is no instruction.
     """
-    from rooftop.explain.operation.inferred import infer
-    from rooftop.explain.operation.instruction import read_operation
+    from rooftop.explain.operations import infer, read_operation
 
     # An empty text is refused like any other that is no instruction.
     texts = [line for text in lines for line in text.splitlines() if line.strip()] or [""]

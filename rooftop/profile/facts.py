@@ -6,16 +6,24 @@ A trace alone has some of them; with the compiled module (``rooftop.explain.meas
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from rooftop.core.ledger import CollectiveKind
 from rooftop.core.scopes import UNSCOPED, scope_and_phase
 from rooftop.profile.trace import Op
 
 #: Categories of ops: the device computes, moves arrays, communicates, waits for its host, or runs a control op such as
 #: a loop. Only time that no inner op covers is attributed to a control op.
-COMPUTE, COPY, COLLECTIVE, HOST, CONTROL = "compute", "copy", "collective", "host", "control"
+Category = Literal["compute", "copy", "collective", "host", "control"]
+COMPUTE: Literal["compute"] = "compute"
+COPY: Literal["copy"] = "copy"
+COLLECTIVE: Literal["collective"] = "collective"
+HOST: Literal["host"] = "host"
+CONTROL: Literal["control"] = "control"
 
-COLLECTIVES = {
+COLLECTIVES: Mapping[str, CollectiveKind] = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-reduce": "all_reduce",
@@ -63,7 +71,7 @@ class Facts:
     collective that this op ends.
     """
 
-    category: str
+    category: Category
     places: tuple[OpPlace, ...]
     source: str = ""
     opcode: str = ""
@@ -88,6 +96,7 @@ def facts_of(op: Op) -> Facts:
     """The facts of an op from the trace alone: its text or its name, its category, its name stack."""
     opcode = _opcode(op)
     kind, role = collective_kind(opcode)
+    category: Category
     if kind:
         category = COLLECTIVE
     elif opcode in _CONTROL or op.category in _CONTROL:

@@ -443,7 +443,7 @@ def too_large(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stag
 def compiled(program: str, slice_: str, layout: str = "", **arguments: Any) -> Compiled:
     """Compile a function of this file in this process: its environment is that of the worker (see conftest)."""
     request = CompileRequest(mesh=mesh_on(slice_, layout), program=f"{__name__}:{program}", arguments=arguments)
-    return Compiled(mesh=request.mesh, **compile_here(request))
+    return Compiled(mesh=request.mesh, **vars(compile_here(request)))
 
 
 def flops_by_key(ledger: Ledger) -> dict[tuple[str, str], float]:

@@ -836,7 +836,7 @@ def compiled(case: str) -> Compiled:
         arguments=arguments,
         options=NO_WINDOWED_EINSUM if case.endswith("plain") else {},
     )
-    return Compiled(mesh=MESH, **compile_here(request))
+    return Compiled(mesh=MESH, **vars(compile_here(request)))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from rooftop.core.errors import unknown
 def schema(name: str) -> dict[str, Any]:
     """The JSON schema of 'plan' (plan.json of training), 'serving' (of serving), 'embed' (of embeddings) or another.
 
-    Others are 'simulation', 'compiled', 'compiled_embed' and 'ledger', which describes those within plans. What
-    ``rooftop explain`` prints has 'explain', 'operations' (of --op) and 'difference' (of --diff).
+    Others are 'simulation' and 'ledger', which describes those within plans. What ``rooftop compile`` and ``rooftop
+    explain`` print is described by ``rooftop.core.records.schema`` of the records in ``rooftop.explain``.
     """
     schemas = {
         file.name.split(".")[0]: file for file in files(__name__).iterdir() if file.name.endswith(".schema.json")

@@ -24,6 +24,7 @@ from rooftop.profile.facts import (
     CONTROL,
     COPY,
     HOST,
+    Category,
     Facts,
     OpPlace,
     collective_kind,
@@ -159,6 +160,7 @@ class TracedProgram:
             role = "done" if opcode.endswith("-done") else "start" if opcode.endswith("-start") else "whole"
         if logical or kind:
             return self._communicates(computation, instruction, used_by, logical, kind, role, begun)
+        category: Category
         if opcode in _CONTROL_OPS:
             category = CONTROL
         elif opcode in _HOST_OPS:
