@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rooftop.hardware import Chip
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRuns
+    from rooftop.validation.accuracy import ComparisonRecord
     from rooftop.validation.serving import ServingReport
 
 
@@ -132,36 +133,32 @@ class ValidationResult(Result):
 
     def to_json(self) -> dict[str, object]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
-        data = self.report.to_json()
-        rows = [
-            row | {"notes": list(self.notes[row["id"]]), "reason": self.reasons.get(row["id"])} for row in data["rows"]
-        ]
-        unusable = [
-            {
-                "source": run.source,
-                "model": run.model,
-                "chip": run.chip,
-                "num_chips": run.num_chips,
-                "why": run.why,
-                "measured_memory_bytes": dict(run.measured_memory_bytes),
-                "lines": list(run.lines),
-            }
-            for run in self.published.unusable
-        ]
-        counts = {
-            "runs": len(rows),
-            "unpredicted": [{"id": run, "why": why} for run, why in self.unpredicted.items()],
-            "unusable": unusable,
-            "serving_rows": self.published.serving_rows,
-        }
-        return {"rows": rows, "summary": data["summary"] | counts, "serving": self.serving.to_json()}
+        from rooftop.validation.report import UnpredictedRun, UnusableTraining, ValidationRecord, ValidationSummary
+
+        rows = self._training_rows
+        return ValidationRecord(
+            rows=rows,
+            summary=ValidationSummary(
+                groups=self.report.groups,
+                beats_bound=self.report.beats_bound,
+                runs=len(rows),
+                unpredicted=tuple(UnpredictedRun(id=run, why=why) for run, why in self.unpredicted.items()),
+                unusable=tuple(UnusableTraining.of(run) for run in self.published.unusable),
+                serving_rows=self.published.serving_rows,
+            ),
+            serving=self.serving.record,
+        ).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A run a row, those of training first."""
-        training = self.report.to_json()["rows"]
-        serving = [comparison.to_json() for comparison in self.serving.comparisons]
-        return [flat(row) for row in (*training, *serving)]
+        serving = [one.record for one in self.serving.comparisons]
+        return [flat(row.to_json()) for row in (*self._training_rows, *serving)]
+
+    @property
+    def _training_rows(self) -> tuple[ComparisonRecord, ...]:
+        runs = self.report.comparisons
+        return tuple(one.record(self.notes[one.run.id], self.reasons.get(one.run.id)) for one in runs)
 
     @property
     def document(self) -> Document:
