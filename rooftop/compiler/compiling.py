@@ -26,7 +26,6 @@ from rooftop.compiler.cache import Cache
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import MemoryShortage, OutOfMemory, PeakMemory
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.ledger import Ledger
 from rooftop.hardware import Slice
 
 #: Environment of libtpu for compilation without a TPU: no machine metadata, and several processes at a time.
@@ -108,14 +107,6 @@ class Compiled(CompiledProgram):
     def module(self) -> hlo.Module:
         """The optimised and scheduled program of one device."""
         return hlo.parse(self.hlo_text)
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """The compiled ledger, without times: ``rooftop.compiler.timed`` has those."""
-        # Imported here: a worker does not read ledgers, so its cached answers stay valid when this module changes.
-        from rooftop.compiler.ledger import read_ledger
-
-        return read_ledger(self.module, self.mesh.shape, self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)

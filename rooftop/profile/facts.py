@@ -39,9 +39,13 @@ COLLECTIVES: Mapping[str, CollectiveKind] = {
     "SendRecv": "permute",
 }
 _OPCODE = re.compile(r"= .*?[\]\})] ([a-z][\w\-]*)\(")
-_HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done", "host-transfer")
-_CONTROL = ("while", "conditional", "call")
-_COPIES = ("copy", "copy-start", "copy-done", "slice-start", "slice-done", "dynamic-slice-start", "MemcpyD2D")
+_CATEGORIES: Mapping[Category, tuple[str, ...]] = {
+    CONTROL: ("while", "conditional", "call"),
+    HOST: ("infeed", "outfeed", "send", "recv", "send-done", "recv-done", "host-transfer"),
+    COPY: (
+        "copy", "copy-start", "copy-done", "slice-start", "slice-done", "dynamic-slice-start", "dynamic-slice-done",
+    ),
+}  # fmt: skip
 _NUMBERED = re.compile(r"(?:[.:_]\d+|\.clone)+$")
 _NCCL = re.compile(r"nccl(?:Dev)?Kernel_(\w+?)_")
 #: Parts of a name stack that are not named scopes of the program.
@@ -96,18 +100,9 @@ def facts_of(op: Op) -> Facts:
     """The facts of an op from the trace alone: its text or its name, its category, its name stack."""
     opcode = _opcode(op)
     kind, role = collective_kind(opcode)
-    category: Category
-    if kind:
-        category = COLLECTIVE
-    elif opcode in _CONTROL or op.category in _CONTROL:
-        category = CONTROL
-    elif opcode in _HOST or op.category in _HOST:
-        category = HOST
-    else:
-        category = COPY if opcode in _COPIES or opcode.startswith("Memcpy") else COMPUTE
     scope, phase = program_place(op.op_name, ours=False)
     return Facts(
-        category=category,
+        category=COLLECTIVE if kind else category_of(opcode, op.category),
         places=(OpPlace(scope=scope, phase=phase),),
         source=op.source,
         opcode=opcode,
@@ -117,6 +112,14 @@ def facts_of(op: Op) -> Facts:
         role=role,
         started_by=_started_by(op) if role == "done" else "",
     )
+
+
+def category_of(*names: str) -> Category:
+    """The category of an op that is no collective, by its opcode and the trace's own category."""
+    for category, members in _CATEGORIES.items():
+        if any(name in members for name in names):
+            return category
+    return COPY if names[0].startswith("Memcpy") else COMPUTE
 
 
 def collective_kind(opcode: str) -> tuple[str, str]:

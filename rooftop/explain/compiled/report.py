@@ -13,9 +13,9 @@ from rooftop import __version__
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece
 from rooftop.compiler.compiling import Compiled
+from rooftop.compiler.ledger import CompiledTimes, TimedLedger, compiled_ledger
 from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
 from rooftop.compiler.memory import HbmBuffer, PeakMemory
-from rooftop.compiler.timed import CompiledTimes, TimedLedger, compiled_ledger
 from rooftop.core.amounts import Amount, Positive
 from rooftop.core.ledger import CollectiveKind, Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
