@@ -17,6 +17,7 @@ from collections import Counter
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
+from rooftop.compiler.ledger import read_ledger
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 from rooftop.programs.model.layer import Computation
@@ -72,7 +73,7 @@ def main() -> None:
                 header = False
             moved: Counter[tuple[str, str]] = Counter()
             asynchronous: Counter[tuple[str, str]] = Counter()
-            for row in compiled.ledger:
+            for row in read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh):
                 if row.scope.startswith("layers"):
                     for found in row.collectives:
                         key = "+".join(found.axes), found.kind

@@ -278,11 +278,11 @@ def main() -> None:
         print(", ".join(f"{name} {value}" for name, value in found[0].items()), file=sys.stderr)
         lines += found
     told = provenance(here.devices[:1])
-    versions = ", ".join(f"{package} {version}" for package, version in told["versions"].items())
+    versions = ", ".join(f"{package} {version}" for package, version in told.versions.items())
     with open(chosen.output, "w") if chosen.output else os.fdopen(os.dup(1), "w") as file:
         print(f"# python bench/train_gpu.py {' '.join(sys.argv[1:])}".rstrip(), file=file)
-        where = f"{told['devices']}; planned for {chip}:1"
-        print(f"# {time.strftime('%Y-%m-%d')}, {versions}, {told['runtime']}; {where}", file=file)
+        where = f"{told.devices}; planned for {chip}:1"
+        print(f"# {time.strftime('%Y-%m-%d')}, {versions}, {told.runtime}; {where}", file=file)
         print(f"# MFU: {TrainRates.of(cases(chosen.tiny)[0].model, 1, None).convention}", file=file)
         names = dict.fromkeys(name for line in lines for name in line)
         out = csv.DictWriter(file, list(names), lineterminator="\n", restval="")

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from rooftop.checkpoints.names import Array
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import sync, write_bytes, write_text
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -158,14 +159,16 @@ def write_checkpoint(
                 where = {tensor.name: name for name, members in files.items() for tensor in members}
                 size = sum(tensor.bytes for tensor in tensors)
                 index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-                (unfinished / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                write_text(unfinished / _INDEX, json.dumps(index, indent=2) + "\n")
             written = config if isinstance(config, bytes) else (json.dumps(config, indent=2) + "\n").encode()
-            (unfinished / "config.json").write_bytes(written)
+            write_bytes(unfinished / "config.json", written)
             # mkdtemp creates private folders; give the checkpoint the permissions of the user's other folders.
             umask = os.umask(0)
             os.umask(umask)
             unfinished.chmod(0o777 & ~umask)
+            sync(unfinished)
             unfinished.rename(folder)
+            sync(folder.parent)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise

@@ -21,7 +21,7 @@ from rooftop.core.files import cache_folder, write_text
 #: Packages that determine an answer; packages that are not installed count as absent.
 _PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "numpy")
 _VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_")
-_FORMAT = 1
+_FORMAT = 2
 
 
 def digest(path: Path) -> str:

@@ -6,7 +6,6 @@ it reads a request from a file and writes the result to another file, atomically
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import subprocess
@@ -20,12 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rooftop.arrays import Mesh
 from rooftop.compiler.cache import Cache
 from rooftop.compiler.hlo import text as hlo
-from rooftop.compiler.memory import OutOfMemory, PeakMemory
+from rooftop.compiler.memory import MemoryShortage, OutOfMemory, PeakMemory
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.ledger import Ledger
 from rooftop.hardware import Slice
 
 #: Environment of libtpu for compilation without a TPU: no machine metadata, and several processes at a time.
@@ -78,15 +78,14 @@ class CompileRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """The compiler's result for a request. Bytes are those of one device.
+class CompiledProgram:
+    """The compiler's result for a program. Bytes are those of one device.
 
     ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
     the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and libtpu. ``executable`` is
-    set if the request asked for it, see ``rooftop.compiler.worker``. ``cached``: the result comes from the cache.
+    set if the request asked for it, see ``rooftop.compiler.worker``.
     """
 
-    mesh: Mesh
     hlo_text: str
     peak_bytes: int
     memory: Mapping[str, int]
@@ -95,30 +94,70 @@ class Compiled:
     versions: Mapping[str, str]
     at_peak: PeakMemory | None = None
     executable: bytes | None = None
-    cached: bool = False
 
-    @classmethod
-    def from_json(cls, mesh: Mesh, data: Mapping[str, Any], *, cached: bool = False) -> Compiled:
-        """A worker's result as an object."""
-        at_peak, executable = data["at_peak"], data["executable"]
-        changed = {
-            "at_peak": None if at_peak is None else PeakMemory.from_json(at_peak),
-            "executable": None if executable is None else base64.b64decode(executable),
-        }
-        return cls(mesh=mesh, cached=cached, **{**data, **changed})
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled(CompiledProgram):
+    """A compiled program and the ``mesh`` that it was compiled for. ``cached``: the result comes from the cache."""
+
+    mesh: Mesh
+    cached: bool = False
 
     @cached_property
     def module(self) -> hlo.Module:
         """The optimised and scheduled program of one device."""
         return hlo.parse(self.hlo_text)
 
-    @cached_property
-    def ledger(self) -> Ledger:
-        """The compiled ledger, without times: ``rooftop.compiler.timed`` has those."""
-        # Imported here: a worker does not read ledgers, so its cached answers stay valid when this module changes.
-        from rooftop.compiler.ledger import read_ledger
 
-        return read_ledger(self.module, self.mesh.shape, self.mesh)
+@dataclass(frozen=True, kw_only=True)
+class ProgramRefusal:
+    """The fields of an Infeasible that a program raises before it is compiled, or that the compiler gives."""
+
+    what: str
+    by: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResult:
+    """A ``program``, or the one reason why there is none. It is valid as long as its sources are."""
+
+    program: CompiledProgram | None = None
+    out_of_memory: MemoryShortage | None = None
+    infeasible: ProgramRefusal | None = None
+
+    @classmethod
+    def refused(cls, no: Infeasible) -> WorkerResult:
+        """The result that raises ``no`` when it is read."""
+        if isinstance(no, OutOfMemory):
+            return cls(out_of_memory=no.record)
+        return cls(infeasible=ProgramRefusal(what=no.what, by=no.by))
+
+    def compiled(self, mesh: Mesh, *, cached: bool) -> Compiled:
+        """The program. Raises OutOfMemory or Infeasible if there is none."""
+        if self.out_of_memory is not None:
+            raise self.out_of_memory.error
+        if self.infeasible is not None:
+            raise Infeasible(self.infeasible.what, self.infeasible.by)
+        assert self.program is not None
+        return Compiled(mesh=mesh, cached=cached, **vars(self.program))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestError:
+    """The fields of a RooftopError."""
+
+    field: str
+    given: Any
+    accepted: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerAnswer:
+    """The file that a worker writes: a result, or an ``error``; ``sources`` are the digests of the files it read."""
+
+    sources: Mapping[str, str]
+    result: WorkerResult | None = None
+    error: RequestError | None = None
 
 
 def require_compiler() -> None:
@@ -141,44 +180,31 @@ def compile_ahead_of_time(
     require_compiler()
     question = request.to_json()
     store = Cache.of_user()
-    result = store.find(question) if cache else None
-    cached = result is not None
-    if result is None:
-        output = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress)
-        if output.answer is None:
-            raise output.failure
-        if "error" in output.answer:
-            raise RooftopError(**output.answer["error"])
-        result = output.answer["result"]
-        if cache:
-            store.keep(question, result, output.answer["sources"])
-    return read_result(request, result, cached=cached)
-
-
-def read_result(request: CompileRequest, result: Mapping[str, Any], *, cached: bool) -> Compiled:
-    """A worker's result. Raises OutOfMemory or Infeasible if the result says so."""
-    if "out_of_memory" in result:
-        raise OutOfMemory.from_json(result["out_of_memory"])
-    if "infeasible" in result:
-        raise Infeasible(**result["infeasible"])
-    return Compiled.from_json(request.mesh, result, cached=cached)
+    known = store.find(question) if cache else None
+    if known is not None:
+        return msgspec.convert(known, WorkerResult).compiled(request.mesh, cached=True)
+    output = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress)
+    if output.answer is None or output.answer.result is None:
+        raise output.failure
+    if cache:
+        store.keep(question, msgspec.to_builtins(output.answer.result), output.answer.sources)
+    return output.answer.result.compiled(request.mesh, cached=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOutput:
-    """Output of a worker: its ``answer`` and its ``log``.
-
-    An answer is a result and the sources that it depends on, or an error; None if the worker was terminated.
-    """
+    """Output of a worker: its ``answer``, None if it was terminated, and its ``log``."""
 
     program: str
-    answer: Mapping[str, Any] | None
+    answer: WorkerAnswer | None
     log: str
     exit_status: int
 
     @property
     def failure(self) -> RooftopError:
-        """The last line of the log as an error."""
+        """The error of the answer; without an answer the last line of the log."""
+        if self.answer is not None and (error := self.answer.error) is not None:
+            return RooftopError(error.field, error.given, error.accepted)
         last = (self.log.strip().splitlines() or ["no message"])[-1]
         return RooftopError("program", self.program, f"one that XLA compiles (exit {self.exit_status}: {last})")
 
@@ -215,7 +241,7 @@ def ask_worker(
                 worker.communicate()
         return WorkerOutput(
             program=request.program,
-            answer=json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None,
+            answer=msgspec.json.decode(answer.read_bytes(), type=WorkerAnswer) if answer.exists() else None,
             log=log.read_text(encoding="utf-8", errors="replace"),
             exit_status=worker.returncode,
         )

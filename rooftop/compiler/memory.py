@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from rooftop.compiler.hlo.places import place_of
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
+from rooftop.core.amounts import Count
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
+from rooftop.core.records import Record, derived
 from rooftop.core.scopes import UNSCOPED
 
 #: Classes of HBM buffers, the planner's first. ``weights`` includes copies in the compute dtype, ``gradients`` have the
@@ -23,14 +24,14 @@ CLASSES: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class HbmBuffer:
+class HbmBuffer(Record):
     """One array in the HBM of one device. ``bytes`` include padding.
 
     ``name`` is the argument's (``state.weights.embed``) or the instruction's, ``shape`` as in HLO without its layout.
     ``source`` is the 'file:line' of its program ('' if unknown). An argument has no scope, phase and source.
     """
 
-    bytes: int
+    bytes: Count
     shape: str
     memory_class: str
     name: str
@@ -44,7 +45,7 @@ class HbmBuffer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeakMemory:
+class PeakMemory(Record):
     """HBM of one device at the peak of its use; ``buffers`` are the arrays, largest first.
 
     ``peak_bytes`` is their sum. ``allocated_bytes`` also has the holes of the heap: XLA:TPU compares it with the usable
@@ -55,7 +56,7 @@ class PeakMemory:
     allocated_bytes: int
     buffers: tuple[HbmBuffer, ...]
 
-    @property
+    @derived
     def peak_bytes(self) -> int:
         """Bytes that are alive at the peak."""
         return sum(buffer.bytes for buffer in self.buffers)
@@ -67,18 +68,6 @@ class PeakMemory:
         for buffer in self.buffers:
             totals[buffer.memory_class] += buffer.bytes
         return {name: total for name, total in totals.items() if total}
-
-    def to_json(self) -> dict[str, Any]:
-        """The reading as plain JSON values."""
-        buffers = [asdict(buffer) for buffer in self.buffers]
-        return {"peak_bytes": self.peak_bytes, "allocated_bytes": self.allocated_bytes} | {"buffers": buffers}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PeakMemory:
-        """The inverse of ``to_json``."""
-        return cls(
-            allocated_bytes=data["allocated_bytes"], buffers=tuple(HbmBuffer(**fields) for fields in data["buffers"])
-        )
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -112,17 +101,29 @@ class OutOfMemory(Infeasible):
         needed, available, over = (f"{figure / 2**30:.2f}GiB" for figure in figures)
         super().__init__(what, f"needs {needed} of the {available} of HBM of a device: {over} too many")
 
-    def to_json(self) -> dict[str, Any]:
-        """The answer as plain JSON values."""
-        at_peak = self.at_peak and self.at_peak.to_json()
-        figures = {"needed_bytes": self.needed_bytes, "available_bytes": self.available_bytes}
-        return {"what": self.what, **figures, "at_peak": at_peak}
+    @property
+    def record(self) -> MemoryShortage:
+        """The answer as it is written."""
+        return MemoryShortage(
+            what=self.what, needed_bytes=self.needed_bytes, available_bytes=self.available_bytes, at_peak=self.at_peak
+        )
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> OutOfMemory:
-        """The inverse of ``to_json``."""
-        at_peak = data["at_peak"] and PeakMemory.from_json(data["at_peak"])
-        return cls(**{**data, "at_peak": at_peak})
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryShortage(Record):
+    """The fields of an OutOfMemory."""
+
+    what: str
+    needed_bytes: float
+    available_bytes: float
+    at_peak: PeakMemory | None
+
+    @property
+    def error(self) -> OutOfMemory:
+        """The record as an exception."""
+        return OutOfMemory(
+            self.what, needed_bytes=self.needed_bytes, available_bytes=self.available_bytes, at_peak=self.at_peak
+        )
 
 
 #: Words of an argument's name by its class; the first class with a matching word applies.

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+
+import msgspec
 
 from rooftop.arrays import Mesh
 from rooftop.compiler.cache import Cache
@@ -18,9 +19,9 @@ from rooftop.compiler.compiling import (
     Compiled,
     CompileRequest,
     Progress,
+    WorkerResult,
     ask_worker,
     compile_ahead_of_time,
-    read_result,
     require_compiler,
 )
 from rooftop.compiler.hlo.text import Instruction, Module
@@ -106,37 +107,41 @@ def compile_with_marks(
     question, store = {**request.to_json(), "marks": True}, Cache.of_user()
     known = store.find(question) if cache else None
     if known is not None:
-        compiled = read_result(request, known["result"], cached=True)
-        return Marks(hbm_bytes=known["hbm_bytes"], tile_bytes=known["tile_bytes"], compiled=compiled)
+        return msgspec.convert(known, _MarkedResult).marks(request, cached=True)
     output = ask_worker(request, timeout_s=timeout_s, on_progress=on_progress, environment=LOGGING)
-    if output.answer is None or "error" in output.answer:
-        error = {} if output.answer is None else output.answer["error"]
-        no = refusal(output.log) or refusal(str(error))
+    answer = output.answer
+    if answer is None or answer.result is None:
+        no = refusal(output.log) or refusal("" if answer is None else str(answer.error))
         if no is None:
-            raise RooftopError(**error) if error else output.failure
-        if cache and output.answer is not None:
-            store.keep(question, {"result": _as_result(no)}, output.answer["sources"])
-        raise no
-    try:
-        compiled = read_result(request, output.answer["result"], cached=False)
-    except Infeasible:
-        if cache:
-            store.keep(question, {"result": output.answer["result"]}, output.answer["sources"])
-        raise
-    marks = read_marks(output.log)
-    if marks is None:
-        raise RooftopError("program", request.program, "one with a SparseCore computation")
-    if cache:
-        result = {"result": output.answer["result"], "hbm_bytes": marks[0], "tile_bytes": marks[1]}
-        store.keep(question, result, output.answer["sources"])
-    return Marks(hbm_bytes=marks[0], tile_bytes=marks[1], compiled=compiled)
+            raise output.failure
+        marked = _MarkedResult(result=WorkerResult.refused(no))
+    else:
+        hbm_bytes, tile_bytes = read_marks(output.log) or (None, None)
+        marked = _MarkedResult(result=answer.result, hbm_bytes=hbm_bytes, tile_bytes=tile_bytes)
+    if cache and answer is not None and not marked.is_incomplete:
+        store.keep(question, msgspec.to_builtins(marked), answer.sources)
+    return marked.marks(request, cached=False)
 
 
-def _as_result(no: Infeasible) -> dict[str, Any]:
-    """A rejection in the form of a worker's result."""
-    if isinstance(no, OutOfMemory):
-        return {"out_of_memory": no.to_json()}
-    return {"infeasible": {"what": no.what, "by": no.by}}
+@dataclass(frozen=True, kw_only=True)
+class _MarkedResult:
+    """A result and its marks, which a program without SparseCore computations has not."""
+
+    result: WorkerResult
+    hbm_bytes: int | None = None
+    tile_bytes: int | None = None
+
+    @property
+    def is_incomplete(self) -> bool:
+        """True for a program without marks."""
+        return self.result.program is not None and self.hbm_bytes is None
+
+    def marks(self, request: CompileRequest, *, cached: bool) -> Marks:
+        """The program and its marks. Raises Infeasible if there is no program, RooftopError if it has no marks."""
+        compiled = self.result.compiled(request.mesh, cached=cached)
+        if self.hbm_bytes is None or self.tile_bytes is None:
+            raise RooftopError("program", request.program, "one with a SparseCore computation")
+        return Marks(hbm_bytes=self.hbm_bytes, tile_bytes=self.tile_bytes, compiled=compiled)
 
 
 #: Compiler options with which a pipelined step overlaps. Without them, the compiler may schedule before it assigns

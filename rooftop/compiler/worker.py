@@ -6,7 +6,6 @@ the current phase.
 
 from __future__ import annotations
 
-import base64
 import importlib
 import importlib.metadata
 import json
@@ -23,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 from jax.experimental import serialize_executable
 
 from rooftop import __version__
 from rooftop.compiler.cache import digest
-from rooftop.compiler.compiling import CompileRequest
+from rooftop.compiler.compiling import CompiledProgram, CompileRequest, RequestError, WorkerAnswer, WorkerResult
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded, read_memory
@@ -38,22 +38,20 @@ def main(question: Path, answer: Path) -> None:
     """Read a request, compile it, write the result."""
     threading.Thread(target=_end_with_caller, daemon=True).start()
     phase = answer.with_name("phase")
+    result, error = None, None
     try:
         request = CompileRequest.from_json(json.loads(question.read_text(encoding="utf-8")))
-        result = {"result": _plain(compile_here(request, lambda name: _write(phase, name))), "sources": _sources()}
-    except OutOfMemory as no:
-        result = {"result": {"out_of_memory": no.to_json()}, "sources": _sources()}
+        result = WorkerResult(program=compile_here(request, lambda name: _write(phase, name.encode())))
     except Infeasible as no:
-        # The program itself says so, before compilation.
-        result = {"result": {"infeasible": {"what": no.what, "by": no.by}}, "sources": _sources()}
+        # XLA has too little memory for the program, or the program itself says no before it is compiled.
+        result = WorkerResult.refused(no)
     except RooftopError as wrong:
-        error = {"field": wrong.field, "given": wrong.given, "accepted": wrong.accepted}
-        result = {"error": error, "sources": _sources()}
-    _write(answer, json.dumps(result, default=str))
+        error = RequestError(field=wrong.field, given=wrong.given, accepted=wrong.accepted)
+    _write(answer, msgspec.json.encode(WorkerAnswer(sources=_sources(), result=result, error=error), enc_hook=str))
 
 
-def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """Compile in this process; returns the fields of ``Compiled`` without the mesh.
+def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lambda name: None) -> CompiledProgram:
+    """Compile in this process.
 
     Raises OutOfMemory if the program does not fit in HBM, RooftopError if the compiler rejects it.
     """
@@ -82,29 +80,19 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         at_peak = _peak_memory(Path(folder))
     memory = compiled.memory_analysis()
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-    return {
-        "hlo_text": compiled.as_text(),
-        "peak_bytes": memory.peak_memory_in_bytes,
-        "memory": {
+    return CompiledProgram(
+        hlo_text=compiled.as_text(),
+        peak_bytes=memory.peak_memory_in_bytes,
+        memory={
             name: getattr(memory, f"{name}_size_in_bytes")
             for name in ("argument", "output", "alias", "temp", "generated_code", "host_argument", "host_temp")
         },
-        "lower_s": lower_s,
-        "compile_s": compile_s,
-        "versions": versions,
-        "at_peak": at_peak,
-        "executable": pack(compiled, request, versions) if request.save else None,
-    }
-
-
-def _plain(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields as JSON values, for ``Compiled.from_json``."""
-    at_peak, executable = result["at_peak"], result["executable"]
-    return {
-        **result,
-        "at_peak": at_peak and at_peak.to_json(),
-        "executable": executable and base64.b64encode(executable).decode(),
-    }
+        lower_s=lower_s,
+        compile_s=compile_s,
+        versions=versions,
+        at_peak=at_peak,
+        executable=pack(compiled, request, versions) if request.save else None,
+    )
 
 
 def _program(name: str) -> Callable[..., Any]:
@@ -160,9 +148,9 @@ def _end_with_caller() -> None:
     os._exit(1)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, data: bytes) -> None:
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text, encoding="utf-8")
+    unfinished.write_bytes(data)
     os.replace(unfinished, path)
 
 

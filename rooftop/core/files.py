@@ -61,6 +61,15 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise RooftopError("output file", str(path), f"a path that can be written ({error.strerror})") from None
 
 
+def sync(path: Path) -> None:
+    """Write a file, or the entries of a folder, from the system's memory to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def read_json_object(path: Path, *, field: str, accepted: str) -> dict[str, Any]:
     """The object in a JSON file, read once: ``path`` may be a pipe. Raises RooftopError, naming ``field``."""
     try:

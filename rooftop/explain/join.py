@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from rooftop.core.amounts import Amount
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import format_bytes, format_count
+from rooftop.core.records import Record, derived
 
 #: Two figures are equal when they differ by less than this share of the larger.
 TOLERANCE = 1e-6
@@ -27,7 +28,7 @@ def stands_for(compiled: str, planned: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedCollective:
+class JoinedCollective(Record):
     """One kind of collective over the same axes on both sides: bytes per device and step (None: absent).
 
     ``compiled_kinds`` differs from ``kind`` where the compiler spells the planned collective in another way.
@@ -35,8 +36,8 @@ class JoinedCollective:
 
     kind: str
     axes: tuple[str, ...]
-    planned_bytes: float | None
-    compiled_bytes: float | None
+    planned_bytes: Amount | None
+    compiled_bytes: Amount | None
     compiled_kinds: tuple[str, ...] = ()
 
     @property
@@ -54,13 +55,13 @@ class JoinedCollective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedRow:
+class JoinedRow(Record):
     """One (scope, phase) on both sides, figures per device and step."""
 
     scope: str
     phase: str
-    planned_flops: float
-    compiled_flops: float
+    planned_flops: Amount
+    compiled_flops: Amount
     collectives: tuple[JoinedCollective, ...]
 
     @property
@@ -73,14 +74,14 @@ class JoinedRow:
         """Collectives that were planned and not compiled."""
         return tuple(collective for collective in self.collectives if not collective.compiled_bytes)
 
-    @property
+    @derived
     def agrees(self) -> bool:
         """True if FLOPs and every collective are the same on both sides."""
         return _same(self.planned_flops, self.compiled_flops) and all(
             collective.agrees for collective in self.collectives
         )
 
-    @property
+    @derived
     def verdict(self) -> str:
         """One line: 'as planned', or every difference by name."""
         parts = []
@@ -98,27 +99,6 @@ class JoinedRow:
         return "; ".join(parts) or ", ".join(
             ["as planned", *(str(collective) for collective in self.collectives if collective.spelled)]
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The joined row as plain JSON values."""
-        return {
-            "scope": self.scope,
-            "phase": self.phase,
-            "planned_flops": self.planned_flops,
-            "compiled_flops": self.compiled_flops,
-            "collectives": [
-                {
-                    "kind": collective.kind,
-                    "axes": list(collective.axes),
-                    "planned_bytes": collective.planned_bytes,
-                    "compiled_bytes": collective.compiled_bytes,
-                    "compiled_kinds": list(collective.compiled_kinds),
-                }
-                for collective in self.collectives
-            ],
-            "agrees": self.agrees,
-            "verdict": self.verdict,
-        }
 
 
 def join(planned: Ledger, compiled: Ledger) -> list[JoinedRow]:

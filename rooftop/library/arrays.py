@@ -139,5 +139,6 @@ def matmul(
         with uninterrupted():
             from rooftop.profile.microbench.strategies import measure as run_and_time
 
-        data |= run_and_time(asked, prices, count, overlapped=overlap, on_progress=on_progress)
+        measured = run_and_time(asked, prices, count, overlapped=overlap, on_progress=on_progress)
+        data["measured"] = measured.to_json()
     return MatmulResult(data=data, arrays=tuple(facts["arrays"]), strategies=strategies)

@@ -29,6 +29,7 @@ from rooftop.simulate.serving.traces import RequestTrace
 if TYPE_CHECKING:
     from rooftop.present.document import Document
     from rooftop.profile.microbench.collectives import Measurement
+    from rooftop.profile.microbench.timing import Provenance
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
 
@@ -49,7 +50,7 @@ class CollectivesResult(Result):
     dtype: str
     slice: Slice | None
     command: str
-    provenance: Mapping[str, object]
+    provenance: Provenance
     empty_call_s: float
     measurements: Sequence[Measurement]
 
@@ -62,7 +63,7 @@ class CollectivesResult(Result):
             "dtype": self.dtype,
             "slice": None if self.slice is None else self.slice.name,
             "measured": {"command": self.command}
-            | dict(self.provenance)
+            | self.provenance.to_json()
             | {"empty_call_s": self.empty_call_s, "collectives": [one.to_json() for one in self.measurements]},
         }
 
@@ -82,11 +83,8 @@ class CollectivesResult(Result):
     def summary(self) -> str:
         """Every collective at its largest size."""
         largest = {one.kind: one for one in sorted(self.measurements, key=lambda one: one.bytes)}
-        times = [
-            f"{kind} of {format_bytes(one.bytes)} {format_seconds(one.timing.median_s)}"
-            for kind, one in largest.items()
-        ]
-        return f"{self.provenance['devices']}, over {','.join(self.over)}: {'; '.join(times)}"
+        times = [f"{kind} of {format_bytes(one.bytes)} {format_seconds(one.median_s)}" for kind, one in largest.items()]
+        return f"{self.provenance.devices}, over {','.join(self.over)}: {'; '.join(times)}"
 
 
 def bench_collectives(

@@ -14,11 +14,11 @@ from rooftop.library.results import Result, flat
 if TYPE_CHECKING:
     from rooftop.explain.measured.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
-    from rooftop.explain.operation.inferred import Inferred
-    from rooftop.explain.operation.instruction import Operation
+    from rooftop.explain.operations import Inferred, Operation
     from rooftop.hardware import Chip
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRuns
+    from rooftop.validation.accuracy import ComparisonRecord
     from rooftop.validation.serving import ServingReport
 
 
@@ -60,21 +60,21 @@ class OperationsResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Each instruction with its layouts and work, and its times on the chip."""
-        from rooftop.explain.operation.instruction import operation_json
+        from rooftop.explain.operations import OperationRecord, OperationsRecord
 
-        return {
-            "kind": "operations",
-            "schema": 1,
-            "operations": [operation_json(operation, self.chip) for operation in self.operations],
-            "inferred": [parallelism.to_json() for parallelism in self.inferred],
-        }
+        return OperationsRecord(
+            kind="operations",
+            schema=1,
+            operations=tuple(OperationRecord.of(operation, self.chip) for operation in self.operations),
+            inferred=self.inferred,
+        ).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """An instruction a row."""
-        from rooftop.explain.operation.instruction import operation_json
+        from rooftop.explain.operations import OperationRecord
 
-        return [flat(operation_json(operation, self.chip)) for operation in self.operations]
+        return [flat(OperationRecord.of(operation, self.chip).to_json()) for operation in self.operations]
 
     @property
     def document(self) -> Document:
@@ -133,36 +133,32 @@ class ValidationResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
-        data = self.report.to_json()
-        rows = [
-            row | {"notes": list(self.notes[row["id"]]), "reason": self.reasons.get(row["id"])} for row in data["rows"]
-        ]
-        unusable = [
-            {
-                "source": run.source,
-                "model": run.model,
-                "chip": run.chip,
-                "num_chips": run.num_chips,
-                "why": run.why,
-                "measured_memory_bytes": dict(run.measured_memory_bytes),
-                "lines": list(run.lines),
-            }
-            for run in self.published.unusable
-        ]
-        counts = {
-            "runs": len(rows),
-            "unpredicted": [{"id": run, "why": why} for run, why in self.unpredicted.items()],
-            "unusable": unusable,
-            "serving_rows": self.published.serving_rows,
-        }
-        return {"rows": rows, "summary": data["summary"] | counts, "serving": self.serving.to_json()}
+        from rooftop.validation.report import UnpredictedRun, UnusableTraining, ValidationRecord, ValidationSummary
+
+        rows = self._training_rows
+        return ValidationRecord(
+            rows=rows,
+            summary=ValidationSummary(
+                groups=self.report.groups,
+                beats_bound=self.report.beats_bound,
+                runs=len(rows),
+                unpredicted=tuple(UnpredictedRun(id=run, why=why) for run, why in self.unpredicted.items()),
+                unusable=tuple(UnusableTraining.of(run) for run in self.published.unusable),
+                serving_rows=self.published.serving_rows,
+            ),
+            serving=self.serving.record,
+        ).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A run a row, those of training first."""
-        training = self.report.to_json()["rows"]
-        serving = [comparison.to_json() for comparison in self.serving.comparisons]
-        return [flat(row) for row in (*training, *serving)]
+        serving = [one.record for one in self.serving.comparisons]
+        return [flat(row.to_json()) for row in (*self._training_rows, *serving)]
+
+    @property
+    def _training_rows(self) -> tuple[ComparisonRecord, ...]:
+        runs = self.report.comparisons
+        return tuple(one.record(self.notes[one.run.id], self.reasons.get(one.run.id)) for one in runs)
 
     @property
     def document(self) -> Document:
@@ -229,8 +225,7 @@ def explain_operations(
 
     Raises RooftopError for a line that is no instruction.
     """
-    from rooftop.explain.operation.inferred import infer
-    from rooftop.explain.operation.instruction import read_operation
+    from rooftop.explain.operations import infer, read_operation
 
     # An empty text is refused like any other that is no instruction.
     texts = [line for text in lines for line in text.splitlines() if line.strip()] or [""]

@@ -6,16 +6,24 @@ A trace alone has some of them; with the compiled module (``rooftop.explain.meas
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from rooftop.core.ledger import CollectiveKind
 from rooftop.core.scopes import UNSCOPED, scope_and_phase
 from rooftop.profile.trace import Op
 
 #: Categories of ops: the device computes, moves arrays, communicates, waits for its host, or runs a control op such as
 #: a loop. Only time that no inner op covers is attributed to a control op.
-COMPUTE, COPY, COLLECTIVE, HOST, CONTROL = "compute", "copy", "collective", "host", "control"
+Category = Literal["compute", "copy", "collective", "host", "control"]
+COMPUTE: Literal["compute"] = "compute"
+COPY: Literal["copy"] = "copy"
+COLLECTIVE: Literal["collective"] = "collective"
+HOST: Literal["host"] = "host"
+CONTROL: Literal["control"] = "control"
 
-COLLECTIVES = {
+COLLECTIVES: Mapping[str, CollectiveKind] = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-reduce": "all_reduce",
@@ -31,9 +39,13 @@ COLLECTIVES = {
     "SendRecv": "permute",
 }
 _OPCODE = re.compile(r"= .*?[\]\})] ([a-z][\w\-]*)\(")
-_HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done", "host-transfer")
-_CONTROL = ("while", "conditional", "call")
-_COPIES = ("copy", "copy-start", "copy-done", "slice-start", "slice-done", "dynamic-slice-start", "MemcpyD2D")
+_CATEGORIES: Mapping[Category, tuple[str, ...]] = {
+    CONTROL: ("while", "conditional", "call"),
+    HOST: ("infeed", "outfeed", "send", "recv", "send-done", "recv-done", "host-transfer"),
+    COPY: (
+        "copy", "copy-start", "copy-done", "slice-start", "slice-done", "dynamic-slice-start", "dynamic-slice-done",
+    ),
+}  # fmt: skip
 _NUMBERED = re.compile(r"(?:[.:_]\d+|\.clone)+$")
 _NCCL = re.compile(r"nccl(?:Dev)?Kernel_(\w+?)_")
 #: Parts of a name stack that are not named scopes of the program.
@@ -63,7 +75,7 @@ class Facts:
     collective that this op ends.
     """
 
-    category: str
+    category: Category
     places: tuple[OpPlace, ...]
     source: str = ""
     opcode: str = ""
@@ -88,17 +100,9 @@ def facts_of(op: Op) -> Facts:
     """The facts of an op from the trace alone: its text or its name, its category, its name stack."""
     opcode = _opcode(op)
     kind, role = collective_kind(opcode)
-    if kind:
-        category = COLLECTIVE
-    elif opcode in _CONTROL or op.category in _CONTROL:
-        category = CONTROL
-    elif opcode in _HOST or op.category in _HOST:
-        category = HOST
-    else:
-        category = COPY if opcode in _COPIES or opcode.startswith("Memcpy") else COMPUTE
     scope, phase = program_place(op.op_name, ours=False)
     return Facts(
-        category=category,
+        category=COLLECTIVE if kind else category_of(opcode, op.category),
         places=(OpPlace(scope=scope, phase=phase),),
         source=op.source,
         opcode=opcode,
@@ -108,6 +112,14 @@ def facts_of(op: Op) -> Facts:
         role=role,
         started_by=_started_by(op) if role == "done" else "",
     )
+
+
+def category_of(*names: str) -> Category:
+    """The category of an op that is no collective, by its opcode and the trace's own category."""
+    for category, members in _CATEGORIES.items():
+        if any(name in members for name in names):
+            return category
+    return COPY if names[0].startswith("Memcpy") else COMPUTE
 
 
 def collective_kind(opcode: str) -> tuple[str, str]:

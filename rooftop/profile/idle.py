@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rooftop.core.records import Record
 from rooftop.profile.intervals import Intervals, Ints
 from rooftop.profile.trace import Host, Runs
 from rooftop.profile.xplane import Plane, XLine
@@ -37,7 +38,7 @@ _FRAME = re.compile(r"\$(\S+\.py):(\d+) (.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
+class Waiting(Record):
     """Idle seconds of a device and step for one reason: ``what`` the host did, and ``where``: 'file:line function'."""
 
     reason: str

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from rooftop.core.amounts import Amount, Count
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record, derived
 from rooftop.core.scopes import UNSCOPED
 from rooftop.profile.device import Spent, leaders, spend, stepped
 from rooftop.profile.facts import COLLECTIVE, COLLECTIVES, Facts
@@ -285,7 +287,7 @@ _POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryOverTime:
+class MemoryOverTime(Record):
     """One allocator: ``points`` are (seconds, bytes allocated), at most 200, the highest of each span."""
 
     host: str
@@ -293,10 +295,6 @@ class MemoryOverTime:
     peak_bytes: float
     capacity_bytes: float | None
     points: tuple[tuple[float, float], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return vars(self) | {"points": [list(point) for point in self.points]}
 
 
 def memory_over_time(trace: Trace) -> tuple[MemoryOverTime, ...]:
@@ -343,12 +341,14 @@ def _series(host: str, allocator: str, columns: list[tuple[Any, Any, Any]]) -> M
 
 #: Target or scope of ops that read or update a table.
 _TABLES = re.compile(r"SparseDenseMatmul|\btables/[^/]+/(?:lookup|update)")
+#: Ops of a SparseCore that are listed.
+_SPARSE_OPS = 20
 #: Stats of host events about the preprocessing of a batch.
 DROPPED, MINIBATCHES = "dropped_ids", "minibatches"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseOp:
+class SparseOp(Record):
     """An op of a core: mean and largest number of executions in a step, and its seconds of a step.
 
     ``lookup``: the op reads or updates embedding tables.
@@ -361,38 +361,30 @@ class SparseOp:
     most: int
     time_s: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True, kw_only=True)
-class CoreActivity:
+class CoreActivity(Record):
     """One SparseCore in a step: ``busy_s`` = ``beside_s`` (its TensorCore computes too) + ``alone_s``.
 
-    With ``idle_s`` that is the step. ``ops`` are sorted, longest first.
+    With ``idle_s`` that is the step. ``ops`` are the longest, at most 20, longest first.
     """
 
     host: str
     device: int
     core: int
-    busy_s: float
-    beside_s: float
-    idle_s: float
+    busy_s: Amount
+    beside_s: Amount
+    idle_s: Amount
     ops: tuple[SparseOp, ...]
 
-    @property
-    def alone_s(self) -> float:
+    @derived
+    def alone_s(self) -> Amount:
         """Busy seconds in which the TensorCore computes nothing."""
         return self.busy_s - self.beside_s
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return vars(self) | {"alone_s": self.alone_s, "ops": [op.to_json() for op in self.ops[:20]]}
-
 
 @dataclass(frozen=True, kw_only=True)
-class SparseWork:
+class SparseWork(Record):
     """All SparseCores.
 
     ``minibatches`` is the largest number of passes of a step: from the host, else from the executions of ops that read
@@ -401,23 +393,14 @@ class SparseWork:
     """
 
     cores: tuple[CoreActivity, ...]
-    minibatches: int
-    dropped_ids: int | None
+    minibatches: Count
+    dropped_ids: Count | None
 
-    @property
-    def overlap(self) -> float | None:
+    @derived
+    def overlap(self) -> Amount | None:
         """The share of their busy time in which the TensorCores compute too (None: they are never busy)."""
         busy = sum(core.busy_s for core in self.cores)
         return sum(core.beside_s for core in self.cores) / busy if busy else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "cores": [core.to_json() for core in self.cores],
-            "overlap": self.overlap,
-            "minibatches": self.minibatches,
-            "dropped_ids": self.dropped_ids,
-        }
 
 
 def sparse_work(trace: Trace, spent: Mapping[tuple[str, int], Spent]) -> SparseWork:
@@ -430,7 +413,11 @@ def sparse_work(trace: Trace, spent: Mapping[tuple[str, int], Spent]) -> SparseW
     passes, dropped = _host_stats(trace, spent)
     ops = [op for core in cores for op in core.ops]
     counts = [op.most for op in ops if op.lookup] or [op.most for op in ops]
-    return SparseWork(cores=cores, minibatches=passes or max(counts, default=0), dropped_ids=dropped)
+    return SparseWork(
+        cores=tuple(replace(core, ops=core.ops[:_SPARSE_OPS]) for core in cores),
+        minibatches=passes or max(counts, default=0),
+        dropped_ids=dropped,
+    )
 
 
 def _activity(core: SparseCore, tensor_core: Spent, ops: tuple[Op, ...]) -> CoreActivity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from rooftop.profile.intervals import Ints
 from rooftop.profile.xplane import Plane, XLine
 
 SECONDS = 1e-12
+DeviceKind = Literal["tpu", "gpu", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class Device:
     """
 
     host: str
-    kind: str
+    kind: DeviceKind
     ordinal: int
     track: Track
     beside: Track
@@ -127,7 +128,7 @@ class Trace:
     planes: tuple[str, ...]
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> DeviceKind | Literal[""]:
         """The kind of the devices: tpu, gpu or cpu ('' if there are none)."""
         return self.devices[0].kind if self.devices else ""
 

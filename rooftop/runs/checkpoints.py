@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import write_text
+from rooftop.core.files import sync, write_text
 
 _MANIFEST, _STATE = "manifest.json", "state"
 _SCHEMA = 1
@@ -258,13 +258,13 @@ class Checkpoints:
     def _publish(self, writing: Path, step: int) -> None:
         # Orbax synchronises arrays only, and a rename may reach the disk before the files that it renames.
         for path in (*writing.rglob("*"), writing):
-            _sync(path)
+            sync(path)
         final, aside = self.folder / f"{step}", self.folder / f"{step}.replaced"
         if final.exists():
             _remove(aside)
             final.rename(aside)
         writing.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         _remove(aside)
 
     def _prune(self, step: int) -> None:
@@ -348,15 +348,6 @@ def _remove(checkpoint: Path) -> None:
         condemned = checkpoint.with_name(f"{checkpoint.name.split('.')[0]}.removed")
         checkpoint.rename(condemned)
         shutil.rmtree(condemned)
-
-
-def _sync(path: Path) -> None:
-    """Write a file or a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _reason(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, reshard
 from rooftop.arrays.rules import REPLICA_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record, derived
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.transformer import logits, objective
 from rooftop.programs.parameters import Batch, Transformer, describe, shardings
@@ -25,20 +26,16 @@ from rooftop.train.data.loading import Loader, place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Record):
     """Mean cross-entropy ``loss``, in nats over the ``tokens`` that carry loss; perplexity is its exponential."""
 
     loss: float
     tokens: int
 
-    @property
+    @derived
     def perplexity(self) -> float:
         """exp(loss), infinite where that is no float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    def to_json(self) -> dict[str, float]:
-        """Loss, perplexity and tokens."""
-        return {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from rooftop.core.records import Record
 from rooftop.models import ModelConfig, flops_per_token
 from rooftop.programs.training.step import StepMetrics
 
@@ -39,7 +40,7 @@ class TrainRates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(Record):
     """One line of metrics.jsonl.
 
     ``step`` counts from 1, and ``loss`` (nats per token) is that of the weights before it. ``tokens`` carry loss.
@@ -90,10 +91,10 @@ class StepRecord:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, None for NaN and infinities."""
+        """Return plain JSON values, None for NaN and infinities; without the losses that the model does not have."""
         return {
             name: value if not isinstance(value, float) or math.isfinite(value) else None
-            for name, value in vars(self).items()
+            for name, value in super().to_json().items()
             if value is not None or name == "mfu"
         }
 

@@ -12,12 +12,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record
 from rooftop.validation.runs import PublishedRun
 
 LEVELS: tuple[str, ...] = ("bound", "uncalibrated", "calibrated", "null")
@@ -43,14 +43,39 @@ class Compared:
         """True if the measurement is below the bound, so an input of one of the two is wrong."""
         return self.measured_s < self.bound_s
 
-    def levels_json(self, levels: Sequence[str]) -> dict[str, Any]:
-        """The measurement, the predictions at ``levels`` and their errors as plain JSON values."""
-        return {
-            "measured_s": self.measured_s,
-            **{f"{level}_s": getattr(self, f"{level}_s") for level in levels},
-            "error": {level: self.error(level) for level in levels},
-            "beats_bound": self.beats_bound,
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRecord(Record):
+    """A run of training next to its predictions, in seconds per step, bytes and tokens. None: not known.
+
+    ``error`` is predicted / measured - 1 by level; ``measured_from`` names the published metric, and ``assumed`` says
+    how the table was read.
+    """
+
+    id: str
+    source: str
+    model: str
+    slice: str
+    over_dcn: bool
+    mesh: Mapping[str, int] | None
+    seq_len: int
+    batch_tokens: int
+    dtype: str
+    published_dtype: str | None
+    remat: str | None
+    measured_from: str
+    measured_s: float
+    bound_s: float
+    uncalibrated_s: float
+    calibrated_s: float | None
+    null_s: float | None
+    error: Mapping[str, float | None]
+    beats_bound: bool
+    measured_memory_bytes: Mapping[str, float]
+    assumed: tuple[str, ...]
+    where_found: str
+    notes: tuple[str, ...]
+    reason: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,31 +91,39 @@ class Comparison(Compared):
         """'calibrated', or 'uncalibrated' where there is no calibration."""
         return "uncalibrated" if self.calibrated_s is None else "calibrated"
 
-    def to_json(self) -> dict[str, Any]:
-        """The run and its predictions as plain JSON values, in seconds, bytes and tokens."""
+    def record(self, notes: Sequence[str] = (), reason: str | None = None) -> ComparisonRecord:
+        """The run and its predictions as they are written, with ``notes`` and the ``reason`` for its error."""
         run = self.run
-        return {
-            "id": run.id,
-            "source": run.source,
-            "model": run.model.name,
-            "slice": run.slice.name,
-            "over_dcn": run.over_dcn,
-            "mesh": None if run.mesh is None else dict(run.mesh),
-            "seq_len": run.seq_len,
-            "batch_tokens": run.batch_tokens,
-            "dtype": run.dtype,
-            "published_dtype": run.published_dtype,
-            "remat": run.remat.published,
-            "measured_from": run.step_from,
-            **self.levels_json(LEVELS),
-            "measured_memory_bytes": dict(run.measured_memory_bytes),
-            "assumed": list(run.assumed),
-            "where_found": run.where_found,
-        }
+        return ComparisonRecord(
+            id=run.id,
+            source=run.source,
+            model=run.model.name,
+            slice=run.slice.name,
+            over_dcn=run.over_dcn,
+            mesh=run.mesh,
+            seq_len=run.seq_len,
+            batch_tokens=run.batch_tokens,
+            dtype=run.dtype,
+            published_dtype=run.published_dtype,
+            remat=run.remat.published,
+            measured_from=run.step_from,
+            measured_s=self.measured_s,
+            bound_s=self.bound_s,
+            uncalibrated_s=self.uncalibrated_s,
+            calibrated_s=self.calibrated_s,
+            null_s=self.null_s,
+            error={level: self.error(level) for level in LEVELS},
+            beats_bound=self.beats_bound,
+            measured_memory_bytes=run.measured_memory_bytes,
+            assumed=run.assumed,
+            where_found=run.where_found,
+            notes=tuple(notes),
+            reason=reason,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errors:
+class Errors(Record):
     """Errors of ``runs`` runs as fractions: signed mean, and mean, median and largest absolute error."""
 
     runs: int
@@ -116,7 +149,7 @@ class Errors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(Record):
     """Some of the runs, ``by`` 'cohort', 'chip', 'slices' or 'source'; errors by level, None where no run has any."""
 
     by: str
@@ -124,13 +157,6 @@ class Group:
     runs: int
     errors: Mapping[str, Errors | None]
     note: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        errors = {
-            level: None if level_errors is None else vars(level_errors) for level, level_errors in self.errors.items()
-        }
-        return {"by": self.by, "name": self.name, "runs": self.runs, "errors": errors, "note": self.note}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +174,6 @@ class AccuracyReport:
     def worst(self, count: int) -> tuple[Comparison, ...]:
         """The ``count`` runs with the largest absolute error at their best level, worst first."""
         return tuple(sorted(self.comparisons, key=lambda one: -abs(one.error(one.best_level) or 0.0))[:count])
-
-    def to_json(self) -> dict[str, Any]:
-        """``rows`` and ``summary`` as plain JSON values."""
-        return {
-            "rows": [one.to_json() for one in self.comparisons],
-            "summary": {"groups": [group.to_json() for group in self.groups], "beats_bound": list(self.beats_bound)},
-        }
 
 
 def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun]) -> _Floats:

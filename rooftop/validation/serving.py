@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rooftop.core.ledger import Ledger
+from rooftop.core.records import Record
 from rooftop.hardware import Chip
 from rooftop.plan.serving.assumptions import CALIBRATED, SHARES, ServingAssumptions
 from rooftop.plan.serving.placement import Placement
@@ -37,6 +37,75 @@ _TRIED = {"hbm_read": (0.8, 0.85, 0.9, 0.95, 1.0), "latency": (0.0, 0.25, 0.5, 0
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServingComparisonRecord(Record):
+    """A run of serving next to its predictions in seconds; tokens of caches and requests. None: not known.
+
+    ``measured`` has the published metrics, and ``error`` is predicted / measured - 1 by level.
+    """
+
+    id: str
+    source: str
+    model: str
+    slice: str
+    mesh: Mapping[str, int] | None
+    phase: str
+    batch: int
+    context: int | None
+    prompt: int | None
+    generate: int | None
+    weights: str
+    kv: str
+    measured: Mapping[str, float]
+    measured_s: float
+    max_hbm_flops_s: float
+    bound_s: float
+    uncalibrated_s: float
+    expected_s: float
+    left_out_s: float | None
+    null_s: float | None
+    error: Mapping[str, float | None]
+    beats_bound: bool
+    implied_context: float | None
+    assumed: tuple[str, ...]
+    reason: str | None
+    where_found: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssumedShare(Record):
+    """A share that the levels 'expected' and 'uncalibrated' assume, and the ``source`` of the former.
+
+    ``calibrated``: it was chosen with runs of serving in sight.
+    """
+
+    expected: float
+    uncalibrated: float
+    calibrated: bool
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusableServing(Record):
+    """A published run of serving that says too little, with the lines of the table."""
+
+    source: str
+    model: str
+    why: str
+    lines: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRecord(Record):
+    """Runs of serving next to their predictions; errors by phase and level, and assumed shares by chip and name."""
+
+    rows: tuple[ServingComparisonRecord, ...]
+    summary: Mapping[str, Mapping[str, Errors | None]]
+    shares: Mapping[str, Mapping[str, AssumedShare]]
+    beats_bound: tuple[str, ...]
+    unusable: tuple[UnusableServing, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServingComparison(Compared):
     """One run next to its predictions in seconds.
 
@@ -52,29 +121,38 @@ class ServingComparison(Compared):
     implied_context: float | None
     reason: str | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+    @property
+    def record(self) -> ServingComparisonRecord:
+        """The run and its predictions as they are written."""
         run = self.run
-        return {
-            "id": run.id,
-            "source": run.source,
-            "model": run.model.name,
-            "slice": run.slice.name,
-            "mesh": None if run.mesh is None else dict(run.mesh),
-            "phase": run.phase,
-            "batch": run.batch,
-            "context": run.context,
-            "prompt": run.prompt,
-            "generate": run.generate,
-            "weights": run.numerics.weights,
-            "kv": run.numerics.kv,
-            "measured": dict(run.measured),
-            **self.levels_json(SERVING_LEVELS),
-            "implied_context": self.implied_context,
-            "assumed": list(run.assumed),
-            "reason": self.reason,
-            "where_found": run.where_found,
-        }
+        return ServingComparisonRecord(
+            id=run.id,
+            source=run.source,
+            model=run.model.name,
+            slice=run.slice.name,
+            mesh=run.mesh,
+            phase=run.phase,
+            batch=run.batch,
+            context=run.context,
+            prompt=run.prompt,
+            generate=run.generate,
+            weights=run.numerics.weights,
+            kv=run.numerics.kv,
+            measured=run.measured,
+            measured_s=self.measured_s,
+            max_hbm_flops_s=self.max_hbm_flops_s,
+            bound_s=self.bound_s,
+            uncalibrated_s=self.uncalibrated_s,
+            expected_s=self.expected_s,
+            left_out_s=self.left_out_s,
+            null_s=self.null_s,
+            error={level: self.error(level) for level in SERVING_LEVELS},
+            beats_bound=self.beats_bound,
+            implied_context=self.implied_context,
+            assumed=run.assumed,
+            reason=self.reason,
+            where_found=run.where_found,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,41 +178,36 @@ class ServingReport:
         }
 
     @property
-    def shares(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """By chip and name what the levels 'expected' and 'uncalibrated' assume, and the evidence of the former."""
-        shares_by_group: dict[str, dict[str, dict[str, Any]]] = {}
+    def shares(self) -> dict[str, dict[str, AssumedShare]]:
+        """The assumed shares by chip and name."""
+        shares_by_chip: dict[str, dict[str, AssumedShare]] = {}
         for chip in {one.run.slice.chip.name: one.run.slice.chip for one in self.comparisons}.values():
             plan, plain = ServingAssumptions(), ServingAssumptions(shares=uncalibrated_shares(chip))
             sources = plan.sources(chip)
-            shares_by_group[chip.name] = {
-                name: {
-                    "expected": plan.share(name, chip),
-                    "uncalibrated": plain.share(name, chip),
-                    "calibrated": name in CALIBRATED,
-                    "source": sources[name],
-                }
+            shares_by_chip[chip.name] = {
+                name: AssumedShare(
+                    expected=plan.share(name, chip),
+                    uncalibrated=plain.share(name, chip),
+                    calibrated=name in CALIBRATED,
+                    source=sources[name],
+                )
                 for name in SHARES
             }
-        return shares_by_group
+        return shares_by_chip
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "rows": [one.to_json() for one in self.comparisons],
-            "summary": {
-                name: {
-                    level: None if level_errors is None else vars(level_errors)
-                    for level, level_errors in levels.items()
-                }
-                for name, levels in self.groups.items()
-            },
-            "shares": self.shares,
-            "beats_bound": [one.run.id for one in self.comparisons if one.beats_bound],
-            "unusable": [
-                {"source": one.source, "model": one.model, "why": one.why, "lines": list(one.lines)}
+    @property
+    def record(self) -> ServingRecord:
+        """The report as it is written."""
+        return ServingRecord(
+            rows=tuple(one.record for one in self.comparisons),
+            summary=self.groups,
+            shares=self.shares,
+            beats_bound=tuple(one.run.id for one in self.comparisons if one.beats_bound),
+            unusable=tuple(
+                UnusableServing(source=one.source, model=one.model, why=one.why, lines=one.lines)
                 for one in self.unusable
-            ],
-        }
+            ),
+        )
 
 
 def serving_report(path: Path | None = None) -> ServingReport:

@@ -257,6 +257,23 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_every_file_of_an_export_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss may leave the rename of the folder and not the files in it."""
+    source, synced, fsync = publish("llama", tmp_path / "in"), set[int](), os.fsync
+    model = from_huggingface(source)
+    weights = jax.tree.map(np.asarray, load_weights(source, model, blank(model)))
+
+    def record(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    save_weights(tmp_path / "out", model, weights, shard_bytes=20_000)
+    files = list((tmp_path / "out").iterdir())
+    assert {"config.json", "model.safetensors.index.json"} < {path.name for path in files}
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "out", *files)} <= synced
+
+
 def test_a_host_holds_a_tensor_at_a_time(tmp_path: Path) -> None:
     """Python's own allocations, which are those of NumPy, while 32 layers go by; those of JAX are not among them."""
     keys = {

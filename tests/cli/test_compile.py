@@ -13,10 +13,10 @@ import jsonschema
 import pytest
 
 from rooftop.cli.main import main
-from rooftop.core import records
 from rooftop.core.ledger import Row
-from rooftop.core.schemas import schema
-from rooftop.explain.compiled.training import Refusal, compile_plan
+from rooftop.core.records import schema
+from rooftop.explain.compiled.report import CompiledRecord
+from rooftop.explain.compiled.training import Refusal, RefusedRecord, compile_plan
 from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice
 from rooftop.models import MoE, load_model
@@ -62,8 +62,8 @@ def test_a_plan_and_its_program_side_by_side(rooftop: Run, folder: Path) -> None
     answer = rooftop("compile", "plan.json", "--json", "-o", "report.json")
     assert (answer.status, answer.err) == (0, "")
     data = answer.json
-    jsonschema.validate(data, schema("compiled"))
-    jsonschema.validate(data["ledger"], records.schema(tuple[Row, ...]))
+    jsonschema.validate(data, schema(CompiledRecord))
+    jsonschema.validate(data["ledger"], schema(tuple[Row, ...]))
     assert json.loads((folder / "report.json").read_text()) == data
     checks = {check["name"]: check for check in data["checks"]}
     for name in ("collectives over fsdp", "collectives over tensor", "unexplained collectives"):
@@ -107,7 +107,7 @@ def test_stages_that_share_no_dense_layer_do_what_is_planned() -> None:
 def test_a_function_is_compiled_by_name(rooftop: Run) -> None:
     answer = rooftop("compile", *FUNCTION, "--json")
     assert (answer.status, answer.err) == (0, "")
-    jsonschema.validate(answer.json, schema("compiled"))
+    jsonschema.validate(answer.json, schema(CompiledRecord))
     assert answer.json["flops"] == 2 * 2048 * 4096 * 4096
     assert {(each["kind"], *each["axes"]) for each in answer.json["collectives"]} == {("all_gather", "X")}
     assert (answer.json["planned_flops"], answer.json["joined"], answer.json["checks"]) == (None, [], [])
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_status_one(rooftop: Run) -> None:
     make_plan("large.json", "--mesh", "fsdp=4", "--batch-seqs", "65536", "--microbatches", "1")
     answer = rooftop("compile", "large.json", "--json")
     assert answer.status == 1
-    jsonschema.validate(answer.json, schema("compiled"))
+    jsonschema.validate(answer.json, schema(RefusedRecord))
     assert answer.json["fits"] is False
     assert answer.json["over_bytes"] > 0
     assert answer.json["buffers"]

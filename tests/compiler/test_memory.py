@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 from rooftop.arrays import AXES, Mesh
 from rooftop.compiler.compiling import Compiled, CompileRequest
 from rooftop.compiler.hlo import text as hlo
-from rooftop.compiler.memory import CLASSES, HbmBuffer, OutOfMemory, PeakMemory, argument_class, read_memory
+from rooftop.compiler.memory import (
+    CLASSES,
+    HbmBuffer,
+    MemoryShortage,
+    OutOfMemory,
+    PeakMemory,
+    argument_class,
+    read_memory,
+)
 from rooftop.compiler.worker import compile_here
+from rooftop.core.records import read_record
 from rooftop.hardware import Slice
 
 MESH = Mesh(Slice.parse("v5e:1x1"), dict.fromkeys(AXES, ()))
@@ -148,7 +157,7 @@ def test_what_is_alive_at_the_peak() -> None:
         source="/a/model.py:9",
     )
     assert str(by_name["put"]) == "128 B f32[4,8] put (layers/mlp/act forward /a/model.py:9)"
-    assert PeakMemory.from_json(found.to_json()) == found
+    assert read_record(PeakMemory, found.to_json(), "memory") == found
 
 
 def test_names_of_arguments() -> None:
@@ -163,10 +172,10 @@ def test_out_of_memory_says_by_how_much() -> None:
     at_peak = read_memory(ASSIGNMENT, RANGES, hlo.parse(TEXT))
     no = OutOfMemory("step on v5e:1x1", needed_bytes=18 * 2**30, available_bytes=15.75 * 2**30, at_peak=at_peak)
     assert str(no) == "step on v5e:1x1: needs 18.00GiB of the 15.75GiB of HBM of a device: 2.25GiB too many"
-    again = OutOfMemory.from_json(no.to_json())
+    again = read_record(MemoryShortage, no.record.to_json(), "answer").error
     assert (str(again), again.at_peak, again.needed_bytes) == (str(no), at_peak, no.needed_bytes)
     bare = OutOfMemory("step", needed_bytes=2.0**31, available_bytes=2.0**30)
-    assert OutOfMemory.from_json(bare.to_json()).at_peak is None
+    assert read_record(MemoryShortage, bare.record.to_json(), "answer").error.at_peak is None
 
 
 @given(
@@ -237,7 +246,7 @@ def train(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.L
 def compiled() -> Compiled:
     """The step, compiled in this process for one v5e."""
     request = CompileRequest(mesh=MESH, program=f"{__name__}:train")
-    return Compiled(mesh=MESH, **compile_here(request))
+    return Compiled(mesh=MESH, **vars(compile_here(request)))
 
 
 def test_the_peak_is_xlas_own() -> None:

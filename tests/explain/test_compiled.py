@@ -64,8 +64,8 @@ def compiled(collectives: Iterable[Scheduled], *rows: Row) -> Ledger:
 
 def operation(scope: str, flops: float, *, phase: str = "forward", name: str = "fusion.1") -> OperationRoofline:
     return OperationRoofline(
-        name=name, opcode="fusion", scope=scope, phase=phase, source="model.py:3", executions=2, shape="", matmul="",
-        flops=flops, hbm_bytes=1.0, vector_ops=0.0, time_s={"mxu": 1e-3, "hbm": 2e-3}, expected_s=3e-3, kernel=False,
+        op=name, opcode="fusion", scope=scope, phase=phase, source="model.py:3", count=2, shape="", matmul="",
+        flops=flops, hbm_bytes=1.0, time_s={"mxu": 1e-3, "hbm": 2e-3}, expected_s=3e-3, kernel=False,
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_scores_are_computed_again_where_no_kernel_keeps_them(kernel: bool, rule
     ("planned_bytes", "holds"), [(100.0, True), (109.0, True), (111.0, False), (98.0, True), (96.0, False)]
 )
 def test_planned_memory_may_be_high_rather_than_low(planned_bytes: float, holds: bool) -> None:
-    check = Check(name="peak memory", unit="B", planned=planned_bytes, compiled=100.0, above=0.10, below=0.03)
+    check = Check.of("peak memory", "B", planned_bytes, 100.0, above=0.10, below=0.03)
     assert check.holds is holds
 
 
@@ -218,7 +218,7 @@ def toy_plan(name: str = "v5e:2x2") -> TrainingPlan:
 
 
 def test_verdict_names_what_differs() -> None:
-    low = Check(name="peak memory", unit="B", planned=8e9, compiled=9e9, above=0.1, below=0.03)
+    low = Check.of("peak memory", "B", 8e9, 9e9, above=0.1, below=0.03)
     assert verdict(toy_plan(), 9e9, [low]) == ("differs: peak memory 9 GB for 8 GB planned; 9 GB of 16.9 GB a device")
     assert verdict(toy_plan(), 9e9, []).startswith("as planned")
 

@@ -20,8 +20,15 @@ from rooftop.compiler.compiling import Compiled, CompileRequest
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.compiler.sparsecore import CHECKS, TILE_MEMORY, Marks, check_options, parse_checks, require_checks
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.schemas import schema
-from rooftop.explain.embedding.compiled import MOST_TRIALS, EmbedRefusal, EmbedReport, compile_embed_plan
+from rooftop.core.records import schema
+from rooftop.explain.embedding.compiled import (
+    MOST_TRIALS,
+    CompiledEmbedRecord,
+    EmbedRefusal,
+    EmbedReport,
+    RefusedEmbedRecord,
+    compile_embed_plan,
+)
 from rooftop.explain.embedding.programs import Compilation, step_options
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits
@@ -91,7 +98,7 @@ def test_a_report_sets_each_stack_beside_the_plan(plan: EmbedPlan) -> None:
     report = compile_embed_plan(plan, Pretended(plan=plan))
     assert isinstance(report, EmbedReport)
     data = report.to_json()
-    jsonschema.validate(data, schema("compiled_embed"))
+    jsonschema.validate(data, schema(CompiledEmbedRecord))
     assert [(row["stack"], row["part"]) for row in data["stacks"]] == [
         (stack.name, part) for stack in plan.problem.stacking.stacks for part in ("lookup", "update")
     ]
@@ -114,7 +121,7 @@ def test_limits_beyond_a_tile_are_refused_with_limits_that_compile(plan: EmbedPl
     most = plan.problem.limits["user"].max_unique_ids - 8
     refusal = compile_embed_plan(plan, Pretended(plan=plan, most=most))
     assert isinstance(refusal, EmbedRefusal)
-    jsonschema.validate(refusal.to_json(), schema("compiled_embed"))
+    jsonschema.validate(refusal.to_json(), schema(RefusedEmbedRecord))
     assert (refusal.stack, refusal.part) == ("user", "lookup")
     found = refusal.largest
     assert found is not None and set(found.limits) == {"user"} and found.tried <= MOST_TRIALS
@@ -143,7 +150,7 @@ def test_a_tile_too_small_is_answered_with_limits_next_to_refused_ones(
     refusal = compile_embed_plan(large, Pretended(plan=large, most=most, island=2 * planned, tile_says=says))
     assert isinstance(refusal, EmbedRefusal) and refusal.largest is not None
     found, said = refusal.largest, refusal.to_json()
-    jsonschema.validate(said, schema("compiled_embed"))
+    jsonschema.validate(said, schema(RefusedEmbedRecord))
     fits, refused = found.limits["user"].max_unique_ids, found.refused["user"].max_unique_ids
     assert planned <= most - 16 < fits <= most < refused <= most + 16 and found.tried <= MOST_TRIALS
     assert said["larger_refused"] is larger_refused and says in said["refused_why"]
@@ -156,7 +163,7 @@ def test_a_tile_too_small_is_answered_with_limits_next_to_refused_ones(
 def test_hbm_that_overflows_is_an_answer(plan: EmbedPlan, compiler: dict[str, int]) -> None:
     refusal = compile_embed_plan(plan, Pretended(plan=plan, **compiler))  # type: ignore[arg-type]
     assert isinstance(refusal, EmbedRefusal) and refusal.stack is None
-    jsonschema.validate(refusal.to_json(), schema("compiled_embed"))
+    jsonschema.validate(refusal.to_json(), schema(RefusedEmbedRecord))
     assert "HBM" in str(refusal.infeasible) and refusal.largest is None
 
 
@@ -172,7 +179,7 @@ def test_hbm_that_only_the_compiler_fills_is_answered_with_limits_that_compile(p
     refusal = compile_embed_plan(plan, Pretended(plan=plan, beyond_plan=beyond))
     assert isinstance(refusal, EmbedRefusal) and refusal.part == "sequential step" and refusal.largest is not None
     said = refusal.to_json()
-    jsonschema.validate(said, schema("compiled_embed"))
+    jsonschema.validate(said, schema(RefusedEmbedRecord))
     assert said["largest"] is None and set(said["largest_limits"]) == set(plan.problem.limits)
     assert said["limits_tried"] == refusal.largest.tried <= MOST_TRIALS
     assert refusal.largest.refused is not None
@@ -248,7 +255,7 @@ def test_the_compilers_marks_stand_beside_the_plans(rooftop: Callable[..., Answe
     answer = rooftop("compile", str(plan_file), "--json")
     assert answer.status == 0, answer.err
     data = answer.json
-    jsonschema.validate(data, schema("compiled_embed"))
+    jsonschema.validate(data, schema(CompiledEmbedRecord))
     assert data["agrees"], data["verdict"]
     assert data["steps"]["pipelined"]["overlap"] > 0.5
     # Tables and slots are updated where they lie: nothing as large is there twice.

@@ -12,10 +12,9 @@ import pytest
 from rooftop.cli.main import VERBS
 from rooftop.compiler.hlo.text import parse
 from rooftop.core.errors import RooftopError
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
 from rooftop.explain.axes import axes_of, devices_of, infer_mesh, stride
-from rooftop.explain.operation.inferred import infer
-from rooftop.explain.operation.instruction import HloMatmul, operation_json, read_operation, times
+from rooftop.explain.operations import HloMatmul, OperationRecord, OperationsRecord, infer, read_operation, times
 from rooftop.hardware import chip
 
 #: A core of the TPU v2 of the book's figures: a v3 has two devices a chip as well.
@@ -45,14 +44,14 @@ TWO_MATMULS = (
 
 
 def test_the_layout_string_of_the_book() -> None:
-    found = operation_json(read_operation("%x = f32[3,5]{1,0:T(2,2)} parameter(0)"), None)["results"][0]
+    found = OperationRecord.of(read_operation("%x = f32[3,5]{1,0:T(2,2)} parameter(0)"), None).to_json()["results"][0]
     assert (found["padded_shape"], found["memory"]) == ([4, 6], "hbm")
     assert found["expansion"] == 1.6
     assert (found["element_bytes"], found["bytes"]) == (60, 96)
 
 
 def test_the_fusion_string_of_the_book() -> None:
-    found = operation_json(read_operation(FUSED_SCATTER), None)
+    found = OperationRecord.of(read_operation(FUSED_SCATTER), None).to_json()
     assert (found["op"], found["opcode"], found["calls"]) == ("fusion.3", "fusion", "all-reduce-scatter")
     assert found["does"].startswith("a ReduceScatter")
     (result,), (operand,) = found["results"], found["operands"]
@@ -92,7 +91,7 @@ def test_the_true_shapes_of_the_two_matmuls_of_the_book() -> None:
     first, second = found.matmuls
     assert (first.right, first.result, first.contracts) == ((32768, 8192), (32768,), False)
     assert (second.left, second.right, second.contracts) == ((32768,), (8192, 32768), True)
-    assert str(first) == "fusion.1: [B,8192] x [32768,8192] -> [B,32768], the output dim of 32768 split"
+    assert (first.name, first.left, first.split) == ("fusion.1", (8192,), 32768)
 
 
 def test_without_the_sum_nothing_is_inferred() -> None:
@@ -184,12 +183,13 @@ def test_on_the_command_line(rooftop: Callable[..., Any], monkeypatch: pytest.Mo
     data = rooftop("explain", "--op", UP, "--op", SCATTER, *chip_of_the_book, "--json").json
     up, scatter = (each["times"] for each in data["operations"])
     assert (round(up["bound_s"]["mxu"] * 1e3, 1), round(scatter["bound_s"]["ici"] * 1e3, 1)) == (95.6, 1.1)
-    jsonschema.validate(data, schema("operations"))
+    jsonschema.validate(data, schema(OperationsRecord))
     inferred = rooftop("explain", "--op", "\n".join(TWO_MATMULS), "--json").json
-    jsonschema.validate(inferred, schema("operations"))
+    jsonschema.validate(inferred, schema(OperationsRecord))
     assert inferred["inferred"][0]["ways"] == 8
     text = rooftop("explain", "--op", "\n".join(TWO_MATMULS)).out
     assert "8-way model parallelism" in text
+    assert "fusion.1: [B,8192] x [32768,8192] -> [B,32768], the output dim of 32768 split" in " ".join(text.split())
     assert "[B,8192] x [32768,8192] -> [B,32768]" in text
     assert "padded to [4,6], 1.60x" in rooftop("explain", "--op", "%x = f32[3,5]{1,0:T(2,2)} parameter(0)").out
 

@@ -19,11 +19,11 @@ from rooftop.cli.main import VERBS
 from rooftop.cli.output import show
 from rooftop.compiler.machine.run import COMPUTE
 from rooftop.core.errors import RooftopError
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
 from rooftop.explain.compiled.function import inspect
-from rooftop.explain.measured.difference import difference, read_side
+from rooftop.explain.measured.difference import Difference, difference, read_side
 from rooftop.explain.measured.modules import program_of, read_module
-from rooftop.explain.measured.report import Explained, explain
+from rooftop.explain.measured.report import Explained, ExplainedRecord, explain
 from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
 from rooftop.plan.training.answer import plan_training
@@ -117,7 +117,7 @@ def test_the_module_tells_scope_line_and_mesh_axes(tmp_path: Path) -> None:
 def test_rates_stand_beside_the_roofs_exactly(tmp_path: Path) -> None:
     found = explained(tmp_path)
     assert found.roofs is not None
-    assert found.roofs.chip == chip("v5e")
+    assert (found.chip, found.roofs.chip) == (chip("v5e"), "v5e")
     data = {each["op"]: each for each in found.to_json()["operations"]}
     flops = 2 * 1024 * 512 * 1024
     assert data["fusion.1"]["flops_per_s"] == pytest.approx(flops / 30e-6)
@@ -290,9 +290,9 @@ def test_two_traces_row_by_row(tmp_path: Path) -> None:
         paths.append(file)
     found = difference(*(read_side(each) for each in paths))
     most = found.changes[0]
-    assert (most.scope, most.time_s) == ("layers/mlp/up", pytest.approx(5e-6))
+    assert (most.scope, most.change_s) == ("layers/mlp/up", pytest.approx(5e-6))
     idle = next(each for each in found.changes if each.scope == "idle")
-    assert idle.time_s == pytest.approx(-5e-6)
+    assert idle.change_s == pytest.approx(-5e-6)
     assert found.verdict.startswith("100 us a step, then 100 us (+0.0%)")
     same = difference(*(read_side(paths[0]) for _ in range(2)))
     assert same.verdict.endswith("no row differs")
@@ -305,7 +305,7 @@ def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monke
         common = ("--on", "v5e:4x4", "--batch-seqs", "16", "--seq", "2048", "--remat", "block", "--microbatches", "1")
         assert rooftop("plan", "train", "llama3-8b", *common, "--mesh", mesh, "-o", str(path)).status == 0
     data = rooftop("explain", "--diff", *map(str, paths), "--json").json
-    jsonschema.validate(data, schema("difference"))
+    jsonschema.validate(data, schema(Difference))
     assert (data["before"]["kind"], data["after"]["kind"]) == ("planned", "planned")
     times = [json.loads(path.read_text())["step"]["expected_s"] for path in paths]
     assert [data[side]["step_s"] for side in ("before", "after")] == pytest.approx(times)
@@ -320,7 +320,7 @@ def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Pat
     for path in paths:
         assert rooftop(*common, "--weights-dtype", path.stem, "-o", str(path)).status == 0
     data = rooftop("explain", "--diff", *map(str, paths), "--json").json
-    jsonschema.validate(data, schema("difference"))
+    jsonschema.validate(data, schema(Difference))
     changes = {(each["scope"], each["phase"]): each["change_s"] for each in data["changes"]}
     assert changes["layers/mlp/up", "generate"] < 0, "half the bytes of weights are read"
 
@@ -378,7 +378,7 @@ def test_json_follows_its_schema_and_tables_print(
     trace.write_bytes(xspace(tpu(stats=V5E)))
     module.write_text(MODULE)
     given = ("explain", str(trace), "--hlo", str(module), "--mesh", "data=2,tensor=4")
-    jsonschema.validate(rooftop(*given, "--json").json, schema("explain"))
+    jsonschema.validate(rooftop(*given, "--json").json, schema(ExplainedRecord))
     text = rooftop(*given).out
     for part in ("of the roofline", "layers/attn/out", "all_gather data,tensor", "What to try", "model.py:10"):
         assert part in text
@@ -451,7 +451,7 @@ def test_a_run_of_rooftop_train_with_its_plan(
     done = run_command(words)
     assert done.status == 0, done.err
     data = rooftop("explain", str(run), "--json").json
-    jsonschema.validate(data, schema("explain"))
+    jsonschema.validate(data, schema(ExplainedRecord))
     assert data["devices"] == {"kind": "cpu", "count": 4, "hosts": 1, "emulated": True}
     assert any("emulates" in note for note in data["notes"])
     assert data["attributed"] >= 0.95

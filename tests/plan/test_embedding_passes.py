@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from rooftop.core import records
 from rooftop.core.errors import RooftopError
-from rooftop.core.schemas import schema
 from rooftop.embed.host.limits import expected, write_limits
 from rooftop.embed.host.preprocess import Preprocessor
+from rooftop.explain.embedding.compiled import CompiledEmbedRecord
 from rooftop.explain.embedding.programs import part_request, step_request
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
@@ -243,7 +243,7 @@ def test_the_compilers_marks_stand_beside_those_of_passes(
     answer = rooftop("compile", str(file), "--json")
     assert answer.status == 0, answer.err
     data, planned = answer.json, json.loads(file.read_text())["memory"]
-    jsonschema.validate(data, schema("compiled_embed"))
+    jsonschema.validate(data, records.schema(CompiledEmbedRecord))
     assert data["agrees"] and data["sample_passes"] == 4, data["verdict"]
     for step in data["steps"].values():
         # The sums lie beside tables and slots, and are changed where they lie.

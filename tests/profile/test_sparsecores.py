@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rooftop.core.schemas import schema
-from rooftop.explain.measured.report import explain
+from rooftop.core.records import schema
+from rooftop.explain.measured.report import ExplainedRecord, explain
 from rooftop.present.traced import measured_lanes
 from tests.support.traces import Event, fusion, measured, plane, seconds, tpu, xspace
 
@@ -109,7 +109,7 @@ def test_what_to_try_and_what_is_printed(rooftop: Callable[..., Any], tmp_path: 
     assert "up to 2 passes" in advice["minibatching"].evidence
     assert "5 ids were dropped" in advice["dropped_ids"].evidence
     data = rooftop("explain", str(file), "--json").json
-    jsonschema.validate(data, schema("explain"))
+    jsonschema.validate(data, schema(ExplainedRecord))
     assert data["sparse_cores"]["overlap"] == 0.0
     page = tmp_path / "page.html"
     printed = rooftop("explain", str(file), "--report", str(page)).out

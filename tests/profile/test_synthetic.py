@@ -310,9 +310,10 @@ def test_the_newest_session_of_a_folder_counts_with_all_its_hosts(tmp_path: Path
 
 
 def test_a_chip_by_the_type_that_a_trace_tells() -> None:
-    from rooftop.explain.measured.roofs import roofs
+    from rooftop.explain.measured.roofs import chip_of_trace, roofs
 
     trace = trace_of([space_of(xspace(tpu(stats={"device_type_string": "TPU v5 lite"})), host="h")])
-    roof = roofs(trace, None)
+    assert chip_of_trace(trace) == chip("v5e")
+    roof = roofs(trace, chip_of_trace(trace))
     assert roof is not None
-    assert roof.chip == chip("v5e")
+    assert roof.chip == "v5e"

@@ -284,7 +284,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
 ) -> None:
     """A power loss may leave a rename and not the files that it renamed."""
     synced, published = set[Path](), list[set[Path]]()
-    real_sync, real_rename = state_module._sync, Path.rename
+    real_sync, real_rename = state_module.sync, Path.rename
 
     def sync(path: Path) -> None:
         real_sync(path)
@@ -294,7 +294,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
         published.append({file.relative_to(path) for file in (path, *path.rglob("*")) if file not in synced})
         return real_rename(path, target)
 
-    monkeypatch.setattr(state_module, "_sync", sync)
+    monkeypatch.setattr(state_module, "sync", sync)
     monkeypatch.setattr(Path, "rename", rename)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, small(1), {})

@@ -21,7 +21,9 @@ import rooftop.present
 import rooftop.ui
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError
-from rooftop.core.schemas import schema
+from rooftop.core.records import schema
+from rooftop.explain.compiled.training import RefusedRecord
+from rooftop.explain.measured.report import ExplainedRecord
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.training.batches import batch_curves, book_meshes
@@ -305,7 +307,7 @@ def test_a_compilation_that_does_not_fit_is_shown() -> None:
         "planned_memory": {"weights": 1e10}, "buffers": [], "over_bytes": 3e9, "nearest": None,
         "verdict": "3.1 GB too much",
     }  # fmt: skip
-    Draft202012Validator({**schema("compiled"), "properties": {"kind": {"const": "compiled"}}}).validate(data)
+    Draft202012Validator(schema(RefusedRecord)).validate(data)
     shown = opened_json("x.json", data).answer
     assert shown.verdict.no == "3.1 GB too much"
     assert [chart.title for chart in shown.charts] == ["Memory of a device", "HBM of a device at the peak"]
@@ -339,7 +341,7 @@ def test_an_explained_run_is_shown_beside_its_plan() -> None:
         "memory": [{"host": "a", "allocator": "b", "peak_bytes": 9, "capacity_bytes": 10, "points": [[0, 3], [1, 9]]}],
         "sparse_cores": {"cores": [], "overlap": None, "minibatches": 0, "dropped_ids": 0},
     }  # fmt: skip
-    Draft202012Validator(schema("explain")).validate(data)
+    Draft202012Validator(schema(ExplainedRecord)).validate(data)
     shown = to_data(opened_json("x.json", data).answer)
     assert _figures(shown)["attributed"] == 0.96
     table = next(chart for chart in shown["charts"] if chart["kind"] == "table")

@@ -86,9 +86,9 @@ def test_levels_are_in_order() -> None:
 
 def test_what_was_calibrated_is_said_and_left_out() -> None:
     shares = REPORT.shares["v5e"]
-    assert [name for name, share in shares.items() if share["calibrated"]] == ["hbm_read", "latency"]
-    assert all("calibrated on" in share["source"] for share in shares.values() if share["calibrated"])
-    assert (shares["hbm_read"]["uncalibrated"], shares["latency"]["uncalibrated"]) == (0.85, 0.0)
+    assert [name for name, share in shares.items() if share.calibrated] == ["hbm_read", "latency"]
+    assert all("calibrated on" in share.source for share in shares.values() if share.calibrated)
+    assert (shares["hbm_read"].uncalibrated, shares["latency"].uncalibrated) == (0.85, 0.0)
     # Either sharding predicted with what fits the other best.
     kept = REPORT.groups["decode, no bound beaten"]
     error = {level: found.mean_absolute for level, found in kept.items() if found is not None}

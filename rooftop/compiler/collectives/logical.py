@@ -21,9 +21,9 @@ from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.hlo.places import Located, first_place, flow_place, gather_phase, holders, place_of, producer
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.errors import RooftopError, one_of
-from rooftop.core.ledger import COLLECTIVES, Collective
+from rooftop.core.ledger import COLLECTIVES, Collective, CollectiveKind
 
-_DCN_KINDS = {
+_DCN_KINDS: Mapping[str, CollectiveKind] = {
     "ALL_GATHER": "all_gather",
     "REDUCE_SCATTER": "reduce_scatter",
     "ALL_REDUCE": "all_reduce",
@@ -40,7 +40,7 @@ class CompiledTransfer:
     It begins at ``send`` and must be complete at the end of ``recv``, both in ``computation``.
     """
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     members: int
     bytes: float
@@ -131,7 +131,7 @@ def _coordinates(device: int, names: list[str], sizes: dict[str, int]) -> tuple[
     return tuple(along[name] for name in names)
 
 
-_KINDS = {
+_KINDS: Mapping[str, CollectiveKind] = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-reduce": "all_reduce",
@@ -155,7 +155,7 @@ class LogicalCollective:
     instruction).
     """
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: float
     wire_bytes: float
@@ -208,7 +208,7 @@ def logical_collectives(
 class _Occurrence:
     """One instruction of a collective; an asynchronous collective occurs several times."""
 
-    kind: str
+    kind: CollectiveKind
     computation: HloComputation
     instruction: Instruction
     sources: tuple[Instruction, ...]

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ class Ring:
     ``executions`` counts runs of the whole ring in one execution of the module.
     """
 
-    kind: str
+    kind: Literal["all_gather", "reduce_scatter"]
     axes: tuple[str, ...]
     members: int
     bytes: float
@@ -271,7 +272,7 @@ class _Frame:
                     if tensor.elements >= least:
                         yield replace(value, element=index if len(instruction.shape) > 1 else None)
 
-    def _ring(self, kind: str, values: list[Value], *, payload: float) -> Ring:
+    def _ring(self, kind: Literal["all_gather", "reduce_scatter"], values: list[Value], *, payload: float) -> Ring:
         first = self.permutes[values[0]]
         return Ring(
             kind=kind,

@@ -1,18 +1,197 @@
 """Work of one scheduled instruction on its device, and its time.
 
-A fusion reads the used part of its parameters (a slice of one, if it is only sliced), writes its results, and executes
-its matmuls. Arrays that the compiler keeps in VMEM cause no HBM traffic.
+- *Matmuls*: ``dot`` and ``convolution``, which XLA:TPU uses for every matmul.
+- *Hand-written kernels*: the compiler counts no FLOPs in them, so their program declares those of one execution on one
+  device in a named scope around each, such as ``kernel_flops[fwd=4000000,dq=6000000]``, keyed by a word of the kernel's
+  name; ``each`` matches any (see ``programs.attention.attend``).
+- A *fusion* reads the used part of its parameters (a slice of one, if it is only sliced), writes its results, and
+  executes its matmuls. Arrays that the compiler keeps in VMEM cause no HBM traffic.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
-from rooftop.compiler.hlo.kernels import Kernel, kernel
-from rooftop.compiler.hlo.matmuls import MATMULS, matmul_dtype, matmul_sizes
+import numpy as np
+
 from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module
+from rooftop.roofline.achievable import MEASURED_DIMS, kernel_flops, matmul_fraction
 from rooftop.roofline.rates import Rates
+
+MATMULS = ("dot", "convolution")
+
+_DTYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
+
+
+def matmul_flops(computation: HloComputation, instruction: Instruction) -> float:
+    """FLOPs of one ``dot`` or ``convolution``: two per multiply-add that reads no padding.
+
+    XLA:TPU turns batch and contracted dims of a matmul into windows with padding and dilation. Positions where the
+    window is outside of its input do not count, so the result is exactly 2 * B * M * N * K of the matmul.
+    """
+    left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
+    out = instruction.shape[0]
+    if instruction.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        dims = [int(dim) for dim in contracted.group(1).split(",") if dim] if contracted else []
+        return 2.0 * out.elements * math.prod(left.dims[dim] for dim in dims)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if labels is None:
+        return 0.0
+    left_labels, right_labels, out_labels = labels.groups()
+    window = _window(instruction.attributes, sum(label.isdigit() for label in out_labels))
+    terms = 1
+    for axis, (stride, low, left_dilate, right_dilate) in enumerate(window):
+        label = str(axis)
+        terms *= _valid_positions(
+            size=left.dims[left_labels.index(label)],
+            kernel=right.dims[right_labels.index(label)],
+            out=out.dims[out_labels.index(label)],
+            stride=stride,
+            low=low,
+            left_dilate=left_dilate,
+            right_dilate=right_dilate,
+        )
+    batch_groups = int(instruction.attribute("batch_group_count") or 1)
+    batch = left.dims[left_labels.index("b")] // batch_groups
+    inputs, outputs = right.dims[right_labels.index("i")], right.dims[right_labels.index("o")]
+    return 2.0 * terms * batch * inputs * outputs
+
+
+def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
+    """Stride, low padding and both dilations of each spatial axis."""
+    text = re.search(r"window=\{([^}]*)\}", attributes)
+    window = dict(part.split("=") for part in text.group(1).split()) if text else {}
+
+    def numbers(name: str, default: int) -> list[int]:
+        return [int(part.split("_")[0]) for part in window[name].split("x")] if name in window else [default] * axes
+
+    return list(
+        zip(numbers("stride", 1), numbers("pad", 0), numbers("lhs_dilate", 1), numbers("rhs_dilate", 1), strict=True)
+    )
+
+
+def _valid_positions(
+    *, size: int, kernel: int, out: int, stride: int, low: int, left_dilate: int, right_dilate: int
+) -> int:
+    """Pairs of an output position and a kernel position at which the window reads an element of the input."""
+    starts = np.arange(out, dtype=np.int64) * stride - low
+    dilated = (size - 1) * left_dilate + 1
+    total = 0
+    for position in range(kernel):
+        read = starts + position * right_dilate
+        total += int(np.count_nonzero((read >= 0) & (read < dilated) & (read % left_dilate == 0)))
+    return total
+
+
+def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple[float, float, float]:
+    """M, K and N of one ``dot`` or ``convolution`` as [M, K] x [K, N]; batch dims and windows count into M and K."""
+    out = instruction.shape[0]
+    labels = re.search(r"dim_labels=\w+->(\w+)", instruction.attributes)
+    n = out.dims[labels.group(1).index("f") if labels else -1] if out.dims else 1
+    k = matmul_flops(computation, instruction) / (2.0 * max(1, out.elements))
+    return out.elements / n, k, float(n)
+
+
+def matmul_dtype(computation: HloComputation, instruction: Instruction) -> str:
+    """The dtype in which a matmul runs: next to a bf16 operand, a float32 one is rounded on its way into the unit."""
+    types = [_ledger_dtype(operand.shape[0].dtype) for operand in computation.operands(instruction)[:2]]
+    return "bf16" if "bf16" in types else types[0]
+
+
+def _ledger_dtype(dtype: str) -> str:
+    if dtype.startswith("f8"):
+        return "f8_e5m2" if dtype.startswith("f8e5m2") else "f8_e4m3"
+    return _DTYPES.get(dtype, "f32")
+
+
+_DECLARED = re.compile(r"kernel_flops\[([^\]]*)\]")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+#: Words with which attention kernels declare their FLOPs; true for those of the backward pass.
+_ATTENTION = {"fwd": False, "dq": True, "dkv": True, "bwd": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One execution of a kernel on one device: ``flops`` as declared (None: not declared) under ``word``.
+
+    ``head_sizes`` are those of a query and of a value head, if it is an attention kernel.
+    """
+
+    flops: float | None = None
+    word: str = ""
+    head_sizes: tuple[int, int] = (0, 0)
+
+    def expected_s(self, rates: Rates) -> float:
+        """Expected seconds on the matrix unit; 0 if no FLOPs are declared.
+
+        An attention kernel runs at the fraction measured for the chip (docs/achievable.md), forward or backward; any
+        other kernel as fast as a large matmul.
+        """
+        if self.flops is None:
+            return 0.0
+        chip = rates.chip
+        if self.word in _ATTENTION:
+            backward = _ATTENTION[self.word]
+            per_score = kernel_flops(chip, *self.head_sizes, backward=backward)
+            return self.flops / per_score * float(rates.attention_s(1.0, *self.head_sizes, backward=backward))
+        large = MEASURED_DIMS[1]
+        return self.flops / (rates.flops_per_s["bf16"] * float(matmul_fraction(chip.name, large, large, large)))
+
+
+def kernel(computation: HloComputation, instruction: Instruction) -> Kernel | None:
+    """The Pallas or cuDNN kernel that an instruction calls; None if it calls none."""
+    if not _is_kernel(instruction):
+        return None
+    declaration = _declaration(instruction)
+    if declaration is None:
+        return Kernel()
+    word, flops = declaration
+    return Kernel(flops=flops, word=word, head_sizes=_head_sizes(computation, instruction))
+
+
+def declared_flops(instruction: Instruction) -> float | None:
+    """FLOPs of one execution of a kernel on one device, as its program declares them; None without a declaration."""
+    declaration = _declaration(instruction) if _is_kernel(instruction) else None
+    return None if declaration is None else declaration[1]
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    target = _target(instruction)
+    return target == "tpu_custom_call" or target.startswith("__cudnn$")
+
+
+def _declaration(instruction: Instruction) -> tuple[str, float] | None:
+    """The word that identifies a kernel, and its FLOPs, from the innermost declaration."""
+    declarations = _DECLARED.findall(instruction.op_name)
+    declared = dict(part.split("=", 1) for part in declarations[-1].split(",") if "=" in part) if declarations else {}
+    words = _words(instruction)
+    return next(((word, float(flops)) for word, flops in declared.items() if word in words), None)
+
+
+def _words(instruction: Instruction) -> set[str]:
+    target = _target(instruction)
+    if target != "tpu_custom_call":
+        return {"bwd" if target.endswith("Backward") else "fwd", "each"}
+    called = re.search(r"([^/]+)/pallas_call", instruction.op_name)
+    name = called.group(1) if called else instruction.name.split(".")[0]
+    return {*name.split("_"), "each"}
+
+
+def _head_sizes(computation: HloComputation, instruction: Instruction) -> tuple[int, int]:
+    """Sizes of a query and of a value head: the minor dims of the first and of the third array of heads (q, k, v)."""
+    operands = computation.operands(instruction)
+    arrays = [tensor for operand in operands for tensor in operand.shape if len(tensor.dims) >= 3]
+    sizes = [tensor.dims[-1] for tensor in arrays if tensor.dtype in ("bf16", "f16", "f32")]
+    return (sizes[0], sizes[2]) if len(sizes) > 2 else (0, 0)
+
+
+def _target(instruction: Instruction) -> str:
+    match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
+    return match.group(1) if match else ""
+
 
 #: Opcodes that take no time: names for other results, and scalars that identify the device.
 FREE = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from rooftop.compiler.hlo.costs import MATMULS
 from rooftop.compiler.hlo.dataflow import rendezvous
-from rooftop.compiler.hlo.matmuls import MATMULS
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.scopes import UNSCOPED, scope_and_phase
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta
 
 from rooftop.arrays import Mesh
 from rooftop.compiler.machine.schedule import Scheduled
-from rooftop.core.ledger import Ledger
+from rooftop.core.amounts import Amount
+from rooftop.core.ledger import COLLECTIVES, Ledger
+from rooftop.core.records import Record
 from rooftop.explain.compiled.rooflines import OperationRoofline
 from rooftop.explain.join import TOLERANCE, JoinedCollective, JoinedRow, stands_for
 
@@ -24,11 +28,16 @@ IN_STEPS = "in_steps"
 _SMALL = "less than 64 KiB a step"
 _EDGE = "XLA repeats it rather than keep its result: the step is at the edge of HBM"
 
+_NAMES = "|".join(COLLECTIVES)
+#: 'matmul', a collective, or the several that stand for one.
+FindingKind = Annotated[str, Meta(pattern=f"^(matmul|({_NAMES})( and ({_NAMES}))*)$")]
+
+#: Scope, phase, kind and axes.
 Key = tuple[str, str, str, frozenset[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Record):
     """One disagreement, per device and step.
 
     ``kind`` is a collective's or 'matmul', of which ``bytes`` or ``flops`` say how much. ``cost_s`` is how long it
@@ -37,15 +46,19 @@ class Finding:
 
     scope: str
     phase: str
-    kind: str
+    kind: FindingKind
     axes: tuple[str, ...] = ()
-    bytes: float = 0.0
-    flops: float = 0.0
-    cost_s: float = 0.0
+    bytes: Amount = 0.0
+    flops: Amount = 0.0
+    cost_s: Amount = 0.0
     source: str = ""
-    instructions: tuple[str, ...] = ()
     rule: str = ""
     why: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Scope, phase, kind and axes."""
+        return self.scope, self.phase, self.kind, frozenset(self.axes)
 
     @property
     def amount(self) -> float:
@@ -58,21 +71,6 @@ class Finding:
             return self
         part = replace(self, cost_s=self.cost_s * amount / self.amount)
         return replace(part, flops=amount) if self.kind == MATMUL else replace(part, bytes=amount)
-
-    def to_json(self) -> dict[str, Any]:
-        """The finding as plain JSON values."""
-        return {
-            "scope": self.scope,
-            "phase": self.phase,
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "bytes": self.bytes,
-            "flops": self.flops,
-            "cost_s": self.cost_s,
-            "source": self.source,
-            "rule": self.rule,
-            "why": self.why,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +107,23 @@ def find(
     unexpected: list[Finding] = []
     missing: list[Finding] = []
     spelled: list[Finding] = []
+    repeated: set[Key] = set()
     for row in rows:
-        result = [_collective(row, collective, scheduled, prices) for collective in row.collectives]
-        result.append((_matmuls(row, operations, prices), row.compiled_flops - row.planned_flops))
-        for draft, excess in result:
+        drafts = [_collective(row, collective, scheduled, prices) for collective in row.collectives]
+        drafts.append(_matmuls(row, operations, prices))
+        for draft, excess, instructions in drafts:
+            if _is_rematerialised(instructions):
+                repeated.add(draft.key)
             if abs(excess) > TOLERANCE * max(draft.amount, abs(excess)):
                 (unexpected if excess > 0 else missing).append(draft.part(abs(excess)))
-        for item, (draft, _) in zip(row.collectives, result, strict=False):
-            if item.spelled:
-                spelled.append(_spelling(draft, item, mesh))
+        spelled += (
+            _spelling(draft, item, mesh)
+            for item, (draft, *_) in zip(row.collectives, drafts, strict=False)
+            if item.spelled
+        )
     unexpected, missing = _in_steps(*_moved(unexpected, missing), mesh)
     return Findings(
-        unexpected=_ordered(_explained(finding, kernels) for finding in unexpected),
+        unexpected=_ordered(_explained(finding, kernels, repeated) for finding in unexpected),
         missing=_ordered(_absent(finding, no_kernels) for finding in missing),
         recomputed=_ordered(_recomputed(rows, operations, collectives)),
         spelled=_ordered(spelled),
@@ -129,8 +132,8 @@ def find(
 
 def _collective(
     row: JoinedRow, collective: JoinedCollective, scheduled: Mapping[Key, list[Scheduled]], prices: Mapping[Key, float]
-) -> tuple[Finding, float]:
-    """All of a collective on the side that has more of it, and by how many bytes the compiled side exceeds."""
+) -> tuple[Finding, float, list[str]]:
+    """All of a collective on the side that has more of it, the compiled bytes beyond the planned, and instructions."""
     planned, compiled = collective.planned_bytes or 0.0, collective.compiled_bytes or 0.0
     kinds = collective.compiled_kinds or (collective.kind,)
     result = [
@@ -145,30 +148,31 @@ def _collective(
         bytes=max(planned, compiled),
         cost_s=sum(item.collective.executions * item.price_s for item in result) if compiled >= planned else price,
         source=next((item.collective.source for item in result if item.collective.source), ""),
-        instructions=tuple(name for item in result for _, name in item.collective.instructions),
     )
-    return draft, compiled - planned
+    return draft, compiled - planned, [name for item in result for _, name in item.collective.instructions]
 
 
-def _matmuls(row: JoinedRow, operations: Sequence[OperationRoofline], prices: Mapping[Key, float]) -> Finding:
-    """The matmuls of a row, on the side that has more of them."""
+def _matmuls(
+    row: JoinedRow, operations: Sequence[OperationRoofline], prices: Mapping[Key, float]
+) -> tuple[Finding, float, list[str]]:
+    """All matmuls of a row on the side that has more of them, the compiled FLOPs beyond the planned, and operations."""
     own = [
         operation
         for operation in operations
         if (operation.scope, operation.phase) == (row.scope, row.phase) and operation.flops
     ]
     own.sort(key=lambda item: -item.total_s)
-    return Finding(
+    excess = row.compiled_flops - row.planned_flops
+    planned_s = prices.get((row.scope, row.phase, MATMUL, frozenset()), 0.0)
+    draft = Finding(
         scope=row.scope,
         phase=row.phase,
         kind=MATMUL,
         flops=max(row.planned_flops, row.compiled_flops),
-        cost_s=sum(operation.total_s for operation in own)
-        if row.compiled_flops > row.planned_flops
-        else prices.get((row.scope, row.phase, MATMUL, frozenset()), 0.0),
+        cost_s=sum(operation.total_s for operation in own) if excess > 0 else planned_s,
         source=own[0].source if own else "",
-        instructions=tuple(operation.name for operation in own),
     )
+    return draft, excess, [operation.op for operation in own]
 
 
 def _spelling(draft: Finding, collective: JoinedCollective, mesh: Mesh) -> Finding:
@@ -250,11 +254,14 @@ def _alike(compiled: Finding, planned: Finding) -> bool:
     return same and set(compiled.axes) == set(planned.axes)
 
 
-def _explained(finding: Finding, kernels: Container[tuple[str, str]]) -> Finding:
-    """The finding with its reason, where there is evidence for one; ``kernels`` are the rows that have any."""
+def _explained(finding: Finding, kernels: Container[tuple[str, str]], repeated: Container[Key]) -> Finding:
+    """The finding with its reason, if there is evidence for one.
+
+    ``kernels`` are the rows with kernels, ``repeated`` the keys of work that XLA rematerialises.
+    """
     if finding.rule:
         return finding
-    if any(".remat" in name for name in finding.instructions):
+    if finding.key in repeated:
         return replace(finding, rule="rematerialised", why=_EDGE)
     row = finding.scope, finding.phase
     if finding.kind == MATMUL and finding.scope == "layers/attn/core" and row not in kernels:
@@ -280,8 +287,8 @@ def _recomputed(
     every = [
         Finding(
             scope=operation.scope, phase=operation.phase, kind=MATMUL,
-            flops=operation.executions * operation.flops, cost_s=operation.total_s,
-            source=operation.source, rule=_again(operation.phase, [operation.name]),
+            flops=operation.count * operation.flops, cost_s=operation.total_s,
+            source=operation.source, rule=_again(operation.phase, [operation.op]),
         )
         for operation in operations
         if operation.flops
@@ -301,9 +308,9 @@ def _recomputed(
                 rule=rule,
             )
         )
-    result: dict[tuple[object, ...], Finding] = {}
+    result: dict[tuple[Key, str], Finding] = {}
     for one in every:
-        key = one.scope, one.phase, one.kind, frozenset(one.axes), one.rule
+        key = one.key, one.rule
         if one.rule and key in result:
             before = result[key]
             one = replace(
@@ -320,9 +327,14 @@ def _recomputed(
 
 def _again(phase: str, names: Iterable[str]) -> str:
     """Why something is done again: 'rematerialised' by XLA, 'policy' of the program, '' if it is not."""
-    if any(".remat" in name for name in names):
+    if _is_rematerialised(names):
         return "rematerialised"
     return "policy" if phase == "recompute" else ""
+
+
+def _is_rematerialised(names: Iterable[str]) -> bool:
+    """True if XLA repeats one of these instructions, which it marks in the name."""
+    return any(".remat" in name for name in names)
 
 
 def _said(finding: Finding, row: JoinedRow | None) -> Finding:

@@ -70,7 +70,7 @@ def inspect(
             os.environ.setdefault(name, value)
         from rooftop.compiler.worker import compile_here
 
-        compiled = Compiled(mesh=laid, **compile_here(request))
+        compiled = Compiled(mesh=laid, **vars(compile_here(request)))
     return CompiledReport(plan=None, compiled=compiled)
 
 

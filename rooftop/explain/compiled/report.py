@@ -2,25 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from rooftop import __version__
+from rooftop.arrays.mesh import MeshLayout
 from rooftop.compiler.compiling import Compiled
+from rooftop.compiler.ledger import CompiledTimes, TimedLedger, compiled_ledger
 from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
-from rooftop.compiler.memory import PeakMemory
-from rooftop.compiler.timed import TimedLedger, compiled_ledger
-from rooftop.core.ledger import Ledger
+from rooftop.compiler.memory import HbmBuffer, PeakMemory
+from rooftop.core.amounts import Amount, Positive
+from rooftop.core.ledger import CollectiveKind, Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
-from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Findings, find
-from rooftop.explain.compiled.rooflines import OperationRoofline, operations, slowest
+from rooftop.core.records import Record
+from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Finding, Findings, find
+from rooftop.explain.compiled.rooflines import OperationRoofline, operations
 from rooftop.explain.join import JoinedRow, join
+from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.roofline.rates import Rates
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
+Versions = Annotated[Mapping[str, str], Meta(extra_json_schema={"required": ["jax", "jaxlib", "libtpu"]})]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilationRecord(Record):
+    """A program given to the compiler. Bytes are of one device; planned figures are None without a plan.
+
+    ``peak_bytes`` are alive at the peak (or needed, if the program does not fit), ``capacity_bytes`` usable. ``memory``
+    and ``planned_memory`` have the bytes at the peak by class, and ``buffers`` the largest arrays.
+    """
+
+    kind: Literal["compiled"]
+    schema: Literal[1]
+    rooftop_version: str
+    slice: PlannedSlice
+    mesh: MeshLayout
+    peak_bytes: Amount
+    planned_peak_bytes: Amount | None
+    capacity_bytes: Amount
+    memory: Mapping[str, Amount] | None
+    planned_memory: Mapping[str, Amount] | None
+    buffers: tuple[HbmBuffer, ...]
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCollective(Record):
+    """A logical collective of the program: it runs ``count`` times, and its figures are of one execution.
+
+    ``bytes`` is the payload as in ``rooftop.core.ledger.Collective``, ``wire_bytes`` are sent by one device. The device
+    waits for the transfer in ``exposed_s`` of ``expected_s``; for a ``synchronous`` one, in all of it. ``ring``: XLA
+    writes it as permutes. ``source`` is 'file:line'.
+    """
+
+    scope: str
+    phase: str
+    kind: CollectiveKind
+    axes: Annotated[tuple[str, ...], Meta(min_length=1)]
+    bytes: Amount
+    wire_bytes: Amount
+    count: Positive
+    expected_s: Amount
+    exposed_s: Amount
+    synchronous: bool
+    ring: bool
+    source: str
+
+    @classmethod
+    def of(cls, scheduled: Scheduled) -> CompiledCollective:
+        """The record of a collective on the timeline."""
+        collective = scheduled.collective
+        return cls(
+            scope=collective.scope,
+            phase=collective.phase,
+            kind=collective.kind,
+            axes=collective.axes,
+            bytes=collective.bytes,
+            wire_bytes=collective.wire_bytes,
+            count=collective.executions,
+            expected_s=scheduled.price_s,
+            exposed_s=scheduled.exposed_s,
+            synchronous=collective.synchronous,
+            ring=collective.hops > 0,
+            source=collective.source,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledRecord(CompilationRecord):
+    """A compiled program, next to its plan if it has one. FLOPs and seconds are of one execution on one device.
+
+    ``kernel_flops`` are inside hand-written kernels, ``flops`` are all others; ``kernels`` declare none. Figures of a
+    row of the ``ledger`` are of one execution, and its count multiplies; those of findings are of a step.
+    """
+
+    fits: Literal[True]
+    versions: Versions
+    compile_s: Amount
+    flops: Amount
+    planned_flops: Amount | None
+    kernel_flops: Amount
+    planned_kernel_flops: Amount | None
+    kernels: tuple[str, ...]
+    step: CompiledTimes
+    planned_step: CompiledTimes | None
+    collectives: tuple[CompiledCollective, ...]
+    unexpected: tuple[Finding, ...]
+    missing: tuple[Finding, ...]
+    recomputed: tuple[Finding, ...]
+    spelled: tuple[Finding, ...]
+    checks: tuple[Check, ...]
+    agrees: bool
+    joined: tuple[JoinedRow, ...]
+    operations: tuple[OperationRoofline, ...]
+    ledger: tuple[Mapping[str, object], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,63 +203,63 @@ class CompiledReport:
         return float(self.ledger.flops()) - self.flops
 
     def slowest(self, count: int) -> list[OperationRoofline]:
-        """The instructions that take the most time."""
-        return slowest(self.operations, count)
+        """The instructions that take the most time over all their executions."""
+        return sorted(self.operations, key=lambda item: -item.total_s)[:count]
+
+    def record(self, *, top: int = 20) -> CompiledRecord:
+        """The report as it is written, with ``top`` operations and buffers."""
+        compiled, plan, mesh, findings = self.compiled, self.plan, self.compiled.mesh, self.findings
+        planned_flops = planned_kernel_flops = None
+        if plan is not None:
+            planned_flops = float(plan.ledger.flops(kernels=False))
+            planned_kernel_flops = float(plan.ledger.flops()) - planned_flops
+        return CompiledRecord(
+            kind="compiled",
+            schema=SCHEMA,
+            rooftop_version=__version__,
+            slice=PlannedSlice.of(mesh.slice),
+            mesh=mesh.described,
+            fits=True,
+            peak_bytes=self.peak_bytes,
+            planned_peak_bytes=None if plan is None else plan.memory_bytes,
+            capacity_bytes=mesh.slice.device_hbm_usable_bytes,
+            memory=None if compiled.at_peak is None else compiled.at_peak.by_class,
+            planned_memory=None if plan is None else plan.memory,
+            buffers=largest(compiled.at_peak, top),
+            verdict=self.verdict,
+            versions=compiled.versions,
+            compile_s=compiled.compile_s,
+            flops=self.flops,
+            planned_flops=planned_flops,
+            kernel_flops=self.kernel_flops,
+            planned_kernel_flops=planned_kernel_flops,
+            kernels=self.timeline.kernels,
+            step=self.timed.step,
+            planned_step=None if plan is None else _planned_step(plan.ledger),
+            collectives=tuple(CompiledCollective.of(collective) for collective in self.timeline.collectives),
+            unexpected=findings.unexpected,
+            missing=findings.missing,
+            recomputed=findings.recomputed,
+            spelled=findings.spelled,
+            checks=self.checks,
+            agrees=self.agrees,
+            joined=self.joined,
+            operations=tuple(self.slowest(top)),
+            ledger=tuple(self.ledger.to_json()),
+        )
 
     def to_json(self, *, top: int = 20) -> dict[str, Any]:
-        """The report as plain JSON values; ``top`` operations."""
-        compiled, plan, mesh = self.compiled, self.plan, self.compiled.mesh
-        planned = None if plan is None else plan.ledger
-        flops = 0.0 if planned is None else float(planned.flops(kernels=False))
-        findings = self.findings
-        return {
-            "kind": "compiled",
-            "schema": SCHEMA,
-            "rooftop_version": __version__,
-            "versions": dict(compiled.versions),
-            "slice": {"name": mesh.slice.name, "chips": mesh.slice.chips, "devices": mesh.slice.devices},
-            "mesh": mesh.to_json(),
-            "fits": True,
-            "compile_s": compiled.compile_s,
-            "peak_bytes": self.peak_bytes,
-            "planned_peak_bytes": None if plan is None else plan.memory_bytes,
-            "capacity_bytes": mesh.slice.device_hbm_usable_bytes,
-            "memory": None if compiled.at_peak is None else compiled.at_peak.by_class,
-            "planned_memory": None if plan is None else plan.memory,
-            "buffers": largest(compiled.at_peak, top),
-            "flops": self.flops,
-            "planned_flops": None if planned is None else flops,
-            "kernel_flops": self.kernel_flops,
-            "planned_kernel_flops": None if planned is None else float(planned.flops()) - flops,
-            "kernels": list(self.timeline.kernels),
-            "step": self.timed.step.to_json(),
-            "planned_step": None if planned is None else _planned_step(planned),
-            "collectives": [_entry(collective) for collective in self.timeline.collectives],
-            "unexpected": [finding.to_json() for finding in findings.unexpected],
-            "missing": [finding.to_json() for finding in findings.missing],
-            "recomputed": [finding.to_json() for finding in findings.recomputed],
-            "spelled": [finding.to_json() for finding in findings.spelled],
-            "checks": [check.to_json() for check in self.checks],
-            "agrees": self.agrees,
-            "verdict": self.verdict,
-            "joined": [item.to_json() for item in self.joined],
-            "operations": [item.to_json() for item in self.slowest(top)],
-            "ledger": self.ledger.to_json(),
-        }
+        """The report as plain JSON values; ``top`` operations and buffers."""
+        return self.record(top=top).to_json()
 
 
-def report(plan: TrainingPlan | None, compiled: Compiled) -> CompiledReport:
-    """Report on a compiled program, next to its plan if there is one."""
-    return CompiledReport(plan=plan, compiled=compiled)
+def largest(at_peak: PeakMemory | None, count: int) -> tuple[HbmBuffer, ...]:
+    """The largest arrays that are alive at the peak."""
+    return () if at_peak is None else at_peak.buffers[:count]
 
 
-def largest(at_peak: PeakMemory | None, count: int) -> list[dict[str, Any]]:
-    """The largest arrays that are alive at the peak, as plain JSON values."""
-    return [] if at_peak is None else [asdict(buffer) for buffer in at_peak.buffers[:count]]
-
-
-def _planned_step(ledger: Ledger) -> dict[str, float]:
-    """The figures of ``rooftop.compiler.timed.CompiledTimes`` for a planned ledger."""
+def _planned_step(ledger: Ledger) -> CompiledTimes:
+    """The times of a planned ledger."""
     exposed = {"ici": 0.0, "dcn": 0.0}
     for row in ledger:
         for collective in row.collectives:
@@ -167,27 +268,12 @@ def _planned_step(ledger: Ledger) -> dict[str, float]:
                 exposed[name] += (
                     float(row.count) * float(collective.exposed_s) * float(seconds) / bound if bound else 0.0
                 )
-    busy = {f"{name}_s": float(ledger.total(name)) for name in ("mxu", "vpu", "hbm")}
-    shown = {f"exposed_{name}_s": seconds for name, seconds in exposed.items()}
-    return busy | shown | {"expected_s": float(ledger.expected_s), "serial_s": float(ledger.serial_s)}
-
-
-def _entry(item: Scheduled) -> dict[str, Any]:
-    collective = item.collective
-    return {
-        "scope": collective.scope,
-        "phase": collective.phase,
-        "kind": collective.kind,
-        "axes": list(collective.axes),
-        "bytes": collective.bytes,
-        "wire_bytes": collective.wire_bytes,
-        "count": collective.executions,
-        "expected_s": item.price_s,
-        "exposed_s": item.exposed_s,
-        "synchronous": collective.synchronous,
-        "ring": collective.hops > 0,
-        "source": collective.source,
-    }
+    return CompiledTimes(
+        **{f"{name}_s": float(ledger.total(name)) for name in ("mxu", "vpu", "hbm")},
+        **{f"exposed_{name}_s": seconds for name, seconds in exposed.items()},
+        expected_s=float(ledger.expected_s),
+        serial_s=float(ledger.serial_s),
+    )
 
 
 def _alone(compiled_report: CompiledReport) -> str:
@@ -209,45 +295,43 @@ TIME = 0.20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """One figure on both sides, with the shares by which the planned one may exceed and fall short of the other."""
+class Check(Record):
+    """One figure on both sides; ``above`` and ``below`` are the shares by which the planned one may be off.
+
+    ``unit`` is 'B', 's' or '' (a count). ``ratio`` is planned over compiled (None if the compiled figure is 0), and
+    ``holds`` says that both agree.
+    """
 
     name: str
-    unit: str
-    planned: float
-    compiled: float
-    above: float
-    below: float
-    slack: float = 0.0
+    unit: Literal["B", "s", ""]
+    planned: Amount
+    compiled: Amount
+    ratio: float | None
+    above: Amount
+    below: Amount
+    holds: bool
 
-    @property
-    def ratio(self) -> float | None:
-        """Planned over compiled (None where the compiled figure is 0)."""
-        return self.planned / self.compiled if self.compiled else None
-
-    @property
-    def holds(self) -> bool:
-        """True if both agree within the tolerance, or within ``slack`` of the unit."""
-        excess = self.planned - self.compiled
-        within = -self.below * self.compiled <= excess <= self.above * self.compiled
-        return within or abs(excess) <= self.slack
+    @classmethod
+    def of(
+        cls, name: str, unit: Literal["B", "s", ""], planned: float, compiled: float, *,
+        above: float, below: float, slack: float = 0.0,
+    ) -> Check:  # fmt: skip
+        """Compare two figures, which agree within the shares, or within ``slack`` of the unit."""
+        excess = planned - compiled
+        return cls(
+            name=name,
+            unit=unit,
+            planned=planned,
+            compiled=compiled,
+            ratio=planned / compiled if compiled else None,
+            above=above,
+            below=below,
+            holds=-below * compiled <= excess <= above * compiled or abs(excess) <= slack,
+        )
 
     def __str__(self) -> str:
         write = {"B": format_bytes, "s": format_seconds}.get(self.unit, format_count)
         return f"{self.name} {write(self.compiled)} for {write(self.planned)} planned"
-
-    def to_json(self) -> dict[str, Any]:
-        """The check as plain JSON values."""
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            "planned": self.planned,
-            "compiled": self.compiled,
-            "ratio": self.ratio,
-            "above": self.above,
-            "below": self.below,
-            "holds": self.holds,
-        }
 
 
 def checks(
@@ -258,35 +342,19 @@ def checks(
     findings: Findings,
 ) -> tuple[Check, ...]:
     """Matmul FLOPs, peak memory, collective bytes by axes, expected time, and collectives without a reason."""
-    planned, flops = float(plan.ledger.flops(kernels=False)), float(compiled.flops(kernels=False))
+    planned_flops, flops = float(plan.ledger.flops(kernels=False)), float(compiled.flops(kernels=False))
     over, under = PEAK
-    result = [
-        Check(name="matmul FLOPs", unit="", planned=planned, compiled=flops, above=FLOPS, below=FLOPS),
-        Check(
-            name="peak memory", unit="B", planned=plan.memory_bytes, compiled=peak_bytes,
-            above=over, below=under,
-        ),
-    ]  # fmt: skip
-    for axes, (ours, theirs) in bytes_by_axes(joined, findings).items():
-        name = f"collectives over {axes}"
-        result.append(
-            Check(name=name, unit="B", planned=ours, compiled=theirs, above=COLLECTIVES, below=COLLECTIVES, slack=SMALL)
-        )
-    result.append(
-        Check(
-            name="expected time",
-            unit="s",
-            planned=plan.expected_s,
-            compiled=float(compiled.expected_s),
-            above=TIME,
-            below=TIME,
-        )
-    )
     stray = sum(item.bytes for item in findings.unexplained)
-    result.append(
-        Check(name="unexplained collectives", unit="B", planned=0.0, compiled=stray, above=0.0, below=0.0, slack=SMALL)
+    return (
+        Check.of("matmul FLOPs", "", planned_flops, flops, above=FLOPS, below=FLOPS),
+        Check.of("peak memory", "B", plan.memory_bytes, peak_bytes, above=over, below=under),
+        *(
+            Check.of(f"collectives over {axes}", "B", ours, theirs, above=COLLECTIVES, below=COLLECTIVES, slack=SMALL)
+            for axes, (ours, theirs) in bytes_by_axes(joined, findings).items()
+        ),
+        Check.of("expected time", "s", plan.expected_s, float(compiled.expected_s), above=TIME, below=TIME),
+        Check.of("unexplained collectives", "B", 0.0, stray, above=0.0, below=0.0, slack=SMALL),
     )
-    return tuple(result)
 
 
 def bytes_by_axes(joined: Iterable[JoinedRow], findings: Findings) -> dict[str, tuple[float, float]]:

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rooftop import __version__
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import GATHER_AXES
 from rooftop.compiler.compiling import CompileRequest, Progress, compile_ahead_of_time
 from rooftop.compiler.memory import OutOfMemory
+from rooftop.core.amounts import Amount
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
-from rooftop.explain.compiled.report import SCHEMA, CompiledReport, largest
+from rooftop.explain.compiled.report import (
+    SCHEMA,
+    CompilationRecord,
+    CompiledReport,
+    largest,
+)
 from rooftop.hardware import Slice
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.documents import PlannedSlice
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.programs.training.program import TrainProgram
 from rooftop.roofline.overlap import overlap
 
 PROGRAM = "rooftop.programs.training.step:lower"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedRecord(CompilationRecord):
+    """A program that needs ``over_bytes`` of HBM too many, and the ``nearest`` plan that should fit, if any."""
+
+    fits: Literal[False]
+    over_bytes: Amount
+    nearest: PlanSummary | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +69,30 @@ class Refusal:
             near = f"nearest that should fit: --mesh {mesh} --remat {choice.remat} --microbatches {choice.microbatches}"
         return Infeasible(f"{problem.model.name} on {problem.slice.name} {self.verdict}", near)
 
+    def record(self, *, top: int = 20) -> RefusedRecord:
+        """The answer as it is written, with ``top`` buffers."""
+        answer, at_peak = self.answer, self.answer.at_peak
+        return RefusedRecord(
+            kind="compiled",
+            schema=SCHEMA,
+            rooftop_version=__version__,
+            slice=PlannedSlice.of(self.plan.problem.slice),
+            mesh=self.plan.mesh.described,
+            fits=False,
+            peak_bytes=answer.needed_bytes,
+            planned_peak_bytes=self.plan.memory_bytes,
+            capacity_bytes=answer.available_bytes,
+            over_bytes=answer.needed_bytes - answer.available_bytes,
+            memory=None if at_peak is None else at_peak.by_class,
+            planned_memory=self.plan.memory,
+            buffers=largest(at_peak, top),
+            nearest=None if self.nearest is None else self.nearest.summary,
+            verdict=self.verdict,
+        )
+
     def to_json(self, *, top: int = 20) -> dict[str, Any]:
         """The answer as plain JSON values; ``top`` buffers."""
-        slice_, at_peak = self.plan.problem.slice, self.answer.at_peak
-        return {
-            "kind": "compiled",
-            "schema": SCHEMA,
-            "rooftop_version": __version__,
-            "slice": {"name": slice_.name, "chips": slice_.chips, "devices": slice_.devices},
-            "mesh": self.plan.mesh.to_json(),
-            "fits": False,
-            "peak_bytes": self.answer.needed_bytes,
-            "planned_peak_bytes": self.plan.memory_bytes,
-            "capacity_bytes": self.answer.available_bytes,
-            "over_bytes": self.answer.needed_bytes - self.answer.available_bytes,
-            "memory": None if at_peak is None else at_peak.by_class,
-            "planned_memory": self.plan.memory,
-            "buffers": largest(at_peak, top),
-            "nearest": None if self.nearest is None else self.nearest.summary.to_json(),
-            "verdict": self.verdict,
-        }
+        return self.record(top=top).to_json()
 
 
 def compile_plan(

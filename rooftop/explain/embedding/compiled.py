@@ -7,13 +7,15 @@ HBM that SparseCores take as their stack is in no memory analysis: the compiler'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from rooftop import __version__
-from rooftop.compiler.memory import OutOfMemory
+from rooftop.compiler.memory import HbmBuffer, OutOfMemory
 from rooftop.compiler.sparsecore import (
     TILE_MEMORY,
     Marks,
@@ -22,9 +24,11 @@ from rooftop.compiler.sparsecore import (
     require_checks,
     sparsecore_overlap,
 )
+from rooftop.core.amounts import Amount, Count, Positive, Share
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
-from rooftop.explain.compiled.report import largest
+from rooftop.core.records import Record, derived
+from rooftop.explain.compiled.report import Versions, largest
 from rooftop.explain.embedding.programs import (
     STACK_OF_PART,
     Compilation,
@@ -36,14 +40,127 @@ from rooftop.explain.embedding.programs import (
 )
 from rooftop.models.embedding_tables.limits import Limits, StackLimits
 from rooftop.models.embedding_tables.stacking import Stack
+from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.embedding.limits import limits_of_stacks_text, limits_text, share_that
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import per_device
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 STEPS: tuple[str, ...] = ("sequential", "pipelined")
 #: What a stack in HBM may differ by, compiled from planned.
 TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedCompilationRecord(Record):
+    """A plan of embedding tables given to the compiler. ``capacity_bytes`` are a device's HBM that programs may use.
+
+    ``batch`` is in samples, in ``sample_passes`` parts. ``tile_capacity_bytes`` is the memory of a SparseCore's tile.
+    """
+
+    kind: Literal["compiled_embed"]
+    schema: Literal[1]
+    rooftop_version: str
+    slice: PlannedSlice
+    sparse_cores: Positive
+    batch: Positive
+    sample_passes: Positive
+    checks: tuple[Literal["nan", "bounds", "buffers"], ...]
+    capacity_bytes: Amount
+    tile_capacity_bytes: Amount
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStack(Record):
+    """The lookup or update of a stack of tables: bytes of HBM of one SparseCore and of memory of one tile.
+
+    ``document_hbm_bytes`` is planned by the formula of the SparseCore document. ``ratio`` is compiled over planned
+    bytes of HBM, and ``holds`` says that it is 1 within TOLERANCE.
+    """
+
+    stack: str
+    tables: Annotated[tuple[str, ...], Meta(min_length=1)]
+    part: Literal["lookup", "update"]
+    planned_hbm_bytes: Amount
+    document_hbm_bytes: Amount
+    hbm_bytes: Amount
+    planned_tile_bytes: Amount
+    tile_bytes: Amount
+
+    @derived
+    def ratio(self) -> Amount:
+        """Compiled over planned bytes of HBM."""
+        return self.hbm_bytes / self.planned_hbm_bytes
+
+    @derived
+    def holds(self) -> bool:
+        """True if the ratio is 1 within TOLERANCE."""
+        return abs(self.ratio - 1) <= TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep(Record):
+    """A whole step on one device, in bytes: ``needed_bytes`` are those of the heap and of the SparseCores' stacks.
+
+    ``sparsecore_hbm_bytes`` and ``tile_bytes`` are of one SparseCore and one tile. ``overlap`` is the share of the
+    ``tensorcore_computations`` that run ``beside_sparsecores``; ``buffers`` are the largest arrays at the peak.
+    """
+
+    options: Mapping[str, bool | int | str]
+    planned_bytes: Amount
+    needed_bytes: Amount
+    heap_bytes: Amount
+    arguments_bytes: Amount
+    temporaries_bytes: Amount
+    sparsecore_hbm_bytes: Amount
+    tile_bytes: Amount
+    sparsecore_calls: Count
+    tensorcore_computations: Count
+    beside_sparsecores: Count
+    overlap: Share
+    buffers: tuple[HbmBuffer, ...]
+    compile_s: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledSteps(Record):
+    """The step one pass after the other, and pipelined."""
+
+    sequential: CompiledStep
+    pipelined: CompiledStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledEmbedRecord(EmbedCompilationRecord):
+    """Each stack's lookup and update, and whole steps, as XLA:TPU compiled them, next to the plan."""
+
+    fits: Literal[True]
+    stacks: tuple[CompiledStack, ...]
+    steps: CompiledSteps
+    versions: Versions
+    agrees: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedEmbedRecord(EmbedCompilationRecord):
+    """A plan that does not compile: ``part`` of ``stack`` (None: of all stacks), and the largest limits that do.
+
+    ``largest`` are the limits of that stack. ``refused_limits`` are the smallest that were refused, of
+    ``limits_tried``; ``larger_refused`` says that all larger ones are refused too. None where no limits were found.
+    """
+
+    fits: Literal[False]
+    part: str
+    stack: str | None
+    why: str
+    largest: StackLimits | None
+    largest_limits: Mapping[str, StackLimits] | None
+    refused_limits: Mapping[str, StackLimits] | None
+    refused_why: str | None
+    larger_refused: bool | None
+    limits_tried: Positive | None
+    obstacles: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,40 +186,37 @@ class EmbedReport:
         """HBM of a device that programs may use."""
         return self.plan.problem.slice.chip.hbm_usable_bytes
 
-    def stacks(self) -> list[dict[str, Any]]:
-        """Each stack's lookup and update: HBM of one SparseCore and memory of a tile, planned and compiled."""
-        own, stacks = per_device(self.plan.problem.slice), []
+    @cached_property
+    def stacks(self) -> tuple[CompiledStack, ...]:
+        """Each stack's lookup and update."""
+        cores, stacks = per_device(self.plan.problem.slice), []
         for stack in self.plan.problem.stacking.stacks:
             planned = self.plan.stack_memory(stack)
             for part, name in STACK_OF_PART.items():
                 marks = self.parts[stack.name][part]
-                hbm = planned[name] / own
                 stacks.append(
-                    {
-                        "stack": stack.name,
-                        "tables": [place.table.name for place in stack.places],
-                        "part": part,
-                        "planned_hbm_bytes": hbm,
-                        "document_hbm_bytes": planned[f"{name}_document"] / own,
-                        "hbm_bytes": marks.hbm_bytes,
-                        "ratio": marks.hbm_bytes / hbm,
-                        "holds": abs(marks.hbm_bytes / hbm - 1) <= TOLERANCE,
-                        "planned_tile_bytes": planned["tile"],
-                        "tile_bytes": marks.tile_bytes,
-                    }
+                    CompiledStack(
+                        stack=stack.name,
+                        tables=tuple(place.table.name for place in stack.places),
+                        part=part,
+                        planned_hbm_bytes=planned[name] / cores,
+                        document_hbm_bytes=planned[f"{name}_document"] / cores,
+                        hbm_bytes=marks.hbm_bytes,
+                        planned_tile_bytes=planned["tile"],
+                        tile_bytes=marks.tile_bytes,
+                    )
                 )
-        return stacks
+        return tuple(stacks)
 
     @property
     def agrees(self) -> bool:
         """True if every stack in HBM is as planned, within TOLERANCE, and the plan has no obstacle."""
-        return not self.plan.obstacles and all(row["holds"] for row in self.stacks())
+        return not self.plan.obstacles and all(stack.holds for stack in self.stacks)
 
     @property
     def verdict(self) -> str:
         """One line."""
-        rows = self.stacks()
-        off = [f"{row['stack']} {row['part']} {row['ratio'] - 1:+.1%}" for row in rows if not row["holds"]]
+        off = [f"{stack.stack} {stack.part} {stack.ratio - 1:+.1%}" for stack in self.stacks if not stack.holds]
         said = (
             f"SparseCore memory as planned within {TOLERANCE:.0%}" if not off else f"not as planned: {'; '.join(off)}"
         )
@@ -115,37 +229,40 @@ class EmbedReport:
             f"{beside:.0%} of the TensorCores' computations beside SparseCore work"
         )
 
-    def to_json(self, *, top: int = 10) -> dict[str, Any]:
-        """As ``rooftop/schemas/compiled_embed.schema.json`` says; of each step's heap the ``top`` largest arrays."""
-        return {
+    def record(self, *, top: int = 10) -> CompiledEmbedRecord:
+        """The report as it is written; of each step's heap the ``top`` largest arrays."""
+        return CompiledEmbedRecord(
             **_head(self.plan, self.checks),
-            "fits": True,
-            "capacity_bytes": self.capacity_bytes,
-            "stacks": self.stacks(),
-            "steps": {name: self._step(name, top) for name in STEPS},
-            "versions": dict(self.steps["pipelined"].compiled.versions),
-            "agrees": self.agrees,
-            "verdict": self.verdict,
-        }
+            fits=True,
+            stacks=self.stacks,
+            steps=CompiledSteps(sequential=self._step("sequential", top), pipelined=self._step("pipelined", top)),
+            versions=self.steps["pipelined"].compiled.versions,
+            agrees=self.agrees,
+            verdict=self.verdict,
+        )
 
-    def _step(self, name: str, top: int) -> dict[str, Any]:
+    def to_json(self, *, top: int = 10) -> dict[str, Any]:
+        """The report as plain JSON values; of each step's heap the ``top`` largest arrays."""
+        return self.record(top=top).to_json()
+
+    def _step(self, name: str, top: int) -> CompiledStep:
         marks, overlap = self.steps[name], self.overlap[name]
-        return {
-            "options": step_options(name, self.checks),
-            "planned_bytes": self.plan.memory["total"][name],
-            "needed_bytes": self.needed_bytes(name),
-            "heap_bytes": heap_bytes(marks),
-            "arguments_bytes": marks.compiled.memory["argument"],
-            "temporaries_bytes": marks.compiled.memory["temp"],
-            "sparsecore_hbm_bytes": marks.hbm_bytes,
-            "tile_bytes": marks.tile_bytes,
-            "sparsecore_calls": overlap.calls,
-            "tensorcore_computations": overlap.computations,
-            "beside_sparsecores": overlap.overlapped,
-            "overlap": overlap.share,
-            "buffers": largest(marks.compiled.at_peak, top),
-            "compile_s": marks.compiled.compile_s,
-        }
+        return CompiledStep(
+            options=step_options(name, self.checks),
+            planned_bytes=self.plan.memory["total"][name],
+            needed_bytes=self.needed_bytes(name),
+            heap_bytes=heap_bytes(marks),
+            arguments_bytes=marks.compiled.memory["argument"],
+            temporaries_bytes=marks.compiled.memory["temp"],
+            sparsecore_hbm_bytes=marks.hbm_bytes,
+            tile_bytes=marks.tile_bytes,
+            sparsecore_calls=overlap.calls,
+            tensorcore_computations=overlap.computations,
+            beside_sparsecores=overlap.overlapped,
+            overlap=overlap.share,
+            buffers=largest(marks.compiled.at_peak, top),
+            compile_s=marks.compiled.compile_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,25 +298,29 @@ class EmbedRefusal:
     def _text(self, limits: Limits) -> str:
         return limits_of_stacks_text(limits) if self.stack is None else limits_text(limits[self.stack])
 
-    def to_json(self, *, top: int = 10) -> dict[str, Any]:
-        """As ``rooftop/schemas/compiled_embed.schema.json`` says."""
+    @property
+    def record(self) -> RefusedEmbedRecord:
+        """The answer as it is written."""
         largest = self.largest
-        return {
+        return RefusedEmbedRecord(
             **_head(self.plan, self.checks),
-            "fits": False,
-            "capacity_bytes": self.plan.problem.slice.chip.hbm_usable_bytes,
-            "part": self.part,
-            "stack": self.stack,
-            "why": self.why,
-            "largest": None if largest is None or self.stack is None else vars(largest.limits[self.stack]),
-            "largest_limits": None if largest is None else _plain(largest.limits),
-            "refused_limits": None if largest is None else _plain(largest.refused),
-            "refused_why": None if largest is None else _why(largest.why),
-            "larger_refused": None if largest is None else largest.monotonic,
-            "limits_tried": None if largest is None else largest.tried,
-            "obstacles": self.plan.obstacles,
-            "verdict": str(self.infeasible),
-        }
+            fits=False,
+            part=self.part,
+            stack=self.stack,
+            why=self.why,
+            largest=None if largest is None or self.stack is None else largest.limits[self.stack],
+            largest_limits=None if largest is None else largest.limits,
+            refused_limits=None if largest is None else largest.refused,
+            refused_why=None if largest is None else _why(largest.why),
+            larger_refused=None if largest is None else largest.monotonic,
+            limits_tried=None if largest is None else largest.tried,
+            obstacles=self.plan.obstacles,
+            verdict=str(self.infeasible),
+        )
+
+    def to_json(self, *, top: int = 10) -> dict[str, Any]:
+        """The answer as plain JSON values. ``top`` changes nothing: a refusal lists no arrays."""
+        return self.record.to_json()
 
 
 def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | EmbedRefusal:
@@ -246,22 +367,20 @@ def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | Embed
 
 
 def _head(plan: EmbedPlan, checks: tuple[str, ...]) -> dict[str, Any]:
-    slice_ = plan.problem.slice
+    """The fields of an EmbedCompilationRecord, without the verdict."""
+    problem = plan.problem
     return {
         "kind": "compiled_embed",
         "schema": SCHEMA,
         "rooftop_version": __version__,
-        "slice": {"name": slice_.name, "chips": slice_.chips, "devices": slice_.devices},
-        "sparse_cores": plan.problem.cores,
-        "batch": plan.problem.batch,
-        "sample_passes": plan.problem.sample_passes,
-        "checks": list(checks),
+        "slice": PlannedSlice.of(problem.slice),
+        "sparse_cores": problem.cores,
+        "batch": problem.batch,
+        "sample_passes": problem.sample_passes,
+        "checks": checks,
+        "capacity_bytes": problem.slice.chip.hbm_usable_bytes,
         "tile_capacity_bytes": plan.memory["tile_capacity"],
     }
-
-
-def _plain(limits: Limits) -> dict[str, dict[str, int]]:
-    return {name: dict(vars(one)) for name, one in limits.items()}
 
 
 def _why(no: Infeasible) -> str:
@@ -392,7 +511,7 @@ def largest_of_step(plan: EmbedPlan, step: str, no: Infeasible, over: float, how
 
 
 def largest_of_stack(
-    plan: EmbedPlan, part: str, stack: Stack, no: Infeasible, how: Compilation
+    plan: EmbedPlan, part: Literal["lookup", "update"], stack: Stack, no: Infeasible, how: Compilation
 ) -> LargestLimits | None:
     """The largest limits of one stack with which lookup and update compile; by ``no``, ``part`` does not with its own.
 

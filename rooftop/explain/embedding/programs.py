@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rooftop.arrays import Mesh
 from rooftop.compiler.compiling import CompileRequest, Progress
@@ -16,7 +16,7 @@ from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import per_device
 
 #: Parts of a step that each stack is compiled for, and the planned memory that is theirs.
-STACK_OF_PART: Mapping[str, str] = {"lookup": "forward_stack", "update": "backward_stack"}
+STACK_OF_PART: Mapping[Literal["lookup", "update"], str] = {"lookup": "forward_stack", "update": "backward_stack"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rooftop.arrays.tiles import mxu_padding
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.explain.measured.columns import Columns
+from rooftop.core.records import Record
+from rooftop.explain.measured.columns import ExplainedRow
 from rooftop.explain.measured.modules import OpOrigin, TracedProgram
 from rooftop.explain.measured.roofs import Roofs
+from rooftop.hardware import Chip
 from rooftop.profile.facts import COMPUTE
 from rooftop.profile.measured import Measured, MeasuredCollective, MeasuredOp
 
@@ -33,7 +34,7 @@ _HOST_ADVICE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advice:
+class Advice(Record):
     """``what`` to try, and why: the ``rule``, its ``evidence``, the source line, and the seconds of a step at stake."""
 
     rule: str
@@ -42,26 +43,26 @@ class Advice:
     source: str
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(vars(self))
-
 
 def advise(
     measured: Measured,
     programs: Mapping[int, TracedProgram],
-    rows: tuple[Columns, ...],
+    rows: tuple[ExplainedRow, ...],
     roof: Roofs | None,
     *,
+    chip: Chip | None,
     planned: bool,
 ) -> tuple[Advice, ...]:
-    """All that the rules say, what is worth most first. ``planned``: the rows have a plan to compare with."""
+    """The advice of all rules, what is worth most first.
+
+    ``chip`` is that of the devices, if it is known; ``planned`` says that the rows have a plan to compare with.
+    """
     if not measured.step_s:
         return ()
     rules = (
         *_gathered(measured, programs, rows, planned),
         *_host_bound(measured),
-        *_padded(measured, roof),
+        *_padded(measured, chip),
         *_exposed(measured, programs),
         *_uneven(measured),
         *_slow(measured, roof),
@@ -79,7 +80,7 @@ def origin_of(collective: MeasuredCollective, programs: Mapping[int, TracedProgr
 
 
 def _gathered(
-    measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], planned: bool
+    measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[ExplainedRow, ...], planned: bool
 ) -> Iterator[Advice]:
     """Activations that the partitioner gathers: an operation needs them whole, and nothing says how to split it."""
     plan = {
@@ -135,11 +136,11 @@ def _host_bound(measured: Measured) -> Iterator[Advice]:
     )
 
 
-def _padded(measured: Measured, roof: Roofs | None) -> Iterator[Advice]:
+def _padded(measured: Measured, chip: Chip | None) -> Iterator[Advice]:
     """Matmuls with a dim that does not fill the systolic array; dims of one size are one."""
-    if roof is not None and roof.chip is not None and roof.chip.kind != "tpu":
+    if chip is not None and chip.kind != "tpu":
         return
-    tile = _TILE if roof is None or roof.chip is None else roof.chip.mxu_tile
+    tile = _TILE if chip is None else chip.mxu_tile
     whole = sum(op.count * (op.facts.flops or 0.0) for op in measured.ops)
     groups: dict[float, list[tuple[MeasuredOp, str]]] = {}
     for op in measured.ops:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from rooftop.core.amounts import Amount
 from rooftop.core.ledger import Ledger
+from rooftop.core.records import Record, derived
 from rooftop.core.scopes import PHASES, SCOPES
 from rooftop.explain.join import SPELLED_AS
 from rooftop.explain.measured.modules import TracedProgram
@@ -22,18 +23,12 @@ Moves = tuple[str, tuple[str, ...]]
 
 
 @dataclass(kw_only=True)
-class CompiledRow:
-    """Work of the compiled programs for a scope in a step: FLOPs, HBM bytes, payloads, and seconds at peak rates."""
+class RowSums:
+    """Planned or compiled work of a scope in a step.
 
-    flops: float = 0.0
-    hbm_bytes: float = 0.0
-    bytes: dict[Moves, float] = field(default_factory=dict)
-    bound_s: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
-class PlannedRow:
-    """Planned work for a scope in a step: seconds with and in exposed collectives, FLOPs, bytes, payloads."""
+    FLOPs, HBM bytes, seconds with and in exposed collectives; payloads and exposed seconds of each collective; and
+    seconds at peak rates by resource.
+    """
 
     time_s: float = 0.0
     exposed_s: float = 0.0
@@ -41,72 +36,100 @@ class PlannedRow:
     hbm_bytes: float = 0.0
     bytes: dict[Moves, float] = field(default_factory=dict)
     shown_s: dict[Moves, float] = field(default_factory=dict)
+    bound_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveColumns:
-    """One kind of collective over the same axes on all sides."""
+class CollectiveColumns(Record):
+    """One kind of collective over the same axes on all sides, per device and step; None: a side does not have it."""
 
     kind: str
     axes: tuple[str, ...]
-    in_flight_s: float | None
-    exposed_s: float | None
-    compiled_bytes: float | None
-    planned_bytes: float | None
-    planned_exposed_s: float | None
+    in_flight_s: Amount | None
+    exposed_s: Amount | None
+    compiled_bytes: Amount | None
+    planned_bytes: Amount | None
+    planned_exposed_s: Amount | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        hidden = None if self.in_flight_s is None or self.exposed_s is None else self.in_flight_s - self.exposed_s
-        return vars(self) | {"axes": list(self.axes), "hidden_s": hidden}
+    @derived
+    def hidden_s(self) -> float | None:
+        """Seconds in which it overlaps compute."""
+        return None if self.in_flight_s is None or self.exposed_s is None else self.in_flight_s - self.exposed_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """One (scope, phase) on all sides."""
+class MeasuredFigures(Record):
+    """A measured row: seconds and their share of the step, ``exposed_s`` of them in collectives, and rates.
+
+    ``slowest`` is the op that takes longest, and ``source`` its 'file:line'.
+    """
+
+    time_s: Amount
+    share: Amount
+    exposed_s: Amount
+    flops_per_s: Amount | None
+    hbm_bytes_per_s: Amount | None
+    slowest: str | None
+    source: str
+
+    @classmethod
+    def of(cls, row: MeasuredRow, step_s: float) -> MeasuredFigures:
+        """The figures of a row in a step of ``step_s``."""
+        return cls(
+            time_s=row.time_s,
+            share=row.time_s / step_s if step_s else 0.0,
+            exposed_s=row.exposed_s,
+            flops_per_s=row.flops / row.time_s if row.time_s else None,
+            hbm_bytes_per_s=row.hbm_bytes / row.time_s if row.time_s else None,
+            slowest=None if row.slowest is None else row.slowest.name,
+            source="" if row.slowest is None else row.slowest.facts.source,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledFigures(Record):
+    """A compiled row: FLOPs, HBM bytes, and seconds at peak rates by resource."""
+
+    flops: Amount
+    hbm_bytes: Amount
+    bound_s: Mapping[str, Amount]
+
+    @classmethod
+    def of(cls, sums: RowSums) -> CompiledFigures:
+        """The figures of compiled work."""
+        return cls(flops=sums.flops, hbm_bytes=sums.hbm_bytes, bound_s=sums.bound_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFigures(Record):
+    """A row: seconds, ``exposed_s`` of them in collectives, FLOPs and HBM bytes (None: not known)."""
+
+    time_s: Amount
+    exposed_s: Amount
+    flops: Amount | None
+    hbm_bytes: Amount | None
+
+    @classmethod
+    def of(cls, sums: RowSums) -> RowFigures:
+        """The figures of planned or compiled work."""
+        return cls(time_s=sums.time_s, exposed_s=sums.exposed_s, flops=sums.flops, hbm_bytes=sums.hbm_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedRow(Record):
+    """One (scope, phase) on all sides, per device and step."""
 
     scope: str
     phase: str
-    measured: MeasuredRow | None
-    compiled: CompiledRow | None
-    planned: PlannedRow | None
+    measured: MeasuredFigures | None
+    compiled: CompiledFigures | None
+    planned: RowFigures | None
     collectives: tuple[CollectiveColumns, ...]
-
-    @property
-    def time_s(self) -> float:
-        """Measured seconds."""
-        return 0.0 if self.measured is None else self.measured.time_s
-
-    def to_json(self, step_s: float) -> dict[str, Any]:
-        """Plain JSON values."""
-        mine, compiled, plan = self.measured, self.compiled, self.planned
-        return {
-            "scope": self.scope,
-            "phase": self.phase,
-            "measured": None
-            if mine is None
-            else {
-                "time_s": mine.time_s,
-                "share": mine.time_s / step_s if step_s else 0.0,
-                "exposed_s": mine.exposed_s,
-                "flops_per_s": mine.flops / mine.time_s if mine.time_s else None,
-                "hbm_bytes_per_s": mine.hbm_bytes / mine.time_s if mine.time_s else None,
-                "slowest": None if mine.slowest is None else mine.slowest.name,
-                "source": "" if mine.slowest is None else mine.slowest.facts.source,
-            },
-            "compiled": None
-            if compiled is None
-            else {"flops": compiled.flops, "hbm_bytes": compiled.hbm_bytes, "bound_s": compiled.bound_s},
-            "planned": None
-            if plan is None
-            else {"time_s": plan.time_s, "exposed_s": plan.exposed_s, "flops": plan.flops, "hbm_bytes": plan.hbm_bytes},
-            "collectives": [collective.to_json() for collective in self.collectives],
-        }
 
 
 def columns(
     result: Measured, programs: Mapping[int, TracedProgram], planned: Ledger | None, roof: Roofs | None
-) -> tuple[Columns, ...]:
+) -> tuple[ExplainedRow, ...]:
     """All rows, those that take longest first, then what only the compiler or the plan has, in the order of scopes."""
     measured = {(row.scope, row.phase): row for row in result.rows}
     compiled = compiled_rows(result, programs, roof)
@@ -116,25 +139,25 @@ def columns(
         (set(compiled) | set(plan)) - set(measured),
         key=lambda key: (order.get(key[0], len(order)), key[0], PHASES.index(key[1])),
     )
-    moves = _measured_moves(result)
-    return tuple(
-        Columns(
-            scope=key[0],
-            phase=key[1],
-            measured=measured.get(key),
-            compiled=compiled.get(key),
-            planned=plan.get(key),
-            collectives=_collectives(moves.get(key, {}), compiled.get(key), plan.get(key)),
+    moves, rows = _measured_moves(result), []
+    for key in [*measured, *rest]:
+        mine, work, goal = measured.get(key), compiled.get(key), plan.get(key)
+        rows.append(
+            ExplainedRow(
+                scope=key[0],
+                phase=key[1],
+                measured=None if mine is None else MeasuredFigures.of(mine, result.step_s),
+                compiled=None if work is None else CompiledFigures.of(work),
+                planned=None if goal is None else RowFigures.of(goal),
+                collectives=_collectives(moves.get(key, {}), work, goal),
+            )
         )
-        for key in [*measured, *rest]
-    )
+    return tuple(rows)
 
 
-def compiled_rows(
-    measured: Measured, programs: Mapping[int, TracedProgram], roof: Roofs | None
-) -> dict[Key, CompiledRow]:
+def compiled_rows(measured: Measured, programs: Mapping[int, TracedProgram], roof: Roofs | None) -> dict[Key, RowSums]:
     """Work of a trace's programs in a step, times the number of runs in the trace."""
-    rows: dict[Key, CompiledRow] = {}
+    rows: dict[Key, RowSums] = {}
     for number, program in programs.items():
         runs = _runs_a_step(measured, number)
         places = {instruction.name: inside for inside in program.module.computations.values() for instruction in inside}
@@ -144,7 +167,7 @@ def compiled_rows(
             times = runs * program.module.executions[places[name].name]
             bound = {} if roof is None else roof.bound_s(facts)
             for place in facts.places:
-                row = rows.setdefault((place.scope, place.phase), CompiledRow())
+                row = rows.setdefault((place.scope, place.phase), RowSums())
                 part = times * place.share
                 row.flops += part * (facts.flops or 0.0)
                 row.hbm_bytes += part * (facts.hbm_bytes or 0.0)
@@ -156,11 +179,11 @@ def compiled_rows(
     return {key: row for key, row in rows.items() if row.flops or row.hbm_bytes or row.bytes}
 
 
-def planned_rows(ledger: Ledger) -> dict[Key, PlannedRow]:
+def planned_rows(ledger: Ledger) -> dict[Key, RowSums]:
     """A planned ledger by scope and phase, counts applied."""
-    rows: dict[Key, PlannedRow] = {}
+    rows: dict[Key, RowSums] = {}
     for item in ledger:
-        row, count = rows.setdefault(item.key, PlannedRow()), float(item.count)
+        row, count = rows.setdefault(item.key, RowSums()), float(item.count)
         row.time_s += count * float(item.expected_s)
         row.flops += count * (sum(map(float, item.flops.values())) + float(item.kernel_flops))
         row.hbm_bytes += count * float(item.hbm_bytes)
@@ -196,7 +219,7 @@ def _measured_moves(measured: Measured) -> dict[Key, dict[Moves, list[float]]]:
 
 
 def _collectives(
-    measured: dict[Moves, list[float]], compiled: CompiledRow | None, planned: PlannedRow | None
+    measured: dict[Moves, list[float]], compiled: RowSums | None, planned: RowSums | None
 ) -> tuple[CollectiveColumns, ...]:
     compiled_bytes = {} if compiled is None else dict(compiled.bytes)
     plan = {} if planned is None else planned.bytes

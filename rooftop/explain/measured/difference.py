@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError, misread
 from rooftop.core.files import read_json_object
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.explain.measured.columns import Key, Moves, planned_rows
+from rooftop.core.records import Record, derived
+from rooftop.explain.measured.columns import Key, Moves, RowFigures, planned_rows
 from rooftop.explain.measured.report import SCHEMA, explain
 from rooftop.plan.training.plan import TrainingPlan
 
@@ -21,86 +23,58 @@ _ACCEPTED = "a run, a trace, a plan.json, or what rooftop compile -o or rooftop 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideRow:
-    """A scope in a phase on one side, per device and step; ``bytes`` by kind and axes of a collective."""
+class SideFigures(Record):
+    """One of the two: ``step_s`` is the time of a step."""
 
-    time_s: float
-    exposed_s: float
-    flops: float | None
-    hbm_bytes: float | None
-    bytes: Mapping[Moves, float] = field(default_factory=dict)
+    name: str
+    kind: Literal["measured", "compiled", "planned"]
+    step_s: Amount
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two: ``kind`` is measured, compiled or planned; ``step_s`` is the time of a step.
+    """One of the two with its rows: figures per device and step, and bytes by kind and axes of a collective.
 
     ``job`` is train or serve where a plan says so, else ''.
     """
 
-    name: str
-    kind: str
+    figures: SideFigures
     job: str = ""
-    step_s: float
-    rows: Mapping[Key, SideRow]
+    rows: Mapping[Key, tuple[RowFigures, Mapping[Moves, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """A row on both sides (None: not there)."""
+class Change(Record):
+    """A scope in a phase on both sides (None: not there), and in words the ``collectives`` whose bytes differ."""
 
     scope: str
     phase: str
-    before: SideRow | None
-    after: SideRow | None
+    before: RowFigures | None
+    after: RowFigures | None
+    collectives: tuple[str, ...]
 
-    @property
-    def time_s(self) -> float:
+    @derived
+    def change_s(self) -> float:
         """By how many seconds of a step the second takes longer."""
         return _time(self.after) - _time(self.before)
 
     @property
-    def collectives(self) -> tuple[str, ...]:
-        """Collectives whose bytes differ, in words."""
-        old, new = (({} if row is None else row.bytes) for row in (self.before, self.after))
-        result = []
-        for key in dict.fromkeys([*old, *new]):
-            one, two = old.get(key, 0.0), new.get(key, 0.0)
-            if abs(two - one) > _SAME * max(one, two):
-                name = f"{key[0]} over {','.join(key[1])}"
-                result.append(
-                    f"new {name} of {format_bytes(two)}" if not one
-                    else f"no {name} of {format_bytes(one)}" if not two
-                    else f"{name}: {format_bytes(one)}, then {format_bytes(two)}"
-                )  # fmt: skip
-        return tuple(result)
-
-    @property
     def differs(self) -> bool:
         """True if any figure differs."""
-        return abs(self.time_s) > _SAME * max(_time(self.before), _time(self.after)) or bool(self.collectives)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "scope": self.scope,
-            "phase": self.phase,
-            "before": _row_json(self.before),
-            "after": _row_json(self.after),
-            "change_s": self.time_s,
-            "collectives": list(self.collectives),
-        }
+        return abs(self.change_s) > _SAME * max(_time(self.before), _time(self.after)) or bool(self.collectives)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Two sides and their rows that differ, the largest change first."""
+class Difference(Record):
+    """Two sides and their rows that differ, the largest change first; figures are per device and step."""
 
-    before: Side
-    after: Side
+    kind: Literal["difference"]
+    schema: Literal[1]
+    before: SideFigures
+    after: SideFigures
     changes: tuple[Change, ...]
 
-    @property
+    @derived
     def verdict(self) -> str:
         """One line."""
         one, two = self.before.step_s, self.after.step_s
@@ -113,32 +87,44 @@ class Difference:
         collectives_text = f"; {'; '.join(most.collectives)}" if most.collectives else ""
         if self.before.kind != self.after.kind:
             line += f" ({self.before.kind}, then {self.after.kind})"
-        sign = "+" if most.time_s > 0 else "-"
-        return f"{line}; most in {most.scope} {most.phase}: {sign}{format_seconds(abs(most.time_s))}{collectives_text}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "kind": "difference",
-            "schema": SCHEMA,
-            "before": {"name": self.before.name, "kind": self.before.kind, "step_s": self.before.step_s},
-            "after": {"name": self.after.name, "kind": self.after.kind, "step_s": self.after.step_s},
-            "verdict": self.verdict,
-            "changes": [change.to_json() for change in self.changes],
-        }
+        sign = "+" if most.change_s > 0 else "-"
+        return (
+            f"{line}; most in {most.scope} {most.phase}: {sign}{format_seconds(abs(most.change_s))}{collectives_text}"
+        )
 
 
 def difference(before: Side, after: Side) -> Difference:
     """Compare two sides. Raises RooftopError for a side of training and one of serving."""
     if before.job and after.job and before.job != after.job:
-        jobs = f"{before.name} ({before.job}) and {after.name} ({after.job})"
+        jobs = f"{before.figures.name} ({before.job}) and {after.figures.name} ({after.job})"
         raise RooftopError("diff", jobs, "two of training, or two of serving")
-    changes = [
-        Change(scope=key[0], phase=key[1], before=before.rows.get(key), after=after.rows.get(key))
-        for key in dict.fromkeys([*before.rows, *after.rows])
-    ]
-    result = sorted((change for change in changes if change.differs), key=lambda change: -abs(change.time_s))
-    return Difference(before=before, after=after, changes=tuple(result))
+    changes = []
+    for key in dict.fromkeys([*before.rows, *after.rows]):
+        (old, old_bytes), (new, new_bytes) = before.rows.get(key, (None, {})), after.rows.get(key, (None, {}))
+        moved = tuple(_changed_collectives(old_bytes, new_bytes))
+        changes.append(Change(scope=key[0], phase=key[1], before=old, after=new, collectives=moved))
+    return Difference(
+        kind="difference",
+        schema=SCHEMA,
+        before=before.figures,
+        after=after.figures,
+        changes=tuple(sorted((one for one in changes if one.differs), key=lambda one: -abs(one.change_s))),
+    )
+
+
+def _changed_collectives(old: Mapping[Moves, float], new: Mapping[Moves, float]) -> Iterator[str]:
+    """Yield, in words, the collectives whose bytes differ."""
+    for key in dict.fromkeys([*old, *new]):
+        one, two = old.get(key, 0.0), new.get(key, 0.0)
+        if abs(two - one) <= _SAME * max(one, two):
+            continue
+        name = f"{key[0]} over {','.join(key[1])}"
+        if not one:
+            yield f"new {name} of {format_bytes(two)}"
+        elif not two:
+            yield f"no {name} of {format_bytes(one)}"
+        else:
+            yield f"{name}: {format_bytes(one)}, then {format_bytes(two)}"
 
 
 def read_side(path: Path) -> Side:
@@ -168,40 +154,33 @@ def side_of(name: str, data: Mapping[str, Any]) -> Side:
 
 
 def _of_report(name: str, data: Mapping[str, Any]) -> Side:
-    rows = {
-        (row["scope"], row["phase"]): SideRow(
-            time_s=row["measured"]["time_s"],
-            exposed_s=row["measured"]["exposed_s"],
-            flops=None if row["compiled"] is None else row["compiled"]["flops"],
-            hbm_bytes=None if row["compiled"] is None else row["compiled"]["hbm_bytes"],
-            bytes={
-                (item["kind"], tuple(item["axes"])): item["compiled_bytes"]
-                for item in row["collectives"]
-                if item["compiled_bytes"]
-            },
-        )
-        for row in data["rows"]
-        if row["measured"] is not None
-    }
-    idle = SideRow(time_s=data["idle_s"], exposed_s=0.0, flops=None, hbm_bytes=None)
-    return Side(name=name, kind="measured", step_s=data["step_s"], rows=rows | {("idle", ""): idle})
+    """A measured side. FLOPs and bytes are those that were compiled, as a trace alone has none."""
+    rows: dict[Key, tuple[RowFigures, Mapping[Moves, float]]] = {}
+    for row in data["rows"]:
+        measured, compiled = row["measured"], row["compiled"]
+        if measured is not None:
+            figures = RowFigures(
+                time_s=measured["time_s"],
+                exposed_s=measured["exposed_s"],
+                flops=None if compiled is None else compiled["flops"],
+                hbm_bytes=None if compiled is None else compiled["hbm_bytes"],
+            )
+            rows[row["scope"], row["phase"]] = (
+                figures,
+                {
+                    (item["kind"], tuple(item["axes"])): item["compiled_bytes"]
+                    for item in row["collectives"]
+                    if item["compiled_bytes"]
+                },
+            )
+    rows["idle", ""] = RowFigures(time_s=data["idle_s"], exposed_s=0.0, flops=None, hbm_bytes=None), {}
+    return Side(figures=SideFigures(name=name, kind="measured", step_s=data["step_s"]), rows=rows)
 
 
-def _of_ledger(name: str, kind: str, ledger: Ledger, job: str) -> Side:
-    rows = {
-        key: SideRow(
-            time_s=row.time_s, exposed_s=row.exposed_s, flops=row.flops, hbm_bytes=row.hbm_bytes, bytes=row.bytes
-        )
-        for key, row in planned_rows(ledger).items()
-    }
-    return Side(name=name, kind=kind, job=job, step_s=float(ledger.expected_s), rows=rows)
+def _of_ledger(name: str, kind: Literal["compiled", "planned"], ledger: Ledger, job: str) -> Side:
+    rows = {key: (RowFigures.of(sums), sums.bytes) for key, sums in planned_rows(ledger).items()}
+    return Side(figures=SideFigures(name=name, kind=kind, step_s=float(ledger.expected_s)), job=job, rows=rows)
 
 
-def _time(row: SideRow | None) -> float:
+def _time(row: RowFigures | None) -> float:
     return 0.0 if row is None else row.time_s
-
-
-def _row_json(row: SideRow | None) -> dict[str, Any] | None:
-    if row is None:
-        return None
-    return {"time_s": row.time_s, "exposed_s": row.exposed_s, "flops": row.flops, "hbm_bytes": row.hbm_bytes}

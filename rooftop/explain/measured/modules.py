@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from jaxlib import _hlo  # type: ignore[attr-defined]
+
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
-from rooftop.compiler.hlo.costs import work
-from rooftop.compiler.hlo.matmuls import MATMULS, matmul_dtype
+from rooftop.compiler.hlo.costs import MATMULS, matmul_dtype, work
 from rooftop.compiler.hlo.places import holders, purpose, users
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
 from rooftop.core.errors import RooftopError
@@ -20,12 +21,10 @@ from rooftop.core.timelines.xprof import message
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.profile.facts import (
     COLLECTIVE,
-    COMPUTE,
     CONTROL,
-    COPY,
-    HOST,
     Facts,
     OpPlace,
+    category_of,
     collective_kind,
     facts_of,
     program_place,
@@ -33,17 +32,7 @@ from rooftop.profile.facts import (
 from rooftop.profile.trace import Op, Trace
 from rooftop.profile.xplane import fields
 
-_HOST_OPS = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
-_CONTROL_OPS = ("while", "conditional", "call")
-_COPY_OPS = (
-    "copy",
-    "copy-start",
-    "copy-done",
-    "slice-start",
-    "slice-done",
-    "dynamic-slice-start",
-    "dynamic-slice-done",
-)
+_CALLS = ("async-start", "call-start")
 _GEMM = re.compile(r'custom_call_target="__(?:cublas|cublas\$lt|triton_gemm|onednn)\S*')
 _STEM = re.compile(r"\.(?:clone|remat\d*)\b|\.\d+$")
 
@@ -80,7 +69,7 @@ class TracedProgram:
         """The facts of every instruction that a device may run by itself, by its name."""
         facts: dict[str, Facts] = {}
         moved = self._moved()
-        inside = {item for name in self.module.computations for item, _ in self._fused(name)}
+        inside = {name for name in self.module.computations if self._is_fused(name)}
         for computation in self.module.computations.values():
             if not self.module.executions[computation.name] or computation.name in inside:
                 continue
@@ -101,10 +90,10 @@ class TracedProgram:
                     origins.setdefault(known, origin_)
         return origins
 
-    def _fused(self, name: str) -> list[tuple[str, str]]:
-        """Callers for which a computation is part of one instruction: fused, applied, or a comparator."""
-        roles = [(name, item.opcode) for _, item in self.module.callers.get(name, ())]
-        return [role for role in roles if role[1] not in (*_CONTROL_OPS, "async-start", "call-start")]
+    def _is_fused(self, name: str) -> bool:
+        """True if a computation is part of one instruction: fused, applied, or a comparator."""
+        opcodes = [item.opcode for _, item in self.module.callers.get(name, ())]
+        return any(category_of(opcode) != CONTROL and opcode not in _CALLS for opcode in opcodes)
 
     def _moved(self) -> dict[str, list[LogicalCollective]]:
         """The logical collectives by the instruction that a device runs for them."""
@@ -159,17 +148,11 @@ class TracedProgram:
             role = "done" if opcode.endswith("-done") else "start" if opcode.endswith("-start") else "whole"
         if logical or kind:
             return self._communicates(computation, instruction, used_by, logical, kind, role, begun)
-        if opcode in _CONTROL_OPS:
-            category = CONTROL
-        elif opcode in _HOST_OPS:
-            category = HOST
-        else:
-            category = COPY if opcode in _COPY_OPS else COMPUTE
         scope, phase = self._place(computation, instruction, used_by)
         called = _called_matmul(computation, instruction)
         largest = called or max(done.matmuls, key=lambda matmul: matmul[0] * matmul[1] * matmul[2], default=None)
         return Facts(
-            category=category,
+            category=category_of(opcode),
             places=(OpPlace(scope=scope, phase=phase),),
             source=self._source(instruction),
             opcode=opcode,
@@ -337,15 +320,11 @@ def read_module(path: Path) -> str:
 
 def module_text(proto: bytes) -> str:
     """The text of a serialized HloModuleProto. JAX's own reader of them is not public: it is used only here."""
-    from jaxlib import _hlo  # type: ignore[attr-defined]
-
     return str(_hlo.HloModule.from_serialized_hlo_module_proto(proto).to_string())
 
 
 def hlo_proto(text: str) -> bytes:
     """The text of a module as a serialized HloProto, the form in which a trace has it. ``module_text`` reads it."""
-    from jaxlib import _hlo  # type: ignore[attr-defined]
-
     return message(1, bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()))
 
 

@@ -4,31 +4,219 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from rooftop import __version__
 from rooftop.compiler.devices import chip_of_kind
+from rooftop.core.amounts import Amount, Positive, Share
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record
 from rooftop.explain.join import SPELLED_AS
 from rooftop.explain.measured.advice import Advice, advise, origin_of
-from rooftop.explain.measured.columns import Columns, columns
+from rooftop.explain.measured.columns import ExplainedRow, columns
 from rooftop.explain.measured.modules import TracedProgram, all_facts, programs_of, read_module
-from rooftop.explain.measured.roofs import Roofs, achieved, doubts, roofs
+from rooftop.explain.measured.roofs import Achieved, Roof, Roofs, achieved, chip_of_trace, doubts, roofs
 from rooftop.hardware import Chip
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.profile.facts import COLLECTIVE, Facts
-from rooftop.profile.idle import INSIDE, UNKNOWN
-from rooftop.profile.measured import Measured, MeasuredCollective, measure
+from rooftop.profile.facts import COLLECTIVE, Category, Facts
+from rooftop.profile.idle import INSIDE, UNKNOWN, Waiting
+from rooftop.profile.measured import (
+    Measured,
+    MeasuredCollective,
+    MeasuredOp,
+    MemoryOverTime,
+    SparseWork,
+    StepTime,
+    measure,
+)
 from rooftop.profile.planes import read_trace
-from rooftop.profile.trace import Trace
+from rooftop.profile.trace import DeviceKind, Trace
 from rooftop.runs.folder import MODULE_FILE
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedDevices(Record):
+    """The devices of a trace; ``emulated`` ones share one CPU."""
+
+    kind: DeviceKind
+    count: Positive
+    hosts: Positive
+    emulated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedStep(Record):
+    """A step: means over devices, and the longest of any. Other figures leave out a step that is not ``counted``."""
+
+    number: int
+    seconds: Amount
+    slowest_s: Amount
+    busy_s: Amount | None
+    exposed_s: Amount | None
+    counted: bool
+
+    @classmethod
+    def of(cls, step: StepTime) -> ExplainedStep:
+        """The record of a measured step."""
+        return cls(**{field.name: getattr(step, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedCollective(Record):
+    """A measured collective, with its ``count`` executions a step; bytes are of one execution (None: not known).
+
+    ``of_roof`` is its rate over that of the links of one axis.
+    """
+
+    op: str
+    program: str
+    kind: str
+    axes: tuple[str, ...]
+    scope: str
+    phase: str
+    count: Amount
+    bytes: Amount | None
+    wire_bytes: Amount | None
+    in_flight_s: Amount
+    exposed_s: Amount
+    hidden_s: float
+    wire_bytes_per_s: Amount | None
+    of_roof: Amount | None
+    source: str
+
+    @classmethod
+    def of(cls, collective: MeasuredCollective, roof: Roofs | None) -> ExplainedCollective:
+        """The record of a measured collective."""
+        facts, rate = collective.facts, collective.wire_bytes_per_s
+        peak = None if roof is None else roof.ici_bytes_per_s
+        return cls(
+            op=collective.name,
+            program=collective.program,
+            kind=facts.kind,
+            axes=facts.axes,
+            scope=facts.place.scope,
+            phase=facts.place.phase,
+            count=collective.count,
+            bytes=facts.bytes,
+            wire_bytes=facts.wire_bytes,
+            in_flight_s=collective.in_flight_s,
+            exposed_s=collective.exposed_s,
+            hidden_s=collective.hidden_s,
+            wire_bytes_per_s=rate,
+            of_roof=rate / peak if rate and peak else None,
+            source=facts.source,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedOperation(Record):
+    """A measured op: ``time_s`` of a step in ``count`` executions; FLOPs and bytes are of one (None: not known).
+
+    ``bound`` is the resource that it needs longest at peak, in the share ``of_roof`` of its time.
+    """
+
+    op: str
+    program: str
+    category: Category
+    scope: str
+    phase: str
+    count: Amount
+    time_s: Amount
+    flops: Amount | None
+    hbm_bytes: Amount | None
+    flops_per_s: Amount | None
+    hbm_bytes_per_s: Amount | None
+    bound: Roof | Literal[""]
+    of_roof: Amount | None
+    source: str
+
+    @classmethod
+    def of(cls, op: MeasuredOp, roof: Roofs | None) -> ExplainedOperation:
+        """The record of a measured op."""
+        facts = op.facts
+        # What only begins or ends a copy or a collective is over before that is: it has no rate.
+        ends = facts.opcode.endswith(("-start", "-done"))
+        bound = {} if roof is None or ends else roof.bound_s(facts)
+        busiest = max(bound, key=lambda name: bound[name], default=None)
+        return cls(
+            op=op.name,
+            program=op.program,
+            category=facts.category,
+            scope=facts.place.scope,
+            phase=facts.place.phase,
+            count=op.count,
+            time_s=op.time_s,
+            flops=facts.flops,
+            hbm_bytes=facts.hbm_bytes,
+            flops_per_s=None if ends else op.per_second(facts.flops),
+            hbm_bytes_per_s=None if ends else op.per_second(facts.hbm_bytes),
+            bound=busiest if busiest is not None and bound[busiest] else "",
+            of_roof=op.count * bound[busiest] / op.time_s if busiest is not None and op.time_s else None,
+            source=facts.source,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Record):
+    """Seconds of a step that the roofline does not need: ``what`` they go into, and what that waits for."""
+
+    what: str
+    waits_for: str
+    source: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedRecord(Record):
+    """A trace: measured next to compiled next to planned. None: a side does not have the figure.
+
+    Figures are per device and step, means over devices and counted steps, in seconds, bytes and FLOPs. ``step_s`` is
+    ``busy_s`` and ``idle_s``; busy are ``compute_s``, ``exposed_s`` in collectives and ``held_s`` in loops and calls.
+    ``roofline`` is the share of the step that the busiest resource, ``bound``, needs at peak; ``attributed`` is the
+    share of the busy time with a scope. ``idle`` lists the waits, and ``empty`` why a table has no entries.
+    """
+
+    kind: Literal["explained"]
+    schema: Literal[1]
+    rooftop_version: str
+    trace: str
+    devices: TracedDevices
+    mesh: Mapping[str, Positive]
+    programs: tuple[str, ...]
+    missing: Mapping[str, str]
+    verdict: str
+    roofline: Amount | None
+    bound: Roof | Literal[""]
+    achieved: tuple[Achieved, ...]
+    roofs: Roofs | None
+    step_s: Amount
+    busy_s: Amount
+    compute_s: Amount
+    exposed_s: Amount
+    held_s: Amount
+    idle_s: Amount
+    attributed: Share
+    marked: str
+    steps: Annotated[tuple[ExplainedStep, ...], Meta(min_length=1)]
+    rows: tuple[ExplainedRow, ...]
+    collectives: tuple[ExplainedCollective, ...]
+    idle: tuple[Waiting, ...]
+    memory: tuple[MemoryOverTime, ...]
+    sparse_cores: SparseWork
+    operations: tuple[ExplainedOperation, ...]
+    losses: tuple[Loss, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+    empty: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +252,7 @@ class Explained:
         return roofs(self.trace, self.chip)
 
     @cached_property
-    def rows(self) -> tuple[Columns, ...]:
+    def rows(self) -> tuple[ExplainedRow, ...]:
         """Measured, compiled and planned by scope and phase."""
         return columns(self.measured, self.programs, None if self.plan is None else self.plan.ledger, self.roofs)
 
@@ -76,7 +264,8 @@ class Explained:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         """Advice on the trace."""
-        return advise(self.measured, self.programs, self.rows, self.roofs, planned=self.plan is not None)
+        planned = self.plan is not None
+        return advise(self.measured, self.programs, self.rows, self.roofs, chip=self.chip, planned=planned)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -103,7 +292,7 @@ class Explained:
                 planned = f"{self.plan.problem.slice.name}, {_sizes(own)}"
                 result.append(f"the plan is for {planned}; measured on {self._devices}, {_sizes(here)}")
             result += _dtypes(self.plan, self.compute_dtype, self.rows)
-        return (*result, *doubts(self.measured, self.roofs))
+        return (*result, *doubts(self.measured, self.roofs, self.chip))
 
     @property
     def emulated(self) -> bool:
@@ -131,57 +320,52 @@ class Explained:
             )
         return empty
 
+    def record(self, *, top: int = 20) -> ExplainedRecord:
+        """The report as it is written; ``top`` ops, collectives, waits and losses."""
+        result, roof = self.measured, self.roofs
+        return ExplainedRecord(
+            kind="explained",
+            schema=SCHEMA,
+            rooftop_version=__version__,
+            trace=self.name,
+            devices=TracedDevices(
+                kind=self.trace.devices[0].kind,
+                count=result.devices,
+                hosts=len(self.trace.hosts),
+                emulated=self.emulated,
+            ),
+            mesh={name: size for program in self.programs.values() for name, size in program.mesh.items()},
+            programs=tuple(sorted({self.trace.programs.get(number, "") for number in self.programs})),
+            missing=self.missing,
+            verdict=self.verdict.line,
+            roofline=self.verdict.roofline,
+            bound=self.verdict.bound,
+            achieved=achieved(result, roof),
+            roofs=roof,
+            step_s=result.step_s,
+            busy_s=result.busy_s,
+            compute_s=result.compute_s,
+            exposed_s=result.exposed_s,
+            held_s=result.held_s,
+            idle_s=result.idle.seconds,
+            attributed=result.attributed,
+            marked=result.marked,
+            steps=tuple(ExplainedStep.of(step) for step in result.steps),
+            rows=self.rows,
+            collectives=tuple(ExplainedCollective.of(item, roof) for item in result.collectives[:top]),
+            idle=result.idle.waits[:top],
+            memory=result.memory,
+            sparse_cores=result.sparse,
+            operations=tuple(ExplainedOperation.of(op, roof) for op in result.ops[:top]),
+            losses=self.verdict.losses[:top],
+            advice=self.advice,
+            notes=self.notes,
+            empty=self.empty,
+        )
+
     def to_json(self, *, top: int = 20) -> dict[str, Any]:
-        """The report as plain JSON values; ``top`` ops and collectives."""
-        result = self.measured
-        return {
-            "kind": "explained",
-            "schema": SCHEMA,
-            "rooftop_version": __version__,
-            "trace": self.name,
-            "devices": {
-                "kind": self.trace.kind, "count": result.devices, "hosts": len(self.trace.hosts),
-                "emulated": self.emulated,
-            },
-            "mesh": {
-                name: size
-                for program in self.programs.values()
-                if program.module
-                for name, size in program.mesh.items()
-            },
-            "programs": sorted({self.trace.programs.get(number, "") for number in self.programs}),
-            "missing": dict(self.missing),
-            "verdict": self.verdict.line,
-            "roofline": self.verdict.roofline,
-            "bound": self.verdict.bound,
-            "achieved": [item.to_json() for item in achieved(result, self.roofs)],
-            "roofs": None if self.roofs is None else self.roofs.to_json(),
-            "step_s": result.step_s,
-            "busy_s": result.busy_s,
-            "compute_s": result.compute_s,
-            "exposed_s": result.exposed_s,
-            "held_s": result.held_s,
-            "idle_s": result.idle.seconds,
-            "attributed": result.attributed,
-            "marked": result.marked,
-            "steps": [
-                {
-                    "number": step.number, "seconds": step.seconds, "slowest_s": step.slowest_s, "busy_s": step.busy_s,
-                    "exposed_s": step.exposed_s, "counted": step.counted,
-                }
-                for step in result.steps
-            ],
-            "rows": [row.to_json(result.step_s) for row in self.rows],
-            "collectives": [_collective(collective, self.roofs) for collective in result.collectives[:top]],
-            "idle": [vars(wait) for wait in result.idle.waits[:top]],
-            "memory": [item.to_json() for item in result.memory],
-            "sparse_cores": result.sparse.to_json(),
-            "operations": [_operation(op, self.roofs) for op in result.ops[:top]],
-            "losses": [loss.to_json() for loss in self.verdict.losses[:top]],
-            "advice": [item.to_json() for item in self.advice],
-            "notes": list(self.notes),
-            "empty": self.empty,
-        }  # fmt: skip
+        """The report as plain JSON values; ``top`` ops, collectives, waits and losses."""
+        return self.record(top=top).to_json()
 
 
 def explain(
@@ -217,13 +401,15 @@ def explain(
     if asked and programs and not any(program.given for program in programs.values()):
         devices = max(prod(program.mesh.values()) for program in programs.values())
         raise RooftopError("mesh", _sizes(asked), f"axes whose sizes multiply to the {devices} devices of the program")
+    # Devices that a CPU emulates have no figures.
+    chip = None if trace.kind == "cpu" else chip or chip_of_trace(trace)
     ran = "" if about is None else str(about.get("job", {}).get("program", {}).get("compute_dtype", ""))
     return Explained(
         name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip, compute_dtype=ran
     )
 
 
-def _dtypes(plan: TrainingPlan, ran: str, rows: Sequence[Columns]) -> list[str]:
+def _dtypes(plan: TrainingPlan, ran: str, rows: Sequence[ExplainedRow]) -> list[str]:
     """Note on bytes that differ because a dtype is wider or narrower than planned."""
     planned = plan.problem.numerics.compute
     if ran and ran != planned:
@@ -265,67 +451,8 @@ def _run(path: Path) -> dict[str, Any] | None:
     return result
 
 
-def _collective(item: Any, roof: Roofs | None) -> dict[str, Any]:
-    rate = item.wire_bytes_per_s
-    peak = None if roof is None else roof.ici_bytes_per_s
-    return {
-        "op": item.name,
-        "program": item.program,
-        "kind": item.facts.kind,
-        "axes": list(item.facts.axes),
-        "scope": item.facts.place.scope,
-        "phase": item.facts.place.phase,
-        "count": item.count,
-        "bytes": item.facts.bytes,
-        "wire_bytes": item.facts.wire_bytes,
-        "in_flight_s": item.in_flight_s,
-        "exposed_s": item.exposed_s,
-        "hidden_s": item.hidden_s,
-        "wire_bytes_per_s": rate,
-        "of_roof": rate / peak if rate and peak else None,
-        "source": item.facts.source,
-    }
-
-
-def _operation(item: Any, roof: Roofs | None) -> dict[str, Any]:
-    # What only begins or ends a copy or a collective is over before that is: it has no rate.
-    ends = item.facts.opcode.endswith(("-start", "-done"))
-    bound = {} if roof is None or ends else roof.bound_s(item.facts)
-    busiest = max(bound, key=lambda name: bound[name], default="")
-    return {
-        "op": item.name,
-        "program": item.program,
-        "category": item.facts.category,
-        "scope": item.facts.place.scope,
-        "phase": item.facts.place.phase,
-        "count": item.count,
-        "time_s": item.time_s,
-        "flops": item.facts.flops,
-        "hbm_bytes": item.facts.hbm_bytes,
-        "flops_per_s": None if ends else item.per_second(item.facts.flops),
-        "hbm_bytes_per_s": None if ends else item.per_second(item.facts.hbm_bytes),
-        "bound": busiest if bound and bound[busiest] else "",
-        "of_roof": item.count * bound[busiest] / item.time_s if bound and item.time_s else None,
-        "source": item.facts.source,
-    }
-
-
 def _sizes(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh.items()) or "one device"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """Seconds of a step that the roofline does not need: ``what`` they go into, and what that waits for."""
-
-    what: str
-    waits_for: str
-    source: str
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,12 +464,12 @@ class Verdict:
 
     line: str
     roofline: float | None
-    bound: str
+    bound: Roof | Literal[""]
     losses: tuple[Loss, ...]
 
 
 def verdict(
-    measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], roof: Roofs | None
+    measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[ExplainedRow, ...], roof: Roofs | None
 ) -> Verdict:
     """Return the verdict on a trace."""
     share, bound = roofline_share(measured, roof)
@@ -363,11 +490,11 @@ def verdict(
     return Verdict(line="; ".join(parts), roofline=share, bound=bound, losses=losses)
 
 
-def roofline_share(measured: Measured, roof: Roofs | None) -> tuple[float | None, str]:
+def roofline_share(measured: Measured, roof: Roofs | None) -> tuple[float | None, Roof | Literal[""]]:
     """The share of a step that its busiest resource needs at peak, and which that is; (None, '') without roofs."""
     if roof is None or not measured.step_s:
         return None, ""
-    totals: dict[str, float] = {}
+    totals: dict[Roof, float] = {}
     for op in measured.ops:
         for resource, seconds in roof.bound_s(op.facts).items() if op.facts.role != "done" else ():
             totals[resource] = totals.get(resource, 0.0) + op.count * seconds
@@ -378,7 +505,7 @@ def roofline_share(measured: Measured, roof: Roofs | None) -> tuple[float | None
 
 
 def _losses(
-    measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[Columns, ...], roof: Roofs | None
+    measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[ExplainedRow, ...], roof: Roofs | None
 ) -> Iterator[Loss]:
     hidden = _planned_hidden(rows)
     groups: dict[str, list[MeasuredCollective]] = {}
@@ -416,7 +543,7 @@ def _losses(
                 yield Loss(what=what, waits_for="", source=op.facts.source, seconds=op.time_s - bound)
 
 
-def _planned_hidden(rows: tuple[Columns, ...]) -> dict[tuple[str, str, str, tuple[str, ...]], bool]:
+def _planned_hidden(rows: tuple[ExplainedRow, ...]) -> dict[tuple[str, str, str, tuple[str, ...]], bool]:
     """Of planned collectives by scope, phase, kind (as a compiler may spell it) and axes: whether they are hidden."""
     return {
         (row.scope, row.phase, kind, collective.axes): not collective.planned_exposed_s

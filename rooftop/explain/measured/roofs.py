@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from rooftop.compiler.devices import chip_of_kind
+from rooftop.core.amounts import Amount
 from rooftop.core.quantities import format_bytes, format_count
+from rooftop.core.records import Record, derived
 from rooftop.hardware import Chip
 from rooftop.profile.facts import COMPUTE, Facts
 from rooftop.profile.measured import Measured
 from rooftop.profile.trace import Trace
 from rooftop.roofline.rates import Rates
 
+#: Resources that a trace tells of.
+Roof = Literal["mxu", "hbm", "ici"]
 #: Peaks of trace and catalogue that differ by less are the same.
 _SAME = 0.05
 #: A rate may beat its roof by this much: clocks are rounded.
@@ -21,57 +25,57 @@ _BEATS = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roofs:
-    """Peak rates of one device, by ``source``; ``flops_per_s`` by dtype.
+class Roofs(Record):
+    """Peak rates of one device of a ``chip`` (None: no chip of the catalogue); ``flops_per_s`` by dtype.
 
     ``ici_bytes_per_s`` is that of both ports of one axis of the network (None: unknown).
     """
 
     source: str
-    chip: Chip | None
-    flops_per_s: Mapping[str, float]
-    hbm_bytes_per_s: float
-    ici_bytes_per_s: float | None
+    chip: str | None
+    flops_per_s: Mapping[str, Amount]
+    hbm_bytes_per_s: Amount
+    ici_bytes_per_s: Amount | None
 
-    def bound_s(self, facts: Facts) -> dict[str, float]:
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in a dtype; those in bf16 for a dtype without any."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["bf16"])
+
+    def bound_s(self, facts: Facts) -> dict[Roof, float]:
         """Seconds of one execution of an op by resource, at peak rates."""
-        peak = self.flops_per_s.get(facts.dtype, self.flops_per_s["bf16"])
-        bound = {"mxu": (facts.flops or 0.0) / peak, "hbm": (facts.hbm_bytes or 0.0) / self.hbm_bytes_per_s}
+        bound: dict[Roof, float] = {
+            "mxu": (facts.flops or 0.0) / self.peak(facts.dtype),
+            "hbm": (facts.hbm_bytes or 0.0) / self.hbm_bytes_per_s,
+        }
         if facts.wire_bytes and self.ici_bytes_per_s:
             bound["ici"] = facts.wire_bytes / self.ici_bytes_per_s
         return bound
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "source": self.source,
-            "chip": None if self.chip is None else self.chip.name,
-            "flops_per_s": dict(self.flops_per_s),
-            "hbm_bytes_per_s": self.hbm_bytes_per_s,
-            "ici_bytes_per_s": self.ici_bytes_per_s,
-        }
+
+def chip_of_trace(trace: Trace) -> Chip | None:
+    """The chip that a trace names; None if it names none of the catalogue."""
+    stats = trace.devices[0].stats if trace.devices else {}
+    kind = str(stats.get("device_type_string", stats.get("device_type", "")))
+    return chip_of_kind(kind) if kind else None
 
 
 def roofs(trace: Trace, chip: Chip | None) -> Roofs | None:
-    """The roofs of a trace's devices: those of ``chip``, of the chip that the trace names, or the trace's own.
+    """The roofs of a trace's devices: those of ``chip``, or the trace's own.
 
     None for CPUs (no emulation has any), and where nothing is known.
     """
     if trace.kind == "cpu" or not trace.devices:
         return None
-    stats = trace.devices[0].stats
-    kind = str(stats.get("device_type_string", stats.get("device_type", "")))
-    chip = chip or (chip_of_kind(kind) if kind else None)
     if chip is not None:
         rates = Rates.of(chip)
         return Roofs(
             source=f"{chip.name}'s",
-            chip=chip,
+            chip=chip.name,
             flops_per_s=rates.flops_per_s,
             hbm_bytes_per_s=rates.hbm_bytes_per_s,
             ici_bytes_per_s=2 * chip.ici_bytes_per_s / chip.devices,
         )
-    own = _own(stats)
+    own = _own(trace)
     if own is None:
         return None
     return Roofs(
@@ -80,16 +84,17 @@ def roofs(trace: Trace, chip: Chip | None) -> Roofs | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Achieved:
+class Achieved(Record):
     """FLOPs or bytes of a device per second of a step; ``peak`` is its roof (None: not known)."""
 
-    resource: str
-    per_s: float
-    peak: float | None
+    resource: Roof
+    per_s: Amount
+    peak: Amount | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return vars(self) | {"of_roof": self.per_s / self.peak if self.peak else None}
+    @derived
+    def of_roof(self) -> Amount | None:
+        """The share of the roof."""
+        return self.per_s / self.peak if self.peak else None
 
 
 def achieved(measured: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
@@ -107,26 +112,23 @@ def achieved(measured: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
             moved += op.count * (op.facts.hbm_bytes or 0.0)
             sent += op.count * (op.facts.wire_bytes or 0.0)
     dtype = max(flops, key=lambda name: flops[name], default="bf16")
-    peaks = {"mxu": None, "hbm": None, "ici": None} if roof is None else {
-        "mxu": roof.flops_per_s.get(dtype, roof.flops_per_s["bf16"]),
-        "hbm": roof.hbm_bytes_per_s,
-        "ici": roof.ici_bytes_per_s,
-    }  # fmt: skip
-    rates = {"mxu": sum(flops.values()), "hbm": moved, "ici": sent}
+    amounts: tuple[tuple[Roof, float, float | None], ...] = (
+        ("mxu", sum(flops.values()), None if roof is None else roof.peak(dtype)),
+        ("hbm", moved, None if roof is None else roof.hbm_bytes_per_s),
+        ("ici", sent, None if roof is None else roof.ici_bytes_per_s),
+    )
     return tuple(
-        Achieved(resource=name, per_s=amount / measured.step_s, peak=peaks[name])
-        for name, amount in rates.items()
-        if amount
+        Achieved(resource=name, per_s=amount / measured.step_s, peak=peak) for name, amount, peak in amounts if amount
     )
 
 
-def doubts(measured: Measured, roof: Roofs | None) -> tuple[str, ...]:
+def doubts(measured: Measured, roof: Roofs | None, chip: Chip | None) -> tuple[str, ...]:
     """Impossible figures: peaks of the trace that differ from the catalogue, and rates above a roof."""
-    return () if roof is None else (*_peaks(measured.trace, roof), *_beaten(measured, roof))
+    return () if roof is None else (*_peaks(measured.trace, roof), *_beaten(measured, roof, chip))
 
 
 def _peaks(trace: Trace, roof: Roofs) -> Iterator[str]:
-    own = _own(trace.devices[0].stats)
+    own = _own(trace)
     if own is None or roof.chip is None:
         return
     sides = (("FLOP/s", own[0], roof.flops_per_s["bf16"]), ("B/s of HBM", own[1], roof.hbm_bytes_per_s))
@@ -135,17 +137,17 @@ def _peaks(trace: Trace, roof: Roofs) -> Iterator[str]:
             yield (
                 f"the trace says that a device's peak is {format_count(traced, unit)}, the catalogue "
                 f"{format_count(known, unit)} "
-                f"for {roof.chip.name}: the catalogue's is used"
+                f"for {roof.chip}: the catalogue's is used"
             )
 
 
-def _beaten(measured: Measured, roof: Roofs) -> Iterator[str]:
+def _beaten(measured: Measured, roof: Roofs, chip: Chip | None) -> Iterator[str]:
     for op in measured.ops:
         if op.facts.category != COMPUTE:
             # A copy that runs next to the rest is begun in no time.
             continue
         flops, moved = op.per_second(op.facts.flops), op.per_second(op.facts.hbm_bytes)
-        peak = roof.flops_per_s.get(op.facts.dtype, roof.flops_per_s["bf16"])
+        peak = roof.peak(op.facts.dtype)
         if flops and flops > _BEATS * peak:
             rates = f"{format_count(flops, 'FLOP/s')} of {format_count(peak, 'FLOP/s')}"
             yield f"{op.name} beats the roof, at {rates}: an input is wrong"
@@ -155,10 +157,10 @@ def _beaten(measured: Measured, roof: Roofs) -> Iterator[str]:
                 f"{format_bytes(roof.hbm_bytes_per_s)}/s: "
                 "an input is wrong, or its arrays were not in HBM"
             )
-    if roof.chip is None or roof.chip.kind != "tpu":
+    if chip is None or chip.kind != "tpu":
         return
     # Whatever axes a collective runs over, a device has no more links than these.
-    links = 2 * roof.chip.ici_axes * roof.chip.ici_bytes_per_s / roof.chip.devices
+    links = 2 * chip.ici_axes * chip.ici_bytes_per_s / chip.devices
     for collective in measured.collectives:
         sent = collective.wire_bytes_per_s
         # Of an end whose beginning the trace does not have, nobody knows how long it was under way.
@@ -169,7 +171,8 @@ def _beaten(measured: Measured, roof: Roofs) -> Iterator[str]:
             )
 
 
-def _own(stats: Mapping[str, Any]) -> tuple[float, float] | None:
-    """FLOP/s and HBM bytes/s that a device's plane tells."""
+def _own(trace: Trace) -> tuple[float, float] | None:
+    """FLOP/s and HBM bytes/s of a device by the trace itself; None if it has none."""
+    stats = trace.devices[0].stats
     flops, moved = stats.get("peak_teraflops_per_second"), stats.get("peak_hbm_bw_gigabytes_per_second")
     return None if not flops or not moved else (float(flops) * 1e12, float(moved) * 1e9)

@@ -8,9 +8,8 @@ own data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +19,19 @@ from jax.sharding import Mesh as DeviceMesh
 
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays.mesh import span
+from rooftop.core.amounts import Amount, Count, Positive
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.records import derived
 from rooftop.hardware import PhysicalAxis
-from rooftop.profile.microbench.timing import Progress, Timing, compile_program, time_program
+from rooftop.profile.microbench.timing import Progress, TimedRecord, compile_program, time_program
 from rooftop.programs.einsum.sharded import DTYPES
 from rooftop.roofline.collectives import price
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(TimedRecord):
     """One collective over ``axes``, ``devices`` in a group: payload, bytes sent by one device, and times.
 
     ``planned`` has the priced seconds, by the name of the price.
@@ -38,33 +39,19 @@ class Measurement:
 
     kind: str
     axes: tuple[str, ...]
-    devices: int
-    bytes: int
-    timing: Timing
-    planned: dict[str, float]
+    devices: Positive
+    bytes: Count
+    planned: Mapping[str, Amount]
 
-    @property
-    def wire_bytes(self) -> float:
+    @derived
+    def wire_bytes(self) -> Amount:
         """Bytes that one device sends."""
         return wire_bytes(self.kind, self.devices, self.bytes)
 
-    @property
-    def wire_bytes_per_s(self) -> float:
+    @derived
+    def wire_bytes_per_s(self) -> Amount:
         """The achieved bandwidth of one device: ``wire_bytes`` divided by the median time."""
-        return self.wire_bytes / self.timing.median_s
-
-    def to_json(self) -> dict[str, Any]:
-        """The measurement as plain JSON values."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "devices": self.devices,
-            "bytes": self.bytes,
-            "wire_bytes": self.wire_bytes,
-            **self.timing.to_json(),
-            "wire_bytes_per_s": self.wire_bytes_per_s,
-            "planned": self.planned,
-        }
+        return self.wire_bytes / self.median_s
 
 
 def wire_bytes(kind: str, devices: int, payload: float) -> float:
@@ -149,12 +136,14 @@ def measure(
         compiled = compile_program(
             program(kind, axes, mesh), array, what=f"{kind} of {payload} bytes", advice="give smaller --sizes"
         )
-        ones = jnp.ones(array.shape, array.dtype, device=array.sharding)
+        timing = time_program(compiled, jnp.ones(array.shape, array.dtype, device=array.sharding), least_s=least_s)
         yield Measurement(
             kind=kind,
             axes=tuple(axes),
             devices=members,
             bytes=payload,
-            timing=time_program(compiled, ones, least_s=least_s),
+            median_s=timing.median_s,
+            fastest_s=timing.fastest_s,
+            runs=timing.runs,
             planned={f"{price.kind}_s": price.collective_s(kind, tuple(axes), payload) for price in prices},
         )

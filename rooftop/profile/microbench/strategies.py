@@ -6,7 +6,6 @@ import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,13 @@ from rooftop.algebra.pricing import Prices
 from rooftop.algebra.resharding import reshard
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
+from rooftop.core.amounts import Amount
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_count
 from rooftop.profile.microbench.timing import (
     Progress,
+    Provenance,
+    TimedRecord,
     compile_program,
     device_mesh,
     empty_call,
@@ -61,6 +63,26 @@ class _TimedStrategy:
         return {dim: size for array in self.inputs for dim, size in zip(array.dims, array.shape(dims), strict=True)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class StrategyTiming(TimedRecord):
+    """A strategy by its ``rule``: measured here, and ``planned_s`` for the slice.
+
+    ``checked``: its result was first compared with that of one device.
+    """
+
+    rule: str
+    planned_s: Amount
+    checked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStrategies(Provenance):
+    """Strategies timed on the devices here, and the seconds of an empty call."""
+
+    empty_call_s: Amount
+    strategies: tuple[StrategyTiming, ...]
+
+
 def measure(
     asked: Einsum | Reshard | Step | ShardedArray,
     prices: Prices,
@@ -69,13 +91,10 @@ def measure(
     overlapped: bool = True,
     on_progress: Progress | None = None,
     least_s: float = 0.2,
-) -> dict[str, Any]:
+) -> MeasuredStrategies:
     """Run and time the ``count`` best strategies of an einsum, or the only way of a resharding or a collective.
 
-    The result, ``{"measured": {...}}``, has the devices, versions and date, the time of an empty call, and for each of
-    ``strategies``: ``rule``, ``median_s``, ``fastest_s``, ``runs``, ``planned_s`` (for the slice of ``prices``) and
-    ``checked``: true if its result was first compared with that of one device, which is done up to
-    ``CHECKED_ELEMENTS``.
+    Up to ``CHECKED_ELEMENTS`` each result is first compared with that of one device.
 
     Raises RooftopError for a computation that cannot run here because of its mesh, the memory of its arrays, or its
     size on a CPU, and Infeasible for a program that does not fit or whose result is wrong.
@@ -98,14 +117,25 @@ def measure(
         small = _sparse(work, arrays, prices)
         expected = _on_one_device(work, small)
     normal = [_normal(array, seed) for seed, array in enumerate(arrays)]
-    measured: list[dict[str, Any]] = []
+    measured: list[StrategyTiming] = []
     for done, ((strategy, _), program) in enumerate(zip(work.programs, compiled, strict=True)):
         report(len(compiled) + done, 2 * len(compiled), f"run: {strategy.rule}")
         if checked:
             _require_equal(_whole(program(*small), work.output), expected, strategy.rule)
         timing = time_program(program, *normal, least_s=least_s, least_runs=_RUNS)
-        measured.append({"rule": strategy.rule, **timing.to_json(), "planned_s": strategy.time_s, "checked": checked})
-    return {"measured": provenance(used) | {"empty_call_s": empty_call(mesh).median_s, "strategies": measured}}
+        measured.append(
+            StrategyTiming(
+                rule=strategy.rule,
+                median_s=timing.median_s,
+                fastest_s=timing.fastest_s,
+                runs=timing.runs,
+                planned_s=strategy.time_s,
+                checked=checked,
+            )
+        )
+    return MeasuredStrategies(
+        **vars(provenance(used)), empty_call_s=empty_call(mesh).median_s, strategies=tuple(measured)
+    )
 
 
 def _work(

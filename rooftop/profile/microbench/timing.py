@@ -19,8 +19,10 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
 from rooftop import __version__
+from rooftop.core.amounts import Amount, Positive
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
+from rooftop.core.records import Record
 
 #: Callback (done, total, label of the next item).
 Progress = Callable[[int, int, str], None]
@@ -56,9 +58,29 @@ class Timing:
         """Number of runs."""
         return len(self.seconds)
 
-    def to_json(self) -> dict[str, Any]:
-        """Median, fastest and number of runs as plain JSON values."""
-        return {"median_s": self.median_s, "fastest_s": self.fastest_s, "runs": self.runs}
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRecord(Record):
+    """Seconds of a program, from its call until its results are ready: the median and the fastest of ``runs``."""
+
+    median_s: Amount
+    fastest_s: Amount
+    runs: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance(Record):
+    """Origin of measured numbers: devices, versions of rooftop, JAX and libtpu, the runtime, and the date."""
+
+    devices: str
+    count: Positive
+    emulated: bool
+    platform: str
+    device_kind: str
+    host_cpus: int | None
+    versions: Mapping[str, str]
+    runtime: str
+    date: str
 
 
 def time_program(program: Callable[..., Any], *arguments: Any, least_s: float = 0.2, least_runs: int = 5) -> Timing:
@@ -119,22 +141,22 @@ def device_mesh(axes: Mapping[str, int]) -> DeviceMesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=used)
 
 
-def provenance(used: Sequence[jax.Device]) -> dict[str, Any]:
-    """Provenance of a number measured on those devices: their kind, versions, the date. Plain JSON values."""
+def provenance(used: Sequence[jax.Device]) -> Provenance:
+    """Return the provenance of a number measured on those devices, now."""
     first = used[0]
     emulated = first.platform == "cpu"
     packages = ("jax", "jaxlib", *(("libtpu",) if first.platform == "tpu" else ()))
-    return {
-        "devices": f"{len(used)} x {first.device_kind}" + (" (emulated)" if emulated else ""),
-        "count": len(used),
-        "emulated": emulated,
-        "platform": first.platform,
-        "device_kind": first.device_kind,
-        "host_cpus": os.cpu_count(),
-        "versions": {"rooftop": __version__} | {name: importlib.metadata.version(name) for name in packages},
-        "runtime": "; ".join(first.client.platform_version.splitlines()),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    return Provenance(
+        devices=f"{len(used)} x {first.device_kind}" + (" (emulated)" if emulated else ""),
+        count=len(used),
+        emulated=emulated,
+        platform=first.platform,
+        device_kind=first.device_kind,
+        host_cpus=os.cpu_count(),
+        versions={"rooftop": __version__} | {name: importlib.metadata.version(name) for name in packages},
+        runtime="; ".join(first.client.platform_version.splitlines()),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
 def usable_bytes(used: Sequence[jax.Device]) -> float:

@@ -1,4 +1,8 @@
-"""One HLO instruction made readable: arrays, layouts, tiling, memory, what it computes or moves, and its roofline.
+"""HLO instructions made readable: arrays, layouts, tiling, memory, work, and rooflines.
+
+Several instructions together show the true shapes and the parallelism: a matmul whose result is summed over a group
+contracts a dim of which each device of the group holds a part, so the true size is the local one times the devices.
+Whatever made that dim splits it in the same way.
 
 Source: chapter 9 of the book, with its examples; layouts by ``rooftop.arrays.tiles``.
 """
@@ -7,20 +11,25 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
 from rooftop.arrays.mesh import span
 from rooftop.arrays.tiles import HLO_DTYPES, TileLayout
 from rooftop.compiler.hlo.groups import Groups, replica_groups
+from rooftop.core.amounts import Amount, Count, Positive
 from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import CollectiveKind
+from rooftop.core.records import Record, derived
+from rooftop.explain.axes import stride
 from rooftop.hardware import Chip
 from rooftop.hardware.slices import PhysicalAxis
 from rooftop.profile.facts import COLLECTIVES
@@ -36,7 +45,7 @@ _FORM = "an HLO instruction, such as %fusion.3 = bf16[32,4096]{1,0} fusion(bf16[
 
 
 @dataclass(frozen=True, kw_only=True)
-class HloMatmul:
+class HloMatmul(Record):
     """A matmul as [m, k] x [k, n], ``batch`` times; ``contracted`` are the sizes that are summed over."""
 
     batch: int
@@ -45,20 +54,19 @@ class HloMatmul:
     n: int
     contracted: tuple[int, ...]
 
-    @property
-    def flops(self) -> float:
+    @derived
+    def flops(self) -> Amount:
         """Two per multiply-add."""
         return 2.0 * self.batch * self.m * self.k * self.n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class Moved(Record):
     """A collective: its ``kind``, logical ``bytes`` on a device, ``members`` of a group (None: not in the line)."""
 
-    kind: str
-    bytes: float
+    kind: CollectiveKind
+    bytes: Amount
     members: int | None
-    groups: Groups | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +94,11 @@ class Operation:
         return f"{text}; {known['fusions'][kind[1]]}" if kind and kind[1] in known["fusions"] else str(text)
 
     @property
+    def groups(self) -> Groups | None:
+        """Replica groups of a collective; None if the line has none."""
+        return _groups(self.attributes) if "replica_groups=" in self.attributes else None
+
+    @property
     def moved(self) -> Moved | None:
         """Communication of the instruction; None if it is no collective."""
         kind = COLLECTIVES.get(self.called) or COLLECTIVES.get(self.opcode.removesuffix("-start").removesuffix("-done"))
@@ -94,16 +107,14 @@ class Operation:
         operands = [layout for _, layout in self.operands if layout is not None]
         out = max(_nbytes(result) for result in self.results)
         put = max((_nbytes(item) for item in operands), default=out)
-        groups = None
-        if "replica_groups=" in self.attributes:
-            groups = _groups(self.attributes)
+        groups = self.groups
         members = len(groups[0]) if groups and groups[0] else None
         if members is None and out != put:
             members = round(max(out, put) / min(out, put))
         if kind == "reduce_scatter" and put == out and members:
             put = out * members
         payload = {"all_gather": out, "reduce_scatter": put}.get(kind, put)
-        return Moved(kind=kind, bytes=payload, members=members, groups=groups)
+        return Moved(kind=kind, bytes=payload, members=members)
 
     @property
     def matmul(self) -> HloMatmul | None:
@@ -153,27 +164,23 @@ def read_operation(text: str) -> Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperationTimes:
+class OperationTimes(Record):
     """Seconds of an operation on a chip: the bound by resource at peak rates, and which binds.
 
     ``ici`` is over one axis of the network, as an open line; ``wrapped_s`` if that axis closes into a ring.
     """
 
     chip: str
-    bound_s: dict[str, float]
-    wrapped_s: float | None
-    intensity: float | None
-    critical_intensity: float
+    bound_s: Mapping[Literal["mxu", "hbm", "ici"], Amount]
+    wrapped_s: Amount | None
+    intensity: Amount | None
+    critical_intensity: Amount
 
-    @property
-    def bound(self) -> str:
+    @derived
+    def bound(self) -> Literal["", "mxu", "hbm", "ici"]:
         """The busiest resource ('' for what takes no time)."""
-        busiest = max(self.bound_s, key=lambda name: self.bound_s[name], default="")
-        return busiest if busiest and self.bound_s[busiest] else ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(vars(self)) | {"bound": self.bound}
+        busiest = max(self.bound_s, key=lambda name: self.bound_s[name])
+        return busiest if self.bound_s[busiest] else ""
 
 
 def times(operation: Operation, chip: Chip) -> OperationTimes:
@@ -181,7 +188,10 @@ def times(operation: Operation, chip: Chip) -> OperationTimes:
     rates = Rates.of(chip)
     matmul, moved = operation.matmul, operation.moved
     peak = rates.flops_per_s.get(_dtype(operation), rates.flops_per_s["bf16"])
-    bound = {"mxu": matmul.flops / peak if matmul else 0.0, "hbm": operation.hbm_bytes / rates.hbm_bytes_per_s}
+    bound: dict[Literal["mxu", "hbm", "ici"], float] = {
+        "mxu": matmul.flops / peak if matmul else 0.0,
+        "hbm": operation.hbm_bytes / rates.hbm_bytes_per_s,
+    }
     wrapped = None
     if moved is not None and moved.members and moved.members > 1:
         bound["ici"] = _axis_s(moved, chip, wrapped=False)
@@ -212,42 +222,92 @@ def _axis_s(moved: Moved, chip: Chip, *, wrapped: bool) -> float:
     return float(price(moved.kind, group).bound_s(moved.bytes)["ici"])
 
 
-def layout_json(layout: TileLayout) -> dict[str, Any]:
-    """A layout as plain JSON values."""
-    return {
-        "text": str(layout),
-        "dtype": layout.dtype,
-        "shape": list(layout.shape),
-        "order": list(reversed(layout.minor_to_major)),
-        "tiles": [list(tile) for tile in layout.tiles],
-        "padded_shape": list(layout.padded_shape),
-        "memory": layout.memory,
-        "element_bytes": _nbytes(layout),
-        "bytes": layout.nbytes,
-        "expansion": layout.expansion,
-    }
+@dataclass(frozen=True, kw_only=True)
+class LayoutRecord(Record):
+    """An array in memory. ``order`` has its dims major to minor, ``memory`` is hbm, vmem or a number.
+
+    ``element_bytes`` are those of the elements, ``bytes`` with padding, and ``expansion`` is their ratio.
+    """
+
+    text: str
+    dtype: str
+    shape: tuple[Count, ...]
+    order: tuple[Count, ...]
+    tiles: tuple[tuple[Count, ...], ...]
+    padded_shape: tuple[Count, ...]
+    memory: str
+    element_bytes: Amount
+    bytes: Amount
+    expansion: Annotated[float, Meta(ge=1)]
+
+    @classmethod
+    def of(cls, layout: TileLayout) -> LayoutRecord:
+        """The record of a layout."""
+        return cls(
+            text=str(layout),
+            dtype=layout.dtype,
+            shape=layout.shape,
+            order=layout.minor_to_major[::-1],
+            tiles=layout.tiles,
+            padded_shape=layout.padded_shape,
+            memory=layout.memory,
+            element_bytes=_nbytes(layout),
+            bytes=layout.nbytes,
+            expansion=layout.expansion,
+        )
 
 
-def operation_json(operation: Operation, chip: Chip | None) -> dict[str, Any]:
-    """An operation as plain JSON values; its times if a chip is given."""
-    matmul, moved = operation.matmul, operation.moved
-    return {
-        "op": operation.name,
-        "opcode": operation.opcode,
-        "calls": operation.called,
-        "does": operation.does,
-        "results": [layout_json(result) for result in operation.results],
-        "operands": [
-            {"name": name, "layout": None if layout is None else layout_json(layout)}
-            for name, layout in operation.operands
-        ],
-        "matmul": None
-        if matmul is None
-        else vars(matmul) | {"contracted": list(matmul.contracted), "flops": matmul.flops},
-        "collective": None if moved is None else {"kind": moved.kind, "bytes": moved.bytes, "members": moved.members},
-        "hbm_bytes": operation.hbm_bytes,
-        "times": None if chip is None else times(operation, chip).to_json(),
-    }
+@dataclass(frozen=True, kw_only=True)
+class OperandRecord(Record):
+    """An operand of an instruction, with its layout if the line has it."""
+
+    name: str
+    layout: LayoutRecord | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationRecord(Record):
+    """An instruction made readable; figures are of one execution on one device. ``times`` need a chip."""
+
+    op: str
+    opcode: str
+    calls: str
+    does: str
+    results: tuple[LayoutRecord, ...]
+    operands: tuple[OperandRecord, ...]
+    matmul: HloMatmul | None
+    collective: Moved | None
+    hbm_bytes: Amount
+    times: OperationTimes | None
+
+    @classmethod
+    def of(cls, operation: Operation, chip: Chip | None) -> OperationRecord:
+        """The record of an instruction, with its times on a chip if one is given."""
+        return cls(
+            op=operation.name,
+            opcode=operation.opcode,
+            calls=operation.called,
+            does=operation.does,
+            results=tuple(map(LayoutRecord.of, operation.results)),
+            operands=tuple(
+                OperandRecord(name=name, layout=None if layout is None else LayoutRecord.of(layout))
+                for name, layout in operation.operands
+            ),
+            matmul=operation.matmul,
+            collective=operation.moved,
+            hbm_bytes=operation.hbm_bytes,
+            times=None if chip is None else times(operation, chip),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationsRecord(Record):
+    """Instructions made readable, and the parallelism that they show together."""
+
+    kind: Literal["operations"]
+    schema: Literal[1]
+    operations: Annotated[tuple[OperationRecord, ...], Meta(min_length=1)]
+    inferred: tuple[Inferred, ...]
 
 
 def _matmul(left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> HloMatmul | None:
@@ -329,3 +389,86 @@ def _closing(text: str, opening: int) -> int:
 @cache
 def _opcodes() -> dict[str, Any]:
     return tomllib.loads(files(__package__).joinpath("opcodes.toml").read_text(encoding="utf-8"))
+
+
+#: Collectives whose result is a sum over the devices of a group.
+_SUMS = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrueMatmul(Record):
+    """A matmul as the program means it; sizes of the left, right and result array, with the dim that is split."""
+
+    name: str
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    result: tuple[int, ...]
+    split: int
+    contracts: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inferred(Record):
+    """``ways`` of model parallelism, over devices ``step`` apart; ``devices`` is what the groups tell of at least."""
+
+    ways: Positive
+    step: int | None
+    devices: Positive
+    summed_by: str
+    matmuls: tuple[TrueMatmul, ...]
+
+
+def infer(operations: Sequence[Operation]) -> tuple[Inferred, ...]:
+    """Infer parallelism from the sums among operations; empty if no sum has both its groups and its matmul."""
+    by_name = {operation.name: operation for operation in operations}
+    result = []
+    for operation in operations:
+        moved = operation.moved
+        if moved is None or moved.kind not in _SUMS or not moved.members or not operation.operands:
+            continue
+        summed = _maker(operation.operands[0][0], by_name)
+        if summed is None or summed.matmul is None:
+            continue
+        local = summed.matmul.contracted[-1]
+        matmuls = [_true(summed, summed.matmul, local, moved.members, contracts=True)]
+        for name, _ in summed.operands:
+            maker = _maker(name, by_name)
+            matmul = maker.matmul if maker is not None else None
+            if maker is not None and matmul is not None and local in maker.results[0].shape:
+                matmuls.insert(0, _true(maker, matmul, local, moved.members, contracts=False))
+        groups = operation.groups or ((),)
+        step = stride(groups[0])
+        # Groups of one stride interleave: so many devices lie between two members of the first.
+        devices = max(moved.members * (step or 1), 1 + max((max(group, default=0) for group in groups), default=0))
+        result.append(
+            Inferred(ways=moved.members, step=step, devices=devices, summed_by=operation.name, matmuls=tuple(matmuls))
+        )
+    return tuple(result)
+
+
+def _true(operation: Operation, matmul: HloMatmul, local: int, ways: int, *, contracts: bool) -> TrueMatmul:
+    left, right = sorted((layout.shape for _, layout in operation.operands if layout is not None), key=len)[:2]
+
+    def grown(sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(ways * size if size == local else size for size in sizes)
+
+    return TrueMatmul(
+        name=operation.name,
+        left=grown(left) if contracts else left,
+        right=grown(right),
+        result=operation.results[0].shape if contracts else grown(operation.results[0].shape),
+        split=ways * local,
+        contracts=contracts,
+    )
+
+
+def _maker(name: str, by_name: dict[str, Operation]) -> Operation | None:
+    """The operation that computes the result of ``name``, through operations that only move it."""
+    maker = by_name.get(name)
+    while (
+        maker is not None
+        and maker.opcode in ("copy", "bitcast", "copy-done", "copy-start", "reshape")
+        and maker.operands
+    ):
+        maker = by_name.get(maker.operands[0][0])
+    return maker

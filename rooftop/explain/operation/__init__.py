@@ -1,1 +1,0 @@
-"""One HLO instruction, or a few, made readable."""

@@ -1,0 +1,58 @@
+"""The report of a validation as it is written: runs next to predictions, errors by group, and the runs left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from rooftop.core.records import Record
+from rooftop.validation.accuracy import ComparisonRecord, Group
+from rooftop.validation.runs import Unusable
+from rooftop.validation.serving import ServingRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpredictedRun(Record):
+    """A run without a prediction, and ``why`` it has none."""
+
+    id: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusableTraining(Record):
+    """A published run of training that says too little; bytes per chip by kind, and the lines of the table."""
+
+    source: str
+    model: str
+    chip: str
+    num_chips: int
+    why: str
+    measured_memory_bytes: Mapping[str, float]
+    lines: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: Unusable) -> UnusableTraining:
+        """The record of a run."""
+        return cls(**{field.name: getattr(run, field.name) for field in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSummary(Record):
+    """Errors of training by group, ids of runs measured below their bound, and numbers of runs."""
+
+    groups: tuple[Group, ...]
+    beats_bound: tuple[str, ...]
+    runs: int
+    unpredicted: tuple[UnpredictedRun, ...]
+    unusable: tuple[UnusableTraining, ...]
+    serving_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord(Record):
+    """Runs of training and of serving next to their predictions, in seconds."""
+
+    rows: tuple[ComparisonRecord, ...]
+    summary: ValidationSummary
+    serving: ServingRecord
