@@ -198,10 +198,10 @@ def test_errors_have_openai_s_form(client: openai.OpenAI) -> None:
     [
         (
             b'{"model": ',
-            "body: got '{\"model\": '; accepted: JSON in UTF-8 (Expecting value: line 1 column 11 (char 10))",
+            "body: got '{\"model\": '; accepted: JSON in UTF-8, without NaN, Infinity or half a surrogate pair (Input",
         ),
         (b"", "body: got ''; accepted: JSON"),
-        (b'{"model": "echo", "prompt": "a", "suffix": "x"}', "suffix: got 'x'; accepted: one of model, prompt"),
+        (b'{"model": "echo", "prompt": "a", "suffix": "x"}', "suffix: got 'x'; accepted: one of model, max_tokens"),
         (b'{"model": "echo", "prompt": "a", "best_of": 2}', "best_of: got 2; accepted: one of"),
         (b'{"model": "echo"}', "prompt: got nothing; accepted: a string that is not empty"),
     ],

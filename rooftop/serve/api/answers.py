@@ -11,11 +11,14 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, AnswerPiece
 from rooftop.serve.api.constraint import Matcher
 from rooftop.serve.api.metrics import PrometheusMetrics
-from rooftop.serve.api.openai import Form, PreparedRequest, Wanted, error, event, usage
+from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, error, event
+from rooftop.serve.api.schemas import ChatCompletion, Completion, Usage
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import GenerationRequest, Overloaded, Sampling, ServingEngine, Token
 
@@ -32,15 +35,15 @@ class PendingAnswer:
     """The sequences of one request, as pieces or as a whole. Whoever stops reading cancels what is left of it."""
 
     def __init__(
-        self, requested: Wanted, prepared: PreparedRequest, texts: Texts, form: Form, metrics: PrometheusMetrics
+        self, request: AnyRequest, prepared: PreparedRequest, texts: Texts, form: Form, metrics: PrometheusMetrics
     ) -> None:
-        self.wanted, self.form = requested, form
+        self.request, self.form = request, form
         self._prepared, self._metrics = prepared, metrics
         self._choices = [
             AnswerChoice(
                 texts.vocabulary,
-                requested.stop,
-                logprobs=requested.logprobs is not None,
+                request.stop_strings,
+                logprobs=request.alternatives is not None,
                 text=text,
                 calling=prepared.calling,
             )
@@ -92,7 +95,7 @@ class PendingAnswer:
             self._stream.cancel()
             self._count()
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Completion | ChatCompletion:
         """The answer in one piece. Raises BrokenOff."""
         parts = [list[AnswerPiece]() for _ in self._choices]
         async with aclosing(self.pieces()) as reading:
@@ -107,26 +110,27 @@ class PendingAnswer:
         try:
             async with aclosing(self.pieces()) as reading:
                 async for come in reading:
-                    with_usage = self.wanted.include_usage
+                    with_usage = self.request.include_usage
                     yield b"".join(event(self.form.part(index, piece, usage=with_usage)) for index, piece in come)
-            if self.wanted.include_usage:
+            if self.request.include_usage:
                 yield event(self.form.usage(self.usage()))
             yield b"data: [DONE]\n\n"
         except BrokenOff as broken:
             yield event(error(str(broken), "server_error"))
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> Usage:
         """OpenAI's usage: each prompt is counted once, whatever the choices of it."""
-        prompts = self._prepared.prompts[:: self.wanted.n]
-        return usage(sum(map(len, prompts)), sum(choice.tokens for choice in self._choices))
+        prompts = self._prepared.prompts[:: self.request.choices]
+        read, generated = sum(map(len, prompts)), sum(choice.tokens for choice in self._choices)
+        return Usage(prompt_tokens=read, completion_tokens=generated, total_tokens=read + generated)
 
     def record(self) -> dict[str, Any]:
         """Return the log record of the answer, without any text."""
         first = min((first for first, _ in self._times.values()), default=None)
         return {
             "id": self.form.id,
-            "stream": self.wanted.stream,
-            **self.usage(),
+            "stream": bool(self.request.stream),
+            **msgspec.to_builtins(self.usage()),
             "finish": [choice.finish or _why(choice) for choice in self._choices],
             "ttft_s": None if first is None else round(first - self._arrival_s, 6),
             "seconds": round(time.monotonic() - self._arrival_s, 6),

@@ -19,8 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
+from rooftop.serve.api.choices import Vocabulary
 from rooftop.serve.api.constraint import Grammars, Matcher
-from rooftop.serve.api.detokenise import Vocabulary
+from rooftop.serve.api.schemas import JsonObjectFormat, JsonSchemaFormat, TextFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,11 @@ class Texts:
         """The ids of a conversation that the assistant goes on with. Raises RooftopError."""
         if self.template is None:
             raise RooftopError("messages", "a chat", "a model with a chat template; without one, /v1/completions")
-        text = self.template.render([for_template(message) for message in messages], tools=tools, more=more)
+        text = self.template.render(
+            [for_template(message) for message in messages],
+            tools=[{**tool, "function": _without_nulls(tool["function"])} for tool in tools or ()],
+            more=more,
+        )
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def template_text(self, *, with_tools: bool) -> str | None:
@@ -71,23 +76,20 @@ class Texts:
 
     def matcher(
         self,
-        response_format: Mapping[str, Any] | None,
+        response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
         regex: str | None,
         calls: Mapping[str, Any] | None = None,
     ) -> Matcher | None:
         """Return the matcher of a constrained answer, or None; ``calls``: the schema of a call. Raises RooftopError."""
         if calls is not None:
             return self._grammars.json(calls, "tools")
-        kind = "text" if response_format is None else response_format["type"]
+        if isinstance(response_format, TextFormat | None):
+            return None if regex is None else self._grammars.regex(regex)
         if regex is not None:
-            if kind != "text":
-                raise RooftopError("guided_regex", regex[:60], f"nothing beside response_format {kind}")
-            return self._grammars.regex(regex)
-        if kind == "text" or response_format is None:
-            return None
-        return self._grammars.json(
-            {"type": "object"} if kind == "json_object" else response_format["json_schema"]["schema"]
-        )
+            raise RooftopError("guided_regex", regex[:60], "this without a response_format, or with that of type text")
+        if isinstance(response_format, JsonObjectFormat):
+            return self._grammars.json({"type": "object"})
+        return self._grammars.json(response_format.json_schema.schema)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -114,10 +116,17 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         for_template["content"] = "\n".join(part["text"] for part in for_template["content"])
     if for_template.get("tool_calls"):
         for_template["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
+            {
+                **_without_nulls(call),
+                "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])},
+            }
             for call in for_template["tool_calls"]
         ]
     return for_template
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 class _Arguments(dict[str, Any]):
@@ -215,7 +224,7 @@ class ChatTemplate:
         if name not in self.templates:
             raise RooftopError("messages", "a chat", f"a default chat template; there are {', '.join(self.templates)}")
         # Keys without a value are left out: templates print them, or ask whether they are there.
-        cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        cleaned = [_without_nulls(message) for message in messages]
         variables = {**self.tokens, **(more or {})}
         variables |= {"messages": cleaned, "tools": tools or None, "documents": None}
         try:

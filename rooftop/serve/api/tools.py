@@ -21,7 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.serve.api.schemas import ChatRequest, NamedTool, TextFormat, ToolFunction
 
 #: What all tags begin with, behind their bracket.
 TOKEN = "\uff5cDSML\uff5c"
@@ -112,45 +115,45 @@ class CallPart:
     name: str | None = None
 
 
-def calling(fields: Mapping[str, Any], template: str | None) -> Calling | None:
+def calling(request: ChatRequest, template: str | None) -> Calling | None:
     """Return how the answer to a chat request calls tools; None if it may not, or if the model's form is unknown.
 
     ``template`` is the text of the chat template. Raises RooftopError for a choice that cannot be.
     """
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice", "auto")
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    if choice not in ("none", "auto") and not tools:
-        raise RooftopError("tool_choice", choice, "none or auto where there are no tools")
-    if choice == "none" or not tools:
+    choice = request.tool_choice or "auto"
+    functions = {tool.function.name: tool.function for tool in request.tools or ()}
+    if choice not in ("none", "auto") and not functions:
+        raise RooftopError("tool_choice", msgspec.to_builtins(choice), "none or auto where there are no tools")
+    if choice == "none" or not functions:
         return None
     if choice == "auto":
         form = next((form for form, signs in _SIGNS.items() if any(sign in (template or "") for sign in signs)), None)
         return None if form is None else Calling(form=form, names=frozenset(functions))
-    if fields.get("response_format", {"type": "text"})["type"] != "text" or "guided_regex" in fields:
-        raise RooftopError("tool_choice", choice, "none or auto beside response_format and guided_regex")
-    if isinstance(choice, dict):
-        name = choice["function"]["name"]
+    if not isinstance(request.response_format, TextFormat | None) or request.guided_regex is not None:
+        accepted = "none or auto beside response_format and guided_regex"
+        raise RooftopError("tool_choice", msgspec.to_builtins(choice), accepted)
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
         if name not in functions:
             raise unknown("tool_choice.function.name", name, functions)
         functions = {name: functions[name]}
     schema = _schema(list(functions.values()))
-    if choice == "required" and fields.get("parallel_tool_calls"):
+    if choice == "required" and request.parallel_tool_calls:
         several = {name: value for name, value in schema.items() if name != "$defs"}
         schema = {"type": "array", "items": several, "minItems": 1, "$defs": schema["$defs"]}
     return Calling(form="json", names=frozenset(functions), schema=schema)
 
 
-def _schema(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _schema(functions: Sequence[ToolFunction]) -> dict[str, Any]:
     """JSON that calls one of ``functions``."""
     calls, definitions = list[dict[str, Any]](), dict[str, Any]()
     for number, function in enumerate(functions):
-        parameters = function.get("parameters") or {"type": "object"}
         place = f"#/$defs/{number}"
-        definitions[str(number)] = _moved(parameters, place)
+        definitions[str(number)] = _moved(function.parameters or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+                "properties": {"name": {"const": function.name}, "arguments": {"$ref": place}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ import numpy.typing as npt
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
 
+#: Why a request ends.
+TokenFinish = Literal["stop", "length", "cancelled", "error"]
 #: The most alternatives of ``Sampling.logprobs``, as OpenAI has it.
 MOST_TOP = 20
 
@@ -118,7 +120,7 @@ class Token:
     token: int | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    finish: str | None = None
+    finish: TokenFinish | None = None
     message: str | None = None
 
 

@@ -18,7 +18,7 @@ from rooftop.scheduling.serving.scheduler import Chunk, EngineStep
 from rooftop.serve.engine.configuration import covering
 from rooftop.serve.engine.counters import Counters, Shape
 from rooftop.serve.engine.replica import Ints, Replica
-from rooftop.serve.engine.requests import Token
+from rooftop.serve.engine.requests import Token, TokenFinish
 from rooftop.serve.engine.running import Running
 from rooftop.serve.engine.schedulers import AnyScheduler, rows_of
 
@@ -286,7 +286,7 @@ class EngineServer:
         for row, running in rows:
             token, how, id_ = values[row], running.request.sampling, running.request.id
             running.tokens.append(token)
-            finish = None
+            finish: TokenFinish | None = None
             if token in running.stops:
                 finish = "stop"
             elif running.generated >= how.max_tokens:
