@@ -16,11 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, Detokeniser, StopStrings, Vocabulary
-from rooftop.serve.api.constraint import Grammars
 from rooftop.serve.api.openai import prepare, read_request
 from rooftop.serve.api.openapi import document, read_body
 from rooftop.serve.api.schemas import ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from rooftop.serve.api.texts import ChatTemplate, Texts
+from rooftop.serve.api.texts import ChatTemplate, Grammars, Texts
 from rooftop.serve.engine.requests import Token
 from tests.support import serving_echo
 

@@ -30,9 +30,9 @@ from rooftop.serve.api.metrics import PrometheusMetrics
 from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, TooLong, error, prepare, read_request
 from rooftop.serve.api.openapi import ENDPOINTS, document
 from rooftop.serve.api.schemas import ChatCompletion, Completion, ModelCard, Models, ServerStatus
-from rooftop.serve.api.settings import Settings
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import Overloaded, ServingEngine
+from rooftop.serve.request import Settings
 
 _Answer = TypeVar("_Answer")
 #: Seconds after which to ask a server again that is loading or draining.
@@ -67,9 +67,9 @@ class Refused(Exception):
 
 
 class Api:
-    """The state of a server: its ``engine``, None while it loads, and whether it is ``draining``.
+    """State of a server: its ``engine`` (None while it loads), and ``draining`` if it shuts down.
 
-    To be made in the event loop that serves it.
+    Create it in the event loop that serves it.
     """
 
     def __init__(self, settings: Settings, texts: Texts, log: logging.Logger) -> None:
@@ -128,7 +128,7 @@ class Api:
             except Refused as refused:
                 response = refused.response()
                 fields = {"path": request.url.path, "status": refused.status, "param": refused.param}
-                # The message repeats what was given.
+                # The message repeats a value of the request.
                 fields |= {"message": str(refused)} if self.settings.log_texts else {}
                 self.log.info("refused", extra={"fields": fields})
             except Exception as defect:
@@ -159,7 +159,7 @@ class Api:
             id=self.settings.model,
             created=self._created,
             owned_by="rooftop",
-            max_model_len=None if self.engine is None else self.engine.longest,
+            max_model_len=None if self.engine is None else self.engine.max_model_len,
             vocab=self.texts.vocab,
         )
 
@@ -173,7 +173,7 @@ class Api:
         engine = self._require_ready()
         body = await self._body(request)
         try:
-            requested, prepared = await run_in_threadpool(self._prepare, body, chat, engine.longest)
+            requested, prepared = await run_in_threadpool(self._prepare, body, chat, engine.max_model_len)
             form = Form(
                 id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
                 created=int(time.time()),
@@ -183,7 +183,7 @@ class Api:
             answer = PendingAnswer(requested, prepared, self.texts, form, self.metrics)
             answer.start(TokenStream(self._inbox, engine), arrival_s)
         except RooftopError as wrong:
-            # The code by which clients know that less may do.
+            # Clients shorten their prompt when they see this code.
             code = "context_length_exceeded" if isinstance(wrong, TooLong) else None
             raise Refused(400, str(wrong), param=wrong.field, code=code) from None
         except Overloaded as full:
@@ -212,10 +212,10 @@ class Api:
             raise Refused(503, "the server is loading its model", retry_s=_RETRY_S)
         return self.engine
 
-    def _prepare(self, body: bytes, chat: bool, longest: int) -> tuple[AnyRequest, PreparedRequest]:
+    def _prepare(self, body: bytes, chat: bool, max_model_len: int) -> tuple[AnyRequest, PreparedRequest]:
         requested = read_request(body, chat=chat)
         self._require_model(requested.model)
-        return requested, prepare(requested, body, self.texts, longest)
+        return requested, prepare(requested, body, self.texts, max_model_len)
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -259,7 +259,7 @@ class Api:
 
 
 async def _http_error(request: Request, exception: Exception) -> Response:
-    """Error of the router: no such path, no such method."""
+    """Answer errors of the router: an unknown path or method."""
     assert isinstance(exception, HTTPException)
     content = error(f"{request.method} {request.url.path[:60]}: {exception.detail}", "invalid_request_error")
     return _Json(content, status_code=exception.status_code, headers=exception.headers)
@@ -273,7 +273,7 @@ class _Json(JSONResponse):
 
 
 class _EventStream(Response):
-    """Server-sent events; they stop being made when the client leaves. ``on_end`` is called after the last."""
+    """Server-sent events, until the client leaves. ``on_end`` is called after the last one."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], headers: dict[str, str], on_end: Callable[[], None]

@@ -23,7 +23,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Vocabulary:
-    """The ids of a tokenizer: which are special, what they spell, and what a sequence of them says.
+    """The ids of a tokenizer: the special ones, the bytes of each, and the text of a sequence.
 
     ``definition`` is the text of a tokenizer.json.
     """
@@ -79,19 +79,19 @@ class Detokeniser:
     """The text of one sequence, piece by piece.
 
     Decoders look at neighbours (the first word has no blank before it, bytes join to characters), so a piece is the
-    difference between decoding a short window of tokens with and without the new ones. What may still change is held
-    back: an unfinished character, and bytes of byte fallback, which count as one run.
+    difference between decoding a short window of tokens with and without the new ones. Text that may still change is
+    withheld: an unfinished character, and bytes of byte fallback, which count as one run.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        #: Tokens whose text is out, as context for the others; and those that wait.
+        #: Tokens whose text was returned, as context for the others, and tokens that wait.
         self._out: list[int] = []
         self._out_text = ""
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that ``token`` adds; empty while it is held back. Pieces joined, and ``flush``, are the text."""
+        """The text that ``token`` adds; empty while it is withheld. All pieces and ``flush`` joined are the text."""
         if not self._vocabulary.says(token):
             return ""
         self._held.append(token)
@@ -112,7 +112,7 @@ class Detokeniser:
 
 
 class StopStrings:
-    """Cuts a text where the first of ``strings`` is complete in it, holding back what may be the beginning of one."""
+    """Cuts a text at the first complete one of ``strings``, withholding text that may begin one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         if not all(strings):
@@ -142,7 +142,7 @@ class StopStrings:
 
 
 def _overlap(text: str, string: str) -> int:
-    """The longest end of ``text`` that begins ``string``."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``string``."""
     return next(size for size in range(min(len(string) - 1, len(text)), -1, -1) if text.endswith(string[:size]))
 
 
@@ -156,7 +156,7 @@ def _kinds(decoder: object) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logprob:
-    """A token: what it spells, its log-probability, where its text begins in the answer, alternatives."""
+    """A token: its text and bytes, its log-probability, the ``offset`` of its text in the answer, and alternatives."""
 
     text: str
     bytes: bytes
@@ -167,9 +167,9 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerPiece:
-    """New part of an answer: ``first`` if nothing came before; ``finish`` ends it. ``logprobs`` None: not wanted.
+    """New part of an answer: its text, calls of tools, and log-probabilities (None: not requested).
 
-    ``calls`` are of tools.
+    ``first``: nothing came before. ``finish``: why the answer ends with this piece.
     """
 
     text: str
@@ -180,11 +180,11 @@ class AnswerPiece:
 
 
 class AnswerChoice:
-    """One sequence on its way: tokens in, pieces out.
+    """One sequence: tokens in, pieces out.
 
-    ``stopped`` says that a stop string ended it, whatever the engine has yet to say; ``failed`` why it broke off.
-    ``tokens`` are those that were generated. ``text`` begins the answer (an echo of the prompt). ``calling`` says how
-    it calls tools.
+    ``stopped``: a stop string ended it, even if the engine still sends tokens. ``failed``: the token without an id that
+    broke it off. ``tokens`` counts generated tokens. ``text`` begins the answer (an echo of the prompt). ``calling``
+    says how it calls tools.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class AnswerChoice:
         return self._stops.stopped
 
     def push(self, token: Token) -> AnswerPiece | None:
-        """The piece that ``token`` makes; None if there is nothing to show yet. After ``finish``, nothing comes."""
+        """The piece that ``token`` completes; None if there is nothing to show yet, or after ``finish``."""
         if self.finish is not None or self.failed is not None:
             return None
         if token.token is None:
@@ -222,7 +222,7 @@ class AnswerChoice:
             return None
         self.tokens += 1
         text = ""
-        # The token that ends a text is no part of it.
+        # The token that ends a text is not part of it.
         if token.finish != "stop":
             words = self._said(token.token)
             self._remember(token)
@@ -237,7 +237,7 @@ class AnswerChoice:
         return self._piece(text)
 
     def _said(self, token: int) -> str:
-        """The text that ``token`` adds: special tokens too, of which calls are made."""
+        """The text that ``token`` adds, including special tokens that mark calls."""
         if self._calls is not None and (marker := self._vocabulary.special(token)) in MARKERS:
             return self._words.flush() + str(marker)
         return self._words.push(token)
@@ -251,7 +251,7 @@ class AnswerChoice:
                 text += self._calls.flush()
             if self.finish == "stop" and self._calls.calls:
                 self.finish = "tool_calls"
-        # The first token makes a piece whatever it says: it is what a client measures its waiting by.
+        # The first token always makes a piece: clients measure the time to first token by it.
         if not text and not calls and not self._first and self.finish is None:
             return None
         piece = AnswerPiece(
@@ -271,7 +271,7 @@ class AnswerChoice:
         return Logprob(text=spelled.decode(errors="replace"), bytes=spelled, logprob=value, offset=offset, top=top)
 
     def _take(self) -> tuple[Logprob, ...] | None:
-        """Those of tokens whose text is shown: at the end, but for a stop string, all."""
+        """Log-probabilities of tokens whose text is shown; at the end all of them, unless a stop string ended it."""
         if self._waiting is None:
             return None
         everything = self.finish is not None and not self.stopped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -50,12 +50,12 @@ _SAMPLING = (
 
 
 class TooLong(RooftopError):
-    """A prompt, or it and its answer, for which the model has no room: clients shorten it and ask again."""
+    """A prompt that is too long for the model, alone or with its answer: clients shorten it and try again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
-    """Token ids and sampling of each sequence, the choices of a prompt in a row; ``echo``: texts that come first.
+    """Token ids and sampling of each sequence, the choices of a prompt in a row. ``echo``: texts that begin answers.
 
     ``calling``: how answers call tools, if they may.
     """
@@ -78,7 +78,7 @@ def read_request(body: bytes, *, chat: bool) -> AnyRequest:
     return request
 
 
-def prepare(request: AnyRequest, body: bytes, texts: Texts, longest: int) -> PreparedRequest:
+def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) -> PreparedRequest:
     """Tokens, sampling and constraint of each sequence of the request in ``body``. Takes milliseconds for long texts.
 
     Raises RooftopError if the model has no room for the request or cannot satisfy its constraint.
@@ -98,9 +98,9 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, longest: int) -> Pre
         raise RooftopError("n", request.n, accepted)
     for ids in prompts:
         if not ids:
-            raise RooftopError(where, "no tokens", f"1 to {longest - 1} tokens")
-        if len(ids) >= longest:
-            raise TooLong(where, f"{len(ids)} tokens", f"1 to {longest - 1} tokens")
+            raise RooftopError(where, "no tokens", f"1 to {max_model_len - 1} tokens")
+        if len(ids) >= max_model_len:
+            raise TooLong(where, f"{len(ids)} tokens", f"1 to {max_model_len - 1} tokens")
         if max(ids) >= texts.vocab:
             raise RooftopError(where, max(ids), f"token ids below {texts.vocab}")
     matcher = texts.matcher(request.response_format, request.guided_regex, None if how is None else how.schema)
@@ -113,15 +113,17 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, longest: int) -> Pre
     field, limit = request.token_limit
     samplings = []
     for ids in prompts:
-        room = longest - len(ids)
+        room = max_model_len - len(ids)
         if limit is not None and limit > room:
-            raise TooLong(field, limit, f"at most {room}: {where} of {len(ids)} tokens leave so many of {longest}")
+            raise TooLong(
+                field, limit, f"at most {room}: {where} of {len(ids)} tokens leave so many of {max_model_len}"
+            )
         for choice in range(request.choices):
             samplings.append(
                 replace(
                     base,
                     max_tokens=limit or room,
-                    # Choices differ, and each can be drawn again.
+                    # Choices differ, and each is reproducible.
                     seed=None if base.seed is None else base.seed + choice,
                     constraint=None if matcher is None else matcher.copy(),
                 )
@@ -138,13 +140,11 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, longest: int) -> Pre
 def _prompts(request: CompletionRequest, texts: Texts) -> list[tuple[int, ...]]:
     if isinstance(request.prompt, str):
         return [texts.prompt(request.prompt)]
-    prompts, ids = list[tuple[int, ...]](), list[int]()
-    for item in request.prompt:
-        if isinstance(item, int):
-            ids.append(item)
-        else:
-            prompts.append(texts.prompt(item) if isinstance(item, str) else tuple(item))
-    return [tuple(ids)] if ids else prompts
+    # All items are of one kind.
+    if isinstance(request.prompt[0], int):
+        return [tuple(cast("list[int]", request.prompt))]
+    prompts = cast("list[str | list[int]]", request.prompt)
+    return [texts.prompt(item) if isinstance(item, str) else tuple(item) for item in prompts]
 
 
 @dataclass(frozen=True, kw_only=True)

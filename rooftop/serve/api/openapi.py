@@ -25,6 +25,7 @@ from rooftop.serve.api.schemas import (
     ErrorAnswer,
     ModelCard,
     Models,
+    RequestOptions,
     ServerEvent,
     ServerStatus,
 )
@@ -51,6 +52,8 @@ _ERRORS = {
 }
 _STREAM = "The answer; with stream, server-sent events whose data is a chunk, then [DONE]."
 _CLIPPED = 60
+#: A field and its description, in the docstring of a class.
+_DESCRIBED = re.compile(r"^ {8}(\w+): (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,14 @@ def _components() -> Mapping[str, dict[str, Any]]:
     named += [kind for endpoint in ENDPOINTS for kind in endpoint.answers.values()]
     _, components = _schemas(*named, ChatCompletionChunk, ErrorAnswer)
     components["CompletionRequest"]["properties"]["prompt"]["anyOf"] = list(_schemas(*PROMPTS)[0])
+    # Lines of docstrings describe fields; those of RequestOptions are fields of its subclasses.
+    inherited = _DESCRIBED.findall(RequestOptions.__doc__ or "")
+    for component in components.values():
+        text = component["description"]
+        component["description"] = text.partition("\n")[0]
+        for name, description in [*_DESCRIBED.findall(text), *inherited]:
+            if name in component["properties"]:
+                component["properties"][name] = {"description": description, **component["properties"][name]}
     return components
 
 

@@ -1,6 +1,7 @@
 """Requests and answers of OpenAI's API as they are sent. The published document is generated from these types.
 
-A field that is None in a request was left out or null.
+The document describes a field by its line in the docstring of its class. A field that is None in a request was left out
+or null.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenKey: TypeAlias = Annotated[str, Meta(pattern="^[0-9]{1,9}$")]
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(min_length=1)]
 Probability: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
@@ -33,9 +35,9 @@ Prompt: TypeAlias = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_l
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Options of a stream."""
+    """Options of a stream. ``include_usage``: send one more event at the end, with the usage."""
 
-    include_usage: Annotated[bool | None, Meta(description="One more event at the end, with the usage.")] = None
+    include_usage: bool | None = None
 
 
 class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -47,12 +49,12 @@ class JsonObjectFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag_fie
 
 
 class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON Schema and its name."""
+    """A JSON Schema and its name. Nothing reads ``strict``: the answer always matches the schema."""
 
     schema: Object
     name: str | None = None
     description: str | None = None
-    strict: Annotated[bool | None, Meta(description="Nothing reads it: the answer always matches the schema.")] = None
+    strict: bool | None = None
 
 
 class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
@@ -62,67 +64,51 @@ class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag_fie
 
 
 class RequestOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both kinds of requests."""
+    """Fields of both kinds of requests.
 
-    model: Annotated[str, Meta(description="The name that /v1/models lists.")]
-    max_tokens: Annotated[
-        Positive | None,
-        Meta(description="Most tokens to generate. Default: 16; in a chat, as many as there is room for."),
-    ] = None
-    temperature: Annotated[
-        Annotated[float, Meta(ge=0, le=2)] | None,
-        Meta(description="Divides the logits; 0 takes the likeliest token each time. Default: 1."),
-    ] = None
-    top_p: Annotated[
-        Annotated[float, Meta(gt=0, le=1)] | None,
-        Meta(description="Sample from the fewest tokens whose probabilities add up to this. Default: 1."),
-    ] = None
-    n: Annotated[
-        Annotated[int, Meta(ge=1, le=MOST_SEQUENCES)] | None,
-        Meta(description="Number of choices for each prompt. Default: 1."),
-    ] = None
-    stream: Annotated[bool | None, Meta(description="Send server-sent events as tokens are generated.")] = None
-    stream_options: Annotated[StreamOptions | None, Meta(description="Only with stream.")] = None
-    stop: Annotated[
-        Text | Annotated[list[Text], Meta(max_length=16)] | None,
-        Meta(description="Strings that end the answer; it does not include them."),
-    ] = None
-    presence_penalty: Annotated[
-        Penalty | None, Meta(description="Subtracted from the logit of each token that was generated before.")
-    ] = None
-    frequency_penalty: Annotated[
-        Penalty | None, Meta(description="The same, times how often the token was generated.")
-    ] = None
-    logit_bias: Annotated[
-        dict[Annotated[str, Meta(pattern="^[0-9]{1,9}$")], Annotated[float, Meta(ge=-100, le=100)]] | None,
-        Meta(description="Numbers added to logits, by token id."),
-    ] = None
-    seed: Annotated[
-        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
-        Meta(description="The same seed gives the same tokens, whatever else is being served."),
-    ] = None
-    response_format: Annotated[
-        TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
-        Meta(description="Format of the answer: text, any JSON object, or JSON that matches a schema."),
-    ] = None
-    user: Annotated[str | None, Meta(description="Accepted; nothing reads it.")] = None
-    top_k: Annotated[Positive | None, Meta(description="Sample from this many likeliest tokens. An extension.")] = None
-    min_p: Annotated[
-        Probability | None,
-        Meta(description="Sample from tokens at least this many times as likely as the likeliest. An extension."),
-    ] = None
-    repetition_penalty: Annotated[
-        Annotated[float, Meta(ge=0.01, le=100)] | None,
-        Meta(description="Divides positive and multiplies negative logits of earlier tokens. An extension."),
-    ] = None
-    ignore_eos: Annotated[bool | None, Meta(description="Go on when the model ends its text. An extension.")] = None
-    stop_token_ids: Annotated[
-        Annotated[list[TokenId], Meta(max_length=64)] | None,
-        Meta(description="Tokens that end the answer; it does not include them. An extension."),
-    ] = None
-    guided_regex: Annotated[
-        Text | None, Meta(description="A regular expression that the whole answer matches. An extension.")
-    ] = None
+    Fields:
+        model: The name that /v1/models lists.
+        max_tokens: Most tokens to generate. Default: 16; in a chat, as many as there is room for.
+        temperature: Divides the logits; 0 takes the likeliest token each time. Default: 1.
+        top_p: Sample from the fewest tokens whose probabilities add up to this. Default: 1.
+        n: Number of choices for each prompt. Default: 1.
+        stream: Send server-sent events as tokens are generated.
+        stream_options: Only with stream.
+        stop: Strings that end the answer; it does not include them.
+        presence_penalty: Subtracted from the logit of each token that was generated before.
+        frequency_penalty: The same, times how often the token was generated.
+        logit_bias: Numbers added to logits, by token id.
+        seed: The same seed gives the same tokens, whatever else is being served.
+        response_format: Format of the answer: text, any JSON object, or JSON that matches a schema.
+        user: Accepted; nothing reads it.
+        top_k: Sample from this many likeliest tokens. An extension.
+        min_p: Sample from tokens at least this many times as likely as the likeliest. An extension.
+        repetition_penalty: Divides positive and multiplies negative logits of earlier tokens. An extension.
+        ignore_eos: Go on when the model ends its text. An extension.
+        stop_token_ids: Tokens that end the answer; it does not include them. An extension.
+        guided_regex: A regular expression that the whole answer matches. An extension.
+    """
+
+    model: str
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_SEQUENCES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Text | Annotated[list[Text], Meta(max_length=16)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    user: str | None = None
+    top_k: Positive | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    guided_regex: Text | None = None
 
     @property
     def choices(self) -> int:
@@ -141,14 +127,17 @@ class RequestOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(RequestOptions, kw_only=True, forbid_unknown_fields=True):
-    """A text to continue."""
+    """A text to continue.
 
-    prompt: Annotated[Prompt, Meta(description="One prompt or several, each a text or token ids.")]
-    logprobs: Annotated[
-        Alternatives | None,
-        Meta(description="Log-probabilities of each token, and of this many of the likeliest."),
-    ] = None
-    echo: Annotated[bool | None, Meta(description="Begin the text with the prompt; not with logprobs.")] = None
+    Fields:
+        prompt: One prompt or several, each a text or token ids.
+        logprobs: Log-probabilities of each token, and of this many of the likeliest.
+        echo: Begin the text with the prompt; not with logprobs.
+    """
+
+    prompt: Prompt
+    logprobs: Alternatives | None = None
+    echo: bool | None = None
 
     @property
     def alternatives(self) -> int | None:
@@ -169,10 +158,10 @@ class TextPart(Struct, kw_only=True):
 
 
 class FunctionCall(Struct, kw_only=True):
-    """A call of a function."""
+    """A call of a function. ``arguments`` are JSON."""
 
     name: str
-    arguments: Annotated[str, Meta(description="JSON.")]
+    arguments: str
 
 
 class ToolCall(Struct, kw_only=True):
@@ -194,11 +183,11 @@ class ChatMessage(Struct, kw_only=True):
 
 
 class ToolFunction(Struct, kw_only=True):
-    """A function that the model may call."""
+    """A function that the model may call. ``parameters``: a JSON Schema of its arguments."""
 
     name: Text
     description: str | None = None
-    parameters: Annotated[Object | None, Meta(description="JSON Schema of the arguments.")] = None
+    parameters: Object | None = None
 
 
 class Tool(Struct, kw_only=True):
@@ -222,33 +211,30 @@ class NamedTool(Struct, kw_only=True):
 
 
 class ChatRequest(RequestOptions, kw_only=True, forbid_unknown_fields=True):
-    """Messages to answer."""
+    """Messages to answer.
+
+    Fields:
+        max_completion_tokens: Most tokens to generate; used rather than max_tokens.
+        logprobs: Log-probabilities of each token.
+        top_logprobs: And of this many of the likeliest; only with logprobs.
+        tools: Passed to the chat template; calls are read out of the answer.
+        tool_choice: none leaves the tools out of the prompt; with required, or a tool, the answer must call one.
+        parallel_tool_calls: With required: true allows several calls. Default: false.
+        chat_template_kwargs: More variables for the chat template. An extension.
+        metadata: Accepted; nothing reads it.
+        store: Accepted; nothing is stored.
+    """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Annotated[
-        Positive | None, Meta(description="Most tokens to generate; used rather than max_tokens.")
-    ] = None
-    logprobs: Annotated[bool | None, Meta(description="Log-probabilities of each token.")] = None
-    top_logprobs: Annotated[
-        Alternatives | None, Meta(description="And of this many of the likeliest; only with logprobs.")
-    ] = None
-    tools: Annotated[
-        list[Tool] | None, Meta(description="Passed to the chat template; calls are read out of the answer.")
-    ] = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        Meta(
-            description="none leaves the tools out of the prompt; with required, or a tool, the answer must call one."
-        ),
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, Meta(description="With required: true allows several calls. Default: false.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        Object | None, Meta(description="More variables for the chat template. An extension.")
-    ] = None
-    metadata: Annotated[Object | None, Meta(description="Accepted; nothing reads it.")] = None
-    store: Annotated[bool | None, Meta(description="Accepted; nothing is stored.")] = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Object | None = None
+    metadata: Object | None = None
+    store: bool | None = None
 
     @property
     def alternatives(self) -> int | None:
@@ -264,7 +250,7 @@ class ChatRequest(RequestOptions, kw_only=True, forbid_unknown_fields=True):
 
 
 class Conversation(Struct, kw_only=True):
-    """What a chat template reads of a chat request, as it was sent: with the fields that are not listed."""
+    """Parts of a chat request that its chat template reads, as they were sent: with unlisted fields."""
 
     messages: list[Object]
     tools: list[Object] | None = None
@@ -371,9 +357,9 @@ class ChatCompletion(AnswerHead, kw_only=True, tag_field="object", tag="chat.com
 
 
 class FunctionPart(Struct, kw_only=True):
-    """A piece of a call of a function."""
+    """A piece of a call of a function. ``arguments`` are a piece of JSON."""
 
-    arguments: Annotated[str, Meta(description="A piece of JSON.")]
+    arguments: str
     name: str | UnsetType = UNSET
 
 
@@ -387,7 +373,7 @@ class ToolCallPart(Struct, kw_only=True):
 
 
 class Delta(Struct, kw_only=True):
-    """What one event adds to the message."""
+    """Addition of one event to the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -410,22 +396,24 @@ class ChatCompletionChunk(AnswerHead, kw_only=True, tag_field="object", tag="cha
 
 
 class ServerEvent(Struct, kw_only=True):
-    """A server-sent event."""
+    """A server-sent event. ``data`` is a chunk, as JSON, or [DONE]."""
 
-    data: Annotated[str, Meta(description="A chunk, as JSON, or [DONE].")]
+    data: str
 
 
 class ModelCard(Struct, kw_only=True, tag_field="object", tag="model"):
-    """The model that is served."""
+    """The model that is served.
+
+    Fields:
+        max_model_len: Most tokens of a prompt and its answer; null while the model is loaded. An extension.
+        vocab: Token ids are below this. An extension.
+    """
 
     id: str
     created: int
     owned_by: str
-    max_model_len: Annotated[
-        int | None,
-        Meta(description="Most tokens of a prompt and its answer; null while the model is loaded. An extension."),
-    ]
-    vocab: Annotated[int, Meta(description="Token ids are below this. An extension.")]
+    max_model_len: int | None
+    vocab: int
 
 
 class Models(Struct, kw_only=True, tag_field="object", tag="list"):
