@@ -49,14 +49,14 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
     from rooftop.serve.engine.loading import load
     from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
 
-    concurrent, prompt, longest = asked["concurrent"], asked["prompt"], asked["prompt"] + asked["outputs"][1]
-    contexts, copies = -(-longest // 64) * 64, asked["copies"]
+    concurrent, prompt, max_model_len = asked["concurrent"], asked["prompt"], asked["prompt"] + asked["outputs"][1]
+    contexts, copies = -(-max_model_len // 64) * 64, asked["copies"]
     each = -(-concurrent // copies)
     engine = load(
         folder,
         Configuration(
             policy=Policy(max_batch=concurrent, chunk_tokens=256 + concurrent),
-            longest=longest,
+            max_model_len=max_model_len,
             mesh=(("data", copies),) if copies > 1 else (),
             prefix_cache=False,
             shapes=Shapes(

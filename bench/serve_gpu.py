@@ -50,19 +50,19 @@ def main() -> None:
     if options.layers is not None:
         windows = model.layer_windows[: options.layers]
         model = replace(model, layers=options.layers, layer_windows=windows)
-    longest = -(-(options.prompt + options.outputs) // 256) * 256
+    max_model_len = -(-(options.prompt + options.outputs) // 256) * 256
     most = max(options.batches)
     engine = load(
         drawn(model),
         Configuration(
             policy=Policy(max_batch=most),
-            pages=most * longest // 16,
-            longest=longest,
+            pages=most * max_model_len // 16,
+            max_model_len=max_model_len,
             prefix_cache=False,
             shapes=Shapes(
                 batches=tuple(sorted(options.batches)),
                 widths=(options.prompt,),
-                contexts=(longest,),
+                contexts=(max_model_len,),
                 prefill_tokens=options.prompt,
             ),
         ),

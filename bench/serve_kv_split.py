@@ -42,7 +42,7 @@ def main() -> None:
     configuration = Configuration(
         policy=Policy(max_batch=MOST, chunk_tokens=512),
         pages=2400,
-        longest=1024,
+        max_model_len=1024,
         mesh=(("tensor", 2), ("context", 4)),
         prefix_cache=False,
         shapes=Shapes(batches=(4, MOST), widths=(256,), contexts=(1024,), prefill_tokens=256),
@@ -68,7 +68,7 @@ def main() -> None:
     for _ in range(ROUNDS):
         for sequences in (MOST, 1):
             for kind, made in compiled.items():
-                engine = PagedEngine(made.replicas, made.configuration, longest=made.longest)
+                engine = PagedEngine(made.replicas, made.configuration, max_model_len=made.max_model_len)
                 engine.start()
                 ended = threading.Semaphore(0)
 

@@ -460,6 +460,24 @@ def _copies(spec: ServingSpec) -> str | None:
     return None
 
 
+def engine_mesh_errors(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[RooftopError]:
+    """Errors of mesh ``axes`` over which an engine cannot split a model: its experts, query or key/value heads."""
+    expert, tensor, context = (ways(axes, *names) for names in (EXPERT_AXES, COLUMN_AXES, SEQUENCE_AXES))
+    if model.moe is None and expert > 1:
+        yield RooftopError("mesh axis expert", expert, f"1: {model.name} has no experts")
+    if model.heads % (tensor * context):
+        accepted = f"a divisor of the {model.heads} query heads"
+        yield RooftopError("mesh axes tensor and context", tensor * context, accepted)
+    if model.mla is None and model.kv_heads % tensor and tensor % model.kv_heads:
+        accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
+        yield RooftopError("mesh axis tensor", tensor, accepted)
+
+
+def _engine_mesh(spec: ServingSpec) -> str | None:
+    error = next(engine_mesh_errors(spec.model, spec.axes), None)
+    return None if error is None else f"no engine has {error.field} of {error.given}, only {error.accepted}"
+
+
 #: What an engine can be, in the order in which obstacles are listed.
 SERVING: tuple[Capability[ServingSpec], ...] = (
     Capability(
@@ -479,6 +497,12 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
     ),
     Capability(name="draft model", accepted="interleaved batching", obstacle=_draft),
     Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
+    Capability(
+        name="heads and experts",
+        accepted="query heads a multiple of tensor x context; key/value heads a multiple or a divisor of tensor; "
+        "expert 1 without experts",
+        obstacle=_engine_mesh,
+    ),
 )
 
 

@@ -12,22 +12,38 @@ from rooftop.capabilities import KV_SPLITS
 from rooftop.core.errors import RooftopError, one_of, unknown
 from rooftop.programs.serving.formats import FORMATS
 from rooftop.scheduling.serving.scheduler import BATCHING, Policy
-from rooftop.serve.api.settings import Settings
 from rooftop.serve.engine.configuration import Configuration
-from rooftop.serve.logs import LEVELS
 
-#: Dtypes that are computed with, and stored as they are, by JAX's names.
+#: Levels of the server's log.
+LEVELS = ("debug", "info", "warning", "error")
+#: Compute dtypes, which are stored without conversion, and their JAX names.
 _COMPUTED = {"bf16": "bfloat16", "f32": "float32"}
 _WEIGHTS = (*_COMPUTED, "int8", "f8_e4m3", "int4")
 _CACHES = (*_COMPUTED, "int8")
 _GROUPS = tuple(form.group for form in FORMATS.values() if form.group is not None)
-#: Tokens of a step that are left for prompts when every sequence in progress generates one.
+#: Tokens of a step for prompts, next to one for every sequence that generates.
 _PROMPT_TOKENS = 224
-#: Options by the fields of an engine's configuration that have another name.
-_OPTIONS = {
-    "longest": "max-model-len", "cache": "kv-dtype", "weights": "weights-dtype", "dtype": "compute-dtype",
-    "guesses": "draft-length", "max_batch": "batch-seqs",
-}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the API.
+
+    ``model`` is the model's name in requests. Without ``keys`` everyone may ask. Web pages of ``origins`` may ask from
+    a browser. ``log_texts`` writes prompts and answers to the log.
+    """
+
+    model: str
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    body_bytes: int = 32 * 2**20
+    log_texts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.body_bytes < 1:
+            raise RooftopError("max-body", self.body_bytes, "a positive number of bytes")
+        if not all(self.keys):
+            raise RooftopError("api-key", "", "a key that is not empty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,19 +159,19 @@ class ServeRequest:
                 pages=self.pages,
                 host_pages=self.host_pages,
                 prefix_cache=self.prefix_cache,
-                longest=self.max_model_len,
+                max_model_len=self.max_model_len,
                 max_queue=self.max_queue,
                 mesh=base.mesh if self.mesh is None else tuple(self.mesh.items()),
                 kv_split=base.kv_split if self.kv_split is None else one_of("kv-split", self.kv_split, KV_SPLITS),
                 prefill_devices=self.prefill_devices,
-                dtype=self._computed(),
-                weights=self._weights() or base.weights,
-                cache=self._cache() or base.cache,
-                guesses=self.draft_length,
+                compute_dtype=self._computed(),
+                weights_dtype=self._weights() or base.weights_dtype,
+                kv_dtype=self._cache() or base.kv_dtype,
+                draft_length=self.draft_length,
             )
 
     def _computed(self) -> str | None:
-        """JAX's name of the compute dtype. Weights and caches that are not quantised have the same."""
+        """JAX's name of the compute dtype, which weights and caches share if they are not quantised."""
         dtypes = {
             name.replace("_", "-"): dtype
             for name in ("compute_dtype", "weights_dtype", "kv_dtype")
@@ -167,7 +183,7 @@ class ServeRequest:
         return _COMPUTED[next(iter(dtypes.values()))] if dtypes else None
 
     def _weights(self) -> str | None:
-        """The engine's name of the weights' format; None where the plan decides."""
+        """The engine's name of the weights' format; None if the plan decides."""
         if self.weights_dtype != "int4":
             if self.weight_group is not None:
                 raise RooftopError("weight-group", self.weight_group, "this with --weights-dtype int4")
@@ -178,7 +194,7 @@ class ServeRequest:
         return f"int4-{self.weight_group}"
 
     def _cache(self) -> str | None:
-        """The same of the KV cache."""
+        """The engine's name of the KV cache's format; None if the plan decides."""
         return "plain" if self.kv_dtype in _COMPUTED else self.kv_dtype
 
 
@@ -198,6 +214,7 @@ def named_as_options() -> Iterator[None]:
     try:
         yield
     except RooftopError as error:
-        options = {one.name for one in fields(ServeRequest)}
-        name = error.field.replace("_", "-") if error.field in options else error.field
-        raise RooftopError(_OPTIONS.get(error.field, name), error.given, error.accepted) from None
+        name = "batch_seqs" if error.field == "max_batch" else error.field
+        if name in {option.name for option in fields(ServeRequest)}:
+            name = name.replace("_", "-")
+        raise RooftopError(name, error.given, error.accepted) from None

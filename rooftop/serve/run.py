@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.records import Record
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.serve.engine.configuration import Configuration, configuration_of
-from rooftop.serve.hosts.lead import Lead, end_process, follow
-from rooftop.serve.hosts.parts import EnginePart, choose_part, replicas_of
-from rooftop.serve.logs import start_logging
+from rooftop.serve.hosts.parts import EnginePart, Lead, choose_part, end_process, follow, replicas_of
 from rooftop.serve.request import ServeRequest, named_as_options, shrunk
 from rooftop.serve.sockets import address_of, bind
 from rooftop.serve.source import ServeSource, example_model, is_example, make_example, read_source
@@ -33,31 +35,22 @@ _PACKAGES = (
     "jax", "jaxtyping", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
     "llguidance",
 )  # fmt: skip
+#: Loggers of the server: ours and uvicorn's.
+_LOGGERS = ("rooftop.serve", "uvicorn.error")
 #: Seconds between two log lines about compilation.
 _LOG_EVERY_S = 5.0
 
 Progress = Callable[[int, int, str], None]
 
 
-class ReadyProcess(Protocol):
-    """A process that is ready: one line for people, and its JSON."""
-
-    @property
-    def line(self) -> str:
-        """One or two lines for a terminal."""
-        ...
-
-    def to_json(self) -> dict[str, object]:
-        """Plain JSON values."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class ReadyServer:
-    """A server that answers at ``url``."""
+class ReadyServer(Record):
+    """A server that answers at ``url``, and its process ``pid``."""
 
+    kind: Literal["serve"] = "serve"
     url: str
     model: str
+    pid: int = field(default_factory=os.getpid)
     max_model_len: int
     pages: int
     page_tokens: int
@@ -74,28 +67,16 @@ class ReadyServer:
             f"ready after {self.seconds:.1f} s\n{self.url}/v1"
         )
 
-    def to_json(self) -> dict[str, object]:
-        """Plain JSON values."""
-        return {
-            "kind": "serve",
-            "url": self.url,
-            "model": self.model,
-            "pid": os.getpid(),
-            "max_model_len": self.max_model_len,
-            "pages": self.pages,
-            "page_tokens": self.page_tokens,
-            "programs": self.programs,
-            "devices": self.devices,
-            "seconds": self.seconds,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReadyGenerator:
+class ReadyGenerator(Record):
     """A process that generates for the server that connects to ``address``."""
 
+    kind: Literal["serve"] = "serve"
+    role: Literal["generate"] = "generate"
     address: str
     model: str
+    pid: int = field(default_factory=os.getpid)
     max_model_len: int
     pages: int
     page_tokens: int
@@ -105,43 +86,26 @@ class ReadyGenerator:
         """One line for a terminal."""
         return f"{self.model} generates at {self.address}"
 
-    def to_json(self) -> dict[str, object]:
-        """Plain JSON values."""
-        return {
-            "kind": "serve",
-            "role": "generate",
-            "address": self.address,
-            "model": self.model,
-            "pid": os.getpid(),
-            "max_model_len": self.max_model_len,
-            "pages": self.pages,
-            "page_tokens": self.page_tokens,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReadyFollower:
+class ReadyFollower(Record):
     """Process ``process`` of ``processes``, which follows the first one."""
 
-    model: str
+    kind: Literal["serve"] = "serve"
+    role: Literal["follow"] = "follow"
     process: int
     processes: int
+    model: str
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def line(self) -> str:
         """One line for a terminal."""
         return f"{self.model}: process {self.process} of {self.processes} is ready"
 
-    def to_json(self) -> dict[str, object]:
-        """Plain JSON values."""
-        return {
-            "kind": "serve",
-            "role": "follow",
-            "process": self.process,
-            "processes": self.processes,
-            "model": self.model,
-            "pid": os.getpid(),
-        }
+
+#: A process that is ready: it has a line for people, and JSON.
+ReadyProcess: TypeAlias = ReadyServer | ReadyGenerator | ReadyFollower
 
 
 def run(
@@ -178,7 +142,7 @@ def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_pro
     with named_as_options():
         configuration = part.configured(request.configuration(planned))
     request.settings(model.name)  # Checked now, used once the model is there.
-    # One of several processes does not know yet whether it listens.
+    # One of several processes does not know yet if it listens.
     early = bind(request.host, request.port) if request.coordinator is None else None
     try:
         keep_compilations()
@@ -282,7 +246,7 @@ class _Server:
             ReadyServer(
                 url=f"http://{address_of(self.bound)}",
                 model=self.request.name or self.source.model.name,
-                max_model_len=engine.longest,
+                max_model_len=engine.max_model_len,
                 pages=stats.pages,
                 page_tokens=stats.page_tokens,
                 programs=stats.programs,
@@ -315,17 +279,17 @@ def _generate(
     on_ready: Callable[[ReadyProcess], None],
 ) -> None:
     """Generate for another process until SIGTERM or SIGINT. Raises RooftopError and Infeasible."""
-    from rooftop.serve.hosts.loading import load_generator
+    from rooftop.serve.hosts.generating import load_generator
 
     generator: Generator | None = None
 
     def stop(number: int, frame: object) -> None:
         log.info("stopped", extra={"fields": {"signal": signal.Signals(number).name}})
         if lead is not None and generator is not None:
-            # The others are in the middle of a step, which takes all of them.
+            # The others are in the middle of a step, which needs all processes.
             generator.stop(bound)
             return
-        # The linked process has everything that it needs to go on elsewhere.
+        # The linked process has all that it needs to continue elsewhere.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -343,10 +307,39 @@ def _generate(
         ReadyGenerator(
             address=address_of(bound),
             model=checkpoint.resolve().name,
-            max_model_len=generator.longest,
+            max_model_len=generator.max_model_len,
             pages=generator.pages,
             page_tokens=configuration.page_tokens,
         )
     )
     log.info("ready")
     generator.serve(bound, part.key, lambda event: log.info(f"link {event}"))
+
+
+class _Lines(logging.Formatter):
+    """Records as JSON: time, level, event and the record's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def start_logging(level: str, to: TextIO) -> logging.Logger:
+    """The logger of the server, which writes records of ``level`` and above to ``to``."""
+    handler = logging.StreamHandler(to)
+    handler.setFormatter(_Lines())
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        # uvicorn needs several lines for what one of ours says.
+        logger.setLevel(
+            level.upper() if name == _LOGGERS[0] else max(logging.WARNING, logging.getLevelName(level.upper()))
+        )
+    return logging.getLogger(_LOGGERS[0])

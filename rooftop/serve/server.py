@@ -1,4 +1,4 @@
-"""The process around the API: its socket, signals, loading, and an end without loss."""
+"""The process of the API: its socket, signals, loading, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import uvicorn
 
 from rooftop.serve.api.app import Api
-from rooftop.serve.api.settings import Settings
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import ServingEngine
+from rooftop.serve.request import Settings
 
-#: What HTTP takes after the last token.
+#: Seconds for HTTP after the last token.
 _MARGIN_S = 5
-#: Longer than clients keep idle connections, so that they close them and not we.
+#: Seconds; longer than clients keep idle connections, so that clients close them first.
 _KEEP_ALIVE_S = 65
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn, which leaves signals to us: it would end by the signal, and not with a status."""
+    """uvicorn without its signal handlers, which would end the process by the signal and not with a status."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,15 +51,15 @@ class Serving:
     drain_s: float
 
     def run(self) -> None:
-        """Until it has ended. Raises what ``load`` raises."""
+        """Serve until the server has ended. Raises the errors of ``load``."""
         asyncio.run(self._run())
 
     def stop(self) -> None:
-        """As SIGTERM does, once; from any thread."""
+        """Stop as SIGTERM does, once. From any thread."""
         self._loop.call_soon_threadsafe(lambda: None if self._api.draining else self._stop(signal.SIGTERM))
 
     def refuse(self) -> None:
-        """The engine has ended every request and takes no more: so does the server. From any thread."""
+        """Shut down because the engine takes no more requests. From any thread."""
         self._loop.call_soon_threadsafe(self._refuse)
 
     def _refuse(self) -> None:

@@ -286,7 +286,7 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
              ("int4", "f8_e4m3", None): ("plain", "plain")}  # fmt: skip
     for (weights, kv, group), engines in kinds.items():
         made["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
-        assert (configuration_of(made).weights, configuration_of(made).cache) == engines
+        assert (configuration_of(made).weights_dtype, configuration_of(made).kv_dtype) == engines
     made["mesh"]["axes"]["fsdp"] = 2
     with pytest.raises(
         RooftopError, match=r"plan mesh axis fsdp: got 2; accepted: 1: an engine's axes are .*with --mesh .*context="
@@ -316,16 +316,16 @@ def test_a_request_becomes_a_configuration(folder: Path) -> None:
     )  # fmt: skip
     found = request.configuration(None)
     assert found.policy == Policy(max_batch=64, chunk_tokens=288)
-    assert (found.cache, found.prefix_cache, found.max_queue, found.guesses) == ("int8", False, 7, 3)
-    assert (found.weights, found.dtype) == ("plain", "float32")
+    assert (found.kv_dtype, found.prefix_cache, found.max_queue, found.draft_length) == ("int8", False, 7, 3)
+    assert (found.weights_dtype, found.compute_dtype) == ("plain", "float32")
     assert dict(shrunk(found, 4).mesh) == {"tensor": 2, "expert": 2}
     assert (found.kv_split, replace(request, kv_split="batch").configuration(None).kv_split) == ("seq", "batch")
     assert replace(request, chunk_tokens=0).configuration(None).policy.chunk_tokens is None
     grouped = replace(request, weights_dtype="int4", weight_group=64).configuration(None)
-    assert (grouped.weights, grouped.dtype) == ("int4-64", None)
-    planned = replace(found, weights="int8", cache="int8", mesh=(("tensor", 2),))
+    assert (grouped.weights_dtype, grouped.compute_dtype) == ("int4-64", None)
+    planned = replace(found, weights_dtype="int8", kv_dtype="int8", mesh=(("tensor", 2),))
     followed = ServeRequest(checkpoint=folder).configuration(planned)
-    assert (followed.weights, followed.cache, followed.mesh) == ("int8", "int8", (("tensor", 2),))
+    assert (followed.weights_dtype, followed.kv_dtype, followed.mesh) == ("int8", "int8", (("tensor", 2),))
 
 
 def test_options_and_the_port_are_checked_before_jax_is_imported(folder: Path) -> None:

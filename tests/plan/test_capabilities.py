@@ -165,6 +165,9 @@ def spec(**more: Any) -> ServingSpec:
         ({"axes": {"data": 3}}, "8 sequences cannot be split 3 ways"),
         ({"axes": {"data": 2}, "disaggregated": True}, "one copy, not 2 over data"),
         ({"drafted": True, "disaggregated": True}, "--mode interleaved"),
+        ({"axes": {"tensor": 3}}, "a divisor of the 32 query heads"),
+        ({"model": replace(load_model("llama3-8b"), heads=48, kv_heads=6)}, "the 6 key/value heads"),
+        ({"axes": {"expert": 2}}, "has no experts"),
     ],
 )
 def test_engines_name_what_they_lack(more: dict[str, Any], obstacle: str) -> None:
@@ -184,7 +187,11 @@ def test_engines_have_every_format_of_the_table(format_: tuple[str, int | None])
         "dtypes": {"weights": weights, "weight_group": group, "kv": "int8"},
     }
     made = configuration_of(plan)
-    assert (made.weights, made.cache, dict(made.mesh)) == (ENGINE_WEIGHTS[format_], "int8", {"data": 2, "tensor": 4})
+    assert (made.weights_dtype, made.kv_dtype, dict(made.mesh)) == (
+        ENGINE_WEIGHTS[format_],
+        "int8",
+        {"data": 2, "tensor": 4},
+    )
 
 
 def test_the_table_lists_what_programs_have() -> None:

@@ -270,7 +270,7 @@ def test_weights_and_cache_in_fewer_bits_change_little(
 ) -> None:  # fmt: skip
     """Log-probabilities of the same texts. The tiny model sums over 48 elements at most, 24 on each of two devices."""
     folder = checkpoint("llama", tmp_path)
-    configuration = replace(made.configuration, weights=weights, cache=cache, mesh=mesh)
+    configuration = replace(made.configuration, weights_dtype=weights, kv_dtype=cache, mesh=mesh)
     if weights == "int4-32":
         with pytest.raises(RooftopError, match="weights: got 'int4-32'; accepted: groups that divide"):
             engine(folder, configuration)
@@ -290,7 +290,7 @@ def test_weights_and_cache_in_fewer_bits_change_little(
 
 @pytest.fixture(scope="module")
 def guessing(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
-    return engine(checkpoint("llama", tmp_path_factory.mktemp("guesses")), replace(CONFIGURATION, guesses=3))
+    return engine(checkpoint("llama", tmp_path_factory.mktemp("guesses")), replace(CONFIGURATION, draft_length=3))
 
 
 def test_guesses_change_no_output(made: PagedEngine, guessing: PagedEngine) -> None:
@@ -349,7 +349,7 @@ def test_a_draft_model_changes_no_output(
     """A draft with the weights of the model is always right where the likeliest is taken; another one seldom."""
     own = checkpoint("llama", tmp_path)
     other = own if draft == own.name else checkpoint(draft, tmp_path)
-    drafted = engine(own, replace(CONFIGURATION, guesses=3), draft=other)
+    drafted = engine(own, replace(CONFIGURATION, draft_length=3), draft=other)
     sampled = [Sampling(max_tokens=12, temperature=0.5, seed=row) for row in range(6)]
     likeliest = [Sampling(max_tokens=12, temperature=0.0)] * 6
     plain = [[ids(each) for each in run(made, PROMPTS, *hows)] for hows in (sampled, likeliest)]

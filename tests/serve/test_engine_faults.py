@@ -225,8 +225,8 @@ def test_what_does_not_fit_or_go_together_is_one_line(folder: Path, tmp_path: Pa
         load(folder, Configuration(mesh=(("tensor", 3),)))
     with pytest.raises(RooftopError, match="prefill_devices"):
         load(folder, Configuration(prefill_devices=1))
-    with pytest.raises(RooftopError, match="longest"):
-        load(folder, Configuration(longest=10**6))
+    with pytest.raises(RooftopError, match="max_model_len"):
+        load(folder, Configuration(max_model_len=10**6))
     with pytest.raises(RooftopError, match="batching"):
         Configuration(policy=Policy(max_batch=4, batching="static"))
     with pytest.raises(RooftopError, match="plan kind"):
@@ -244,5 +244,5 @@ def test_the_model_says_what_ends_a_text(tmp_path: Path) -> None:
 def test_defaults_serve(folder: Path) -> None:
     """No shape, page or length is asked for."""
     serving = load(folder, Configuration(policy=Policy(max_batch=2, chunk_tokens=256)))
-    assert serving.longest == 256 and serving.configuration.shapes is None
+    assert serving.max_model_len == 256 and serving.configuration.shapes is None
     assert CONFIGURATION.shapes is not None

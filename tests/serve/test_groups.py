@@ -30,7 +30,7 @@ from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import load
 from rooftop.serve.engine.programs import Programs
 from rooftop.serve.engine.requests import Sampling
-from rooftop.serve.engine.schedulers import check_scheduler, rows_of
+from rooftop.serve.engine.steps import check_scheduler, rows_of
 from tests.serve.test_engine import MODES
 from tests.support.engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine, greedy
 from tests.support.examples import examples
@@ -65,7 +65,7 @@ def test_outputs_are_those_of_transformers_in_every_mode(grouped: PagedEngine, m
 
 @pytest.mark.slow
 @pytest.mark.oracle
-@pytest.mark.parametrize("changes", [{"guesses": 3}, {"policy": Policy(max_batch=4, batching="disaggregated")}])
+@pytest.mark.parametrize("changes", [{"draft_length": 3}, {"policy": Policy(max_batch=4, batching="disaggregated")}])
 @pytest.mark.parametrize(("name", "axis"), [("llama", "context"), ("deepseek_v3", "context"), ("gpt_oss", "expert")])
 def test_guesses_and_two_groups_of_groups_change_nothing(
     name: str, axis: str, changes: dict[str, Any], tmp_path: Path
@@ -74,7 +74,7 @@ def test_guesses_and_two_groups_of_groups_change_nothing(
     made = engine(checkpoint(name, tmp_path), replace(GROUPED, mesh=((axis, 2),), **changes, **apart))
     found, wanted = greedy(name, made)
     assert found == wanted
-    assert (made.stats().guessed > 0) == ("guesses" in changes) or name != "llama"
+    assert (made.stats().guessed > 0) == ("draft_length" in changes) or name != "llama"
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_draft_and_an_int8_cache_have_their_groups(tmp_path: Path) -> None:
     prompts = [each["prompt"] for each in GREEDY["llama"]][:6]
     found = list[list[list[int | None]]]()
     for configuration in (replace(GROUPED, mesh=()), GROUPED):
-        made = engine(folder, replace(configuration, guesses=3, cache="int8"), draft=folder)
+        made = engine(folder, replace(configuration, draft_length=3, kv_dtype="int8"), draft=folder)
         for changes in ({}, {"pages": 18, "policy": Policy(max_batch=4, chunk_tokens=6, preemption="swap")}):
             serving = again(made, **changes)
             serving.start()
@@ -98,7 +98,9 @@ def test_what_groups_cannot_be_is_named(tmp_path: Path) -> None:
     folder = checkpoint("llama", tmp_path)
     with pytest.raises(RooftopError, match=r"batches: got .*multiples of the 2 groups"):
         load(folder, replace(GROUPED, shapes=CONFIGURATION.shapes and replace(CONFIGURATION.shapes, batches=(1, 4))))
-    with pytest.raises(RooftopError, match="longest: got 32; accepted: at most the 12 tokens of one group's 3 pages"):
+    with pytest.raises(
+        RooftopError, match="max_model_len: got 32; accepted: at most the 12 tokens of one group's 3 pages"
+    ):
         load(folder, replace(GROUPED, pages=7))
     with pytest.raises(RooftopError, match="kv_split: got 'heads'"):
         Configuration(kv_split="heads")

@@ -26,10 +26,9 @@ from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
-from rooftop.serve.hosts.generating import Generator
+from rooftop.serve.hosts.generating import Generator, load_generator
 from rooftop.serve.hosts.link import Link, LinkLost, accept, connect
-from rooftop.serve.hosts.loading import load_generator, load_prefill
-from rooftop.serve.hosts.prefilling import PrefillEngine
+from rooftop.serve.hosts.prefilling import PrefillEngine, load_prefill
 from rooftop.serve.hosts.processes import Child, GeneratorTask, Other, Remote
 from rooftop.serve.sockets import bind, parse_address
 from tests.support.engines import CONFIGURATION, GREEDY, answers, checkpoint, engine
@@ -37,7 +36,7 @@ from tests.support.quickly import QUICKLY
 
 CASES = GREEDY["llama"]
 POLICY = Policy(max_batch=4, batching="disaggregated")
-PREFILL = replace(CONFIGURATION, policy=POLICY, role="prefill", longest=32)
+PREFILL = replace(CONFIGURATION, policy=POLICY, role="prefill", max_model_len=32)
 #: With so few pages, sequences are preempted.
 GENERATE = replace(PREFILL, role="generate", pages=11)
 SWAPPING = replace(GENERATE, policy=replace(POLICY, preemption="swap"))
@@ -100,7 +99,8 @@ def split(made: PrefillEngine, other: Other, events: list[str] | None = None, **
     configuration = replace(made.configuration, **changes)
     engine = PrefillEngine(
         made.replicas[0], configuration, other,
-        facts=made.facts, longest=made.longest, on_link=(events if events is not None else list[str]()).append,
+        facts=made.facts, max_model_len=made.max_model_len,
+        on_link=(events if events is not None else list[str]()).append,
     )  # fmt: skip
     _SPLIT.append(engine)
     return engine
@@ -240,7 +240,7 @@ def test_a_kill_at_any_token_changes_no_answer(folder: Path, made: PrefillEngine
 def test_a_process_that_is_started_ends_with_its_stdin_and_not_by_a_signal(folder: Path) -> None:
     """Ctrl-C and SIGTERM are for the one that started it, which still needs it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rooftop.serve.hosts.loading"],
+        [sys.executable, "-m", "rooftop.serve.hosts.generating"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from rooftop.serve.client.replay import Record, ReplayTarget, replay
+from rooftop.serve.client.replay import ReplayedRequest, ReplayTarget, replay
 from rooftop.simulate.serving.metrics import Targets
 from rooftop.simulate.serving.traces import RequestTrace
 
@@ -39,7 +39,7 @@ def answering(*pieces: bytes) -> Iterator[str]:
         server.shutdown()
 
 
-def replayed(*pieces: bytes) -> Record:
+def replayed(*pieces: bytes) -> ReplayedRequest:
     trace = RequestTrace(arrival_s=np.zeros(1), prompt_tokens=np.array([3]), output_tokens=np.array([2]))
     with answering(*pieces) as url:
         found = asyncio.run(replay(trace, [[1, 2, 3]], ReplayTarget(url=url, model="m", vocab=10), Targets()))

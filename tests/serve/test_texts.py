@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -16,12 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.choices import AnswerChoice
-from rooftop.serve.api.constraint import Grammars
-from rooftop.serve.api.detokenise import Detokeniser, StopStrings, Vocabulary
+from rooftop.serve.api.choices import AnswerChoice, Detokeniser, StopStrings, Vocabulary
 from rooftop.serve.api.openai import prepare, read_request
-from rooftop.serve.api.published import document, read_body
-from rooftop.serve.api.texts import ChatTemplate, Texts
+from rooftop.serve.api.openapi import document, read_body
+from rooftop.serve.api.schemas import ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, NamedSchema
+from rooftop.serve.api.texts import ChatTemplate, Grammars, Texts
 from rooftop.serve.engine.requests import Token
 from tests.support import serving_echo
 
@@ -251,7 +249,7 @@ def test_constrained_texts_are_of_their_schema(texts: Texts, seed: int) -> None:
         "additionalProperties": False,
     }
     random = np.random.default_rng(seed)
-    made = texts.matcher({"type": "json_schema", "json_schema": {"schema": schema}}, None)
+    made = texts.matcher(JsonSchemaFormat(json_schema=NamedSchema(schema=schema)), None)
     assert made is not None
     other = made.copy()
     jsonschema.validate(json.loads(_generate(texts, made, random)), schema)
@@ -262,13 +260,13 @@ def test_constrained_texts_are_of_their_schema(texts: Texts, seed: int) -> None:
 
 
 def test_constraints_that_cannot_be_kept_are_refused(texts: Texts) -> None:
-    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}
+    schema = JsonSchemaFormat(json_schema=NamedSchema(schema={"type": "strange"}))
     with pytest.raises(RooftopError, match=r"response_format\.json_schema\.schema"):
         texts.matcher(schema, None)
     with pytest.raises(RooftopError, match="guided_regex"):
         texts.matcher(None, "(a")
     with pytest.raises(RooftopError, match="guided_regex"):
-        texts.matcher({"type": "json_object"}, "a")
+        texts.matcher(JsonObjectFormat(), "a")
     with pytest.raises(RooftopError, match="end its text"):
         Grammars(definition=texts.tokenizer.definition, vocab=texts.vocab, ends=())
     made = texts.matcher(None, "ab")
@@ -311,11 +309,17 @@ PLAUSIBLE = st.sampled_from(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["CompletionRequest", "ChatRequest"])
+#: Of any model.
+PUBLISHED = document()
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 @given(data=st.data())
-def test_what_is_published_is_what_is_accepted(name: str, data: st.DataObject) -> None:
+def test_what_is_published_is_what_is_accepted(
+    kind: type[CompletionRequest] | type[ChatRequest], data: st.DataObject
+) -> None:
     """Against a validator that nobody here wrote."""
-    published = copy.deepcopy(dict(document()))
+    published, name = PUBLISHED, kind.__name__
     names = [*published["components"]["schemas"][name]["properties"], "strange"]
     base = (
         {"model": "m", "prompt": "p"} if name == "CompletionRequest" else {"model": "m", "messages": [{"role": "user"}]}
@@ -325,13 +329,15 @@ def test_what_is_published_is_what_is_accepted(name: str, data: st.DataObject) -
     schema = {"$ref": f"#/components/schemas/{name}", "components": published["components"]}
     valid = jsonschema.Draft202012Validator(schema).is_valid(request)
     try:
-        read = read_body(json.dumps(request).encode(), name)
+        body = json.dumps(request).encode()
+        read = read_body(body, ChatRequest) if kind is ChatRequest else read_body(body, CompletionRequest)
     except RooftopError as error:
         assert not valid, f"{request}: {error}"
         assert "\n" not in str(error) and len(str(error)) < 1200
     else:
         assert valid, request
-        assert set(read) == {key for key, value in request.items() if value is not None}
+        fields = {field for field in read.__struct_fields__ if getattr(read, field) is not None}
+        assert fields == {key for key, value in request.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -352,13 +358,14 @@ def test_what_is_published_is_what_is_accepted(name: str, data: st.DataObject) -
 )
 def test_malformed_requests_are_one_line(body: bytes, message: str) -> None:
     with pytest.raises(RooftopError, match=message) as error:
-        read_body(body, "CompletionRequest")
+        read_body(body, CompletionRequest)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
 def test_requests_that_do_not_fit_are_refused(texts: Texts) -> None:
     def made(**fields: Any) -> Any:
-        return prepare(read_request(json.dumps({"model": "m", "prompt": "a"} | fields).encode(), chat=False), texts, 64)
+        body = json.dumps({"model": "m", "prompt": "a"} | fields).encode()
+        return prepare(read_request(body, chat=False), body, texts, 64)
 
     assert made(n=2, seed=5).samplings[1].seed == 6
     assert made(max_tokens=63).samplings[0].max_tokens == 63
@@ -372,9 +379,9 @@ def test_requests_that_do_not_fit_are_refused(texts: Texts) -> None:
     ):
         with pytest.raises(RooftopError, match=message):
             made(**fields)
-    chat = {"model": "m", "messages": [{"role": "tool", "content": "x"}]}
+    chat = json.dumps({"model": "m", "messages": [{"role": "tool", "content": "x"}]}).encode()
     with pytest.raises(RooftopError, match="no tools"):
-        prepare(read_request(json.dumps(chat).encode(), chat=True), texts, 64)
+        prepare(read_request(chat, chat=True), chat, texts, 64)
 
 
 CHATS = json.loads((Path(__file__).parents[1] / "oracles" / "chats.json").read_text(encoding="utf-8"))

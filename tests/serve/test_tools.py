@@ -7,16 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.choices import AnswerChoice
-from rooftop.serve.api.constraint import Grammars
-from rooftop.serve.api.detokenise import Vocabulary
-from rooftop.serve.api.texts import ChatTemplate, for_template
+from rooftop.serve.api.choices import AnswerChoice, Vocabulary
+from rooftop.serve.api.schemas import ChatRequest
+from rooftop.serve.api.texts import ChatTemplate, Grammars, for_template
 from rooftop.serve.api.tools import Calling, CallReader, calling
 from rooftop.serve.engine.requests import Token
 from tests.support import serving_echo
@@ -152,6 +152,11 @@ TOOLS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def chat(**fields: Any) -> ChatRequest:
+    """A request with these fields."""
+    return msgspec.convert({"model": "m", "messages": [{"role": "user"}], **fields}, ChatRequest)
+
+
 @pytest.mark.parametrize(
     ("fields", "form", "accepted"),
     [
@@ -166,7 +171,7 @@ def test_what_is_asked_for_says_the_form_and_the_schema(
     fields: dict[str, Any], form: str | None, accepted: list[str]
 ) -> None:
     """Definitions of one tool stay its own."""
-    how = calling({"tools": TOOLS, **fields}, "in <tool_call> tags")
+    how = calling(chat(**{"tools": TOOLS, **fields}), "in <tool_call> tags")
     assert (None if how is None else how.form) == form
     if not accepted:
         return
@@ -183,7 +188,7 @@ def test_constraints_make_calls(several: bool) -> None:
     tokenizer = serving_echo.tokenizer()
     assert tokenizer.eos is not None
     grammars = Grammars(definition=tokenizer.definition, vocab=tokenizer.vocab, ends=(tokenizer.eos,))
-    how = calling({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": several}, None)
+    how = calling(chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=several), None)
     assert how is not None and how.schema is not None
     matcher, made = grammars.json(how.schema, "tools"), list[int]()
     while (mask := matcher.mask()) is not None and len(made) < 200:
@@ -209,10 +214,10 @@ def test_templates_tell_the_form() -> None:
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama"),
         ("x", None),
     ):
-        how = calling({"tools": TOOLS}, text)
+        how = calling(chat(tools=TOOLS), text)
         assert (None if how is None else how.form) == form
     with pytest.raises(RooftopError, match="did you mean"):
-        calling({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "ff"}}}, None)
+        calling(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ff"}}), None)
 
 
 #: What two generations of DeepSeek write for the calls of a message: the strings of a template, and of its fields.
@@ -236,6 +241,6 @@ def test_what_a_template_writes_of_a_call_is_read_as_it(form: str) -> None:
     template = ChatTemplate(templates={"default": text}, tokens={})
     shown = for_template({"role": "assistant", "content": None, "tool_calls": made})
     written = template.render([shown], tools=TOOLS)
-    how = calling({"tools": TOOLS}, template.text(with_tools=True))
+    how = calling(chat(tools=TOOLS), template.text(with_tools=True))
     assert how is not None
     assert read(how.form, list(written)) == ("", calls)

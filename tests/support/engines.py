@@ -28,7 +28,7 @@ CONFIGURATION = Configuration(
     page_tokens=4,
     pages=40,
     host_pages=16,
-    longest=32,
+    max_model_len=32,
     shapes=Shapes(batches=(4,), widths=(8,), contexts=(32,), prefill_tokens=8),
 )
 
@@ -43,8 +43,8 @@ def checkpoint(name: str, folder: Path) -> Path:
 
 def engine(folder: Path, configuration: Configuration = CONFIGURATION, **options: Any) -> PagedEngine:
     """An engine of the checkpoint in ``folder``, no text of which ends by itself."""
-    longest = min(configuration.longest or 32, case(folder.name)[0].max_seq_len)
-    made = load(folder, replace(configuration, longest=longest), options=QUICKLY, **options)
+    max_model_len = min(configuration.max_model_len or 32, case(folder.name)[0].max_seq_len)
+    made = load(folder, replace(configuration, max_model_len=max_model_len), options=QUICKLY, **options)
     made.stops = frozenset()
     return made
 
@@ -52,7 +52,7 @@ def engine(folder: Path, configuration: Configuration = CONFIGURATION, **options
 def again(made: PagedEngine, **changes: Any) -> PagedEngine:
     """Another engine on the programs of one: their shapes stay."""
     configuration = replace(made.configuration, **changes)
-    return PagedEngine(made.replicas, configuration, longest=made.longest, draft=made.draft)
+    return PagedEngine(made.replicas, configuration, max_model_len=made.max_model_len, draft=made.draft)
 
 
 def answers(

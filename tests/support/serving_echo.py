@@ -57,7 +57,7 @@ class EchoEngine:
 
     end: int
     room: int = 64
-    longest: int = 512
+    max_model_len: int = 512
     step_s: float = 0.0
     breaks: int | None = None
     policy: Policy = field(default_factory=lambda: Policy(max_batch=64))
@@ -77,8 +77,8 @@ class EchoEngine:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
-        if len(request.prompt) + request.sampling.max_tokens > self.longest:
-            raise RooftopError("max_tokens", request.sampling.max_tokens, f"{self.longest} tokens in all")
+        if len(request.prompt) + request.sampling.max_tokens > self.max_model_len:
+            raise RooftopError("max_tokens", request.sampling.max_tokens, f"{self.max_model_len} tokens in all")
         with self._lock:
             if self._draining or len(self._running) >= self.room:
                 raise Overloaded(2.5)
@@ -155,9 +155,9 @@ class EchoEngine:
 
 def main() -> None:
     """Serve an EchoEngine: what a test says in JSON on the command line. Says where when it is ready."""
-    from rooftop.serve.api.settings import Settings
     from rooftop.serve.api.texts import Texts
-    from rooftop.serve.logs import start_logging
+    from rooftop.serve.request import Settings
+    from rooftop.serve.run import start_logging
     from rooftop.serve.server import Serving
     from rooftop.serve.sockets import bind
 

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: pieces of its answer, what it measured, and what the log says of it."""
+"""One request from submission to its last token: pieces of its answer, its latencies, and its log record."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, AnswerPiece
-from rooftop.serve.api.constraint import Matcher
 from rooftop.serve.api.metrics import PrometheusMetrics
-from rooftop.serve.api.openai import Form, PreparedRequest, Wanted, error, event, usage
-from rooftop.serve.api.texts import Texts
+from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, error, event
+from rooftop.serve.api.schemas import ChatCompletion, Completion, Usage
+from rooftop.serve.api.texts import Matcher, Texts
 from rooftop.serve.engine.requests import GenerationRequest, Overloaded, Sampling, ServingEngine, Token
 
 
@@ -29,38 +31,38 @@ class BrokenOff(Exception):
 
 
 class PendingAnswer:
-    """The sequences of one request, as pieces or as a whole. Whoever stops reading cancels what is left of it."""
+    """The sequences of one request, as pieces or as a whole. They are cancelled if the reader stops."""
 
     def __init__(
-        self, requested: Wanted, prepared: PreparedRequest, texts: Texts, form: Form, metrics: PrometheusMetrics
+        self, request: AnyRequest, prepared: PreparedRequest, texts: Texts, form: Form, metrics: PrometheusMetrics
     ) -> None:
-        self.wanted, self.form = requested, form
+        self.request, self.form = request, form
         self._prepared, self._metrics = prepared, metrics
         self._choices = [
             AnswerChoice(
                 texts.vocabulary,
-                requested.stop,
-                logprobs=requested.logprobs is not None,
+                request.stop_strings,
+                logprobs=request.alternatives is not None,
                 text=text,
                 calling=prepared.calling,
             )
             for text in prepared.echo
         ]
-        #: Why it ended before its time; None if it did not.
+        #: Why the answer broke off; None if it did not.
         self.broken_off: str | None = None
-        #: When the first and the last token of each sequence came.
+        #: Arrival times of the first and the last token of each sequence.
         self._times = dict[int, tuple[float, float]]()
         self._arrival_s = 0.0
 
     def start(self, stream: TokenStream, arrival_s: float) -> None:
-        """Submit it. Raises RooftopError or Overloaded."""
+        """Submit all sequences. Raises RooftopError or Overloaded."""
         self._arrival_s, self._stream = arrival_s, stream
         stream.submit(self._prepared.prompts, self._prepared.samplings, arrival_s)
         for prompt in self._prepared.prompts:
             self._metrics.prompt.observe(len(prompt))
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, AnswerPiece]], None]:
-        """Pieces as they come: (choice, piece), all that came at once together. Raises BrokenOff."""
+        """Yield pieces (choice, piece) as they arrive, those that arrived together in one list. Raises BrokenOff."""
         try:
             async with aclosing(self._stream.read()) as reading:
                 async for come in reading:
@@ -92,7 +94,7 @@ class PendingAnswer:
             self._stream.cancel()
             self._count()
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Completion | ChatCompletion:
         """The answer in one piece. Raises BrokenOff."""
         parts = [list[AnswerPiece]() for _ in self._choices]
         async with aclosing(self.pieces()) as reading:
@@ -103,30 +105,31 @@ class PendingAnswer:
         return self.form.whole(joined, self.usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events. One that breaks off ends with an error, and without [DONE]."""
+        """Yield the answer as server-sent events. If it breaks off, it ends with an error and without [DONE]."""
         try:
             async with aclosing(self.pieces()) as reading:
                 async for come in reading:
-                    with_usage = self.wanted.include_usage
+                    with_usage = self.request.include_usage
                     yield b"".join(event(self.form.part(index, piece, usage=with_usage)) for index, piece in come)
-            if self.wanted.include_usage:
+            if self.request.include_usage:
                 yield event(self.form.usage(self.usage()))
             yield b"data: [DONE]\n\n"
         except BrokenOff as broken:
             yield event(error(str(broken), "server_error"))
 
-    def usage(self) -> dict[str, int]:
-        """OpenAI's usage: each prompt is counted once, whatever the choices of it."""
-        prompts = self._prepared.prompts[:: self.wanted.n]
-        return usage(sum(map(len, prompts)), sum(choice.tokens for choice in self._choices))
+    def usage(self) -> Usage:
+        """Numbers of tokens. Each prompt is counted once, not once per choice."""
+        prompts = self._prepared.prompts[:: self.request.choices]
+        read, generated = sum(map(len, prompts)), sum(choice.tokens for choice in self._choices)
+        return Usage(prompt_tokens=read, completion_tokens=generated, total_tokens=read + generated)
 
     def record(self) -> dict[str, Any]:
         """Return the log record of the answer, without any text."""
         first = min((first for first, _ in self._times.values()), default=None)
         return {
             "id": self.form.id,
-            "stream": self.wanted.stream,
-            **self.usage(),
+            "stream": bool(self.request.stream),
+            **msgspec.to_builtins(self.usage()),
             "finish": [choice.finish or _why(choice) for choice in self._choices],
             "ttft_s": None if first is None else round(first - self._arrival_s, 6),
             "seconds": round(time.monotonic() - self._arrival_s, 6),
@@ -142,7 +145,7 @@ class PendingAnswer:
         self._times[index] = first, when
 
     def _count(self) -> None:
-        """The figures of each sequence, once."""
+        """Record the metrics of each sequence, once."""
         for index, choice in enumerate(self._choices):
             self._metrics.finished.labels(choice.finish or _why(choice)).inc()
             self._metrics.output.observe(choice.tokens)
@@ -154,7 +157,7 @@ class PendingAnswer:
 
 
 def _why(choice: AnswerChoice) -> str:
-    """Why a choice has no end of its own."""
+    """The finish reason of a choice that did not end by itself."""
     return "error" if choice.failed is not None and choice.failed.finish == "error" else "cancelled"
 
 
@@ -170,7 +173,7 @@ def _join(pieces: list[AnswerPiece]) -> AnswerPiece:
 
 
 class Inbox:
-    """Takes tokens from the engine's thread, and hands them out in the event loop in which it was made."""
+    """Takes tokens from the engine's thread and hands them out in the event loop that created it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -179,18 +182,18 @@ class Inbox:
         self._woken = False
 
     def put(self, stream: TokenStream, index: int, token: Token) -> None:
-        """From any thread; returns at once."""
+        """Add a token. From any thread; returns at once."""
         self._come.append((stream, index, token, time.monotonic()))
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._hand_out)
 
     def number(self) -> int:
-        """A number for a request, never given before."""
+        """A new number for a request."""
         return next(self._ids)
 
     def _hand_out(self) -> None:
-        # First: what comes from now on wakes the loop again.
+        # Reset first: a token that arrives from now on wakes the loop again.
         self._woken = False
         while self._come:
             stream, index, token, when = self._come.popleft()
@@ -208,7 +211,7 @@ class TokenStream:
         self._running = dict[int, int]()
 
     def submit(self, prompts: Sequence[tuple[int, ...]], samplings: Sequence[Sampling], arrival_s: float) -> None:
-        """Queue all of them, or none. Raises RooftopError or Overloaded, as the engine does."""
+        """Queue all sequences, or none. Raises RooftopError or Overloaded, as the engine does."""
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             request = GenerationRequest(id=self._inbox.number(), prompt=prompt, sampling=sampling, arrival_s=arrival_s)
             self._running[index] = request.id
@@ -232,7 +235,7 @@ class TokenStream:
             yield come
 
     def cancel(self, index: int | None = None) -> None:
-        """End sequence ``index``, or all: no one reads on."""
+        """End sequence ``index``, or all of them."""
         for item in [*self._running] if index is None else [index]:
             number = self._running.pop(item, None)
             if number is not None:

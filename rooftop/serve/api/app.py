@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import hmac
 import logging
 import math
@@ -11,8 +10,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -26,11 +27,12 @@ from starlette.types import Receive, Scope, Send
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.answers import BrokenOff, Inbox, PendingAnswer, TokenStream
 from rooftop.serve.api.metrics import PrometheusMetrics
-from rooftop.serve.api.openai import Form, PreparedRequest, TooLong, Wanted, error, prepare, read_request
-from rooftop.serve.api.published import document
-from rooftop.serve.api.settings import Settings
+from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, TooLong, error, prepare, read_request
+from rooftop.serve.api.openapi import ENDPOINTS, document
+from rooftop.serve.api.schemas import ChatCompletion, Completion, ModelCard, Models, ServerStatus
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import Overloaded, ServingEngine
+from rooftop.serve.request import Settings
 
 _Answer = TypeVar("_Answer")
 #: Seconds after which to ask a server again that is loading or draining.
@@ -61,13 +63,13 @@ class Refused(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
         content = error(str(self), kind, param=self.param, code=self.code)
-        return JSONResponse(content, status_code=self.status, headers=self.headers)
+        return _Json(content, status_code=self.status, headers=self.headers)
 
 
 class Api:
-    """The state of a server: its ``engine``, None while it loads, and whether it is ``draining``.
+    """State of a server: its ``engine`` (None while it loads), and ``draining`` if it shuts down.
 
-    To be made in the event loop that serves it.
+    Create it in the event loop that serves it.
     """
 
     def __init__(self, settings: Settings, texts: Texts, log: logging.Logger) -> None:
@@ -77,19 +79,28 @@ class Api:
         self.metrics = PrometheusMetrics(lambda: self.engine)
         self._inbox = Inbox()
         self._created = int(time.time())
-        self._document = _published(settings)
+        self._document = document(settings.model, keys=bool(settings.keys))
 
     def app(self) -> Starlette:
         """The ASGI application."""
+        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "models": self._models,
+            "model": self._model,
+            "complete": partial(self._generate, chat=False),
+            "chat": partial(self._generate, chat=True),
+            "health": self._health,
+            "ready": self._ready,
+            "metrics": self._metrics,
+            "openapi": self._openapi,
+        }
         routes = [
-            Route("/v1/models", self._guarded(self._models)),
-            Route("/v1/models/{model:path}", self._guarded(self._model)),
-            Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-            Route("/health", self._guarded(self._health, key=False)),
-            Route("/ready", self._guarded(self._ready, key=False)),
-            Route("/metrics", self._guarded(self._metrics, key=False)),
-            Route("/openapi.json", self._guarded(self._openapi, key=False)),
+            Route(
+                # The name of a model may have slashes.
+                endpoint.path.replace("{model}", "{model:path}"),
+                self._guarded(handlers[endpoint.name], key=endpoint.needs_key),
+                methods=[endpoint.method.upper()],
+            )
+            for endpoint in ENDPOINTS
         ]
         origins = list(self.settings.origins)
         cors = Middleware(
@@ -105,9 +116,9 @@ class Api:
         )
 
     def _guarded(
-        self, handle: Callable[[Request], Awaitable[Response]], *, key: bool = True
+        self, handle: Callable[[Request], Awaitable[Response]], *, key: bool
     ) -> Callable[[Request], Awaitable[Response]]:
-        """``handle``, with ``key`` for those who have one; what it refuses, and where it fails, is answered."""
+        """``handle``, for clients with an API key if ``key``; refusals and defects are answered with errors."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -117,7 +128,7 @@ class Api:
             except Refused as refused:
                 response = refused.response()
                 fields = {"path": request.url.path, "status": refused.status, "param": refused.param}
-                # The message repeats what was given.
+                # The message repeats a value of the request.
                 fields |= {"message": str(refused)} if self.settings.log_texts else {}
                 self.log.info("refused", extra={"fields": fields})
             except Exception as defect:
@@ -137,39 +148,32 @@ class Api:
             raise Refused(401, "the API key is missing or wrong", code="invalid_api_key")
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return _Json(Models(data=[self._card()]))
 
     async def _model(self, request: Request) -> Response:
         self._require_model(request.path_params["model"])
-        return JSONResponse(self._card())
+        return _Json(self._card())
 
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self.settings.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "rooftop",
-            "max_model_len": None if self.engine is None else self.engine.longest,
-            "vocab": self.texts.vocab,
-        }
+    def _card(self) -> ModelCard:
+        return ModelCard(
+            id=self.settings.model,
+            created=self._created,
+            owned_by="rooftop",
+            max_model_len=None if self.engine is None else self.engine.max_model_len,
+            vocab=self.texts.vocab,
+        )
 
     def _require_model(self, model: str) -> None:
         if model != self.settings.model:
             message = f"model: got {model[:60]!r}; accepted: {self.settings.model!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, chat=False)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, chat=True)
-
     async def _generate(self, request: Request, *, chat: bool) -> Response:
         arrival_s = time.monotonic()
         engine = self._require_ready()
         body = await self._body(request)
         try:
-            requested, prepared = await run_in_threadpool(self._prepare, body, chat, engine.longest)
+            requested, prepared = await run_in_threadpool(self._prepare, body, chat, engine.max_model_len)
             form = Form(
                 id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
                 created=int(time.time()),
@@ -179,7 +183,7 @@ class Api:
             answer = PendingAnswer(requested, prepared, self.texts, form, self.metrics)
             answer.start(TokenStream(self._inbox, engine), arrival_s)
         except RooftopError as wrong:
-            # The code by which clients know that less may do.
+            # Clients shorten their prompt when they see this code.
             code = "context_length_exceeded" if isinstance(wrong, TooLong) else None
             raise Refused(400, str(wrong), param=wrong.field, code=code) from None
         except Overloaded as full:
@@ -199,7 +203,7 @@ class Api:
             self._note(request, answer, body)
             return Response(status_code=499)
         self._note(request, answer, body, whole)
-        return JSONResponse(whole, headers=headers)
+        return _Json(whole, headers=headers)
 
     def _require_ready(self) -> ServingEngine:
         if self.draining:
@@ -208,10 +212,10 @@ class Api:
             raise Refused(503, "the server is loading its model", retry_s=_RETRY_S)
         return self.engine
 
-    def _prepare(self, body: bytes, chat: bool, longest: int) -> tuple[Wanted, PreparedRequest]:
+    def _prepare(self, body: bytes, chat: bool, max_model_len: int) -> tuple[AnyRequest, PreparedRequest]:
         requested = read_request(body, chat=chat)
         self._require_model(requested.model)
-        return requested, prepare(requested, self.texts, longest)
+        return requested, prepare(requested, body, self.texts, max_model_len)
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -230,51 +234,46 @@ class Api:
             raise Refused(413, f"body: got more than {most:,} bytes; accepted: at most those")
         return bytes(body)
 
-    def _note(self, request: Request, answer: PendingAnswer, body: bytes, whole: dict[str, Any] | None = None) -> None:
+    def _note(
+        self, request: Request, answer: PendingAnswer, body: bytes, whole: Completion | ChatCompletion | None = None
+    ) -> None:
         fields = {"path": request.url.path, **answer.record()}
         if self.settings.log_texts:
-            fields |= {"request": body.decode(errors="replace"), "answer": whole}
+            fields |= {"request": body.decode(errors="replace"), "answer": msgspec.to_builtins(whole)}
         self.log.info("answered" if answer.broken_off is None else "broken off", extra={"fields": fields})
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "alive"})
+        return _Json(ServerStatus(status="alive"))
 
     async def _ready(self, request: Request) -> Response:
-        status = "draining" if self.draining else "loading" if self.engine is None else "ready"
-        if status == "ready":
-            return JSONResponse({"status": status})
-        return JSONResponse({"status": status}, status_code=503, headers={"Retry-After": str(_RETRY_S)})
+        if self.engine is not None and not self.draining:
+            return _Json(ServerStatus(status="ready"))
+        status = ServerStatus(status="draining" if self.draining else "loading")
+        return _Json(status, status_code=503, headers={"Retry-After": str(_RETRY_S)})
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(self._document)
+        return _Json(self._document)
 
 
 async def _http_error(request: Request, exception: Exception) -> Response:
-    """Error of the router: no such path, no such method."""
+    """Answer errors of the router: an unknown path or method."""
     assert isinstance(exception, HTTPException)
     content = error(f"{request.method} {request.url.path[:60]}: {exception.detail}", "invalid_request_error")
-    return JSONResponse(content, status_code=exception.status_code, headers=exception.headers)
+    return _Json(content, status_code=exception.status_code, headers=exception.headers)
 
 
-def _published(settings: Settings) -> dict[str, Any]:
-    """The document, saying which model there is and whether keys are needed."""
-    published = copy.deepcopy(dict(document()))
-    for path in published["paths"].values():
-        for operation in path.values():
-            if operation.pop("security", None) and settings.keys:
-                operation["security"] = [{"key": []}]
-            for parameter in operation.get("parameters", ()):
-                parameter["schema"]["enum"] = [settings.model]
-    for name in ("CompletionRequest", "ChatRequest"):
-        published["components"]["schemas"][name]["properties"]["model"]["enum"] = [settings.model]
-    return published
+class _Json(JSONResponse):
+    """A Struct or plain values as JSON."""
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
 
 
 class _EventStream(Response):
-    """Server-sent events; they stop being made when the client leaves. ``on_end`` is called after the last."""
+    """Server-sent events, until the client leaves. ``on_end`` is called after the last one."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], headers: dict[str, str], on_end: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what clients wait for, by request, and what the engine says of itself, when asked."""
+"""Metrics for Prometheus: latencies of requests, and statistics of the engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from prometheus_client.registry import Collector
 
 from rooftop.serve.engine.requests import EngineStats, ServingEngine
 
-#: Seconds, from a step of a small model to a long answer.
+#: Bounds of histograms in seconds, from a step of a small model to a long answer.
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 _TOKENS = tuple(float(2**power) for power in range(0, 21, 2))
 
-#: Of the engine: name, what it is, its value.
+#: Name, description and value of statistics of the engine.
 _Figures = tuple[tuple[str, str, Callable[[EngineStats], float]], ...]
 _GAUGES: _Figures = (
     ("waiting_requests", "Sequences that are queued: they have no place in the engine yet.", lambda s: s.waiting),
@@ -53,7 +53,7 @@ class PrometheusMetrics:
     """The metrics of one server. Latencies are measured where the engine hands a token over, before HTTP."""
 
     def __init__(self, engine: Callable[[], ServingEngine | None]) -> None:
-        """``engine`` returns it once it is there."""
+        """``engine`` returns the engine once it is loaded."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineMetrics(engine))
         self.ttft = self._histogram(
@@ -84,7 +84,7 @@ class PrometheusMetrics:
         )
 
     def text(self) -> bytes:
-        """All of them, in Prometheus's text format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
@@ -92,7 +92,7 @@ class PrometheusMetrics:
 
 
 class _EngineMetrics(Collector):
-    """The engine's statistics at the time of asking."""
+    """The engine's statistics at the time of a scrape."""
 
     def __init__(self, engine: Callable[[], ServingEngine | None]) -> None:
         self._engine = engine

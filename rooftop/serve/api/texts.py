@@ -1,16 +1,19 @@
-"""Between texts and token ids: what the API knows of a checkpoint."""
+"""Texts of a model as token ids: prompts, chat templates, and constraints on answers (by llguidance)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import llguidance
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
@@ -19,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.constraint import Grammars, Matcher
-from rooftop.serve.api.detokenise import Vocabulary
+from rooftop.serve.api.choices import Vocabulary
+from rooftop.serve.api.schemas import JsonObjectFormat, JsonSchemaFormat, TextFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class Texts:
         )
 
     def prompt(self, text: str) -> tuple[int, ...]:
-        """The ids of a text to go on with: what the tokenizer begins a text with, special tokens as spelled out."""
+        """The ids of a text to continue: the tokenizer's first tokens, then the text with its special tokens."""
         return tuple(self._backend.encode(text, add_special_tokens=True).ids)
 
     def chat(
@@ -59,35 +62,36 @@ class Texts:
         tools: Sequence[Mapping[str, Any]] | None,
         more: Mapping[str, Any] | None,
     ) -> tuple[int, ...]:
-        """The ids of a conversation that the assistant goes on with. Raises RooftopError."""
+        """The ids of a conversation that the assistant continues. Raises RooftopError."""
         if self.template is None:
             raise RooftopError("messages", "a chat", "a model with a chat template; without one, /v1/completions")
-        text = self.template.render([for_template(message) for message in messages], tools=tools, more=more)
+        text = self.template.render(
+            [for_template(message) for message in messages],
+            tools=[{**tool, "function": _without_nulls(tool["function"])} for tool in tools or ()],
+            more=more,
+        )
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def template_text(self, *, with_tools: bool) -> str | None:
-        """The chat template that is used, None if there is none."""
+        """The chat template of a conversation with tools or without; None if there is none."""
         return None if self.template is None else self.template.text(with_tools=with_tools)
 
     def matcher(
         self,
-        response_format: Mapping[str, Any] | None,
+        response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
         regex: str | None,
         calls: Mapping[str, Any] | None = None,
     ) -> Matcher | None:
         """Return the matcher of a constrained answer, or None; ``calls``: the schema of a call. Raises RooftopError."""
         if calls is not None:
             return self._grammars.json(calls, "tools")
-        kind = "text" if response_format is None else response_format["type"]
+        if isinstance(response_format, TextFormat | None):
+            return None if regex is None else self._grammars.regex(regex)
         if regex is not None:
-            if kind != "text":
-                raise RooftopError("guided_regex", regex[:60], f"nothing beside response_format {kind}")
-            return self._grammars.regex(regex)
-        if kind == "text" or response_format is None:
-            return None
-        return self._grammars.json(
-            {"type": "object"} if kind == "json_object" else response_format["json_schema"]["schema"]
-        )
+            raise RooftopError("guided_regex", regex[:60], "this without a response_format, or with that of type text")
+        if isinstance(response_format, JsonObjectFormat):
+            return self._grammars.json({"type": "object"})
+        return self._grammars.json(response_format.json_schema.schema)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -100,7 +104,7 @@ class Texts:
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
-        """Unlike ``Tokenizer``, which reads documents, it reads special tokens that a prompt spells out as such."""
+        """A tokenizer that reads special tokens in prompts; ``Tokenizer``, which reads documents, does not."""
         backend = tokenizers.Tokenizer.from_str(self.tokenizer.definition)
         backend.no_padding()
         backend.no_truncation()
@@ -114,14 +118,21 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         for_template["content"] = "\n".join(part["text"] for part in for_template["content"])
     if for_template.get("tool_calls"):
         for_template["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
+            {
+                **_without_nulls(call),
+                "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])},
+            }
             for call in for_template["tool_calls"]
         ]
     return for_template
 
 
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 class _Arguments(dict[str, Any]):
-    """Arguments of a call: an object, and their JSON where a template adds them to a string, as DeepSeek's do."""
+    """Arguments of a call: an object that is JSON text where a template adds it to a string, as DeepSeek's do."""
 
     def __init__(self, text: str, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -148,7 +159,7 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant said, for training; in a prompt it is only its content."""
+    """``{% generation %}`` marks assistant messages for training; a prompt has only its content."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
@@ -161,7 +172,7 @@ class _Generation(Extension):
 class ChatTemplate:
     """The templates of a checkpoint by name, and the special tokens that they can name.
 
-    Templates are Jinja in a sandbox: they read what they are given, and reach nothing else.
+    Templates are Jinja in a sandbox: they can read their variables and nothing else.
     """
 
     templates: Mapping[str, str]
@@ -209,13 +220,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt, special tokens spelled out. ``more`` are variables for the template.
 
-        Raises RooftopError with what the template says is wrong (``raise_exception``), or for its own mistakes.
+        Raises RooftopError with the message of the template (``raise_exception``), or for errors in it.
         """
         name = self._name(with_tools=bool(tools))
         if name not in self.templates:
             raise RooftopError("messages", "a chat", f"a default chat template; there are {', '.join(self.templates)}")
-        # Keys without a value are left out: templates print them, or ask whether they are there.
-        cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        # Nulls are removed: templates print them, or test if the key is present.
+        cleaned = [_without_nulls(message) for message in messages]
         variables = {**self.tokens, **(more or {})}
         variables |= {"messages": cleaned, "tools": tools or None, "documents": None}
         try:
@@ -224,7 +235,7 @@ class ChatTemplate:
                 .from_string(self.templates[name])
                 .render(**variables, add_generation_prompt=add_generation_prompt)
             )
-        except Exception as error:  # a template computes what it likes, and may fail in every way
+        except Exception as error:  # a template may fail in any way
             reason = " ".join(str(error).split())[:200]
             raise RooftopError(
                 "messages", f"{len(cleaned)} of them", f"what the chat template takes ({reason})"
@@ -248,7 +259,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes what HTML would read."""
+    """Plain JSON: Jinja's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -281,3 +292,80 @@ def _read(path: Path) -> str:
 
 def _token(named: Any) -> str:
     return str(named["content"] if isinstance(named, dict) else named)
+
+
+#: JSON as Python's json.dumps writes it: with free white space, small models never stop writing blanks.
+_COMPACT: Any = {"whitespace_flexible": False}
+
+
+class Matcher:
+    """Position of one request's answer in its grammar. One thread calls its methods.
+
+    ``failed``, which other threads may read, is why the answer left the grammar, for example because that grew too
+    complex.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, words: int) -> None:
+        self.failed: str | None = None
+        self._matcher = matcher
+        self._mask = np.zeros(words, np.uint32)
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """The tokens allowed next, [ceil(V/32)]: token t is bit t % 32 of word t // 32. Valid until the next call."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        """Advance by ``token``. If that fails (see ``failed``), only the end is allowed from then on."""
+        if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
+            self.failed = _line(self._matcher.get_error())
+
+    def copy(self) -> Matcher:
+        """A matcher at the same position."""
+        return Matcher(self._matcher.deep_copy(), len(self._mask))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammars:
+    """Makes matchers for a tokenizer: ``definition`` is a tokenizer.json, ``vocab`` the V of the model's logits.
+
+    ``ends`` are the tokens that end an answer; they are allowed where the grammar may end, and only there.
+    """
+
+    definition: str
+    vocab: int
+    ends: tuple[int, ...]
+    _tokenizer: llguidance.LLTokenizer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.ends:
+            raise RooftopError("response_format", "a constraint", "a model that has a token to end its text")
+        try:
+            tokenizer = llguidance.LLTokenizer(self.definition, n_vocab=self.vocab, eos_token=list(self.ends))
+        except Exception as error:  # the package raises nothing narrower
+            raise RooftopError(
+                "response_format", "a constraint", f"a tokenizer that llguidance reads ({error})"
+            ) from None
+        object.__setattr__(self, "_tokenizer", tokenizer)
+
+    def json(self, schema: Mapping[str, Any], field: str = "response_format.json_schema.schema") -> Matcher:
+        """The matcher of a JSON Schema, the value of ``field``. Raises RooftopError if it cannot be enforced."""
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
+        except ValueError as error:
+            raise RooftopError(field, "a schema", _line(str(error))) from None
+        return self._matcher(grammar, field)
+
+    def regex(self, pattern: str) -> Matcher:
+        """The matcher of a regular expression for the whole answer. Raises RooftopError if it is invalid."""
+        return self._matcher(llguidance.LLMatcher.grammar_from_regex(pattern), "guided_regex")
+
+    def _matcher(self, grammar: str, field: str) -> Matcher:
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise RooftopError(field, "a constraint that cannot be enforced", _line(matcher.get_error()))
+        return Matcher(matcher, -(-self.vocab // 32))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -1,4 +1,4 @@
-"""Calls of tools: which form a model writes them in, and reading them out of its answer piece by piece.
+"""Calls of tools: the form in which a model writes them, and a reader of calls in a streamed answer.
 
 Forms, by what a chat template spells out:
 
@@ -7,8 +7,8 @@ Forms, by what a chat template spells out:
 - ``deepseek`` (V3, R1, V3.1): special tokens around all calls and around each: ``function``, a separator, the name and
   a fence of Markdown with arguments in it; or the name, the separator and the arguments;
 - ``dsml`` (DeepSeek V3.2): see ``rooftop.serve.api.tools``;
-- ``llama`` (Llama 3): an answer that is such an object, with ``parameters``, perhaps behind ``<|python_tag|>``;
-- ``json``: the answer is one such object, or a list: what an answer is held to that must call a tool.
+- ``llama`` (Llama 3): an answer that is such an object, with ``parameters``, perhaps after ``<|python_tag|>``;
+- ``json``: the answer is one such object, or a list: the constraint on an answer that must call a tool.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rooftop.core.errors import RooftopError, unknown
+import msgspec
 
-#: What all tags begin with, behind their bracket.
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.serve.api.schemas import ChatRequest, NamedTool, TextFormat, ToolFunction
+
+#: Begins all tags, after their bracket.
 TOKEN = "\uff5cDSML\uff5c"
 OPENS, CLOSES = f"<{TOKEN}function_calls>", f"</{TOKEN}function_calls>"
-#: A call as far as its arguments, and what it begins with.
+#: A call up to its arguments, and its beginning.
 CALL, BEGINS = re.compile(rf'<{TOKEN}invoke\s+name="([^"]+)"\s*>'), f"<{TOKEN}invoke"
 _ARGUMENT = re.compile(
     rf'\s*<{TOKEN}parameter\s+name="([^"]*)"\s+string="(true|false)"\s*>(.*?)</{TOKEN}parameter>', re.DOTALL
@@ -37,7 +40,8 @@ _END = re.compile(rf".*?</{TOKEN}invoke>", re.DOTALL)
 def argument(text: str, *, first: bool) -> tuple[str, int, bool] | None:
     """Return the next part of a call's arguments as JSON of an object; None if it is incomplete.
 
-    With it how many characters of ``text`` say so, and whether it is the end. ``first``: none has come before.
+    The tuple also has the number of characters of ``text`` that were read, and True at the last argument. ``first``: no
+    part has come before.
     """
     result = _ARGUMENT.match(text)
     if result is not None:
@@ -57,7 +61,7 @@ def _is_json(value: str) -> bool:
     return True
 
 
-#: What begins calls.
+#: Markers that begin calls.
 _OPENS = {
     "hermes": "<tool_call>",
     "mistral": "[TOOL_CALLS]",
@@ -66,24 +70,24 @@ _OPENS = {
     "llama": "<|python_tag|>",
     "json": "",
 }
-#: What stands in a template of each form: the same, or how Llama 3.2 is told to write one.
+#: Strings in a template of each form: the same markers, or Llama 3.2's instruction for a call.
 _SIGNS: dict[str, tuple[str, ...]] = {form: (opens,) for form, opens in _OPENS.items() if opens}
 _SIGNS["llama"] += ('"parameters": dictionary',)
 _SIGNS["dsml"] = (TOKEN,)
-#: What ends them.
+#: Markers that end calls.
 _CLOSES = {"hermes": "</tool_call>", "dsml": CLOSES, "deepseek": "<\uff5ctool\u2581calls\u2581end\uff5c>"}
-#: DeepSeek's tokens of one call: before it, between its kind and name or its name and arguments, and behind it.
+#: DeepSeek's tokens of one call: before it, between its kind and name or its name and arguments, and after it.
 _CALL, _SEP, _ENDS = (f"<\uff5ctool\u2581{word}\uff5c>" for word in ("call\u2581begin", "sep", "call\u2581end"))
-#: What may stand between calls, next to blanks.
+#: Markers that may stand between calls, next to blanks.
 _BETWEEN = {"deepseek": ("```", _ENDS)}
-#: Special tokens that calls are made of: they are read, and never shown.
+#: Special tokens of calls: they are parsed, and never shown.
 MARKERS: frozenset[str] = frozenset(
     (*filter(None, _OPENS.values()), *_CLOSES.values(), "[ARGS]", "[CALL_ID]", _CALL, _SEP, _ENDS, TOKEN)
 )
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 _BEGINS_NAMED = re.compile(r"[\w.-]+(?:\[[A-Z_]*\]?\w*)*\s*")
-#: One of DeepSeek's calls as far as its arguments.
+#: One of DeepSeek's calls up to its arguments.
 _FENCED = re.compile(rf"{_CALL}\s*(?:function\s*{_SEP}\s*([\w.-]+)\s*```(?:json)?|([\w.-]+)\s*{_SEP})\s*(?=\{{)")
 _BLANKS = " \t\r\n,;"
 _SEPARATORS = _BLANKS + "[]"
@@ -112,45 +116,45 @@ class CallPart:
     name: str | None = None
 
 
-def calling(fields: Mapping[str, Any], template: str | None) -> Calling | None:
+def calling(request: ChatRequest, template: str | None) -> Calling | None:
     """Return how the answer to a chat request calls tools; None if it may not, or if the model's form is unknown.
 
     ``template`` is the text of the chat template. Raises RooftopError for a choice that cannot be.
     """
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice", "auto")
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    if choice not in ("none", "auto") and not tools:
-        raise RooftopError("tool_choice", choice, "none or auto where there are no tools")
-    if choice == "none" or not tools:
+    choice = request.tool_choice or "auto"
+    functions = {tool.function.name: tool.function for tool in request.tools or ()}
+    if choice not in ("none", "auto") and not functions:
+        raise RooftopError("tool_choice", msgspec.to_builtins(choice), "none or auto where there are no tools")
+    if choice == "none" or not functions:
         return None
     if choice == "auto":
         form = next((form for form, signs in _SIGNS.items() if any(sign in (template or "") for sign in signs)), None)
         return None if form is None else Calling(form=form, names=frozenset(functions))
-    if fields.get("response_format", {"type": "text"})["type"] != "text" or "guided_regex" in fields:
-        raise RooftopError("tool_choice", choice, "none or auto beside response_format and guided_regex")
-    if isinstance(choice, dict):
-        name = choice["function"]["name"]
+    if not isinstance(request.response_format, TextFormat | None) or request.guided_regex is not None:
+        accepted = "none or auto beside response_format and guided_regex"
+        raise RooftopError("tool_choice", msgspec.to_builtins(choice), accepted)
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
         if name not in functions:
             raise unknown("tool_choice.function.name", name, functions)
         functions = {name: functions[name]}
     schema = _schema(list(functions.values()))
-    if choice == "required" and fields.get("parallel_tool_calls"):
+    if choice == "required" and request.parallel_tool_calls:
         several = {name: value for name, value in schema.items() if name != "$defs"}
         schema = {"type": "array", "items": several, "minItems": 1, "$defs": schema["$defs"]}
     return Calling(form="json", names=frozenset(functions), schema=schema)
 
 
-def _schema(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _schema(functions: Sequence[ToolFunction]) -> dict[str, Any]:
     """JSON that calls one of ``functions``."""
     calls, definitions = list[dict[str, Any]](), dict[str, Any]()
     for number, function in enumerate(functions):
-        parameters = function.get("parameters") or {"type": "object"}
         place = f"#/$defs/{number}"
-        definitions[str(number)] = _moved(parameters, place)
+        definitions[str(number)] = _moved(function.parameters or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+                "properties": {"name": {"const": function.name}, "arguments": {"$ref": place}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
@@ -159,7 +163,7 @@ def _schema(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own root lead to ``place``."""
+    """A schema whose references to its root point to ``place``."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
@@ -174,7 +178,7 @@ def _moved(schema: Any, place: str) -> Any:
 class CallReader:
     """Reads calls out of one answer: pieces of its text in, pieces of content and of calls out.
 
-    ``calls`` counts them. What looks like a call and is none is content.
+    ``calls`` counts the calls. Text that only looks like a call is content.
     """
 
     def __init__(self, how: Calling) -> None:
@@ -183,7 +187,7 @@ class CallReader:
         self._markers = [self._opens, _CLOSES.get(how.form, ""), *_BETWEEN.get(how.form, ())]
         self._text = ""
         self._read = self._answer if how.form in ("llama", "json") else self._outside
-        #: What made us look for a call, and is content if there is none.
+        #: Text that looked like the beginning of a call; it is content if there is no call.
         self._before = ""
         self._scan, self._scanned, self._first = _Scan(), 0, True
         self._content, self._parts = "", list[CallPart]()
@@ -197,15 +201,15 @@ class CallReader:
         return self._content, tuple(self._parts)
 
     def flush(self) -> str:
-        """The content that was held back, at the end of the answer."""
+        """Return the withheld content at the end of the answer."""
         none = self._read in (self._outside, self._answer, self._object) or bool(self._before)
         withheld, self._text = self._before + self._text if none else "", ""
         return withheld if withheld.strip() or not self.calls else ""
 
-    # Each of these reads what it can from the beginning of the text, and says whether to go on reading.
+    # Each of these parses the beginning of the text, and returns True to continue parsing.
 
     def _answer(self) -> bool:
-        """At the beginning of an answer that may be a call as a whole."""
+        """Parse the beginning of an answer that may be a call as a whole."""
         text = self._text.lstrip()
         if not text:
             return False
@@ -222,7 +226,7 @@ class CallReader:
             self._content += shown
             self._before, self._text, self._read = before[len(shown) :] + opens, after, self._between
             return True
-        # Blanks and what may begin a call wait for what comes after them.
+        # Blanks and the possible beginning of a call wait for the text after them.
         withheld = next(size for size in range(len(self._opens) - 1, -1, -1) if before.endswith(self._opens[:size]))
         shown = before[: len(before) - withheld].rstrip()
         self._content, self._text = self._content + shown, before[len(shown) :]
@@ -293,7 +297,7 @@ class CallReader:
         return True
 
     def _arguments(self) -> bool:
-        """Of an object that goes on behind them."""
+        """Parse arguments inside an object that continues after them."""
         if self._arguments_alone():
             # The object itself is open yet.
             self._read, self._scan = self._tail, _Scan(depth=1)
@@ -310,7 +314,7 @@ class CallReader:
         return True
 
     def _tagged(self) -> bool:
-        """Arguments in tags of their own."""
+        """Parse arguments in tags of their own."""
         result = argument(self._text, first=self._first)
         if result is None:
             return False

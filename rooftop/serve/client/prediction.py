@@ -29,7 +29,7 @@ class PredictionInput:
 
     @classmethod
     def read(cls, url: str) -> PredictionInput | None:
-        """None where there is no such server."""
+        """Read /metrics of the server at ``url``; None if it is not a rooftop server."""
         try:
             answer = httpx.get(f"{url}/metrics", timeout=30.0)
             samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
@@ -66,9 +66,9 @@ class PredictionInput:
 
 
 def measured_times(before: PredictionInput, after: PredictionInput) -> MeasuredTimes:
-    """The step times, and the cache, of one server of the engine, by what ran between two times.
+    """Step times and cache of one server of the engine, from the programs that ran between two times.
 
-    Raises RooftopError where too little did.
+    Raises RooftopError if too few programs ran.
     """
     runs, seconds = after.labelled("program_runs_total"), after.labelled("program_seconds_total")
     old_runs, old_seconds = before.labelled("program_runs_total"), before.labelled("program_seconds_total")
@@ -107,7 +107,7 @@ def measured_times(before: PredictionInput, after: PredictionInput) -> MeasuredT
 
 
 def outside_s(before: PredictionInput, after: PredictionInput, ttft_s: float) -> float | None:
-    """Of a client's mean TTFT, ``ttft_s``, what is not in the engine's own: HTTP, parsing, and the client itself.
+    """Part of a client's mean TTFT, ``ttft_s``, outside the engine: HTTP, parsing, and the client itself.
 
     None where no request was answered between the two times.
     """
@@ -119,7 +119,7 @@ def outside_s(before: PredictionInput, after: PredictionInput, ttft_s: float) ->
 def deployment_of(
     reported: PredictionInput | None, times: StepTimes, *, policy: Policy, prefix_cache: bool
 ) -> Deployment:
-    """The servers of an engine, as many as are ``reported`` of, each with these ``times``.
+    """The servers of an engine, as many as ``reported``, each with these ``times``.
 
     Copies in one process take their steps at once, as do the two parts of an engine there; those of two processes go
     at their own pace. Raises RooftopError for what cannot be simulated.

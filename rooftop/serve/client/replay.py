@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -15,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.records import plain
-from rooftop.simulate.serving.metrics import Targets, spread
+from rooftop.core.records import Record
+from rooftop.simulate.serving.metrics import Goodput, Spread, Targets, spread
 from rooftop.simulate.serving.traces import RequestTrace
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, int, str], None]
 
-#: Answers that a server gives when it has too much to do.
+#: Statuses of a server that has too much to do.
 _REFUSED = (429, 503)
 
 
@@ -30,7 +31,7 @@ _REFUSED = (429, 503)
 class ReplayTarget:
     """A server: its ``url`` (without /v1), ``model`` and ``key``; prompts have token ids below ``vocab``.
 
-    With ``exact`` it is asked to go on behind the end of a text (``ignore_eos``), so that answers have their lengths.
+    With ``exact``, answers go on after the end of a text (``ignore_eos``), so that they have the lengths of the trace.
     """
 
     url: str
@@ -46,7 +47,7 @@ class ReplayTarget:
 
 
 @dataclass(kw_only=True, slots=True)
-class Record:
+class ReplayedRequest:
     """Outcome of one request; times in seconds since the replay began. ``error``: why there was no answer."""
 
     due_s: float
@@ -59,18 +60,54 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestCounts(Record):
+    """Numbers of requests. ``why`` is the first error of those that were not answered whole."""
+
+    offered: int
+    finished: int
+    refused: int
+    failed: int
+    why: str | None
+    per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts(Record):
+    """Tokens of the requests that were answered whole."""
+
+    prompt: int
+    generated: int
+    generated_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayMetrics(Record):
+    """Figures of a replay, by the names of a simulation. ``worst_lag_s``: the latest that a request was sent."""
+
+    requests: RequestCounts
+    tokens: TokenCounts
+    duration_s: float
+    worst_lag_s: float
+    ttft_s: Spread | None
+    tpot_s: Spread | None
+    itl_s: Spread | None
+    e2e_s: Spread | None
+    goodput: Goodput
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replayed:
     """Measurements of a replay. Definitions are those of ``rooftop.simulate.serving.metrics``, seen by the client.
 
-    A request arrives when it is sent; a token when the event with it does, so that the times between tokens are those
-    between events. ``duration_s`` is from the first request to the last token.
+    A request arrives when it is sent, and a token when its event does, so that times between tokens are times between
+    events. The duration is from the first request to the last token.
     """
 
-    records: list[Record]
+    records: list[ReplayedRequest]
     targets: Targets
 
     @property
-    def served(self) -> list[Record]:
+    def served(self) -> list[ReplayedRequest]:
         """Requests that were answered whole."""
         return [record for record in self.records if record.error is None and record.times_s]
 
@@ -83,8 +120,9 @@ class Replayed:
             output_tokens=np.array([item.output_tokens for item in served], np.int64),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """All figures, by the names of a simulation; times in seconds."""
+    @cached_property
+    def metrics(self) -> ReplayMetrics:
+        """All figures; times in seconds."""
         served, failed = self.served, [record for record in self.records if record.error is not None]
         ttft = np.array([item.times_s[0] - item.sent_s for item in served])
         e2e = np.array([item.times_s[-1] - item.sent_s for item in served])
@@ -95,35 +133,39 @@ class Replayed:
         first = min((record.sent_s for record in self.records), default=0.0)
         duration = max((item.times_s[-1] for item in served), default=first) - first
         good = self._good(ttft, tpot)
-        tokens = sum(item.output_tokens for item in served)
-        return {
-            "requests": {
-                "offered": len(self.records),
-                "finished": len(served),
-                "refused": sum(item.refused for item in failed),
-                "failed": sum(not item.refused for item in failed),
-                "why": next((item.error for item in failed), None),
-                "per_second": _rate(len(served), duration),
-            },
-            "tokens": {
-                "prompt": sum(item.prompt_tokens for item in served),
-                "generated": tokens,
-                "generated_per_second": _rate(tokens, duration),
-            },
-            "duration_s": duration,
-            "worst_lag_s": max((record.sent_s - record.due_s for record in self.records), default=0.0),
-            "ttft_s": plain(spread(ttft)),
-            "tpot_s": plain(spread(tpot)),
-            "itl_s": plain(spread(np.array(gaps))),
-            "e2e_s": plain(spread(e2e)),
-            "goodput": {
-                "ttft_target_s": self.targets.ttft_s,
-                "tpot_target_s": self.targets.tpot_s,
-                "requests": good,
-                "requests_per_second": _rate(good, duration),
-                "share": good / len(self.records),
-            },
-        }
+        generated = sum(item.output_tokens for item in served)
+        return ReplayMetrics(
+            requests=RequestCounts(
+                offered=len(self.records),
+                finished=len(served),
+                refused=sum(item.refused for item in failed),
+                failed=sum(not item.refused for item in failed),
+                why=next((item.error for item in failed), None),
+                per_second=_rate(len(served), duration),
+            ),
+            tokens=TokenCounts(
+                prompt=sum(item.prompt_tokens for item in served),
+                generated=generated,
+                generated_per_second=_rate(generated, duration),
+            ),
+            duration_s=duration,
+            worst_lag_s=max((record.sent_s - record.due_s for record in self.records), default=0.0),
+            ttft_s=spread(ttft),
+            tpot_s=spread(tpot),
+            itl_s=spread(np.array(gaps)),
+            e2e_s=spread(e2e),
+            goodput=Goodput(
+                ttft_target_s=self.targets.ttft_s,
+                tpot_target_s=self.targets.tpot_s,
+                requests=good,
+                requests_per_second=_rate(good, duration),
+                share=good / len(self.records),
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The metrics as plain JSON values."""
+        return self.metrics.to_json()
 
     def _good(self, ttft: Floats, tpot: Floats) -> int:
         met = np.ones(len(ttft), bool)
@@ -157,16 +199,16 @@ async def replay(
     targets: Targets,
     on_progress: Progress | None = None,
 ) -> Replayed:
-    """Send each request when it is due, whatever has become of those before; until all have ended."""
+    """Send each request when it is due, without waiting for earlier ones; return when all have ended."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    # A queue may be long: what is not refused is waited for.
+    # A queue may be long: wait for every request that is not refused.
     timeout = httpx.Timeout(None, connect=30.0)
-    records = [Record(due_s=due) for due in trace.arrival_s.tolist()]
+    records = [ReplayedRequest(due_s=due) for due in trace.arrival_s.tolist()]
     done = 0
     async with httpx.AsyncClient(base_url=target.url, limits=limits, timeout=timeout, headers=target.headers) as client:
         begun = time.perf_counter()
 
-        async def one(record: Record, prompt: Sequence[int], output: int) -> None:
+        async def one(record: ReplayedRequest, prompt: Sequence[int], output: int) -> None:
             nonlocal done
             await asyncio.sleep(max(0.0, record.due_s - (time.perf_counter() - begun)))
             try:
@@ -187,7 +229,7 @@ def _body(target: ReplayTarget, prompt: Sequence[int], output: int) -> dict[str,
     return body | {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if target.exact else {})
 
 
-async def _ask(client: httpx.AsyncClient, record: Record, body: Mapping[str, Any], begun: float) -> None:
+async def _ask(client: httpx.AsyncClient, record: ReplayedRequest, body: Mapping[str, Any], begun: float) -> None:
     record.sent_s = time.perf_counter() - begun
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
@@ -221,7 +263,7 @@ async def _ask(client: httpx.AsyncClient, record: Record, body: Mapping[str, Any
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
-    """Lines as they come: a line feed ends one and nothing else does. Texts hold Unicode's other ends of lines."""
+    """Yield lines as they arrive. Only a line feed ends a line: texts may have Unicode's other line separators."""
     rest = b""
     async for chunk in answer.aiter_bytes():
         *whole, rest = (rest + chunk).split(b"\n")
@@ -239,7 +281,7 @@ def _message(text: str) -> str:
 
 
 def find_model(url: str, model: str | None, key: str | None) -> tuple[str, int | None]:
-    """The name of the served model, and its vocabulary where the server tells. Raises RooftopError."""
+    """The name of the served model, and its vocabulary if the server reports it. Raises RooftopError."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30.0)

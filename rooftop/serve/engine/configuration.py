@@ -21,12 +21,12 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.scheduling.serving.scheduler import ROLES, Policy
 from rooftop.simulate.serving.measured import prefill_rows
 
-#: How weights are held: as they come, or in a format of ``rooftop.programs.serving.formats``.
+#: Formats of weights: as the checkpoint has them, or one of ``rooftop.programs.serving.formats``.
 WEIGHTS: tuple[str, ...] = tuple(ENGINE_WEIGHTS.values())
-#: How the cache holds keys and values.
+#: Formats of keys and values in the cache.
 CACHES: tuple[str, ...] = tuple(ENGINE_CACHES.values())
 DTYPES: tuple[str, ...] = ("float32", "bfloat16")
-#: Tokens of a sequence up to which its block table is too short to matter.
+#: Tokens of a sequence whose block table is short enough to transfer in every step.
 _TABLE_TOKENS = 8192
 
 
@@ -51,23 +51,23 @@ class Shapes:
 
     @classmethod
     def of(
-        cls, *, max_batch: int, longest: int, page_tokens: int, prefill_tokens: int, reader: str, least: int = 1
+        cls, *, max_batch: int, max_model_len: int, page_tokens: int, prefill_tokens: int, reader: str, least: int = 1
     ) -> Shapes:
         """By default: batches double, widths and contexts quadruple. Batches have a multiple of ``least`` rows.
 
-        Where a ``reader`` of ``programs.serving.paged`` reads what there is, whatever its tables could hold, contexts
-        only save the transfer of long tables.
+        A ``reader`` of ``programs.serving.paged`` that reads only the pages in use gains nothing from short contexts
+        but the transfer of shorter tables.
         """
         # Imported here: a configuration is checked before JAX is imported.
         from rooftop.programs.serving.paged import BLOCK
 
-        pages = -(-longest // page_tokens) * page_tokens
+        pages = -(-max_model_len // page_tokens) * page_tokens
         whole = BLOCK if reader == "gather" else _TABLE_TOKENS
         first = 256 if reader == "gather" else _TABLE_TOKENS
         short = _grown(min(-(-first // page_tokens) * page_tokens, pages), min(whole, pages), 4)
         return cls(
             batches=tuple(sorted({-(-size // least) * least for size in _grown(1, max_batch, 2)})),
-            widths=tuple(_grown(max(16, least), max(16, least, min(prefill_tokens, longest)), 4)),
+            widths=tuple(_grown(max(16, least), max(16, least, min(prefill_tokens, max_model_len)), 4)),
             contexts=tuple(sorted({*(-(-size // page_tokens) * page_tokens for size in short), pages})),
             prefill_tokens=prefill_tokens,
         )
@@ -79,9 +79,9 @@ class Shapes:
 
     @property
     def mixed(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Rows and width of what generates and of what is prefilled with it: one piece, next to the largest batch.
+        """Rows and width of generation, and of the prefill in the same program: one piece, with the largest batch.
 
-        Smaller batches would each need programs of their own, and gain less: weights are read once for both.
+        Smaller batches would need programs of their own and gain less: both parts share one read of the weights.
         """
         return [((self.batches[-1], 1), (1, width)) for width in self.widths]
 
@@ -106,14 +106,14 @@ def _grown(first: int, last: int, factor: int) -> Iterable[int]:
 class Configuration:
     """Configuration of an engine.
 
-    ``policy`` is what the simulator simulates; with 'disaggregated' batching the first ``prefill_devices`` of the
-    devices prefill and the others generate, or, in two processes, those of one and of the other ``role``. A sequence
-    has at most ``longest`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
-    ``page_tokens`` (None: what memory allows) and ``host_pages`` in the host's memory. With ``prefix_cache`` prompts
-    that begin alike share pages. ``max_queue`` requests may wait. ``mesh``: sizes of ``ENGINE_AXES``; ``kv_split``:
-    what context splits; of ``max_batch`` each of the ``copies`` that data makes has its share. At most ``guesses``
-    tokens of a sequence are guessed in a step and checked together: looked up in the text (see
-    ``rooftop.serve.engine.guessing``), or by a draft model.
+    ``policy`` is the one that the simulator simulates. With 'disaggregated' batching the first ``prefill_devices``
+    devices prefill and the others generate; in two processes, each does what its ``role`` says. A sequence has at most
+    ``max_model_len`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
+    ``page_tokens`` (None: as many as fit) and ``host_pages`` in the host's memory. With ``prefix_cache``, prompts that
+    begin alike share pages. At most ``max_queue`` requests wait. ``mesh``: sizes of ``ENGINE_AXES``; ``kv_split``:
+    the dim of the cache that context splits. Each of the ``copies`` along data gets its share of ``max_batch``.
+    ``compute_dtype`` has JAX's name (None: by platform). A step guesses at most ``draft_length`` tokens and
+    checks them together: it looks them up in the text (``rooftop.serve.engine.running``) or asks a draft model.
     """
 
     policy: Policy = field(default_factory=lambda: Policy(max_batch=32, chunk_tokens=256))
@@ -121,17 +121,17 @@ class Configuration:
     pages: int | None = None
     host_pages: int = 0
     prefix_cache: bool = True
-    longest: int | None = None
+    max_model_len: int | None = None
     max_queue: int = 1024
     mesh: tuple[tuple[str, int], ...] = ()
     kv_split: KvSplit = "seq"
     prefill_devices: int = 0
     role: str = "both"
-    dtype: str | None = None
-    weights: str = "plain"
-    cache: str = "plain"
+    compute_dtype: str | None = None
+    weights_dtype: str = "plain"
+    kv_dtype: str = "plain"
     shapes: Shapes | None = None
-    guesses: int = 0
+    draft_length: int = 0
 
     @property
     def copies(self) -> int:
@@ -144,15 +144,15 @@ class Configuration:
         return replace(self.policy, max_batch=-(-self.policy.max_batch // self.copies))
 
     def __post_init__(self) -> None:
-        least_of = {"guesses": 0, "page_tokens": 1, "host_pages": 0, "max_queue": 1, "prefill_devices": 0}
+        least_of = {"draft_length": 0, "page_tokens": 1, "host_pages": 0, "max_queue": 1, "prefill_devices": 0}
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise RooftopError(name, getattr(self, name), f"a whole number of {least} or more")
-        for name, known in (("weights", WEIGHTS), ("cache", CACHES), ("role", ROLES), ("kv_split", KV_SPLITS)):
+        for name, known in (("weights_dtype", WEIGHTS), ("kv_dtype", CACHES), ("role", ROLES), ("kv_split", KV_SPLITS)):
             if getattr(self, name) not in known:
                 raise unknown(name, getattr(self, name), known)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise unknown("dtype", self.dtype, DTYPES)
+        if self.compute_dtype is not None and self.compute_dtype not in DTYPES:
+            raise unknown("compute_dtype", self.compute_dtype, DTYPES)
         if self.policy.batching == "static":
             raise RooftopError("batching", "static", "interleaved or disaggregated: static batching is only simulated")
         if self.role != "both" and self.policy.batching != "disaggregated":
@@ -176,7 +176,7 @@ def configuration_of(plan: Mapping[str, Any]) -> Configuration:
     for axis, size in axes.items():
         if axis not in ENGINE_AXES:
             raise RooftopError(f"plan mesh axis {axis}", size, f"1: {engine_mesh_hint(axes)}")
-    # The workload's own batch is null where the plan has searched for one.
+    # The workload's own batch is null if the plan searched for one.
     batch = int(plan["generate"]["batch"])
     planned = plan["dtypes"]
     group = None if planned["weights"] == "bf16" else planned["weight_group"]
@@ -184,6 +184,6 @@ def configuration_of(plan: Mapping[str, Any]) -> Configuration:
         policy=Policy(max_batch=batch, chunk_tokens=batch + 512),
         mesh=tuple(axes.items()),
         kv_split=plan["kv_split"],
-        weights=ENGINE_WEIGHTS.get((planned["weights"], group), "plain"),
-        cache=ENGINE_CACHES.get(planned["kv"], "plain"),
+        weights_dtype=ENGINE_WEIGHTS.get((planned["weights"], group), "plain"),
+        kv_dtype=ENGINE_CACHES.get(planned["kv"], "plain"),
     )

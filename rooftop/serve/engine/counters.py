@@ -9,7 +9,7 @@ from time import perf_counter
 from rooftop.scheduling.serving.groups import AnyScheduler
 from rooftop.serve.engine.requests import EngineStats, ProgramTimes
 
-#: Of a program: rows, new tokens of each, tokens of context, and rows that generate next to those that are prefilled.
+#: Sizes of a program: rows, new tokens of each, tokens of context, and rows that generate next to prefilled ones.
 Shape = tuple[int, int, int, int]
 
 
@@ -32,7 +32,7 @@ class Counters:
     busy_s: float = 0.0
     #: Runs and seconds of each program.
     programs: dict[Shape, list[float]] = field(default_factory=dict)
-    #: The same of steps that ran nothing else.
+    #: The same, of steps that ran one program only.
     alone: dict[Shape, list[float]] = field(default_factory=dict)
     _longest_s: float = 0.0
 
@@ -58,13 +58,13 @@ class Counters:
                 entry[1] += share
 
     def stepped(self) -> None:
-        """All servers have ended the step that they took at once."""
+        """Note that all servers have ended their concurrent steps."""
         self.steps += 1
         self.busy_s += self._longest_s
         self._longest_s = 0.0
 
     def program_times(self) -> tuple[ProgramTimes, ...]:
-        """The programs that have run, in order of their sizes."""
+        """Times of the programs that have run, in order of their sizes."""
         return tuple(
             ProgramTimes(
                 sequences=rows, tokens=rows * width if width > 1 else 0, context_tokens=context,
@@ -86,22 +86,22 @@ class Handovers:
         self._since = dict[int, float]()
 
     def wanted(self, ticket: int) -> None:
-        """There is room for it; or a piece has come damaged, and is wanted once more."""
+        """Note a request for KV, first or repeated after a damaged piece."""
         self._since.setdefault(ticket, perf_counter())
 
     def arrived(self, ticket: int) -> None:
-        """All of it is there."""
+        """Note that all KV has arrived."""
         since = self._since.pop(ticket, None)
         if since is not None:
             self.count += 1
             self.seconds += perf_counter() - since
 
     def dropped(self, ticket: int) -> None:
-        """No one wants it any more."""
+        """Forget a handover that was cancelled."""
         self._since.pop(ticket, None)
 
     def lost(self) -> None:
-        """Nothing of what is under way arrives."""
+        """Forget all handovers in progress."""
         self._since.clear()
 
 

@@ -1,4 +1,4 @@
-"""The engine: a thread that steps its servers as long as there are requests, and what others may ask of it.
+"""The engine: a thread that steps its servers while there are requests, and the interface to other threads.
 
 Interleaved, one server prefills and generates, or each of several copies does for requests of its own. Disaggregated,
 one prefills and another one, on devices of its own, generates; the KV goes from pool to pool. The policy is
@@ -27,18 +27,17 @@ from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.requests import Deliver, EngineStats, GenerationRequest, Overloaded, Token
 from rooftop.serve.engine.running import Running
-from rooftop.serve.engine.schedulers import check_scheduler, scheduler_of
-from rooftop.serve.engine.steps import EngineServer
+from rooftop.serve.engine.steps import EngineServer, check_scheduler, scheduler_of
 
-#: How copies get requests.
+#: Routing of requests to copies.
 _ROUTING = Routing(kind="affinity")
 
 
 class PagedEngine:
-    """An ``requests.Engine`` over one replica or copies, or one that prefills and one that generates.
+    """A ``requests.ServingEngine`` over one replica, several copies, or one that prefills and one that generates.
 
-    ``stops`` are the tokens that end a text of the model; ``draft`` guesses, on the same pages.
-    Make it with ``rooftop.serve.engine.loading.load``.
+    ``stops`` are the tokens that end a text of the model. ``draft`` guesses, on the same pages. Create it with
+    ``rooftop.serve.engine.loading.load``.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class PagedEngine:
         replicas: Sequence[Replica],
         configuration: Configuration,
         *,
-        longest: int,
+        max_model_len: int,
         stops: frozenset[int] = frozenset(),
         draft: Replica | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.configuration, self.longest, self.stops = configuration, longest, stops
+        self.configuration, self.max_model_len, self.stops = configuration, max_model_len, stops
         self.model = replicas[0].decoder.model
         self.replicas, self.draft, self._on_progress = tuple(replicas), draft, on_progress
         self._running = dict[int, Running]()
@@ -86,7 +85,7 @@ class PagedEngine:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
-        """See ``requests.Engine``."""
+        """See ``requests.ServingEngine``."""
         running = self._taken(request, deliver)
         with self._wake:
             if self._state != "serving":
@@ -102,11 +101,11 @@ class PagedEngine:
             self._wake.notify_all()
 
     def cancel(self, id: int) -> None:
-        """See ``requests.Engine``."""
+        """See ``requests.ServingEngine``."""
         self._ask(lambda: self._end(id, Token(id=id, token=None, finish="cancelled")))
 
     def drain(self, timeout_s: float) -> bool:
-        """See ``requests.Engine``."""
+        """See ``requests.ServingEngine``."""
         with self._wake:
             if self._state == "new":
                 self._state = "stopped"
@@ -131,12 +130,12 @@ class PagedEngine:
             left, self._open = self._open, {}
             self._wake.notify_all()
         for id, running in left.items():
-            # Who is gone need not hear of it.
+            # A client that has left needs no message.
             with suppress(Exception):
                 running.deliver(Token(id=id, token=None, finish="error", message=message))
 
     def stats(self) -> EngineStats:
-        """See ``requests.Engine``."""
+        """See ``requests.ServingEngine``."""
         result = stats_of(
             [server.scheduler for server in self._servers],
             self._counters,
@@ -149,7 +148,7 @@ class PagedEngine:
         return replace(result, waiting=max(0, open_ - result.running), requests=self._requests)
 
     def check(self) -> None:
-        """See ``requests.Engine``."""
+        """See ``requests.ServingEngine``."""
         if not self._thread.is_alive():
             return self._check()
         failed, done = list[AssertionError](), threading.Event()
@@ -177,7 +176,7 @@ class PagedEngine:
             check_scheduler(server.scheduler, [request.sequence for request in running])
 
     def _home(self, running: Running) -> EngineServer:
-        """The server whose pool the pages of ``running`` are of."""
+        """The server whose pool has the pages of ``running``."""
         if not self._apart:
             return self._servers[running.copy]
         (front, back), sequence = self._servers, running.sequence
@@ -185,7 +184,7 @@ class PagedEngine:
         return back if sequence in scheduler.generating or sequence in scheduler.swapped else front
 
     def _reset(self) -> None:
-        """Schedulers that know of no request, and caches that hold nothing."""
+        """Create schedulers without requests and with empty caches."""
         configuration = self.configuration
         self._apart = configuration.policy.batching == "disaggregated" and len(self.replicas) > 1
         roles = ("prefill", "generate") if self._apart else (configuration.role,) * len(self.replicas)
@@ -207,9 +206,9 @@ class PagedEngine:
             if token >= vocab:
                 raise RooftopError("logit_bias", token, f"tokens from 0 to {vocab - 1}")
         total = len(request.prompt) + how.max_tokens
-        if total > self.longest:
+        if total > self.max_model_len:
             sizes = f"{len(request.prompt)} tokens and {how.max_tokens} to generate"
-            raise RooftopError("prompt", sizes, f"at most {self.longest} together")
+            raise RooftopError("prompt", sizes, f"at most {self.max_model_len} together")
         for server in self._servers:
             refused = server.scheduler.refusal(len(request.prompt), how.max_tokens)
             if refused is not None:
@@ -225,7 +224,7 @@ class PagedEngine:
         )
 
     def _retry_after_s(self, waiting: int) -> float:
-        """When a place in the queue may be free, by how fast requests have ended so far."""
+        """Seconds until the queue may have room, by the rate at which requests have ended so far."""
         rate = self._finished / max(time.monotonic() - self._began_s, 1e-3)
         return min(60.0, max(1.0, 1 / rate)) if rate else 1.0
 
@@ -253,7 +252,7 @@ class PagedEngine:
             except Exception as error:
                 self._fail(error)
                 idle = True
-            # One step ends where the next one begins: requests wait for what goes by between them as well.
+            # A step lasts until the next one begins: requests wait for the time between steps too.
             now_s = time.perf_counter()
             if not idle:
                 self._counters.step_s += now_s - begun_s
@@ -261,9 +260,9 @@ class PagedEngine:
         self._compilations.stop()
 
     def _fail(self, error: Exception) -> None:
-        """A step has failed: every request ends with an error, and the next ones find an empty cache.
+        """End every request with an error after a failed step, and start again with an empty cache.
 
-        Where there is no memory for that, the engine stops.
+        If there is no memory for the cache, the engine stops.
         """
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         left = list(self._running.values())
@@ -284,7 +283,7 @@ class PagedEngine:
         self._servers[running.copy].scheduler.submit(running.sequence)
 
     def _copy_for(self, running: Running) -> int:
-        """Which replica gets it: one that has the beginning of its prompt, unless others have much less to do."""
+        """Index of the replica for ``running``: one with a prefix of its prompt, unless others are much less busy."""
         schedulers = [server.scheduler for server in self._servers]
         matches = [max(cache.match(running.sequence) for cache in scheduler.caches) for scheduler in schedulers]
         chosen = _ROUTING.choose(self._routed, [scheduler.outstanding for scheduler in schedulers], matches)
@@ -292,7 +291,7 @@ class PagedEngine:
         return chosen
 
     def _advance(self) -> bool:
-        """One step of each server; whether there was anything to do."""
+        """Run one step of each server. Return False if there was nothing to do."""
         if self._apart:
             self._hand_over()
         sent = [(server, server.send()) for server in self._servers]
@@ -315,7 +314,7 @@ class PagedEngine:
         return True
 
     def _moved(self, server: EngineServer, preempted: Sequence[Held], prefilled: Sequence[Held]) -> None:
-        """Disaggregated: prompts that are complete go on to generate, what has lost its KV there is prefilled again."""
+        """Disaggregated: complete prompts move on to generation; sequences that lost their KV are prefilled again."""
         front, back = self._servers
         for sequence in prefilled:
             if sequence in front.scheduler.to_send:
@@ -325,7 +324,7 @@ class PagedEngine:
                 front.scheduler.submit(sequence, first=True)
 
     def _hand_over(self) -> None:
-        """Send the KV for which the generate server has room."""
+        """Send KV to the generate server as far as it has room."""
         front, back = self._servers
         for sequence in back.scheduler.receive():
             source = np.array(front.scheduler.to_send[sequence], np.int32)
@@ -337,7 +336,7 @@ class PagedEngine:
             back.arrived(sequence)
 
     def _end(self, id: int, token: Token) -> None:
-        """``token`` is the last of a request, if it is still here: its pages are free."""
+        """Deliver the last ``token`` of a request, if the engine still has it, and free its pages."""
         running = self._running.pop(id, None)
         if running is None:
             return
@@ -352,7 +351,7 @@ class PagedEngine:
     def _deliver(self, running: Running, token: Token) -> bool:
         """Deliver a token; return True if it was accepted."""
         if running.request.id not in self._open:
-            # Abandoned: its end has been said.
+            # Abandoned: its last token has been delivered.
             return False
         if token.finish is not None:
             with self._wake:
@@ -362,6 +361,6 @@ class PagedEngine:
         try:
             running.deliver(token)
         except Exception:
-            # Whoever asked is gone: the request ends, and the others go on.
+            # The client has left: the request ends, and the others go on.
             return False
         return True

@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine: its weights onto the devices here, and what room they leave for the cache."""
+"""Load a checkpoint into an engine: place its weights on the devices, and size the cache by the memory left."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, SEQUENCE_AXES, ways
-from rooftop.capabilities import ENGINE_AXES
+from rooftop.arrays.rules import COLUMN_AXES, SEQUENCE_AXES, ways
+from rooftop.capabilities import ENGINE_AXES, engine_mesh_errors
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
@@ -37,13 +37,13 @@ from rooftop.serve.engine.replica import Replica
 _PREFILL_TOKENS = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 
 
-#: What an array becomes when it is there.
+#: Converts an array once it is loaded.
 Placed = Callable[[Parameter, jax.Array], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSource:
-    """A model, what ends its texts, and its weights: in stacks, each array as ``Placed`` makes it."""
+    """A model, the tokens that end its texts, and a loader of its stacked weights, each as ``Placed`` returns it."""
 
     model: ModelConfig
     stops: frozenset[int]
@@ -65,7 +65,7 @@ def published(checkpoint: Path) -> WeightSource:
 
 
 def drawn(model: ModelConfig, *, seed: int = 0) -> WeightSource:
-    """Weights that are drawn: for measurements, which do not depend on them."""
+    """A model with random weights, for measurements that do not depend on them."""
 
     def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
         described = describe(model)
@@ -83,21 +83,21 @@ def load(
     draft: Path | WeightSource | None = None,
     devices: Sequence[jax.Device] | None = None,
     options: Mapping[str, Any] | None = None,
+    replica: Callable[..., Replica] = Replica,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PagedEngine:
     """An engine, not yet started, of the ``checkpoint``: a folder with config.json and safetensors, or ``drawn``.
 
-    ``draft`` is a smaller model of the same vocabulary, which guesses tokens. ``devices`` are those that may be used
-    (all that are here), ``options`` are the compiler's; ``on_progress`` hears how many of the programs are compiled.
-
-    Raises RooftopError for what is wrong with any of it, and Infeasible where weights or cache do not fit.
+    ``draft`` is a smaller model of the same vocabulary, which guesses tokens. ``devices`` may be used (default: all),
+    ``options`` are the compiler's, ``replica`` constructs replicas, and ``on_progress`` is called with the number of
+    compiled programs. Raises RooftopError for wrong input, and Infeasible if weights or cache do not fit.
     """
     configuration = configuration or Configuration()
-    loaded = parts(checkpoint, configuration, draft, devices, options)
+    loaded = parts(checkpoint, configuration, draft, devices, options, replica)
     return PagedEngine(
         loaded.replicas,
         configuration,
-        longest=loaded.longest,
+        max_model_len=loaded.max_model_len,
         stops=loaded.stops,
         draft=loaded.draft,
         on_progress=on_progress,
@@ -110,7 +110,7 @@ class EngineParts:
 
     replicas: list[Replica]
     draft: Replica | None
-    longest: int
+    max_model_len: int
     stops: frozenset[int]
 
 
@@ -138,10 +138,10 @@ def parts(
         require_room(decoders, mesh, configuration)
     placed = [_placed(decoder, mesh, configuration, source.weights) for mesh in meshes]
     small = None if drafter is None or guesser is None else _placed(drafter, meshes[-1], configuration, guesser.weights)
-    pages, longest = cache_pages(decoders, meshes[-1], configuration)
+    pages, max_model_len = cache_pages(decoders, meshes[-1], configuration)
     shapes = configuration.shapes or Shapes.of(
         max_batch=configuration.own_policy.max_batch,
-        longest=longest,
+        max_model_len=max_model_len,
         page_tokens=configuration.page_tokens,
         prefill_tokens=_PREFILL_TOKENS[platform],
         reader=decoder.reader,
@@ -155,19 +155,19 @@ def parts(
         host_pages=configuration.host_pages,
         slots=-(-configuration.own_policy.max_batch // decoder.groups.ways) * decoder.groups.ways,
         shapes=shapes,
-        guesses=configuration.guesses,
+        draft_length=configuration.draft_length,
         options=None if options is None else dict(options),
     )
     return EngineParts(
         replicas=[make_replica(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
         draft=None if drafter is None or small is None else make_replica(drafter, meshes[-1], small, drafts=True),
-        longest=longest,
+        max_model_len=max_model_len,
         stops=source.stops,
     )
 
 
 def stop_tokens(checkpoint: Path) -> frozenset[int]:
-    """The tokens that end a text, by generation_config.json or config.json: none, if neither says so."""
+    """The tokens that end a text, from generation_config.json or config.json; empty if neither has any."""
     for name in ("generation_config.json", "config.json"):
         path = checkpoint / name
         try:
@@ -181,10 +181,10 @@ def stop_tokens(checkpoint: Path) -> frozenset[int]:
 
 
 def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:
-    sizes, quantised = dict(configuration.mesh), configuration.cache == "int8"
+    sizes, quantised = dict(configuration.mesh), configuration.kv_dtype == "int8"
     split = tuple((axis, sizes[axis]) for axis in ENGINE_AXES[1:] if sizes.get(axis, 1) > 1)
-    dtype = configuration.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    plain = configuration.weights == "plain" and model.moe is None and model.mla is None and not split
+    dtype = configuration.compute_dtype or ("float32" if platform == "cpu" else "bfloat16")
+    plain = configuration.weights_dtype == "plain" and model.moe is None and model.mla is None and not split
     decoder = Decoder(
         model=model,
         sizes=split,
@@ -199,25 +199,19 @@ def _decoder(model: ModelConfig, configuration: Configuration, platform: str) ->
         expert_matmul="grouped" if platform == "tpu" else "batched",
         weights_left=platform == "cpu" and dtype == "float32" and plain,
     )
-    if model.moe is None and (experts := ways(sizes, *EXPERT_AXES)) > 1:
-        raise RooftopError("mesh axis expert", experts, f"1: {model.name} has no experts")
-    columns = decoder.tensor * ways(sizes, *SEQUENCE_AXES)
-    if model.heads % columns:
-        raise RooftopError("mesh axes tensor and context", columns, f"a divisor of the {model.heads} query heads")
+    for error in engine_mesh_errors(model, sizes):
+        raise error
     if decoder.page_tokens % decoder.parts.ways:
         accepted = f"a multiple of {decoder.parts.ways}, over which {' and '.join(decoder.parts.axes)} split pages"
         raise RooftopError("page_tokens", decoder.page_tokens, accepted)
-    if model.mla is None and model.kv_heads % decoder.tensor and decoder.tensor % model.kv_heads:
-        accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
-        raise RooftopError("mesh axis tensor", decoder.tensor, accepted)
     return decoder
 
 
 def _require_draft(model: ModelConfig, draft: ModelConfig, configuration: Configuration) -> None:
     if draft.vocab != model.vocab:
         raise RooftopError("draft", f"a vocabulary of {draft.vocab}", f"that of the model, {model.vocab}")
-    if not configuration.guesses:
-        raise RooftopError("guesses", 0, "1 or more with a draft model")
+    if not configuration.draft_length:
+        raise RooftopError("draft_length", 0, "1 or more with a draft model")
     if configuration.policy.batching == "disaggregated":
         raise RooftopError("draft", draft.name, "none with disaggregated batching: its cache is not sent")
     if configuration.copies > 1:
@@ -225,7 +219,7 @@ def _require_draft(model: ModelConfig, draft: ModelConfig, configuration: Config
 
 
 def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Mesh]:
-    """One mesh or several copies of it, or the one that prefills and the one that generates."""
+    """One mesh, several copies of it, or a mesh that prefills and one that generates."""
     sizes, copies = dict(configuration.mesh), configuration.copies
     per_copy = math.prod(sizes.values()) // copies
     split = configuration.policy.batching == "disaggregated" and configuration.role == "both"
@@ -272,13 +266,13 @@ def _placed(
     configuration: Configuration,
     weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]],
 ) -> Transformer[Any]:
-    """The weights layer by layer, each array quantised or turned, and taken apart, as soon as it is there."""
+    """The weights layer by layer. Each array is quantised or turned, and split into layers, once it is loaded."""
 
     def placed(parameter: Parameter, array: jax.Array) -> Any:
         with jax.set_mesh(mesh):
             dim, stored = summed_dim(parameter), array
-            if dim is not None and configuration.weights != "plain":
-                stored = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights)
+            if dim is not None and configuration.weights_dtype != "plain":
+                stored = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights_dtype)
             turns = decoder.weights_left and (dim == 1 or parameter.dims == ("embed", "vocab"))
             whole = Turned.of if turns else lambda leaf: leaf
             if not parameter.stacked:
@@ -287,7 +281,7 @@ def _placed(
 
     result = by_layer(decoder.model, weights(decoder, mesh, placed))
     if result.unembed is None and decoder.specs.rules.parameters["vocab"]:
-        # A tied table is split over D, and would be exchanged for one split over V in every step.
+        # A tied table is split over D, and every step would reshard it to a split over V.
         with jax.set_mesh(mesh):
             place = NamedSharding(mesh, decoder.specs.parameter("embed", "vocab"))
             unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(result.embed)
@@ -295,30 +289,30 @@ def _placed(
     return result
 
 
-#: Of the memory that weights leave, the part that the cache gets by itself: the rest is for steps and the host.
+#: Share of the memory left by weights that the cache gets by default: the rest is for steps and the host.
 _CACHE_SHARE = {"cpu": 0.25, "gpu": 0.85, "tpu": 0.85}
 
 
 def weight_bytes(decoder: Decoder, mesh: Mesh, configuration: Configuration) -> int:
     """Bytes of the weights on one device.
 
-    Raises RooftopError where they cannot be quantised so.
+    Raises RooftopError if they cannot be quantised in this format.
     """
     total = 0
     parameters, leaves = jax.tree.leaves(describe(decoder.model)), jax.tree.leaves(decoder.abstract_weights(mesh))
     for parameter, leaf in zip(parameters, leaves, strict=True):
         shard = leaf.sharding.shard_shape(leaf.shape)
         count, dim = math.prod(shard), summed_dim(parameter)
-        if dim is None or configuration.weights == "plain":
+        if dim is None or configuration.weights_dtype == "plain":
             total += count * leaf.dtype.itemsize
             continue
-        require_format(configuration.weights, parameter, shard)
-        total += FORMATS[configuration.weights].weight_bytes(count, shard[dim])
+        require_format(configuration.weights_dtype, parameter, shard)
+        total += FORMATS[configuration.weights_dtype].weight_bytes(count, shard[dim])
     return total
 
 
 def _memory(device: jax.Device) -> int:
-    """Bytes that a device has for us."""
+    """Bytes of memory of a device that this process may use."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return int((device.memory_stats() or {}).get("bytes_limit", 0))
@@ -331,7 +325,7 @@ def _sharing(mesh: Mesh) -> int:
 
 
 def require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> None:
-    """Raises Infeasible where the weights, or they and the pages that are asked for, do not fit."""
+    """Raises Infeasible if the weights, or the weights and the requested pages, do not fit."""
     device = mesh.local_devices[0]
     room = _memory(device) // _sharing(mesh)
     weights = sum(weight_bytes(decoder, mesh, configuration) for decoder in decoders)
@@ -344,29 +338,29 @@ def require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configu
 
 
 def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> tuple[int, int]:
-    """Pages of the cache, and the most tokens of a sequence: what one group of devices has pages for.
+    """Pages of the cache, and the most tokens of a sequence: as many as one group of devices has pages for.
 
-    All groups have as many; those for padding between them are counted. Raises RooftopError where that is too little.
+    All groups have the same number of pages, padding pages included. Raises RooftopError if that is too few.
     """
     groups = decoders[0].groups.ways
     page_tokens, most = configuration.page_tokens, min(decoder.model.max_seq_len for decoder in decoders)
-    longest = configuration.longest or most
-    if longest > most:
-        raise RooftopError("longest", longest, f"at most the model's {most} tokens")
+    max_model_len = configuration.max_model_len or most
+    if max_model_len > most:
+        raise RooftopError("max_model_len", max_model_len, f"at most the model's {most} tokens")
     pages = configuration.pages
     if pages is None:
         device = mesh.local_devices[0]
         stats = device.memory_stats() or {}
         free = _memory(device) // _sharing(mesh) - int(stats.get("bytes_in_use", 0))
         if jax.process_count() > 1:
-            # The same in all processes: what the one with the least has.
+            # All processes use the least free memory of any.
             free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
         fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(decoder.page_bytes for decoder in decoders)
-        useful = configuration.own_policy.max_batch * -(-longest // page_tokens)
+        useful = configuration.own_policy.max_batch * -(-max_model_len // page_tokens)
         pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
     own = max(1, pages // groups)
-    if configuration.longest is not None and configuration.longest > own * page_tokens:
+    if configuration.max_model_len is not None and configuration.max_model_len > own * page_tokens:
         cache = "the cache's" if groups == 1 else "one group's"
         accepted = f"at most the {own * page_tokens} tokens of {cache} {own} pages"
-        raise RooftopError("longest", configuration.longest, accepted)
-    return groups * (own + 1) - 1, min(longest, own * page_tokens)
+        raise RooftopError("max_model_len", configuration.max_model_len, accepted)
+    return groups * (own + 1) - 1, min(max_model_len, own * page_tokens)

@@ -1,4 +1,4 @@
-"""The programs that a replica runs, by what they do and their sizes: all compiled before any of them serves."""
+"""The programs that a replica runs, by kind and sizes: all are compiled before the first request."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rooftop.programs.serving.decode import HEAD, Decoder, choose_tokens, propos
 from rooftop.programs.serving.sampling import Adjustments
 from rooftop.serve.engine.configuration import Shapes, covering
 
-#: What a program does, and its sizes.
+#: Kind and sizes of a program.
 Key = tuple[Any, ...]
 #: Rows of a program, new tokens of each, pages of their tables.
 Shape = tuple[int, int, int]
-#: A function, which arguments it donates, and what they are.
+#: A function, the arguments that it donates, and all its arguments.
 _Traced = tuple[Any, tuple[int, ...], tuple[Any, ...]]
 #: Pages that are copied at a time.
 COPIED = 8
-#: Programs that are compiled at a time: tracing takes turns, XLA does not.
+#: Programs compiled at a time: tracing is serial, XLA is not.
 _COMPILERS = 4
-#: How far the numbers of rows lie apart for which there is a program that chooses tokens: it takes long to compile.
+#: Ratio of row counts that have a program that chooses tokens: such programs take long to compile.
 _CHOICES = 4
-#: What fills a CPU's cores: much of a step has no need of all of them, and by default XLA saves memory first.
+#: Options that fill a CPU's cores: by default XLA prefers to save memory.
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED"}
 
 
@@ -53,20 +53,20 @@ class Programs:
         pages: int,
         slots: int,
         shapes: Shapes,
-        guesses: int = 0,
+        draft_length: int = 0,
         drafts: bool = False,
         options: dict[str, Any] | None = None,
     ) -> None:
         self._decoder, self._mesh, self._shapes = decoder, mesh, shapes
-        self._guesses, self._drafts = guesses, drafts
+        self._draft_length, self._drafts = draft_length, drafts
         cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
         self._options = {**(_CPU_OPTIONS if cpu else {}), **(options or {})} or None
         #: Rows that are split over devices stand in blocks of theirs, and guesses are checked by other programs.
-        self._mixes = decoder.groups.ways == 1 and not guesses
-        # The numbers of rows for which there is a program that chooses tokens.
+        self._mixes = decoder.groups.ways == 1 and not draft_length
+        # Row counts that have a program that chooses tokens.
         self._choices = _apart(
             {*shapes.batches, *(rows for rows, _ in shapes.prefills)}
-            | {rows * (1 + guesses) for rows in shapes.batches}
+            | {rows * (1 + draft_length) for rows in shapes.batches}
         )
         self.whole = NamedSharding(mesh, P())
         leaves, self._weight_tree = jax.tree.flatten(weights)
@@ -101,15 +101,15 @@ class Programs:
             keys += [("step", (*shape, width)) for shape in self._shapes.prefills for width in pages]
         if self._mixes and role == "both":
             keys += [("step", *((*shape, width) for shape in mix)) for mix in self._shapes.mixed for width in pages]
-        if self._guesses and role != "prefill":
-            kind = ("propose", 1) if self._drafts else ("check", 1 + self._guesses)
+        if self._draft_length and role != "prefill":
+            kind = ("propose", 1) if self._drafts else ("check", 1 + self._draft_length)
             keys += [(kind[0], (rows, kind[1], width)) for rows in self._shapes.batches for width in pages]
         if not self._drafts:
             keys += [("choose", rows) for rows in self._choices]
         return keys
 
     def compile(self, keys: Iterable[Key], on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Those of ``keys`` that there are not yet. Raises Infeasible where the process cannot have so many."""
+        """Compile the programs of ``keys`` that are missing. Raises Infeasible if the process cannot have so many."""
         missing = [key for key in keys if key not in self._compiled]
         with ThreadPoolExecutor(_COMPILERS) as compilers:
             for done, (key, program) in enumerate(zip(missing, compilers.map(self._program, missing), strict=True)):
@@ -175,7 +175,7 @@ class Programs:
                 jax.tree.unflatten(self._pool_tree, pools),
                 packed,
                 self._decoder,
-                most=self._guesses,
+                most=self._draft_length,
             )
             return guesses, jax.tree.leaves(pools)
 
@@ -240,7 +240,7 @@ def _alike(arrays: Iterable[jax.Array]) -> list[jax.ShapeDtypeStruct]:
 
 
 def _apart(sizes: set[int]) -> list[int]:
-    """The largest of ``sizes``, and of the others each that is ``_CHOICES`` times smaller than the one above it."""
+    """The largest of ``sizes``, and each further one that is ``_CHOICES`` times smaller than the last chosen."""
     apart = list[int]()
     for size in sorted(sizes, reverse=True):
         if not apart or size * _CHOICES <= apart[0]:
@@ -249,7 +249,7 @@ def _apart(sizes: set[int]) -> list[int]:
 
 
 class Compilations:
-    """Counts what XLA compiles in one thread, from when it is watched."""
+    """Counts compilations of one thread, from ``watch`` to ``stop``."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -261,7 +261,7 @@ class Compilations:
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self._thread is not None:
             jax.monitoring.unregister_event_duration_listener(self._heard)
             self._thread = None
@@ -271,14 +271,14 @@ class Compilations:
             self.count += 1
 
 
-#: How many Linux lets a process have, and those of this one.
+#: Limit of memory mappings of a process on Linux, and the list of this process's mappings.
 MOST, OWN = Path("/proc/sys/vm/max_map_count"), Path("/proc/self/maps")
-#: The part of them beyond which nothing more is compiled: a process that is given none crashes, wherever it stands.
+#: Share of the limit beyond which nothing is compiled: a process without mappings left crashes.
 _SHARE = 0.9
 
 
 def require_mappings() -> None:
-    """Raises Infeasible where this process has nearly all the mappings of memory that it may have."""
+    """Raises Infeasible if this process is near the limit of memory mappings."""
     try:
         most = int(MOST.read_text())
         with OWN.open("rb") as lines:

@@ -33,8 +33,8 @@ class Adjusted:
 class Replica:
     """A model on a mesh with its cache. Used by one thread.
 
-    ``weights`` are as ``programs.serving.decode`` takes them. ``options`` go to the compiler. It checks ``guesses`` of
-    each sequence at a time, or if it ``drafts`` makes them.
+    ``weights`` are as ``programs.serving.decode`` takes them. ``options`` go to the compiler. It checks
+    ``draft_length`` guesses of each sequence at a time, or makes them if it ``drafts``.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Replica:
         host_pages: int,
         slots: int,
         shapes: Shapes,
-        guesses: int = 0,
+        draft_length: int = 0,
         drafts: bool = False,
         options: dict[str, Any] | None = None,
     ) -> None:
         self.decoder, self.shapes, self.pages, self.slots = decoder, shapes, pages, slots
-        self.guesses, self.drafts = guesses, drafts
+        self.draft_length, self.drafts = draft_length, drafts
         self._programs = Programs(
             decoder,
             mesh,
@@ -60,7 +60,7 @@ class Replica:
             pages=pages,
             slots=slots,
             shapes=shapes,
-            guesses=guesses,
+            draft_length=draft_length,
             drafts=drafts,
             options=options,
         )
@@ -115,11 +115,11 @@ class Replica:
         return Chosen(tokens=chosen[0], logprobs=chosen[1], top=chosen[2], top_ids=chosen[3])
 
     def can_mix(self, *parts: tuple[Ints, int]) -> bool:
-        """Return True if one program takes these parts together."""
+        """Return True if there is a program for these parts together."""
         return ("step", *(_shape(*part) for part in parts)) in self._programs
 
     def propose(self, packed: Ints) -> Ints:
-        """Run ``programs.serving.decode.propose`` for ``packed`` [R, HEAD + 1 + P]: guesses [R, ``guesses``]."""
+        """Run ``programs.serving.decode.propose`` for ``packed`` [R, HEAD + 1 + P]: guesses [R, ``draft_length``]."""
         program = self._programs["propose", _shape(packed, 1)]
         result, self._pools = program(self._weights, self._pools, self._put(packed))
         if self._one_at_a_time:
@@ -142,7 +142,7 @@ class Replica:
         return self._taken(pages)
 
     def put(self, pages: Ints, contents: Sequence[Content]) -> None:
-        """The reverse, from arrays of the host or of another replica with such pools."""
+        """Write pages from arrays of the host, or of another replica with the same pools."""
         self._fill(pages, contents)
 
     def _taken(self, pages: Ints) -> Sequence[jax.Array]:
@@ -165,14 +165,14 @@ class Replica:
         self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
 
     def _given(self, array: Ints) -> Any:
-        """An argument that nobody else has: programs of one process take it as it is, which is faster."""
+        """A program argument of this process alone: as a NumPy array, which is faster to pass."""
         return array if self._programs.whole.is_fully_addressable else self._put(array)
 
     def _put(self, array: Any) -> jax.Array:
         if self._programs.whole.is_fully_addressable:
             placed: jax.Array = jax.device_put(array, self._programs.whole)
             return placed
-        # ``device_put`` would have all processes compare what they have, each time.
+        # ``device_put`` would compare the values of all processes each time.
         values = np.asarray(array)
         return jax.make_array_from_callback(values.shape, self._programs.whole, lambda index: values[index])
 
@@ -237,7 +237,7 @@ def _placed(content: Content, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _shards(array: jax.Array) -> dict[_Place, Any]:
-    """The shards that are here, each once; the array itself where all of it is."""
+    """The shards of this process, each once; the array itself if this process has all of it."""
     if array.is_fully_addressable:
         return {(): array}
     return {_place(shard.index): shard.data for shard in array.addressable_shards}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ import numpy.typing as npt
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
 
-#: The most alternatives of ``Sampling.logprobs``, as OpenAI has it.
+#: Why a request ends.
+TokenFinish = Literal["stop", "length", "cancelled", "error"]
+#: Most alternatives of ``Sampling.logprobs``, as in OpenAI's API.
 MOST_TOP = 20
 
 
@@ -28,7 +30,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """``token`` was chosen. The engine asks for the next mask only after this."""
+        """Advance by ``token``, which was chosen. The engine asks for the next mask only after this."""
         ...
 
 
@@ -118,7 +120,7 @@ class Token:
     token: int | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    finish: str | None = None
+    finish: TokenFinish | None = None
     message: str | None = None
 
 
@@ -126,7 +128,7 @@ Deliver = Callable[[Token], None]
 
 
 class Overloaded(Exception):
-    """The queue is full; ``retry_after_s`` is when it may be worth trying again."""
+    """The queue is full; it may have room after ``retry_after_s``."""
 
     def __init__(self, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
@@ -152,7 +154,7 @@ class ProgramTimes:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Which program it is."""
+        """Sizes that identify the program."""
         return self.sequences, self.tokens, self.context_tokens, self.generating
 
 
@@ -202,7 +204,7 @@ class ServingEngine(Protocol):
     """Interface of an engine to the API. All methods are safe to call from any thread."""
 
     @property
-    def longest(self) -> int:
+    def max_model_len(self) -> int:
         """The most tokens of a prompt and its output together."""
         ...
 
@@ -223,7 +225,7 @@ class ServingEngine(Protocol):
     def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
         """Queue a request. ``deliver`` is called from the engine's thread, and must return at once.
 
-        Raises RooftopError for what can never be served, and Overloaded.
+        Raises RooftopError if the request can never be served, and Overloaded if the queue is full.
         """
         ...
 
@@ -232,18 +234,18 @@ class ServingEngine(Protocol):
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Take nothing new (``submit`` raises Overloaded), finish what is here, and stop.
+        """Refuse new requests (``submit`` raises Overloaded), finish those in progress, and stop.
 
-        After ``timeout_s`` what is left ends with 'cancelled'; the result says that nothing was left.
+        Requests left after ``timeout_s`` end with 'cancelled'. Return True if none were left.
         """
         ...
 
     def stats(self) -> EngineStats:
-        """Now."""
+        """Current statistics."""
         ...
 
     def check(self) -> None:
-        """Raises AssertionError if a page is lost: each is free, cached, or of a request that is here."""
+        """Raises AssertionError if a page is lost: each must be free, cached, or held by a request."""
         ...
 
 

@@ -1,9 +1,13 @@
-"""A request that an engine has taken: its tokens so far, the keys of its pages, and what its choices depend on."""
+"""A request that an engine has taken: its tokens so far, the keys of its pages, and the state of its sampling.
+
+Speculative decoding guesses the tokens that come next, and the model checks them in one step. A guess changes no
+output: the tokens delivered are those that the model chooses, the same for the same seed.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -25,7 +29,6 @@ from rooftop.programs.serving.decode import (
 )
 from rooftop.programs.serving.sampling import IN_PROMPT
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
-from rooftop.serve.engine.guessing import Lookup
 from rooftop.serve.engine.replica import Adjusted
 from rooftop.serve.engine.requests import Deliver, GenerationRequest
 
@@ -56,6 +59,35 @@ def check_pages(cache: KvCache, sequences: Iterable[CachedSequence], away: Itera
     for page, count in users.items():
         assert pool.users(page) == count, f"page {page} is held {pool.users(page)} times, by {count} requests"
     assert cache.host.used == host, f"{cache.host.used} pages of the host, {host} held"
+
+
+class Lookup:
+    """Guesses the tokens that followed the last occurrence of the text's last tokens (prompt lookup, Saxena 2023).
+
+    One object for each text. Runs of ``LONGEST`` down to ``SHORTEST`` tokens are looked up, the longest first.
+    """
+
+    LONGEST, SHORTEST = 3, 2
+
+    def __init__(self) -> None:
+        #: Index of the token after the last occurrence of a run of tokens.
+        self._after = dict[tuple[int, ...], int]()
+        self._read = 0
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most ``most`` tokens after ``tokens``, which have only grown since the last call."""
+        if not most:
+            return []
+        # The last run of the text has no next token yet.
+        for end in range(max(self._read, self.SHORTEST), len(tokens)):
+            for size in range(self.SHORTEST, min(self.LONGEST, end) + 1):
+                self._after[tuple(tokens[end - size : end])] = end
+        self._read = len(tokens)
+        for size in range(min(self.LONGEST, len(tokens)), self.SHORTEST - 1, -1):
+            after = self._after.get(tuple(tokens[len(tokens) - size :]))
+            if after is not None:
+                return list(tokens[after : after + most])
+        return []
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -98,13 +130,13 @@ class Running:
         return how.penalised or bool(how.logit_bias) or how.constraint is not None
 
     def extend_keys(self, pages: int) -> None:
-        """Give the pages that are full of its first ``pages`` tokens their keys."""
+        """Add keys of pages that its first tokens fill."""
         if self.cached:
             self.sequence.keys = page_keys(self.tokens[:pages], self.page_tokens, self.sequence.keys)  # type: ignore[arg-type]
 
     def guessable(self, most: int) -> int:
         """Number of tokens to guess: at most ``most``, and one fewer than it may still generate."""
-        # With adjustments the choice behind a guess would have to know of it.
+        # Adjustments would have to include the guess before the choice that follows it.
         return 0 if self.adjusted else max(0, min(most, self.request.sampling.max_tokens - self.generated - 1))
 
     def head(self, start: int) -> Ints:

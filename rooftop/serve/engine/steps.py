@@ -1,11 +1,11 @@
-"""One server: what its scheduler decides, done by its replica, with the bookkeeping of NumPy arrays in between.
+"""One server: its replica runs the steps that its scheduler decides, from NumPy arrays with a row for each request.
 
 A step is decided, sent to the device, and collected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from rooftop.programs.serving.decode import ADJUSTED, COUNT, DRAWN, HEAD, LOGPROBS, SLOT, START, TEMPERATURE, Chosen
 from rooftop.scheduling.serving.cache import CachedSequence
+from rooftop.scheduling.serving.groups import AnyScheduler, make_scheduler
 from rooftop.scheduling.serving.scheduler import Chunk, EngineStep
-from rooftop.serve.engine.configuration import covering
+from rooftop.serve.engine.configuration import Configuration, covering
 from rooftop.serve.engine.counters import Counters, Shape
 from rooftop.serve.engine.replica import Ints, Replica
-from rooftop.serve.engine.requests import Token
-from rooftop.serve.engine.running import Running
-from rooftop.serve.engine.schedulers import AnyScheduler, rows_of
+from rooftop.serve.engine.requests import Token, TokenFinish
+from rooftop.serve.engine.running import Running, check_pages
 
 _Order = npt.NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class Sent:
 
 @dataclass(kw_only=True)
 class _Generating:
-    """Those who generate: their slots ``order`` and ``rows`` of ``packed``, with room for ``guesses`` if there are."""
+    """Requests that generate: their slots ``order`` and ``rows`` of ``packed``, with room for ``guesses``."""
 
     requests: list[Running]
     order: _Order
@@ -73,7 +73,7 @@ class EngineServer:
         self._slots = BatchSlots(replica, counters)
         self._generating = list[Running]()
         self._order: _Order = np.zeros(0, np.int64)
-        #: The rows of those who generate, in a step of ``_size``.
+        #: Rows of requests that generate, in a step of ``_size``.
         self._at, self._size = list[int](), 0
         self._changed = False
         self._ran = list[Shape]()
@@ -108,7 +108,7 @@ class EngineServer:
         )  # fmt: skip
 
     def collect(self, sent: Sent, *, behind: bool = False) -> list[tuple[Running, Token]]:
-        """Wait for a step, ``behind`` that of another server; the tokens that it gave, each appended to its request."""
+        """Wait for a step (``behind``: after that of another server), and append its tokens to their requests."""
         over = behind and self._is_over(sent)
         with self.counters.on_device():
             generated = None if sent.generating is None else np.asarray(sent.generating.chosen.tokens)
@@ -147,17 +147,17 @@ class EngineServer:
         return all(item.tokens.is_ready() for item in chosen)  # type: ignore[attr-defined]
 
     def leave(self, running: Running) -> None:
-        """``running`` has no place here any more."""
+        """Remove ``running`` from this server."""
         self._slots.leave(running)
         self._changed = True
 
     def arrived(self, sequence: CachedSequence) -> None:
-        """The KV of ``sequence`` has come from a prefill server."""
+        """Note that the KV of ``sequence`` has arrived from a prefill server."""
         self.scheduler.arrived(sequence)
         self._changed = True
 
     def _prefilled(self, running: Running) -> None:
-        """The prompt of ``running`` is complete: it generates, here or elsewhere."""
+        """Begin generation of ``running`` after its prompt, here or on another server."""
         if self.scheduler.role == "prefill":
             self._slots.leave(running)
         else:
@@ -167,8 +167,8 @@ class EngineServer:
     def _checked(
         self, now: _Generating, guesses: list[list[int]], values: list[int]
     ) -> Iterator[tuple[Running, Token]]:
-        """The tokens of each request: the guesses that were right, and the one behind them."""
-        width = 1 + self.replica.guesses
+        """Yield tokens of each request: its right guesses, and the token after them."""
+        width = 1 + self.replica.draft_length
         for at, running, guessed in zip(now.rows, now.requests, guesses, strict=True):
             row = self._slots.rows[running.slot]
             right = 0
@@ -194,11 +194,11 @@ class EngineServer:
 
         ``packed`` are the rows of the step, ``start`` [n] the tokens that the requests hold.
         """
-        if not self.replica.guesses:
+        if not self.replica.draft_length:
             return None
         most = [
             running.guessable(
-                min(self.replica.guesses, len(running.sequence.pages) * self._page_tokens - cached_tokens - 1)
+                min(self.replica.draft_length, len(running.sequence.pages) * self._page_tokens - cached_tokens - 1)
             )
             for running, cached_tokens in zip(self._generating, start.tolist(), strict=True)
         ]
@@ -218,7 +218,7 @@ class EngineServer:
         """The rows of the sequences that generate."""
         if self._changed:
             generating = [self.running[sequence.id] for sequence in self.scheduler.generating]
-            # Rows that are read together are as long as the longest of them.
+            # Rows that are read together take as long as the longest.
             self._generating = sorted(generating, key=lambda running: running.sequence.length, reverse=True)
             for running in self._generating:
                 if running.slot < 0:
@@ -235,13 +235,13 @@ class EngineServer:
             self._slots.rows[order[at], TABLE + start[at] // page_tokens] = self._generating[at].sequence.pages[-1]
         for running in self._generating:
             self._slots.constrain(running)
-        pages = covering(self.replica.shapes.contexts, int(start.max()) + 1 + self.replica.guesses) // page_tokens
+        pages = covering(self.replica.shapes.contexts, int(start.max()) + 1 + self.replica.draft_length) // page_tokens
         index = np.full(self._size, self.replica.slots, np.int64)
         index[self._at] = order
         packed = self._slots.rows[index, : TABLE + pages]
         guesses = self._guesses(start, packed)
         if guesses is not None:
-            room = np.zeros((len(packed), self.replica.guesses), np.int32)
+            room = np.zeros((len(packed), self.replica.draft_length), np.int32)
             for row, guessed in zip(self._at, guesses, strict=True):
                 room[row, : len(guessed)] = guessed
                 packed[row, COUNT] += len(guessed)
@@ -251,14 +251,14 @@ class EngineServer:
     def _run_all(
         self, generating: _Generating | None, prefills: list[Prefill]
     ) -> Iterator[tuple[list[tuple[int, Running]], Chosen]]:
-        """Generate, together with the first of ``prefills`` where a program takes both, then the others."""
+        """Generate, together with the first of ``prefills`` if there is a program for both, then run the others."""
         mixed = self._slots.together(generating.packed, prefills[0]) if generating is not None and prefills else None
         if generating is not None and mixed is not None:
             generating.chosen, chosen = self._run(*mixed)
             yield prefills[0].complete, chosen
             prefills = prefills[1:]
         elif generating is not None and generating.guesses is not None:
-            (generating.chosen,) = self._run((generating.packed, 1 + self.replica.guesses), every=True)
+            (generating.chosen,) = self._run((generating.packed, 1 + self.replica.draft_length), every=True)
         elif generating is not None:
             (generating.chosen,) = self._run((generating.packed, 1))
         for prefill in prefills:
@@ -286,7 +286,7 @@ class EngineServer:
         for row, running in rows:
             token, how, id_ = values[row], running.request.sampling, running.request.id
             running.tokens.append(token)
-            finish = None
+            finish: TokenFinish | None = None
             if token in running.stops:
                 finish = "stop"
             elif running.generated >= how.max_tokens:
@@ -303,7 +303,7 @@ class EngineServer:
 
 #: Columns of a slot's row after the head: its last token, then its pages.
 TOKEN, TABLE = HEAD, HEAD + 1
-#: What a program takes: rows [R, HEAD + C + P] and their C.
+#: Input of a program: rows [R, HEAD + C + P] and their C.
 Part = tuple[Ints, int]
 
 
@@ -329,7 +329,7 @@ class _Piece:
 class BatchSlots:
     """``rows`` [slots + 1, HEAD + 1 + P]: one for each slot of ``replica``, and one for padding.
 
-    What stands for no page is the one that takes padding.
+    Entries without a page name the padding page.
     """
 
     def __init__(self, replica: Replica, counters: Counters) -> None:
@@ -341,7 +341,7 @@ class BatchSlots:
         self._free = list(range(replica.slots - 1, -1, -1))
 
     def place(self, running: Running) -> None:
-        """A slot for ``running``, which has pages."""
+        """Assign a slot to ``running``, which has pages."""
         running.slot = slot = self._free.pop()
         row = self.rows[slot]
         row[:HEAD] = running.head(running.sequence.length)
@@ -352,14 +352,14 @@ class BatchSlots:
                 self._replica.adjust(slot, running.adjustments(self._replica.decoder.model.vocab))
 
     def leave(self, running: Running) -> None:
-        """``running`` has no slot any more."""
+        """Free the slot of ``running``."""
         if running.slot >= 0:
             self.rows[running.slot, TABLE:] = self._replica.pages
             self._free.append(running.slot)
             running.slot = -1
 
     def begin(self, running: Running) -> None:
-        """The prompt of ``running`` is complete: it generates from here on, with pages that may be others'."""
+        """Prepare the row of ``running`` for generation; prefix pages may have replaced its own."""
         row, sequence = self.rows[running.slot], running.sequence
         self._write_pages(running)
         row[START], row[DRAWN], row[TOKEN] = sequence.length, running.generated, running.tokens[-1]
@@ -381,7 +381,7 @@ class BatchSlots:
         waves = dict[tuple[int, int], list[_Piece]]()
         for chunk, running in chunks:
             end = chunk.start + chunk.tokens
-            # What is wider than any program goes piece by piece, each after the one before it.
+            # A chunk wider than any program is run in pieces, one after the other.
             for wave, start in enumerate(range(chunk.start, end, widest)):
                 stop = min(start + widest, end)
                 piece = _Piece(running=running, start=start, stop=stop, draws=chunk.last and stop == end)
@@ -397,7 +397,7 @@ class BatchSlots:
                 pieces = [piece for row, piece in placed if row < 0]
 
     def _packed(self, pieces: list[tuple[int, _Piece]], width: int, rows: int) -> Prefill:
-        """Each piece in its row."""
+        """Pack pieces into their rows."""
         pages = covering(self._contexts, max(piece.stop for _, piece in pieces)) // self._page_tokens
         packed = np.zeros((rows, HEAD + width + pages), np.int32)
         packed[:, HEAD + width :] = self._replica.pages
@@ -424,6 +424,53 @@ class BatchSlots:
         return (one, other) if self._replica.can_mix(one, other) else None
 
     def _longer(self, packed: Ints, columns: int) -> Ints:
-        """With tables that go on to so many columns."""
+        """Rows with tables padded to ``columns``."""
         more = columns - packed.shape[1]
         return np.pad(packed, ((0, 0), (0, more)), constant_values=self._replica.pages) if more else packed
+
+
+def scheduler_of(configuration: Configuration, replica: Replica, role: str) -> AnyScheduler:
+    """A scheduler without requests, over an empty cache."""
+    groups = replica.decoder.groups.ways
+    # The last page of each group receives writes of padding. A pool may have more pages than are requested.
+    pages_per_group = (replica.pages + 1) // groups
+    pages = (
+        pages_per_group - 1
+        if configuration.pages is None
+        else min(pages_per_group - 1, max(1, configuration.pages // groups))
+    )
+    return make_scheduler(
+        configuration.own_policy,
+        role,
+        groups=groups,
+        page_tokens=configuration.page_tokens,
+        pages=pages,
+        host_pages=configuration.host_pages // groups,
+        prefixes=configuration.prefix_cache,
+        padding=pages_per_group - pages,
+    )
+
+
+def check_scheduler(scheduler: AnyScheduler, sequences: Iterable[CachedSequence]) -> None:
+    """Raises AssertionError if a page is lost (see ``check_pages``). ``sequences`` are all of the server."""
+    sending = {} if scheduler.role == "generate" else scheduler.to_send
+    # A sequence that is being sent has pages on both servers; its own are those on the target.
+    here = [sequence for sequence in sequences if sequence not in sending]
+    for number, group in enumerate(scheduler.groups):
+        away = {} if scheduler.role == "generate" else group.to_send
+        check_pages(group.cache, [item for item in here if item.group == number], away.values())
+
+
+def rows_of(groups: Sequence[int], rows: int, ways: int) -> list[int]:
+    """Row of each sequence among the ``rows`` of a program, by its group; -1 if its group has no row left.
+
+    Each of ``ways`` groups has an equal block of rows if they divide; otherwise a sequence takes any row.
+    """
+    blocks = ways if rows % ways == 0 else 1
+    size, taken = rows // blocks, [0] * blocks
+    rows_of = list[int]()
+    for group in groups:
+        block = group % blocks
+        rows_of.append(block * size + taken[block] if taken[block] < size else -1)
+        taken[block] += 1
+    return rows_of

@@ -1,31 +1,40 @@
-"""The process that generates what another one has prefilled: a step loop between two ends of a link.
+"""The process that generates for a process that prefills: a step loop between messages of a link.
 
-It serves one link at a time. When that ends, what it had is dropped: the other side prefills it again.
+It serves one link at a time. When the link ends, its requests are dropped: the other side prefills them again.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Counters, stats_of
+from rooftop.serve.engine.loading import parts
 from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.running import Running
-from rooftop.serve.engine.schedulers import check_scheduler, scheduler_of
-from rooftop.serve.engine.steps import EngineServer
-from rooftop.serve.hosts.handover import GeneratorReport, page_arrays, pieces, taken, token_fields
+from rooftop.serve.engine.steps import EngineServer, check_scheduler, scheduler_of
+from rooftop.serve.hosts.handover import GeneratorReport, page_arrays, pieces, shared_facts, taken, token_fields
 from rooftop.serve.hosts.link import Link, LinkLost, Message, accept
+from rooftop.serve.hosts.processes import GeneratorTask
+from rooftop.serve.sockets import bind
 
 #: Damaged pieces after which a link is given up.
 _REFUSALS = 8
@@ -34,7 +43,7 @@ _REPORT_S = 1.0
 
 
 class _Masks:
-    """A constraint whose owner is the other process: its masks come one for each token."""
+    """A constraint that the other process owns: a mask arrives for each token."""
 
     def __init__(self) -> None:
         self._come = SimpleQueue[npt.NDArray[np.uint32] | None]()
@@ -47,11 +56,11 @@ class _Masks:
         self._come.put(mask)
 
     def release(self) -> None:
-        """No more will come, for no one wants the tokens: whatever is drawn is good."""
+        """Allow every token: the request is cancelled, and no mask will arrive."""
         self._come.put(np.full(self._words, 2**32 - 1, np.uint32))
 
     def end(self) -> None:
-        """No more will come, for the link is lost."""
+        """Fail: the link is lost, and no mask will arrive."""
         self._come.put(None)
 
     def mask(self) -> npt.NDArray[np.uint32]:
@@ -62,22 +71,22 @@ class _Masks:
         return mask
 
     def accept(self, token: int) -> None:
-        """The other process sees the token, and accepts it."""
+        """Do nothing: the other process accepts the token."""
 
 
 class Generator:
-    """Generates with a replica what comes over a link. ``facts`` say what both sides must have in common."""
+    """Generates requests that arrive over a link. ``facts`` are values that both sides must share."""
 
     def __init__(
         self,
         replica: Replica,
         configuration: Configuration,
         *,
-        longest: int,
+        max_model_len: int,
         facts: Mapping[str, Any],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.replica, self.configuration, self.longest = replica, configuration, longest
+        self.replica, self.configuration, self.max_model_len = replica, configuration, max_model_len
         self._facts, self._on_progress = facts, on_progress
         self._counters, self._compilations = Counters(), Compilations()
         self._programs = 0
@@ -90,16 +99,16 @@ class Generator:
         self._programs = self.replica.compile(self._on_progress, role="generate")
 
     def stop(self, listening: socket.socket) -> None:
-        """Have ``serve`` return, behind the step under way. From any thread, or a signal's handler."""
+        """Have ``serve`` return after the current step. From any thread, or a signal handler."""
         self._stopped = True
-        # No one may have listened yet.
+        # The socket may not be listening yet.
         with suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)
         if self._linked is not None:
             self._linked.close("stopped")
 
     def serve(self, listening: socket.socket, key: str, on_link: Callable[[str], None]) -> None:
-        """Serve those who connect and know ``key``, one after the other; ``on_link`` hears of each change.
+        """Serve clients that know ``key``, one after the other; ``on_link`` is called at each change.
 
         Returns after ``stop``, or when ``listening`` is shut down.
         """
@@ -117,12 +126,12 @@ class Generator:
         self._compilations.stop()
 
     def _follow(self, link: Link) -> str:
-        """Until the link is lost; why it was."""
+        """Serve until the link is lost. Return the reason."""
         self._link = self._linked = link
         if self._stopped:
             link.close("stopped")
         self._running = dict[int, Running]()
-        #: Of requests whose KV is on its way, the pieces that are not here.
+        #: Missing pieces of requests whose KV is being sent.
         self._missing = dict[int, set[int]]()
         self._constraints = dict[int, _Masks]()
         self._inbox = SimpleQueue[Message | LinkLost]()
@@ -131,7 +140,9 @@ class Generator:
         reader = threading.Thread(target=self._read, name="rooftop link reader", daemon=True)
         reader.start()
         try:
-            link.send("serving", facts=dict(self._facts), longest=self.longest, report=self._report().fields())
+            link.send(
+                "serving", facts=dict(self._facts), max_model_len=self.max_model_len, report=self._report().fields()
+            )
             self._work()
         except LinkLost as error:
             return str(error)
@@ -141,7 +152,7 @@ class Generator:
             link.discard()
 
     def _read(self) -> None:
-        """Everything that comes, at once: the other side never waits for a step here."""
+        """Handle messages as they arrive: the other side never waits for a step here."""
         while True:
             try:
                 message = self._link.receive()
@@ -164,7 +175,7 @@ class Generator:
                 return
 
     def _work(self) -> NoReturn:
-        """Step as long as there is something to step. Raises LinkLost."""
+        """Run steps while there are requests. Raises LinkLost."""
         busy, reported_s = False, time.monotonic()
         while True:
             if not busy or time.monotonic() - reported_s > _REPORT_S:
@@ -206,7 +217,7 @@ class Generator:
             self._link.send("report", number=fields["number"], **self._report(checked=True).fields())
 
     def _advance(self) -> bool:
-        """One step; whether there was anything to do."""
+        """Run one step. Return False if there was nothing to do."""
         begun = time.perf_counter()
         for sequence in self._server.scheduler.receive():
             self._missing[sequence.id] = set(range(pieces(len(sequence.pages))))
@@ -230,7 +241,7 @@ class Generator:
         return True
 
     def _put(self, ticket: int, piece: int, payload: bytearray | None) -> None:
-        """A piece of KV is here, or has to come again."""
+        """Store a piece of KV, or ask for it again."""
         missing = self._missing.get(ticket)
         if missing is None or piece not in missing:
             return
@@ -261,11 +272,11 @@ class Generator:
 
     @property
     def pages(self) -> int:
-        """Of its cache, as many as sequences can have: each group has one more, for padding."""
+        """Pages of the cache that sequences can hold: each group has one more, for padding."""
         return self.replica.pages + 1 - self.replica.decoder.groups.ways
 
     def _reset(self) -> None:
-        """A scheduler that knows of no request, and a cache that holds nothing."""
+        """Create a scheduler without requests and an empty cache."""
         configuration = self.configuration
         for ticket in self._running:
             self._constraints.pop(ticket, None)
@@ -292,3 +303,54 @@ class Generator:
         # Requests and their tokens are counted where they are delivered.
         stats = replace(stats, waiting=len(self._running) - stats.running, tokens=0, prompt_tokens=0, prefix_tokens=0)
         return GeneratorReport(stats=stats, problem=problem)
+
+
+def load_generator(
+    checkpoint: Path,
+    configuration: Configuration,
+    *,
+    options: Mapping[str, Any] | None = None,
+    replica: Callable[..., Replica] = Replica,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Generator:
+    """A generator (role 'generate') of ``checkpoint``, not yet started. Raises as ``load`` does."""
+    loaded = parts(checkpoint, configuration, None, None, options, replica)
+    facts = shared_facts(checkpoint, loaded.replicas[0], configuration)
+    return Generator(
+        loaded.replicas[0], configuration, max_model_len=loaded.max_model_len, facts=facts, on_progress=on_progress
+    )
+
+
+def main() -> None:
+    """Generate for the process that started this one, until that ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Everything else that is printed goes to stderr.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    task: GeneratorTask = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+
+    try:
+        generator = load_generator(task.checkpoint, task.configuration, options=task.options)
+        generator.start()
+    except RooftopError as error:
+        said = {"field": error.field, "given": str(error.given), "accepted": error.accepted}
+        print(json.dumps(said), file=out, flush=True)
+        return
+    except Infeasible as error:
+        print(json.dumps({"what": error.what, "by": error.by}), file=out, flush=True)
+        return
+    with bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        print(json.dumps({"port": bound.getsockname()[1]}), file=out, flush=True)
+        generator.serve(bound, task.key, lambda event: None)
+
+
+def _end_with(pipe: IO[bytes]) -> None:
+    pipe.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,14 +26,16 @@ from typing import Any
 
 import numpy as np
 
+import rooftop
 from rooftop.scheduling.serving.cache import CachedSequence as Held
+from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.programs import COPIED
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.requests import Constraint, EngineStats, GenerationRequest, ProgramTimes, Sampling, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.hosts.link import Buffer, Link
 
-#: Bytes at the end of a file of weights that stand for all of it.
+#: Bytes at the end of a file of weights that the fingerprint reads.
 _SAMPLED = 1 << 20
 
 
@@ -52,7 +54,7 @@ def offered(running: Running) -> dict[str, Any]:
 
 
 def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: Constraint | None) -> Running:
-    """The same request in this process, its KV yet to come; what is delivered to it goes nowhere."""
+    """The offered request in this process, before its KV has arrived. Its tokens are not delivered."""
     sampling = offer["sampling"] | {
         "stop_tokens": frozenset(offer["sampling"]["stop_tokens"]),
         "logit_bias": dict(offer["sampling"]["logit_bias"]),
@@ -80,7 +82,7 @@ def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: C
 
 
 def begin_anew(running: Running) -> None:
-    """A request that has lost its KV is one that waits to be prefilled, with the tokens that it has."""
+    """Reset a request that lost its KV: it waits to be prefilled, with the tokens that it has."""
     running.ticket = None
     running.sequence = Held(
         id=running.request.id,
@@ -97,14 +99,14 @@ def token_fields(token: Token) -> list[Any]:
 
 
 def token_of(fields: Sequence[Any], id: int) -> Token:
-    """The reverse, for request ``id``."""
+    """The token of request ``id`` in JSON ``fields``."""
     _, token, logprob, top, finish = fields
     best = tuple((int(other), float(value)) for other, value in top)
     return Token(id=id, token=token, logprob=logprob, top=best, finish=finish)
 
 
 def pieces(pages: int) -> int:
-    """In how many pieces so many pages are sent."""
+    """Number of pieces in which ``pages`` pages are sent."""
     return -(-pages // COPIED)
 
 
@@ -123,7 +125,7 @@ def send_pages(link: Link, ticket: int, replica: Replica, own_pages: Sequence[in
 
 
 def page_arrays(replica: Replica, payload: bytearray, count: int) -> list[np.ndarray[Any, Any]] | None:
-    """The reverse, as ``Replica.put`` takes them: [COPIED, ...]. None if the payload is of another size."""
+    """Pages of a payload as ``Replica.put`` takes them: [COPIED, ...]. None if the payload has another size."""
     result, at = [], 0
     for leaf in replica.pool_leaves:
         array = np.zeros((COPIED, *leaf.shape[1:]), leaf.dtype)
@@ -154,7 +156,7 @@ class GeneratorReport:
         return {"stats": asdict(self.stats), "problem": self.problem}
 
 
-#: Of ``EngineStats``, what is held now; the rest counts from the beginning.
+#: Fields of ``EngineStats`` that are current; the others are totals.
 _NOW = (
     "waiting", "running", "pages_used", "pages", "host_pages_used", "host_pages", "kv_groups", "prefill_pages",
     "prefill_kv_groups",
@@ -187,7 +189,7 @@ def ended(stats: EngineStats) -> EngineStats:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Tells checkpoints apart: by config.json, and of each file of weights its size and its end."""
+    """Digest of a checkpoint: of config.json, and of the size and the end of each file of weights."""
     digest = blake2b(digest_size=16)
     digest.update((checkpoint / "config.json").read_bytes())
     for path in sorted(checkpoint.glob("*.safetensors")):
@@ -196,3 +198,15 @@ def fingerprint(checkpoint: Path) -> str:
             file.seek(max(0, size - _SAMPLED))
             digest.update(f"{path.name} {size} ".encode() + file.read())
     return digest.hexdigest()
+
+
+def shared_facts(checkpoint: Path, replica: Replica, configuration: Configuration) -> dict[str, Any]:
+    """Facts that two processes of one engine must share: the same weights, and pages that can be sent."""
+    return {
+        "version": rooftop.__version__,
+        "checkpoint": fingerprint(checkpoint),
+        "weights": configuration.weights_dtype,
+        "dtype": replica.decoder.dtype,
+        "page_tokens": configuration.page_tokens,
+        "pools": [[list(leaf.shape[1:]), str(leaf.dtype)] for leaf in replica.pool_leaves],
+    }

@@ -20,25 +20,25 @@ from hashlib import blake2b
 from queue import Queue
 from typing import Any
 
-#: What a payload is made of: bytes, or an array of them.
+#: Part of a payload.
 Buffer = bytes | memoryview
 _LENGTHS = struct.Struct(">II")
 _DIGEST = 16
 _NONCE = 32
-#: Messages that wait to be sent: few, because pages that wait take memory.
+#: Most queued messages: few, because queued pages take memory.
 _WAITING = 16
 _HANDSHAKE_S = 10.0
-#: Seconds after which the other machine counts as lost when it does not confirm what was sent.
+#: Seconds without confirmation after which the other machine counts as lost.
 _LOST_S = 30
 
 
 class LinkLost(Exception):
-    """There is no connection, or no longer; the message says why."""
+    """There is no connection; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """``fields`` are JSON. ``payload`` is what was sent with them, empty if nothing was, None if it is damaged."""
+    """A message: its ``fields`` are JSON; its ``payload`` is empty if there is none, and None if it is damaged."""
 
     kind: str
     fields: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Message:
 class Link:
     """One end of a connection. Any thread may send and close, one receives.
 
-    What is sent is written by a thread of the link, in order; a failure to do so shows at the receiver.
+    A thread of the link writes messages in order. If that fails, the receiver raises LinkLost.
     """
 
     def __init__(self, connection: socket.socket, *, send_key: bytes, receive_key: bytes) -> None:
@@ -66,7 +66,7 @@ class Link:
             self._waiting.put((json.dumps([kind, fields]).encode(), payload))
 
     def receive(self) -> Message:
-        """The next message. Raises LinkLost at the end, and where what comes is not what was sent."""
+        """The next message. Raises LinkLost at the end, and if a message is damaged."""
         lengths, number = self._take(_LENGTHS.size), self._received
         self._received += 1
         self._verify(lengths, number, b"lengths")
@@ -82,7 +82,7 @@ class Link:
         return Message(kind=kind, fields=fields, payload=payload)
 
     def close(self, reason: str = "closed") -> None:
-        """End the connection, for the other side too. What waits is not sent."""
+        """Close the connection, for both sides. Queued messages are not sent."""
         if self._reason is None:
             self._reason = reason
         # It may have ended already.
@@ -90,13 +90,13 @@ class Link:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def finish(self) -> None:
-        """Close it when all that waits is sent. Nothing is to be sent after that."""
+        """Send all queued messages, then close the connection."""
         self._waiting.put(None)
         self._writer.join()
         self.close()
 
     def discard(self) -> None:
-        """Close it and wait for its thread; called by the one who receives, after the end."""
+        """Close the connection and join its thread; called by the receiver, after the end."""
         self.close()
         self._waiting.put(None)
         self._writer.join()
@@ -150,7 +150,7 @@ class Link:
 
 
 def connect(host: str, port: int, key: str) -> Link:
-    """A link to one who listens there and knows ``key``. Raises LinkLost."""
+    """A link to a process that listens at ``host``:``port`` and knows ``key``. Raises LinkLost."""
     try:
         connection = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     except OSError as error:
@@ -159,13 +159,13 @@ def connect(host: str, port: int, key: str) -> Link:
 
 
 def accept(listening: socket.socket, key: str) -> Link:
-    """The next link from one who knows ``key``. Raises LinkLost for one who does not."""
+    """The next link from a process that knows ``key``. Raises LinkLost if it does not."""
     connection, _ = listening.accept()
     return _greeted(connection, key, asks=False)
 
 
 def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
-    """Both sides prove that they know the key, each over random numbers of both."""
+    """Handshake: each side proves that it knows the key, over random numbers of both."""
     try:
         until_s = time.monotonic() + _HANDSHAKE_S
         connection.settimeout(_HANDSHAKE_S)
@@ -177,7 +177,7 @@ def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
         def derived(what: bytes) -> bytes:
             return blake2b(nonces, key=root, person=what, digest_size=32).digest()
 
-        # The one who asks proves first: who only listens tells a stranger nothing that depends on the key.
+        # The connecting side proves first: the listener sends a stranger nothing that depends on the key.
         proofs = (derived(b"asks"), derived(b"answers"))
         if asks:
             connection.sendall(proofs[0])
@@ -189,7 +189,7 @@ def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Names that not every system has.
+        # Not every system has these options.
         for name, value in (
             ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 1000 * _LOST_S),
         ):  # fmt: skip
@@ -206,13 +206,13 @@ def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
 
 
 def _exactly(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytearray:
-    """``count`` bytes, until then. Raises LinkLost where they do not come."""
+    """Read ``count`` bytes, until ``until_s``. Raises LinkLost if they do not arrive."""
     exactly = bytearray(count)
     view, at = memoryview(exactly), 0
     while at < count:
         try:
             if until_s is not None:
-                # Whoever sends a byte now and then gets no more time than others.
+                # One deadline for all bytes, however slowly they arrive.
                 connection.settimeout(max(1e-3, until_s - time.monotonic()))
             more = connection.recv_into(view[at:])
         except OSError as error:

@@ -1,13 +1,21 @@
-"""An engine in two parts, each a process or the first of several: one prefills and answers, the other generates."""
+"""The part of an engine that this process runs, and the processes that run it together.
+
+An engine may have two parts: one prefills and answers, the other generates. Each part is one process or several, of
+which the first leads and the others follow.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.serve.engine.configuration import Configuration
@@ -17,9 +25,12 @@ from rooftop.serve.sockets import parse_address
 if TYPE_CHECKING:
     from rooftop.serve.engine.engine import PagedEngine
     from rooftop.serve.engine.replica import Replica
-    from rooftop.serve.hosts.lead import Lead
+    from rooftop.serve.hosts.together import Followers
+    from rooftop.serve.server import Serving
 
 _LOCAL = "local"
+#: Seconds for clients to receive errors after a process is lost; a hanging collective ends by then.
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +69,12 @@ class EnginePart:
         Raises RooftopError and Infeasible as ``rooftop.serve.engine.loading.load`` does.
         """
         from rooftop.serve.engine.loading import load
-        from rooftop.serve.hosts.loading import load_prefill
+        from rooftop.serve.hosts.prefilling import load_prefill
         from rooftop.serve.hosts.processes import Child, Other, Remote
-        from rooftop.serve.hosts.together import load_together
 
+        replica = replicas_of(lead, checkpoint, configuration)
         if self.role == "both":
-            if lead is None:
-                return load(checkpoint, configuration, draft=draft, on_progress=on_progress)
-            followers = lead.followers(checkpoint, configuration)
-            return load_together(checkpoint, configuration, followers, draft=draft, on_progress=on_progress)
+            return load(checkpoint, configuration, draft=draft, replica=replica, on_progress=on_progress)
         child: Child | None = None
         other: Other
         if self.at is None:
@@ -79,7 +87,6 @@ class EnginePart:
             fields = {} if child is None else {"generate_pid": child.pid}
             log.log(logging.INFO if event == "linked" else logging.WARNING, f"link {event}", extra={"fields": fields})
 
-        replica = replicas_of(lead, checkpoint, configuration)
         return load_prefill(checkpoint, configuration, other, replica=replica, on_progress=on_progress, on_link=on_link)
 
 
@@ -115,9 +122,9 @@ def choose_part(request: ServeRequest) -> EnginePart:
 def replicas_of(lead: Lead | None, checkpoint: Path, configuration: Configuration) -> Callable[..., Replica]:
     """The constructor of this process's replicas; with a ``lead``, of replicas over several processes."""
     from rooftop.serve.engine.replica import Replica
-    from rooftop.serve.hosts.together import leading
+    from rooftop.serve.hosts.together import Leading
 
-    return Replica if lead is None else leading(lead.followers(checkpoint, configuration))
+    return Replica if lead is None else partial(Leading, lead.followers(checkpoint, configuration))
 
 
 def _compilations() -> dict[str, str]:
@@ -146,3 +153,79 @@ def _share_devices() -> dict[str, str]:
         return {}
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:half])
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[half : 2 * half])}
+
+
+@dataclass(kw_only=True)
+class Lead:
+    """The first process: its links to the followers, and the end of its ``serving`` when one of them is lost.
+
+    ``draft`` is the folder of a draft model. ``stop`` is called when a follower is told to end.
+    """
+
+    coordinator: str
+    draft: Path | None
+    log: logging.Logger
+    stop: Callable[[], None] = lambda: None
+    serving: Serving | None = None
+    _followers: Followers | None = field(default=None, init=False)
+    _engine: PagedEngine | None = field(default=None, init=False)
+    _lost: str | None = field(default=None, init=False)
+
+    def followers(self, checkpoint: Path, configuration: Configuration) -> Followers:
+        """The other processes. Raises RooftopError as ``rooftop.serve.hosts.together.gather`` does."""
+        from rooftop.serve.hosts.together import gather, own_host
+
+        self._followers = gather(
+            checkpoint,
+            configuration,
+            own_host(self.coordinator),
+            draft=self.draft,
+            on_lost=self._on_lost,
+            on_stop=lambda: self.stop(),
+        )
+        return self._followers
+
+    def started(self, engine: PagedEngine | None) -> None:
+        """Wait until the followers have started. ``engine`` (None: it has no requests) hears of losses."""
+        assert self._followers is not None
+        self._followers.wait()
+        self._engine = engine
+
+    def end(self) -> None:
+        """End the followers after the last request."""
+        if self._lost is not None:
+            end_process(self._lost, 1)
+        if self._followers is not None:
+            self._followers.stop()
+
+    def _on_lost(self, message: str) -> None:
+        self._lost = message
+        if self._engine is None or self.serving is None:
+            end_process(message, 1)
+        self.log.error(message)
+        threading.Timer(_GRACE_S, end_process, (message, 1)).start()
+        self._engine.abandon(message)
+        self.serving.refuse()
+
+
+def follow(checkpoint: Path, configuration: Configuration, draft: Path | None, on_ready: Callable[[], None]) -> None:
+    """Follow the first process until it ends. Raises RooftopError and Infeasible."""
+    from rooftop.serve.hosts.together import Follower
+
+    follower = Follower(checkpoint, configuration, draft=draft, on_lost=lambda message: end_process(message, 1))
+
+    def stop(number: int, frame: object) -> None:
+        # Running requests are finished first, and that needs all processes.
+        follower.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    follower.run(on_ready)
+
+
+def end_process(line: str, status: int) -> NoReturn:
+    """Print one line and end this process at once: the usual way out waits for the other processes."""
+    print(f"rooftop: {line}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import Infeasible, RooftopError
@@ -20,23 +21,33 @@ from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Handovers
 from rooftop.serve.engine.engine import PagedEngine
+from rooftop.serve.engine.loading import parts
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.requests import EngineStats, Token
 from rooftop.serve.engine.running import Running
-from rooftop.serve.hosts.handover import GeneratorReport, begin_anew, ended, offered, send_pages, summed, token_of
+from rooftop.serve.hosts.handover import (
+    GeneratorReport,
+    begin_anew,
+    ended,
+    offered,
+    send_pages,
+    shared_facts,
+    summed,
+    token_of,
+)
 from rooftop.serve.hosts.link import Link, LinkLost, Message
 from rooftop.serve.hosts.processes import Other
 
-#: How often the process that generates may be lost with a request, which may be what ends it.
+#: Most losses of the generating process while it has a request: the request may be the cause.
 _LOSSES = 8
 #: Seconds to wait for the other process to count its pages.
 _PATIENCE_S = 60.0
 
 
 class PrefillEngine(PagedEngine):
-    """A ``serve.engine.requests.ServingEngine`` of which ``other`` generates; both have the ``facts`` in common.
+    """A ``serve.engine.requests.ServingEngine`` for which ``other`` generates; both share the ``facts``.
 
-    ``on_link`` hears when it is linked and when that is lost, and why.
+    ``on_link`` is called when the link is made or lost, with the reason.
     """
 
     def __init__(
@@ -46,20 +57,20 @@ class PrefillEngine(PagedEngine):
         other: Other,
         *,
         facts: Mapping[str, Any],
-        longest: int,
+        max_model_len: int,
         stops: frozenset[int] = frozenset(),
         on_progress: Callable[[int, int], None] | None = None,
         on_link: Callable[[str], None] = lambda event: None,
     ) -> None:
-        #: Guards ``_away`` and ``_link``, and with them whose a request is.
+        #: Guards ``_away`` and ``_link``, and so the owner of each request.
         self._lock = threading.RLock()
-        #: Requests that the other process has, by their tickets.
+        #: Requests of the other process, by ticket.
         self._away = dict[int, Running]()
         self._tickets = count(1)
         self._link: Link | None = None
         self._away_tokens = 0
         self._handovers = Handovers()
-        super().__init__([replica], configuration, longest=longest, stops=stops, on_progress=on_progress)
+        super().__init__([replica], configuration, max_model_len=max_model_len, stops=stops, on_progress=on_progress)
         self.facts, self._other, self._on_link = dict(facts), other, on_link
         self._past = list[EngineStats]()
         self._report: GeneratorReport | None = None
@@ -104,7 +115,7 @@ class PrefillEngine(PagedEngine):
         return done
 
     def stats(self) -> EngineStats:
-        """Of both processes together."""
+        """Statistics of both processes together."""
         own = super().stats()
         with self._lock:
             others = [*self._past, *([] if self._report is None else [self._report.stats])]
@@ -128,7 +139,7 @@ class PrefillEngine(PagedEngine):
             assert self._report is None or self._report.problem is None, self._report.problem
 
     def _ask_for_report(self) -> None:
-        """With the pages counted. Returns when it is here, or the link is lost."""
+        """Ask for a report with checked pages. Return when it has arrived, or the link is lost."""
         with self._heard:
             link = self._link
             if link is None:
@@ -137,7 +148,7 @@ class PrefillEngine(PagedEngine):
             link.send("check", number=number)
             self._heard.wait_for(lambda: self._checked >= number or self._link is not link, _PATIENCE_S)
 
-    # What the engine's thread does.
+    # Called by the engine's thread.
 
     def _advance(self) -> bool:
         for sequence in list(self._servers[0].scheduler.to_send):
@@ -180,8 +191,8 @@ class PrefillEngine(PagedEngine):
         self._servers[0].scheduler.submit(running.sequence, first=True)
 
     def _recover(self, left: list[Running], reason: str) -> None:
-        """The link is lost, and with it what the other process had."""
-        # Each goes before all others: the first one is the last to do so.
+        """Take back the requests of the other process after the link is lost."""
+        # Each is queued first, so the first one must come last.
         for running in reversed(left):
             if self._running.get(running.request.id) is not running:
                 continue
@@ -195,7 +206,7 @@ class PrefillEngine(PagedEngine):
                 self._again(running)
 
     def _abandon(self, reason: str, done: threading.Event) -> None:
-        """There is no other process: all that is here ends with an error."""
+        """End all requests with an error: there is no other process."""
         message = f"no process generates: {reason}"
         for id in list(self._running):
             self._end(id, Token(id=id, token=None, finish="error", message=message))
@@ -220,10 +231,10 @@ class PrefillEngine(PagedEngine):
             self._away.clear()
             super()._fail(error)
 
-    # What the link's thread does.
+    # Called by the link's thread.
 
     def _follow(self) -> None:
-        """Link, hear, and link again."""
+        """Connect, handle messages, and connect again after a loss."""
         while not self._closing:
             try:
                 link, hello = self._connected()
@@ -242,10 +253,10 @@ class PrefillEngine(PagedEngine):
                     link.discard()
                     return
                 self._link, self._report = link, GeneratorReport.of(hello.fields["report"])
-                self.longest = min(self.longest, hello.fields["longest"])
+                self.max_model_len = min(self.max_model_len, hello.fields["max_model_len"])
                 self._heard.notify_all()
             self._on_link("linked")
-            # What waits to be handed over is offered.
+            # Wake the engine: it offers requests that wait.
             self._ask(lambda: None)
             reason = self._hear(link)
             with self._heard:
@@ -276,7 +287,7 @@ class PrefillEngine(PagedEngine):
         return link, hello
 
     def _without(self, reason: str) -> None:
-        """Tell everyone, and wait for someone to try again for."""
+        """End all requests with an error, and wait for the next one before another attempt."""
         self._on_link(f"not linked: {reason}")
         done = threading.Event()
         self._ask(partial(self._abandon, reason, done))
@@ -286,7 +297,7 @@ class PrefillEngine(PagedEngine):
             self._wake.wait_for(lambda: self._open or self._closing)
 
     def _hear(self, link: Link) -> str:
-        """Until the link is lost; why it was."""
+        """Serve until the link is lost. Return the reason."""
         try:
             while True:
                 message = link.receive()
@@ -319,7 +330,7 @@ class PrefillEngine(PagedEngine):
             return f"{type(error).__name__}: {error}"
 
     def _came(self, link: Link, fields: list[Any]) -> None:
-        """A token of a request that is away."""
+        """Deliver a token of a request that the other process has."""
         with self._lock:
             running = self._away.get(fields[0])
             if running is None or running.ticket is None:
@@ -347,7 +358,7 @@ class PrefillEngine(PagedEngine):
                 link.send("mask", payload=partial(list[bytes], [mask]), ticket=running.ticket)
 
     def _all_failed(self, message: str) -> None:
-        """A step of the other process has failed: so has every request that it had."""
+        """End every request of the other process with an error: one of its steps has failed."""
         with self._lock:
             for running in list(self._away.values()):
                 self._withdraw(running)
@@ -355,8 +366,35 @@ class PrefillEngine(PagedEngine):
                 self._deliver(running, Token(id=running.request.id, token=None, finish="error", message=message))
 
     def _withdraw(self, running: Running) -> None:
-        """A request that is away has no one who wants it any more. The lock is held."""
+        """Cancel a request at the other process. The lock is held."""
         self._running.pop(running.request.id, None)
         if running.ticket is not None and self._away.pop(running.ticket, None) is not None and self._link is not None:
             self._handovers.dropped(running.ticket)
             self._link.send("cancel", ticket=running.ticket)
+
+
+def load_prefill(
+    checkpoint: Path,
+    configuration: Configuration,
+    other: Other,
+    *,
+    options: Mapping[str, Any] | None = None,
+    replica: Callable[..., Replica] = Replica,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_link: Callable[[str], None] = lambda event: None,
+) -> PrefillEngine:
+    """An engine, not yet started, that prefills here (role 'prefill') while ``other`` generates.
+
+    With a kind of ``replica``, as the first of several processes (``together``). Raises as ``load`` does.
+    """
+    loaded = parts(checkpoint, configuration, None, None, options, replica)
+    return PrefillEngine(
+        loaded.replicas[0],
+        configuration,
+        other,
+        facts=shared_facts(checkpoint, loaded.replicas[0], configuration),
+        max_model_len=loaded.max_model_len,
+        stops=loaded.stops,
+        on_progress=on_progress,
+        on_link=on_link,
+    )

@@ -1,7 +1,7 @@
 """The generating process: started on this machine, or reached on another one.
 
-The one that is started here is told everything over its stdin, says on stdout where it listens, and ends with its
-stdin, that is with the process that started it.
+A process that is started here reads its task from stdin, prints its port to stdout, and ends when its stdin is closed,
+that is, with the process that started it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.hosts.link import Link, LinkLost, connect
 
-#: Seconds for which a process on another machine is looked for, and how often.
+#: Seconds for which to try to reach a process on another machine, and between attempts.
 _PATIENCE_S, _EVERY_S = 60.0, 1.0
-#: How often a process is started that ends before it is ready.
+#: Most starts of a process that ends before it is ready.
 _STARTS = 3
 
 
@@ -34,27 +34,27 @@ class Other(Protocol):
     """The process that generates, seen from the one that prefills."""
 
     def begin(self) -> None:
-        """Let it get ready, if that is ours to do; returns at once."""
+        """Start the process if that is ours to do; return at once."""
         ...
 
     def connect(self) -> Link:
-        """A link to it, new or as it was. Raises LinkLost, RooftopError or Infeasible where there can be none."""
+        """A link to the process. Raises LinkLost, RooftopError or Infeasible."""
         ...
 
     def close(self) -> None:
-        """No further link is wanted: ``connect`` raises LinkLost from now on."""
+        """Have ``connect`` raise LinkLost from now on."""
         ...
 
 
 class Remote:
-    """One that listens at ``host``:``port``, and is there again after some time if it was lost."""
+    """A process that listens at ``host``:``port``, and may come back after it was lost."""
 
     def __init__(self, host: str, port: int, key: str, *, patience_s: float = _PATIENCE_S) -> None:
         self._host, self._port, self._key, self._patience_s = host, port, key, patience_s
         self._closed = threading.Event()
 
     def begin(self) -> None:
-        """Nothing is ours to do."""
+        """Do nothing: somebody else starts the process."""
 
     def connect(self) -> Link:
         """See ``Other``."""
@@ -84,7 +84,7 @@ class GeneratorTask:
 
 
 class Child:
-    """One that is started here, with ``environment`` next to ours, and again when it is lost."""
+    """A process that is started here, with ``environment`` added to ours, and again when it is lost."""
 
     def __init__(
         self,
@@ -105,17 +105,17 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """Process id; None if there is no process."""
         return None if self._process is None else self._process.pid
 
     def begin(self) -> None:
-        """Start it."""
+        """Start the process."""
         with self._lock:
             if self._closed:
                 raise LinkLost("closed")
             self._port = None
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rooftop.serve.hosts.loading"],
+                [sys.executable, "-m", "rooftop.serve.hosts.generating"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=os.environ | self._environment,
@@ -123,7 +123,7 @@ class Child:
                 start_new_session=True,
             )
             assert self._process.stdin is not None
-            # Where it has ended already, ``connect`` says so.
+            # If it has ended already, ``connect`` says so.
             with suppress(OSError):
                 pickle.dump(self._told, self._process.stdin)
                 self._process.stdin.flush()
@@ -131,7 +131,7 @@ class Child:
     def connect(self) -> Link:
         """See ``Other``."""
         if self._process is not None and self._port is not None:
-            # What was lost may have been the link alone.
+            # Perhaps only the link was lost.
             try:
                 return connect("127.0.0.1", self._port, self._told.key)
             except LinkLost:
@@ -146,13 +146,13 @@ class Child:
         raise LinkLost(f"the process that generates ended {_STARTS} times before it was ready")
 
     def close(self) -> None:
-        """See ``Other``; the process has ended after that."""
+        """See ``Other``; the process is killed."""
         with self._lock:
             self._closed = True
         self._end()
 
     def _said(self) -> int | None:
-        """The port that it listens at, once it is ready; None if it ended before that and said nothing."""
+        """Port of the process once it is ready; None if it ended without an answer."""
         process = self._process
         if process is None or process.stdout is None:
             raise LinkLost("closed")
@@ -178,6 +178,6 @@ class Child:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                # What was not flushed has no reader.
+                # Unflushed data has no reader.
                 with suppress(OSError):
                     pipe.close()

@@ -16,7 +16,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -30,7 +29,6 @@ import rooftop
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.prefixes import Copy
 from rooftop.serve.engine.configuration import Configuration
-from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import parts
 from rooftop.serve.engine.programs import COPIED, Key
 from rooftop.serve.engine.replica import Adjusted, Content, Ints, Replica
@@ -40,7 +38,7 @@ from rooftop.serve.sockets import bind
 
 
 class JoinedReplica(Replica):
-    """A ``Replica`` of several processes. What one that only prefills takes from its pages, each process has whole."""
+    """A ``Replica`` of several processes. If it only prefills, each process takes whole pages."""
 
     _role = "both"
 
@@ -74,7 +72,7 @@ def page_parts(contents: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any,
     return [np.ascontiguousarray(content).reshape(-1).view(np.uint8) for content in contents]
 
 
-#: Bytes in which the first process says where it listens.
+#: Bytes of the broadcast address of the first process.
 _WHERE = 512
 
 
@@ -93,23 +91,23 @@ class Followers:
             threading.Thread(target=self._hear, args=(process, link), name="rooftop follower", daemon=True).start()
 
     def tell(self, kind: str, arrays: Sequence[np.ndarray[Any, Any]] = (), **fields: Any) -> None:
-        """Have all of them do ``kind``; ``arrays`` are copied before this returns."""
+        """Send command ``kind`` to all followers; ``arrays`` are copied before this returns."""
         shapes = [[list(array.shape), array.dtype.str] for array in arrays]
         sent: list[Buffer] = [array.tobytes() for array in arrays]
         for link in self._links:
             link.send(kind, payload=(lambda: sent) if sent else None, arrays=shapes, **fields)
 
     def number(self) -> int:
-        """Of the next replica: all processes make theirs in the same order."""
+        """Number of the next replica: all processes create theirs in the same order."""
         return next(self._numbers)
 
     def wait(self) -> None:
-        """Until all have compiled their programs."""
+        """Wait until all followers have compiled their programs."""
         for _ in self._links:
             self._ready.acquire()
 
     def stop(self) -> None:
-        """Let them end."""
+        """End all followers."""
         self._ended = True
         self.tell("stop")
         for link in self._links:
@@ -129,7 +127,7 @@ class Followers:
 
 
 class Leading(JoinedReplica):
-    """A replica whose ``followers`` do what it does."""
+    """A replica whose ``followers`` repeat every call."""
 
     def __init__(self, followers: Followers, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -146,7 +144,7 @@ class Leading(JoinedReplica):
     def allocate(self) -> None:
         """See ``Replica``."""
         if self._compiled:
-            # The others have done so where they have compiled.
+            # The others have allocated when they compiled.
             self._tell("allocate")
         super().allocate()
 
@@ -194,32 +192,6 @@ class Leading(JoinedReplica):
         self._followers.tell(kind, arrays, replica=self._number, **fields)
 
 
-def leading(followers: Followers) -> Callable[..., Leading]:
-    """Return the factory of the first process's replicas."""
-    return partial(Leading, followers)
-
-
-def load_together(
-    checkpoint: Path,
-    configuration: Configuration,
-    followers: Followers,
-    *,
-    draft: Path | None = None,
-    options: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> PagedEngine:
-    """In the first process: an engine, not yet started, over the devices of all. Raises as ``loading.load`` does."""
-    loaded = parts(checkpoint, configuration, draft, None, options, replica=leading(followers))
-    return PagedEngine(
-        loaded.replicas,
-        configuration,
-        longest=loaded.longest,
-        stops=loaded.stops,
-        draft=loaded.draft,
-        on_progress=on_progress,
-    )
-
-
 def gather(
     checkpoint: Path,
     configuration: Configuration,
@@ -252,7 +224,7 @@ def gather(
 
 
 class Follower:
-    """One of the other processes: it does what the first one does, until that ends.
+    """One of the other processes: it repeats the calls of the first one, until that ends.
 
     ``on_lost`` is called, from another thread, when the first one is lost. Raises RooftopError and Infeasible as
     ``loading.load`` does.
@@ -278,16 +250,16 @@ class Follower:
         facts = _facts(checkpoint, configuration, draft)
         self._link.send("here", process=jax.process_index(), facts=facts)
         threading.Thread(target=self._hear, name="rooftop leader", daemon=True).start()
-        # Where it is something else that we serve, the first process says so and is lost.
+        # If we serve something else, the first process reports that and ends.
         self._messages.get()
         self._made = parts(checkpoint, configuration, draft, None, options, replica=JoinedReplica)
 
     def stop(self) -> None:
-        """Have the first process finish what is running, and end them all."""
+        """Have the first process finish running requests, and end all processes."""
         self._link.send("stop")
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Until the first process has ended; ``on_ready`` is called once all programs are compiled."""
+        """Follow until the first process has ended; ``on_ready`` is called once all programs are compiled."""
         replicas = [*self._made.replicas, *([] if self._made.draft is None else [self._made.draft])]
         waiting, taken = len(replicas), list[jax.Array]()
         while (message := self._messages.get()).kind != "stop":
@@ -373,8 +345,8 @@ def own_host(coordinator: str) -> str:
     if coordinator == "auto":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                # To an address of no one (RFC 5737): nothing is sent, and the way there is known. A machine's own name
-                # often leads to itself only.
+                # An address for documentation (RFC 5737): nothing is sent, but the route is known. A machine's own name
+                # often resolves to a loopback address.
                 probe.connect(("192.0.2.1", 9))
                 return str(probe.getsockname()[0])
             except OSError:
