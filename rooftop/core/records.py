@@ -181,7 +181,7 @@ def schema(kind: Any) -> dict[str, Any]:
 
     kinds = list(dict.fromkeys(_records(kind)))
     properties = [
-        (owner, name, get_type_hints(_function(member))["return"])
+        (owner, name, get_type_hints(_function(member), include_extras=True)["return"])
         for owner in kinds
         for name, member in _derived(owner).items()
     ]
