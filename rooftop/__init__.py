@@ -23,7 +23,7 @@ _FUNCTIONS = {
     "plan_training": "planning",
     "plan_serving": "serving",
     "serving_front": "serving",
-    "simulate": "serving",
+    "simulate": "simulation",
     "serve": "serving",
     "ServeRequest": "serving",
     "plan_embedding": "embedding",

@@ -17,7 +17,7 @@ from rooftop.library.planning import plan_training as plan_training
 from rooftop.library.serving import plan_serving as plan_serving
 from rooftop.library.serving import serve as serve
 from rooftop.library.serving import serving_front as serving_front
-from rooftop.library.serving import simulate as simulate
+from rooftop.library.simulation import simulate as simulate
 from rooftop.library.training import export_embedding as export_embedding
 from rooftop.library.training import train as train
 from rooftop.library.training import train_embedding as train_embedding

@@ -79,7 +79,7 @@ def command(
 ) -> int:
     """Serve requests by PLAN, a plan.json of `rooftop plan serve`: the latencies that users would feel."""
     from rooftop.core.files import write_json
-    from rooftop.library.serving import simulate
+    from rooftop.library.simulation import simulate
 
     with progress_bar(shown=not as_json) as on_progress:
         result = simulate(**options, on_progress=on_progress)

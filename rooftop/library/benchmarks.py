@@ -19,7 +19,8 @@ from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, p
 from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, CountLike, SliceLike, TimeLike, axes_of, slice_of
 from rooftop.library.results import Result, flat
-from rooftop.library.serving import LengthsLike, Progress, read_serving_plan, targets_of, trace_of
+from rooftop.library.serving import Progress
+from rooftop.library.simulation import LengthsLike, read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.runs.environment import prefer_cpus, require_packages, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy

@@ -140,6 +140,11 @@ def seconds_of(time: TimeLike, field: str) -> float:
     return float(time)
 
 
+def rate_of(requests_per_second: float | str | None) -> float | None:
+    """The rate of requests. Raises RooftopError."""
+    return None if requests_per_second is None else parse_quantity(requests_per_second, "requests-per-second")
+
+
 def axes_of(mesh: AxesLike, known: Iterable[str] | None = None) -> dict[str, int]:
     """Sizes of mesh axes; ``known`` are the names that are accepted, None any. Raises RooftopError."""
     from rooftop.arrays import parse_axes

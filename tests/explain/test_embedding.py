@@ -197,8 +197,8 @@ def test_hbm_that_only_the_compiler_fills_is_answered_with_limits_that_compile(p
 @pytest.mark.parametrize(
     ("change", "words", "says"),
     [
-        ({"schema": 99}, (), "schema 99"),
-        ({"limits": None}, (), "plan:"),
+        ({"schema": 99}, (), "plan schema: got 99; accepted: 1"),
+        ({"limits": None}, (), "plan limits: got nothing; accepted: an object"),
         ({"limits": {}}, (), "limits for each stack"),
         ({}, ("--check", "nam"), "did you mean nan"),
         ({}, ("--save", "x"), "save:"),

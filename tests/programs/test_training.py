@@ -269,7 +269,7 @@ def test_plans_that_are_no_program_yet(layout: str, changes: dict[str, Any], obs
     with pytest.raises(RooftopError, match=obstacle) as refused:
         TrainProgram.from_plan(asked)
     assert (refused.value.field, refused.value.given) == ("plan", asked.obstacles[0])
-    with pytest.raises(RooftopError, match="rooftop plan"):
+    with pytest.raises(RooftopError, match="plan schema: got nothing; accepted: a value: this field is required"):
         TrainingPlan.from_json({"kind": "train"})
 
 

@@ -1,0 +1,299 @@
+"""Simulations of requests that a serving plan's servers serve."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.files import read_json_object, write_text
+from rooftop.core.quantities import format_seconds, parse_bytes, parse_count, parse_quantity
+from rooftop.core.records import read_record
+from rooftop.library.inputs import CountLike, TimeLike, rate_of, seconds_of
+from rooftop.library.results import Result
+from rooftop.library.serving import Progress, ServingPlanResult
+from rooftop.plan.serving.fleet import RecommendationDocument
+from rooftop.plan.serving.plan import ServingPlan
+from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.simulate.serving import engine as simulator
+from rooftop.simulate.serving.metrics import ServingMetrics, SimulationReport, Targets
+from rooftop.simulate.serving.records import Deployment
+from rooftop.simulate.serving.timeline import timeline
+from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
+
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
+
+#: Tokens of a request: a number, or LOW:HIGH to draw from.
+LengthsLike: TypeAlias = Lengths | CountLike
+#: Seconds of traffic that a timeline shows.
+_TIMELINE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SimulationResult(Result):
+    """Requests served by a plan: the latencies that users see, and the load of the servers."""
+
+    plan: ServingPlan
+    deployment: Deployment
+    metrics: ServingMetrics
+
+    @cached_property
+    def report(self) -> SimulationReport:
+        """Plan, deployment, trace, latencies and servers."""
+        return SimulationReport.of(self.plan, self.deployment, self.metrics)
+
+    def to_json(self) -> dict[str, object]:
+        """``report`` as plain JSON values."""
+        return self.report.to_json()
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A request a row: its lengths and times; times of refused requests are None."""
+        simulation, metrics = self.metrics.simulation, self.metrics
+        trace, requests = simulation.trace, simulation.requests
+        lengths = zip(
+            trace.arrival_s.tolist(),
+            trace.prompt_tokens.tolist(),
+            trace.output_tokens.tolist(),
+            requests.cached,
+            requests.server,
+            requests.preemptions,
+            strict=True,
+        )
+        names = ("arrival_s", "prompt_tokens", "output_tokens", "cached_tokens", "server", "preemptions")
+        times = ("ttft_s", "tpot_s", "worst_itl_s", "e2e_s")
+        seconds = zip(*(getattr(metrics, name).tolist() for name in times), strict=True)
+        return [
+            {"request": number}
+            | dict(zip(names, counts, strict=True))
+            | {name: None if math.isnan(value) else value for name, value in zip(times, spent, strict=True)}
+            for number, (counts, spent) in enumerate(zip(lengths, seconds, strict=True))
+        ]
+
+    @property
+    def document(self) -> Document:
+        """Latencies that users feel, and the work of servers."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json())
+
+    @property
+    def summary(self) -> str:
+        """Requests served, and mean and tail of the latencies."""
+        metrics, deployment = self.metrics, self.deployment
+        latencies = [
+            f"{name} {format_seconds(values.p50)} median, {format_seconds(values.p99)} at p99"
+            for name, values in (("TTFT", metrics.figures.ttft_s), ("TPOT", metrics.figures.tpot_s))
+            if values is not None
+        ]
+        return (
+            f"{self.plan.problem.model.name} on {deployment.replicas} x {self.plan.problem.slice.name}, "
+            f"{deployment.policy.batching}: {metrics.finished:,} of {len(metrics.simulation.trace):,} requests\n"
+            f"{'; '.join(latencies)}"
+        )
+
+    def raise_if_infeasible(self) -> None:
+        """Raise Infeasible if no request was served."""
+        if not self.metrics.finished:
+            refused = next(iter(self.metrics.simulation.requests.refused.values()))
+            raise Infeasible("no request can be served", refused)
+
+    def write_requests(self, path: Path | str) -> None:
+        """Write ``rows`` as CSV."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        for number, row in enumerate(self.rows):
+            if not number:
+                writer.writerow(row)
+            writer.writerow(f"{cell:.9g}" if isinstance(cell, float) else cell for cell in row.values())
+        write_text(Path(path), text.getvalue())
+
+    def write_perfetto(self, path: Path | str) -> None:
+        """Write the timeline of the first minute for ui.perfetto.dev."""
+        write_text(Path(path), json.dumps(timeline(self.metrics.simulation, _TIMELINE_S), allow_nan=False))
+
+
+def simulate(
+    plan: ServingPlanResult | ServingPlan | Mapping[str, object] | Path | str,
+    *,
+    trace: RequestTrace | Path | str | None = None,
+    requests_per_second: float | str | None = None,
+    duration: TimeLike = 600.0,
+    prompt: LengthsLike | None = None,
+    generate: LengthsLike | None = None,
+    burstiness: float | str = 1.0,
+    seed: int = 0,
+    hash_tokens: CountLike = 512,
+    batching: str | None = None,
+    chunk_tokens: CountLike | None = None,
+    batch_seqs: CountLike | None = None,
+    replicas: CountLike | None = None,
+    prefill_servers: CountLike | None = None,
+    routing: str = "least_loaded",
+    preemption: str = "recompute",
+    prefix_cache: bool = False,
+    host_dram: CountLike | None = None,
+    ttft: TimeLike | None = None,
+    tpot: TimeLike | None = None,
+    on_progress: Progress | None = None,
+) -> SimulationResult:
+    """Serve requests by a serving plan, step by step, before anyone pays for it.
+
+    Args:
+        plan: A result of ``plan_serving``, a plan, or a plan.json (its content or path).
+        trace: Requests, or the path of a JSONL or CSV file of them; by default they are drawn.
+        requests_per_second: Rate of drawn requests; by default the plan's.
+        duration: Time span of drawn requests.
+        prompt: Tokens of a prompt: 512 or '128:1024'; by default the plan's.
+        generate: Tokens of an answer, likewise.
+        burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
+        seed: Seed of everything that is drawn.
+        hash_tokens: Tokens that a hash of a trace stands for.
+        batching: static, interleaved or disaggregated; by default the plan's.
+        chunk_tokens: Most tokens of a step, with prompts prefilled in chunks; by default prompts are whole.
+        batch_seqs: Sequences that a server has in progress at most; by default the plan's batch.
+        replicas: Servers (disaggregated: that generate); by default the plan's, or 1.
+        prefill_servers: Servers that prefill (disaggregated); by default the plan's.
+        routing: round_robin, least_loaded or affinity.
+        preemption: recompute or swap, when pages run out.
+        prefix_cache: Keep the KV of prompts for those that begin alike.
+        host_dram: Bytes of each host for prefixes and swapped sequences.
+        ttft: Target of the time to first token, for goodput; by default the plan's.
+        tpot: Target of the time per output token, likewise.
+        on_progress: Called with requests done, requests in all, and a label.
+
+    Raises RooftopError naming the argument that is wrong, and Infeasible if the servers have no room for a cache.
+    """
+    planned, fleet = _planned(plan)
+    batching = batching or planned.problem.mode
+    policy = Policy(
+        max_batch=planned.batch if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
+        batching=batching,
+        chunk_tokens=None if chunk_tokens is None else parse_count(chunk_tokens, "chunk-tokens"),
+        preemption=preemption,
+    )
+    generators = (
+        math.ceil(fleet.get("generate_servers") or 1) if replicas is None else parse_count(replicas, "replicas")
+    )
+    prefillers = None if prefill_servers is None else parse_count(prefill_servers, "prefill-servers")
+    if prefillers is None and batching == "disaggregated":
+        prefillers = math.ceil(fleet.get("prefill_servers") or planned.prefill_per_generate * generators)
+    times = planned.step_times()
+    if preemption == "swap" and host_dram is None:
+        raise RooftopError("preemption", "swap", "swap with --host-dram, the memory that each host has for it")
+    if min(times.kv_tokens // times.kv_groups, times.prefill_kv_tokens // times.prefill_kv_groups) < times.page_tokens:
+        planned.require_fit()
+        problem = planned.problem
+        raise Infeasible(f"{problem.model.name} on {problem.slice.name}", "no HBM is left for a KV cache")
+    deployment = Deployment(
+        policy=policy,
+        times=times,
+        replicas=generators,
+        prefill_servers=prefillers or 0,
+        routing=Routing(kind=routing),
+        prefix_cache=prefix_cache,
+        host_kv_tokens=0 if host_dram is None else times.host_tokens(parse_bytes(host_dram, "host-dram")),
+    )
+    work = planned.problem.workload
+    if trace is None and requests_per_second is None:
+        requests_per_second = work.requests_per_second
+    requests = trace_of(
+        trace,
+        requests_per_second=requests_per_second,
+        duration=duration,
+        prompt=work.prompt if prompt is None else prompt,
+        generate=work.generate if generate is None else generate,
+        burstiness=burstiness,
+        seed=seed,
+        hash_tokens=hash_tokens,
+    )
+    if prefix_cache and requests.hashes is None:
+        raise RooftopError("prefix-cache", "requests without hashes", "a --trace whose hashes say what prompts share")
+    targets = targets_of(work.ttft_s if ttft is None else ttft, work.tpot_s if tpot is None else tpot)
+    simulation = simulator.simulate(requests, deployment, on_progress)
+    return SimulationResult(
+        plan=planned, deployment=deployment, metrics=ServingMetrics(simulation=simulation, targets=targets)
+    )
+
+
+def trace_of(
+    trace: RequestTrace | Path | str | None,
+    *,
+    requests_per_second: float | str | None,
+    duration: TimeLike,
+    prompt: LengthsLike,
+    generate: LengthsLike,
+    burstiness: float | str,
+    seed: int,
+    hash_tokens: CountLike,
+) -> RequestTrace:
+    """The requests of a trace, or as they are drawn; see ``simulate``. Raises RooftopError."""
+    if trace is not None:
+        if requests_per_second is not None:
+            raise RooftopError("requests-per-second", requests_per_second, "this or --trace, not both")
+        if isinstance(trace, RequestTrace):
+            return trace
+        return read_trace(Path(trace), hash_tokens=parse_count(hash_tokens, "hash-tokens"))
+    per_second = rate_of(requests_per_second)
+    if per_second is None:
+        raise RooftopError("requests-per-second", None, "this or --trace: there is no rate")
+    return draw_trace(
+        requests_per_second=per_second,
+        requests=max(1, round(per_second * seconds_of(duration, "duration"))),
+        prompt=_lengths(prompt, "prompt"),
+        output=_lengths(generate, "generate"),
+        burstiness=parse_quantity(burstiness, "burstiness"),
+        seed=seed,
+    )
+
+
+def targets_of(ttft: TimeLike | None, tpot: TimeLike | None) -> Targets:
+    """Targets of goodput. Raises RooftopError."""
+    return Targets(
+        ttft_s=None if ttft is None else seconds_of(ttft, "ttft"),
+        tpot_s=None if tpot is None else seconds_of(tpot, "tpot"),
+    )
+
+
+def read_serving_plan(path: Path | str) -> ServingPlan:
+    """The plan in a plan.json. Raises RooftopError for any other file."""
+    return _planned(path)[0]
+
+
+def _lengths(lengths: LengthsLike, field: str) -> Lengths:
+    return lengths if isinstance(lengths, Lengths) else Lengths.parse(str(lengths), field)
+
+
+def _planned(
+    plan: ServingPlanResult | ServingPlan | Mapping[str, object] | Path | str,
+) -> tuple[ServingPlan, Mapping[str, float | None]]:
+    """A plan, and the servers of the fleet that it recommends (empty: none). Raises RooftopError."""
+    if isinstance(plan, ServingPlan):
+        return plan, {}
+    if isinstance(plan, ServingPlanResult):
+        best = None if plan.recommendation is None else plan.recommendation.best
+        return plan.plan, {} if best is None else {
+            "generate_servers": best.generate_servers, "prefill_servers": best.prefill_servers
+        }  # fmt: skip
+    data: Mapping[str, object]
+    if isinstance(plan, (str, Path)):
+        data = read_json_object(Path(plan), field="plan", accepted="a plan.json written by rooftop plan serve")
+    else:
+        data = plan
+    planned = ServingPlan.from_json(data)
+    recommendation = data.get("recommendation")
+    if recommendation is None:
+        return planned, {}
+    best_fleet = read_record(RecommendationDocument, recommendation, "plan recommendation").best
+    return planned, {
+        "generate_servers": best_fleet.generate_servers, "prefill_servers": best_fleet.prefill_servers
+    }  # fmt: skip
