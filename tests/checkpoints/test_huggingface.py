@@ -324,7 +324,8 @@ def test_transformers_reads_an_export(name: str, tmp_path: Path) -> None:
 
 
 def assert_logits(torch: Any, transformers: Any, name: str, folder: Path) -> None:
-    golden = np.load(ORACLES / "logits" / f"{name}.npz")
+    with np.load(ORACLES / "logits" / f"{name}.npz") as file:
+        golden = dict(file)
     config = transformers.AutoConfig.from_pretrained(folder)
     auto = transformers.AutoModelForImageTextToText if hasattr(config, "vision_config") else None
     auto = auto or transformers.AutoModelForCausalLM

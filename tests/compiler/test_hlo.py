@@ -33,6 +33,7 @@ from rooftop.compiler.worker import compile_here
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
 from rooftop.hardware import Slice
+from tests.support.examples import examples
 
 TRIPS = 3
 
@@ -149,7 +150,7 @@ def total_flops(module: hlo.Module) -> float:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     size=st.integers(1, 9),
     kernel=st.integers(1, 4),
@@ -175,7 +176,7 @@ def test_convolution_flops_equal_xlas_count(
     assert total_flops(hlo.parse(lowered.as_text("hlo"))) == cost.get("flops", 0.0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.tuples(*[st.integers(1, 5)] * 5))
 def test_dot_flops_equal_xlas_count(sizes: tuple[int, ...]) -> None:
     b, m, k, h, n = sizes
@@ -503,12 +504,12 @@ def test_collectives_on_tpu() -> None:
 @pytest.mark.parametrize(
     ("slice_", "layout", "axes", "members"),
     [
-        ("v5e:4x4@4", "data=dcn[2:2],stage=dcn[1:2],fsdp=x,tensor=y", ["data"], 2),
+        pytest.param("v5e:4x4@4", "data=dcn[2:2],stage=dcn[1:2],fsdp=x,tensor=y", ["data"], 2, marks=pytest.mark.slow),
         ("v5e:4x4@4", "data=dcn[2:2],stage=dcn[1:2],fsdp=x,tensor=y", ["stage"], 2),
         # The slices are the inner axis of the mesh: within a slice XLA numbers partitions without it.
         ("v5e:4x4@2", "data=x,fsdp=dcn,tensor=y", ["fsdp"], 2),
         ("v5e:4x4@2", "data=x,fsdp=dcn,tensor=y", ["data"], 4),
-        ("tpu7x:2x2x1@2", "data=dcn,fsdp=x+y,tensor=core", ["data"], 2),
+        pytest.param("tpu7x:2x2x1@2", "data=dcn,fsdp=x+y,tensor=core", ["data"], 2, marks=pytest.mark.slow),
     ],
 )
 def test_collectives_between_slices(slice_: str, layout: str, axes: list[str], members: int) -> None:

@@ -229,9 +229,10 @@ def test_buffers_written_again_are_as_fresh_ones(accelerate: bool, first: int, s
 @pytest.mark.parametrize("accelerate", KERNELS)
 def test_as_jax_tpu_embedding_made_them(accelerate: bool) -> None:
     """Committed results of tests/oracles/compare_embed_host.py: every way to overflow, every combiner."""
-    golden = np.load(ORACLES / "embed_host.npz")
+    with np.load(ORACLES / "embed_host.npz") as file:
+        golden = dict(file)
     stacks = defaultdict[int, dict[str, dict[str, Any]]](dict)
-    for key in golden.files:
+    for key in golden:
         seed, *rest = key.split("/")
         if len(rest) == 2:
             stacks[int(seed)].setdefault(rest[0], {})[rest[1]] = golden[key]
@@ -244,14 +245,16 @@ def test_as_jax_tpu_embedding_made_them(accelerate: bool) -> None:
     assert found == {"minibatches", "minibatches, dropped", "one pass", "one pass, dropped"}
 
 
-DIGESTED, PARTS = 4000, 8
+DIGESTED, PARTS = 4000, 16
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(2, PARTS))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_as_jax_tpu_embedding_made_thousands(part: int, accelerate: bool) -> None:
     """Committed digests of what it made of random cases; those that we refuse end its process."""
-    golden = np.load(ORACLES / "embed_host_digests.npz")
+    # Read once: each look into the file decompresses a whole array.
+    with np.load(ORACLES / "embed_host_digests.npz") as file:
+        golden = dict(file)
     assert len(golden["refused"]) == DIGESTED and golden["refused"].mean() < 0.15
     found = set()
     for seed in range(part, DIGESTED, PARTS):

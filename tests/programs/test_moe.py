@@ -40,6 +40,7 @@ from rooftop.programs.model.moe import ExpertSlots, activate, capacity, from_slo
 from rooftop.programs.parameters import MoEWeights, Norm
 from rooftop.programs.sharding import Dim, Specs, axes_of, named_reshard
 from tests.support.curves import mesh_of
+from tests.support.examples import examples
 
 Weights = dict[str, np.ndarray]
 
@@ -331,7 +332,7 @@ def test_pairs_beyond_the_capacity_are_dropped_last_come_first(sizes: Mapping[st
 # ---- its parts ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.sampled_from([(1, 1), (3, 2), (12, 3)]), st.sampled_from([1, 3, 12]), st.randoms(use_true_random=False))
 def test_slots_are_filled_in_order_and_known_both_ways(shape: tuple[int, int], size: int, random: Any) -> None:
     experts, (tokens, active) = 5, shape
@@ -496,19 +497,21 @@ def moved(row: JoinedRow, kind: str, axis: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("slice_name", "layout", "experts", "remat"),
+    ("slice_name", "layout", "experts", "remat", "width"),
     [
-        ("v5e:4x4", "expert=x,fsdp=y", 16, "block"),
-        pytest.param("v5e:4x4", "expert=x,tensor=y", 4, "matmuls", marks=pytest.mark.slow),  # one expert on a device
-        pytest.param("v5e:4x4", "fsdp=x,tensor=y", 16, "none", marks=pytest.mark.slow),
-        pytest.param("v5p:4x4x4", "expert=x+y,fsdp=z", 16, "block", marks=pytest.mark.slow),
-        pytest.param("v5p:4x4x4", "expert=x,fsdp=y,tensor=z", 16, "minimal", marks=pytest.mark.slow),
+        ("v5e:4x4", "expert=x,fsdp=y", 16, "block", 512),
+        pytest.param("v5e:4x4", "expert=x,fsdp=y", 16, "block", 1024, marks=pytest.mark.slow),
+        # One expert on a device.
+        pytest.param("v5e:4x4", "expert=x,tensor=y", 4, "matmuls", 1024, marks=pytest.mark.slow),
+        pytest.param("v5e:4x4", "fsdp=x,tensor=y", 16, "none", 1024, marks=pytest.mark.slow),
+        pytest.param("v5p:4x4x4", "expert=x+y,fsdp=z", 16, "block", 1024, marks=pytest.mark.slow),
+        pytest.param("v5p:4x4x4", "expert=x,fsdp=y,tensor=z", 16, "minimal", 1024, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_mixture_is_as_planned(slice_name: str, layout: str, experts: int, remat: str) -> None:
+def test_compiled_mixture_is_as_planned(slice_name: str, layout: str, experts: int, remat: str, width: int) -> None:
     """FLOPs to the last one; exchanges over expert, gathers and scatters over fsdp and tensor to within 1 %."""
-    moe = Mixture(experts=experts, active=2, d_ff=1024, shared_d_ff=1024)
-    model = model_of(moe, d_model=1024, max_seq_len=512)
+    moe = Mixture(experts=experts, active=2, d_ff=width, shared_d_ff=width)
+    model = model_of(moe, d_model=width, max_seq_len=512)
     rows = compiled_rows(model, slice_name, layout, batch=Slice.parse(slice_name).devices, remat=remat)
     assert all(row.compiled_flops == row.planned_flops for row in rows.values())
     assert rows["layers/moe/experts", "forward"].planned_flops > 0

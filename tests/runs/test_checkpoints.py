@@ -381,8 +381,7 @@ def test_two_processes_to_one_and_back(tmp_path: Path) -> None:
     found = json.loads(together(1, tmp_path, "save", "3", "restore"))
     assert found == {"step": 3, "extra": {"seed": 3}, "refused": []}
     path = truncate(tmp_path / "3")
-    found = json.loads(together(2, tmp_path, "restore"))
+    found = json.loads(together(2, tmp_path, "restore", "save", "4"))
     assert (found["step"], found["extra"]) == (2, {"seed": 2})
     assert len(found["refused"]) == 1 and str(path) in found["refused"][0]
-    together(2, tmp_path, "save", "4")
     assert json.loads(together(1, tmp_path, "restore"))["step"] == 4

@@ -34,5 +34,5 @@ def case(name: str) -> tuple[ModelConfig, dict[str, Any], dict[str, np.ndarray],
     facts = json.loads((ORACLES / "logits" / f"{name}.json").read_text())
     weights = TINY.weights(facts["weights"], facts["norm_mean"])
     assert TINY.checksum(weights) == facts["weights_checksum"]
-    golden = np.load(ORACLES / "logits" / f"{name}.npz")
-    return from_huggingface(facts["config"], name), facts, weights, dict(golden)
+    with np.load(ORACLES / "logits" / f"{name}.npz") as golden:
+        return from_huggingface(facts["config"], name), facts, weights, dict(golden)
