@@ -1,7 +1,7 @@
-"""Mesh axes out of replica groups, for programs of which nobody says what mesh they run on.
+"""Mesh axes inferred from replica groups, for programs whose mesh is unknown.
 
 Groups that a mesh's axes make step through the devices with a stride: ``{{0,16,32,48},...}`` is an axis of size 4 above
-16 devices. All groups of a program together tell its axes, as far as its collectives use them.
+16 devices. The groups of a program together show the axes that its collectives use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMED = re.compile(r"mesh\[([^\]]*)\]")
 
 
 def devices_of(text: str) -> int:
-    """Devices that a module is compiled for: by the first line of its text, or by the ids in its lists of groups."""
+    """Number of devices of a module, from the first line of its text or from the ids in its replica groups."""
     stated = math.prod(int(item) for item in _DEVICES.findall(text.partition("\n")[0]))
     listed = (int(item) for groups in _LISTED.findall(text) for item in re.findall(r"\d+", groups))
     iotas = (math.prod(map(int, item.split(","))) for item in _IOTA.findall(text))
@@ -31,10 +31,10 @@ def devices_of(text: str) -> int:
 
 
 def infer_mesh(module: Module, devices: int) -> dict[str, int]:
-    """Axes and sizes, major first, that explain the replica groups of a module on so many devices.
+    """Axes and sizes, major first, that explain the replica groups of a module on ``devices`` devices.
 
-    Named as XLA writes them where it does (``mesh['data'=2,'model'=4]``), else axis_0, axis_1 and so on. Where groups
-    do not step evenly all devices are one axis.
+    Their names are those in the HLO (``mesh['data'=2,'model'=4]``), or axis_0, axis_1 and so on. If groups have no even
+    stride, all devices are one axis.
     """
     groups: list[Groups] = []
     for computation in module.computations.values():
@@ -54,7 +54,7 @@ def infer_mesh(module: Module, devices: int) -> dict[str, int]:
 
 
 def axes_of(groups: Iterable[Groups], devices: int) -> dict[str, int]:
-    """The same of groups as device ids."""
+    """Axes and sizes, major first, that explain groups of device ids."""
     edges = {1, devices}
     for group in groups:
         edges |= _edges(group[0]) if group else set()
@@ -66,7 +66,7 @@ def axes_of(groups: Iterable[Groups], devices: int) -> dict[str, int]:
 
 
 def stride(group: Iterable[int]) -> int | None:
-    """The stride of a group that steps evenly; None for another, or of one device."""
+    """The stride of a group; None if it is uneven, or if the group is one device."""
     members = sorted(group)
     steps = {high - low for low, high in pairwise(members)}
     return steps.pop() if len(steps) == 1 else None
@@ -78,7 +78,7 @@ def describe(mesh: Mapping[str, int]) -> str:
 
 
 def _connected(pairs: Groups) -> Groups:
-    """The devices that the pairs of a permute lead to from each other."""
+    """Groups of devices that the pairs of a permute connect."""
     whole: list[set[int]] = []
     for pair in pairs:
         met = [part for part in whole if part & set(pair)]
@@ -96,5 +96,5 @@ def _edges(group: tuple[int, ...]) -> set[int]:
     while run < len(members) and members[run] - members[run - 1] == step:
         run += 1
     result |= {step, step * run}
-    # What is left is another axis above the first one.
+    # The rest is another, more major axis.
     return result | (_edges(tuple(members[::run])) if run < len(members) and len(members) % run == 0 else set())

@@ -118,7 +118,7 @@ class Operation:
 
     @property
     def matmul(self) -> HloMatmul | None:
-        """The matmul that its shapes tell of: a dot, or a fusion of two arrays whose sizes fit one; None without."""
+        """The matmul of a dot, or of a fusion of two arrays whose sizes fit one; None for other instructions."""
         if self.moved or self.opcode not in ("fusion", "dot", "convolution", "custom-call") or len(self.results) != 1:
             return None
         shapes = [layout.shape for _, layout in self.operands if layout is not None]
@@ -349,7 +349,7 @@ def _equal(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _groups(attributes: str) -> Groups | None:
-    """The replica groups of a line. One that a page has cut short, '{{0,16,32}, ...}', is told by its first group."""
+    """The replica groups of a line; only the first group of an abbreviated list, '{{0,16,32}, ...}'."""
     first = re.search(r"replica_groups=\{\{([\d,]+)\}\s*,\s*\.\.\.", attributes)
     if first:
         return (tuple(int(item) for item in first[1].split(",")),)
@@ -409,7 +409,7 @@ class TrueMatmul(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Inferred(Record):
-    """``ways`` of model parallelism, over devices ``step`` apart; ``devices`` is what the groups tell of at least."""
+    """``ways`` of model parallelism, over devices ``step`` apart; ``devices`` is a lower bound from the groups."""
 
     ways: Positive
     step: int | None

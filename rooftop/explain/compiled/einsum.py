@@ -1,4 +1,4 @@
-"""A strategy of the algebra next to what XLA:TPU makes of the same einsum, or resharding."""
+"""A strategy of the algebra next to the program that XLA:TPU compiles for the same einsum or resharding."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def compare(
     )
 
 
-def check(asked: object, prices: Prices) -> dict[str, Any]:
+def check(expression: object, prices: Prices) -> dict[str, Any]:
     """Compile an expression for the slice and compare; JSON values ``compiled``, ``planned``, ``agrees``, ``verdict``.
 
     Raises RooftopError for what cannot be compiled: a single array, arrays on hosts or single chips, GPUs.
     """
     if prices.mesh.slice.chip.kind != "tpu":
         raise RooftopError("compile", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
-    request, candidates, dtype = _request(asked, prices)
+    request, candidates, dtype = _request(expression, prices)
     compiled = compile_ahead_of_time(request)
     result = compare(candidates, compiled, prices, dtype)
     collectives = [
@@ -179,27 +179,29 @@ def check(asked: object, prices: Prices) -> dict[str, Any]:
     }
 
 
-def _request(asked: object, prices: Prices) -> tuple[CompileRequest, Sequence[Strategy], str]:
+def _request(expression: object, prices: Prices) -> tuple[CompileRequest, Sequence[Strategy], str]:
     """The compile request, the strategies to compare with it, and the dtype of the multiplication."""
-    if isinstance(asked, Einsum):
-        arrays: tuple[ShardedArray, ...] = (asked.left, asked.right, asked.output)
-        candidates: Sequence[Strategy] = strategies(asked, prices, overlapped=False)
-        dtype = max(asked.left.dtype, asked.right.dtype, key=dtype_bytes)
+    if isinstance(expression, Einsum):
+        arrays: tuple[ShardedArray, ...] = (expression.left, expression.right, expression.output)
+        candidates: Sequence[Strategy] = strategies(expression, prices, overlapped=False)
+        dtype = max(expression.left.dtype, expression.right.dtype, key=dtype_bytes)
         return _plain(arrays, prices), candidates, dtype
-    if isinstance(asked, Reshard):
-        if asked.source.at or asked.target.at:
-            raise RooftopError("compile", str(asked.source), "arrays in the HBM of the mesh, which XLA can reshard")
-        path = reshard(asked.source, asked.target, prices)
-        arrays = (asked.source, asked.target)
-        return _plain(arrays, prices), [priced(path, arrays[:1], prices)], asked.source.dtype
-    if isinstance(asked, Step):
-        name = str(asked).split(" -> ")[0]
+    if isinstance(expression, Reshard):
+        if expression.source.at or expression.target.at:
+            raise RooftopError(
+                "compile", str(expression.source), "arrays in the HBM of the mesh, which XLA can reshard"
+            )
+        path = reshard(expression.source, expression.target, prices)
+        arrays = (expression.source, expression.target)
+        return _plain(arrays, prices), [priced(path, arrays[:1], prices)], expression.source.dtype
+    if isinstance(expression, Step):
+        name = str(expression).split(" -> ")[0]
         arguments = {"expression": name, "dims": dict(prices.dims)}
         request = CompileRequest(
             mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower_steps", arguments=arguments
         )
-        return request, [priced((asked,), asked.inputs, prices)], asked.output.dtype
-    raise RooftopError("compile", str(asked), "an einsum, a resharding or a collective")
+        return request, [priced((expression,), expression.inputs, prices)], expression.output.dtype
+    raise RooftopError("compile", str(expression), "an einsum, a resharding or a collective")
 
 
 def _plain(arrays: Iterable[ShardedArray], prices: Prices) -> CompileRequest:

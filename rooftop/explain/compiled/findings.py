@@ -1,6 +1,6 @@
 """Differences between plan and compiler, item by item, each with its bytes, cost, source line and reason.
 
-A reason is a rule that has evidence in the compiled program. What no rule explains says so: it is what to look at.
+A reason is a rule with evidence in the compiled program. Findings without a reason are those to look at.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _spelling(draft: Finding, collective: JoinedCollective, mesh: Mesh) -> Findi
 
 
 def _moved(unexpected: list[Finding], missing: list[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """Both lists, with what is the same work under another scope or phase said to be that."""
+    """Both lists, with the rule 'named' for equal work under another scope or phase."""
     extra, left = [], list(missing)
     result: list[Finding] = []
     for finding in unexpected:
@@ -270,7 +270,7 @@ def _explained(finding: Finding, kernels: Container[tuple[str, str]], repeated: 
 
 
 def _absent(finding: Finding, kernels: Container[tuple[str, str]]) -> Finding:
-    """The same for what is missing; ``kernels`` are the rows that were planned as kernels and compiled as none."""
+    """A missing finding with its reason; ``kernels`` are the rows that were planned with kernels and have none."""
     if not finding.rule and finding.kind == MATMUL and (finding.scope, finding.phase) in kernels:
         return replace(finding, rule="no_kernel", why="planned as a hand-written kernel, which the program has not")
     return replace(finding, rule="small", why=_SMALL) if _is_small(finding) and not finding.rule else finding
@@ -322,11 +322,11 @@ def _recomputed(
         if one.rule:
             result[key] = one
     planned = {(row.scope, row.phase): row for row in rows}
-    return [_said(item, planned.get((item.scope, item.phase))) for item in result.values()]
+    return [_repetition(item, planned.get((item.scope, item.phase))) for item in result.values()]
 
 
 def _again(phase: str, names: Iterable[str]) -> str:
-    """Why something is done again: 'rematerialised' by XLA, 'policy' of the program, '' if it is not."""
+    """The rule for repeated work: 'rematerialised' by XLA, 'policy' of the program, '' for other work."""
     if _is_rematerialised(names):
         return "rematerialised"
     return "policy" if phase == "recompute" else ""
@@ -337,8 +337,8 @@ def _is_rematerialised(names: Iterable[str]) -> bool:
     return any(".remat" in name for name in names)
 
 
-def _said(finding: Finding, row: JoinedRow | None) -> Finding:
-    """The finding in words; what the program's policy repeats, and the plan does not, has no reason."""
+def _repetition(finding: Finding, row: JoinedRow | None) -> Finding:
+    """Repeated work with its reason; work that the program's policy repeats and the plan does not has none."""
     if finding.rule == "rematerialised":
         return replace(finding, why=_EDGE)
     if finding.kind == MATMUL:

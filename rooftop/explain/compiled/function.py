@@ -1,4 +1,4 @@
-"""Any JAX function, compiled for a TPU slice that is not here: its compiled ledger and a roofline of every op.
+"""Any JAX function compiled for a TPU slice, without the slice: its compiled ledger and a roofline of every op.
 
 Arguments are written in the notation of sharded arrays, or are abstract (or real) JAX arrays, in any pytree.
 """
@@ -47,7 +47,7 @@ def inspect(
     to the partitioner if ``auto``. ``function`` may be jitted, with its own options.
 
     A callable is compiled in this process, which then holds libtpu. 'module:function' is compiled in a process of its
-    own, which ``timeout_s`` may end, ``cache`` may spare and ``on_progress`` hears of. ``save`` keeps the executable.
+    own, with ``timeout_s``, ``cache`` and ``on_progress``. ``save`` keeps the executable.
     Raises OutOfMemory when the program does not fit in HBM, RooftopError when an argument is wrong or the compiler
     refuses the program.
     """
@@ -56,13 +56,13 @@ def inspect(
     request = CompileRequest(mesh=laid, program=PROGRAM, arguments=parameters, save=save)
     if isinstance(function, str):
         texts = [_text(argument) for argument in arguments]
-        asked = replace(request, arguments=parameters | {"arrays": texts})
+        named = replace(request, arguments=parameters | {"arrays": texts})
         try:
-            compiled = compile_ahead_of_time(asked, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
+            compiled = compile_ahead_of_time(named, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
         except RooftopError as error:
             if error.given != PROGRAM:
                 raise
-            # What was not lowered or compiled is the user's function, not what lowers it.
+            # The user's function failed, not PROGRAM, which lowers it.
             raise RooftopError("function", function, error.accepted) from None
     else:
         # libtpu reads these when it is first used.
@@ -121,7 +121,7 @@ def _abstract(leaf: Any, dims: Mapping[str, int], mesh: DeviceMesh) -> jax.Shape
         array = ShardedArray.parse(leaf) if isinstance(leaf, str) else leaf
         if array.at or array.unreduced:
             raise RooftopError("argument", str(array), "an array in the HBM of the mesh, without partial sums")
-        # What does not divide is refused here, with the nearest sizes that do.
+        # Raises RooftopError, with the nearest sizes that divide, for a dim that does not.
         array.local_shape(dims, dict(mesh.shape))
         return abstract(array, dims, mesh)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):

@@ -126,7 +126,7 @@ class CompiledRecord(CompilationRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledReport:
-    """A compiled program, timed; ``plan`` is what it is set next to (None: any other program)."""
+    """A compiled program, timed, next to its ``plan`` (None: it has no plan)."""
 
     plan: TrainingPlan | None
     compiled: Compiled
@@ -199,7 +199,7 @@ class CompiledReport:
 
     @property
     def kernel_flops(self) -> float:
-        """FLOPs per device and step within hand-written kernels, as declared next to each of them."""
+        """FLOPs per device and step within hand-written kernels, as their program declares them."""
         return float(self.ledger.flops()) - self.flops
 
     def slowest(self, count: int) -> list[OperationRoofline]:
@@ -277,7 +277,7 @@ def _planned_step(ledger: Ledger) -> CompiledTimes:
 
 
 def _alone(compiled_report: CompiledReport) -> str:
-    """The verdict on a program that nobody planned."""
+    """The verdict on a program without a plan."""
     total_s, usable = compiled_report.timeline.total_s, compiled_report.compiled.mesh.slice.device_hbm_usable_bytes
     share = compiled_report.timeline.exposed_s / total_s if total_s else 0.0
     return (

@@ -1,4 +1,4 @@
-"""A roofline for every instruction of a compiled program: what it computes, what it moves, and which of them binds."""
+"""A roofline for every instruction of a compiled program: its FLOPs, its bytes, and the resource that binds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OperationRoofline(Record):
         busiest = max(self.time_s, key=lambda name: self.time_s[name])
         if self.time_s[busiest]:
             return busiest
-        # What ends a copy computes nothing: it waits.
+        # The end of a copy computes nothing: it waits.
         return "hbm" if self.opcode.endswith("-done") else ""
 
     @derived

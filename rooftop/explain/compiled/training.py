@@ -1,4 +1,4 @@
-"""A training plan compiled: its program built, given to XLA:TPU for the plan's slice, and set next to the plan."""
+"""A training plan compiled by XLA:TPU for its slice, next to the plan."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def compile_plan(
     save: bool = False,
     on_progress: Progress | None = None,
 ) -> CompiledReport | Refusal:
-    """Compile a plan's program and set it next to the plan; a refusal if it does not fit in HBM.
+    """Compile the program of a plan and compare it with the plan; a refusal if it does not fit in HBM.
 
-    ``save`` keeps the executable. Raises RooftopError for a plan that no program can run as it stands, and for what
-    ``rooftop.compiler.compiling.compile_ahead_of_time`` refuses.
+    ``save`` keeps the executable. Raises RooftopError for a plan that no program can run, and for the reasons of
+    ``rooftop.compiler.compiling.compile_ahead_of_time``.
     """
-    asked = replace(request(plan), save=save)
+    compile_request = replace(request(plan), save=save)
     try:
-        compiled = compile_ahead_of_time(asked, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
+        compiled = compile_ahead_of_time(compile_request, timeout_s=timeout_s, cache=cache, on_progress=on_progress)
     except OutOfMemory as answer:
         return Refusal(plan=plan, answer=answer, nearest=nearest_fit(plan, answer.needed_bytes))
     return CompiledReport(plan=plan, compiled=compiled)
@@ -125,7 +125,7 @@ def request(plan: TrainingPlan) -> CompileRequest:
 
 
 def nearest_fit(plan: TrainingPlan, needed_bytes: float) -> TrainingPlan | None:
-    """The nearest plan that fits, given what the compiler asked for; None if there is none on this slice.
+    """The nearest plan that fits, by the ``needed_bytes`` of the compiler; None if there is none on this slice.
 
     Planned memory is scaled by what the compiler needed over what was planned. First the same mesh with another remat
     policy or more microbatches, then any mesh.
@@ -152,7 +152,7 @@ def _best(candidate: Problem, problem: Problem) -> TrainingPlan | None:
     return TrainingPlan(problem=problem, mesh=mesh, choice=only.choices[0])
 
 
-#: All three together: with any of them missing the AllGathers stay AllReduces.
+#: Only all three together keep the AllGathers.
 _KEEP_ALL_GATHERS: dict[str, bool | int | str] = {
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
     "xla_enable_async_all_gather": "true",
@@ -163,8 +163,8 @@ _KEEP_ALL_GATHERS: dict[str, bool | int | str] = {
 def training_options(mesh: Mesh) -> dict[str, bool | int | str]:
     """Options for a step on ``mesh``.
 
-    Of a weight's AllGather over every device of a slice, XLA makes a synchronous AllReduce of arrays that are mostly
-    zeros on some chips: twice the bytes sent, and the whole weight once more in memory. Not with these options.
+    On some chips XLA turns the AllGather of a weight over a whole slice into a synchronous AllReduce of mostly zeros,
+    which sends twice the bytes and needs the whole weight once more in memory. These options prevent it.
     """
     slice_ = mesh.slice
     whole = mesh.size(*GATHER_AXES) * slice_.num_slices == slice_.devices

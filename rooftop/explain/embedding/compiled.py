@@ -1,7 +1,7 @@
-"""A plan of embedding tables compiled: each stack's lookup and update, and whole steps, by XLA:TPU next to the plan.
+"""A plan of embedding tables compiled by XLA:TPU: each stack's lookup and update, and whole steps, next to the plan.
 
-HBM that SparseCores take as their stack is in no memory analysis: the compiler's own high-water marks say it
-(``rooftop.compiler.sparsecore``). Bytes are of one device unless said otherwise.
+No memory analysis includes the HBM of SparseCores' stacks: it comes from the compiler's high-water marks
+(``rooftop.compiler.sparsecore``). Bytes are of one device unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rooftop.plan.embedding.problem import per_device
 
 SCHEMA: Literal[1] = 1
 STEPS: tuple[str, ...] = ("sequential", "pipelined")
-#: What a stack in HBM may differ by, compiled from planned.
+#: Largest difference between compiled and planned HBM of a stack, as a share of the planned.
 TOLERANCE = 0.05
 
 
@@ -165,7 +165,7 @@ class RefusedEmbedRecord(EmbedCompilationRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedReport:
-    """A plan's programs as the compiler made them: ``parts`` by stack and part, ``steps`` by name."""
+    """The compiled programs of a plan: ``parts`` by stack and part, ``steps`` by name."""
 
     plan: EmbedPlan
     checks: tuple[str, ...]
@@ -178,7 +178,7 @@ class EmbedReport:
         return {name: sparsecore_overlap(one.compiled.module) for name, one in self.steps.items()}
 
     def needed_bytes(self, step: str) -> int:
-        """HBM of a device: what XLA's heap holds at the peak, and the stacks of its SparseCores."""
+        """Bytes of HBM of a device: XLA's heap at the peak, and the stacks of its SparseCores."""
         return needed_bytes(self.steps[step], self.plan)
 
     @property
@@ -267,10 +267,10 @@ class EmbedReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedRefusal:
-    """A plan that the compiler finds no room for: ``part`` of ``stack`` (None: a whole step), and why.
+    """A plan that does not fit: ``part`` of ``stack`` (None: a whole step), and why.
 
-    ``largest`` are the largest limits found to compile, of the stack or of all stacks, in the proportion of the plan's;
-    None if none were found.
+    ``largest`` are the largest limits that compile, of the stack or of all stacks, in proportion to the plan's; None if
+    the search has none.
     """
 
     plan: EmbedPlan
@@ -324,9 +324,9 @@ class EmbedRefusal:
 
 
 def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | EmbedRefusal:
-    """Compile lookup and update of every stack, then both steps; a refusal where the compiler finds no room.
+    """Compile lookup and update of every stack, then both steps; a refusal if one of them does not fit.
 
-    Raises RooftopError for checks that the compiler does not know and for what it refuses otherwise.
+    Raises RooftopError for checks that the compiler does not know and for programs that it rejects otherwise.
     """
     require_checks(
         how.checks,
@@ -391,22 +391,22 @@ def _why(no: Infeasible) -> str:
 
 
 def _no_room(plan: EmbedPlan, step: str, why: str, no: Infeasible, over: float, how: Compilation) -> EmbedRefusal:
-    """The refusal of a step that needs ``over`` bytes of HBM too many (infinity: that is not known)."""
+    """The refusal of a step that needs ``over`` bytes of HBM too many (infinity: unknown)."""
     result = largest_of_step(plan, step, no, over, how)
     return EmbedRefusal(plan=plan, checks=how.checks, part=f"{step} step", stack=None, why=why, largest=result)
 
 
 #: Limits that one search tries at most.
 MOST_TRIALS = 12
-#: A search ends where what compiles and what does not are so near, as a part of the latter.
+#: A search ends when the share that fits and the one that does not differ by less than this part of the latter.
 NEAR = 1e-3
-#: Guesses one after the other that do not halve what is left, before it is halved.
+#: Guesses in a row that may fail to halve the interval before it is bisected.
 _SLOW = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargestLimits:
-    """Limits that compile, the nearest beyond that were ``refused``, and ``why``; ``tried`` is how many were."""
+    """Limits that compile, and the nearest larger ones that were ``refused``, and ``why``; ``tried`` counts trials."""
 
     limits: Limits
     refused: Limits
@@ -421,7 +421,7 @@ class LargestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """The largest share that was found to fit and the smallest that was not, and how many were tried for them."""
+    """The largest share that fits, the smallest that does not, and the number of trials."""
 
     fits: float
     refused: float
@@ -436,11 +436,12 @@ def largest_share(
     same: Callable[[float, float], bool] = lambda one, other: one == other,
     most: int = MOST_TRIALS,
 ) -> Bounds | None:
-    """The largest share of 1, which does not fit, that does; None where none was found in ``most`` trials.
+    """The largest share below 1 that fits, within ``NEAR``; None if no trial of ``most`` fits. A share of 1 does not.
 
-    ``over`` tries a share: by how much it is too much, 0 or less if it fits, infinity if nobody says. ``guess`` says
-    what might just fit, from a share and its ``over`` (1 and ``begin`` at first): None is no idea, 0 the least there
-    is. ``same`` shares come to the same: a search ends where nothing is between what fits and what does not.
+    ``over`` tries a share and returns its excess: 0 or less if it fits, infinity if the excess is unknown. ``guess``
+    returns the share that may just fit, from a share and its excess (1 and ``begin`` at first): None without an idea,
+    0 for the smallest limits. ``same`` is true for shares with equal limits: the search ends when no other limits are
+    between the share that fits and the one that does not.
     """
     low, high, tried, result = 0.0, 1.0, 0, False
     last, excess, reach, slow = 1.0, begin, NEAR, 0
@@ -476,9 +477,9 @@ def largest_share(
 
 
 def largest_of_step(plan: EmbedPlan, step: str, no: Infeasible, over: float, how: Compilation) -> LargestLimits | None:
-    """The largest limits of all stacks with which a ``step`` fits; with the plan's own it does not, by ``no``.
+    """The largest limits of all stacks with which a ``step`` fits. With the plan's limits it raises ``no``.
 
-    It then needs ``over`` bytes of HBM too many; infinity where that is not known, as for a tile's memory.
+    It then needs ``over`` bytes of HBM too many: infinity if that is unknown, as for a tile's memory.
     """
     capacity = plan.problem.slice.chip.hbm_usable_bytes
     count, why = 0, no
@@ -513,12 +514,12 @@ def largest_of_step(plan: EmbedPlan, step: str, no: Infeasible, over: float, how
 def largest_of_stack(
     plan: EmbedPlan, part: Literal["lookup", "update"], stack: Stack, no: Infeasible, how: Compilation
 ) -> LargestLimits | None:
-    """The largest limits of one stack with which lookup and update compile; by ``no``, ``part`` does not with its own.
+    """The largest limits of one stack with which lookup and update compile. With the plan's, ``part`` raises ``no``.
 
-    Where a tile is too small the search begins with the plan's own largest.
+    If a tile is too small, the search begins with the largest limits by the plan's arithmetic.
     """
     in_tile, count, why = plan.share_in_tile(stack), 0, no
-    # What fits does not say by how much: the last that did not has the word.
+    # The share and the excess of the last trial that did not fit: one that fits has no excess.
     too_much: tuple[float, float] | None = None
     # One part alone may take limits with which the other does not compile.
     parts = sorted(STACK_OF_PART, key=lambda item: item != part)
@@ -560,10 +561,10 @@ def largest_of_stack(
 
 
 def beyond_hbm(needed: float, plan: EmbedPlan) -> OutOfMemory:
-    """Why a step that needs so many bytes of HBM, heap and stacks of SparseCores together, does not fit."""
+    """The error of a step that needs ``needed`` bytes of HBM, heap and stacks of SparseCores together."""
     return OutOfMemory("a step", needed_bytes=needed, available_bytes=plan.problem.slice.chip.hbm_usable_bytes)
 
 
 def over_bytes(no: Infeasible) -> float:
-    """Bytes of HBM that a program needs too many, told in hundredths of a GiB; infinity if it is not HBM that lacks."""
+    """Bytes of HBM that a program needs too many, at least 0.01 GiB; infinity if another memory is too small."""
     return max(no.needed_bytes - no.available_bytes, 2**30 / 100) if isinstance(no, OutOfMemory) else math.inf

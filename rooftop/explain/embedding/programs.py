@@ -1,4 +1,4 @@
-"""The programs of a plan of embedding tables: what is compiled of it, and how much of a device a program takes."""
+"""The programs of a plan of embedding tables: their compile requests, and the memory that they take of a device."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Compilation:
         return compile_with_marks(request, timeout_s=self.timeout_s, cache=self.cache, on_progress=self.on_progress)
 
     def about(self, what: str) -> Compilation:
-        """The same, whose progress says ``what`` is compiled."""
-        tell = self.on_progress
-        if tell is None:
+        """The same options, with ``what`` in front of each line of progress."""
+        report = self.on_progress
+        if report is None:
             return self
-        return dataclasses.replace(self, on_progress=lambda phase, seconds: tell(f"{what}: {phase}", seconds))
+        return dataclasses.replace(self, on_progress=lambda phase, seconds: report(f"{what}: {phase}", seconds))
 
 
 def part_request(
@@ -69,13 +69,13 @@ def step_options(step: str, checks: tuple[str, ...]) -> dict[str, bool | int | s
 
 
 def heap_bytes(marks: Marks) -> int:
-    """Bytes of XLA's heap in a device's HBM at the peak, from its buffers: its own figure may include stack."""
+    """Bytes of XLA's heap in a device's HBM at the peak, from its buffers: XLA's own figure may include the stack."""
     at_peak = marks.compiled.at_peak
     return marks.compiled.peak_bytes if at_peak is None else at_peak.allocated_bytes
 
 
 def needed_bytes(marks: Marks, plan: EmbedPlan) -> int:
-    """HBM of a device that a program takes: what XLA's heap holds at the peak, and the stacks of its SparseCores."""
+    """Bytes of HBM of a device that a program takes: XLA's heap at the peak, and the stacks of its SparseCores."""
     return heap_bytes(marks) + marks.hbm_bytes * per_device(plan.problem.slice)
 
 

@@ -15,12 +15,12 @@ from rooftop.hardware import Chip
 from rooftop.profile.facts import COMPUTE
 from rooftop.profile.measured import Measured, MeasuredCollective, MeasuredOp
 
-#: Shares of a step from which a rule speaks.
+#: Smallest shares of a step for which the rules give advice.
 _HOST, _EXPOSED, _PADDED, _SLOW, _RECOMPUTE, _SPREAD = 0.10, 0.05, 0.05, 0.10, 0.10, 0.10
 _ALONE = 0.10
-#: A matmul of which a smaller share is useful is padded; an op that reaches a smaller share of its roof is slow.
+#: A matmul with a smaller useful share is padded; an op that reaches a smaller share of its roof is slow.
 _USEFUL, _OF_ROOF = 0.80, 0.50
-#: The side of the systolic arrays of TPUs up to v5p, where no chip is given.
+#: The side of the systolic arrays of TPUs up to v5p, for an unknown chip.
 _TILE = 128
 _HOST_ADVICE = {
     "compiles": "a program is compiled again within the steps: keep shapes, dtypes and static arguments as they are",
@@ -82,7 +82,7 @@ def origin_of(collective: MeasuredCollective, programs: Mapping[int, TracedProgr
 def _gathered(
     measured: Measured, programs: Mapping[int, TracedProgram], rows: tuple[ExplainedRow, ...], planned: bool
 ) -> Iterator[Advice]:
-    """Activations that the partitioner gathers: an operation needs them whole, and nothing says how to split it."""
+    """Activations that the partitioner gathers because no sharding of the operation that uses them is known."""
     plan = {
         (row.scope, row.phase, collective.kind)
         for row in rows
@@ -137,7 +137,7 @@ def _host_bound(measured: Measured) -> Iterator[Advice]:
 
 
 def _padded(measured: Measured, chip: Chip | None) -> Iterator[Advice]:
-    """Matmuls with a dim that does not fill the systolic array; dims of one size are one."""
+    """Matmuls with a dim that does not fill the systolic array, grouped by the size of the dim."""
     if chip is not None and chip.kind != "tpu":
         return
     tile = _TILE if chip is None else chip.mxu_tile
@@ -173,7 +173,7 @@ def _padded(measured: Measured, chip: Chip | None) -> Iterator[Advice]:
 
 
 def _exposed(measured: Measured, programs: Mapping[int, TracedProgram]) -> Iterator[Advice]:
-    """Collectives that the device waits for; those of one kind over the same axes are one."""
+    """Collectives that the device waits for, grouped by kind and axes."""
     groups: dict[tuple[str, tuple[str, ...], bool], list[MeasuredCollective]] = {}
     for collective in measured.collectives:
         groups.setdefault((collective.facts.kind, collective.facts.axes, collective.facts.role == "whole"), []).append(
@@ -261,7 +261,7 @@ def _file(source: str) -> str:
 
 
 def _sparse(measured: Measured) -> Iterator[Advice]:
-    """SparseCores: work that nothing runs next to, batches that take several passes, ids that were dropped."""
+    """SparseCores: work without overlap, batches that take several passes, and dropped ids."""
     work = measured.sparse
     alone = max((core.alone_s for core in work.cores), default=0.0)
     if alone > _ALONE * measured.step_s:

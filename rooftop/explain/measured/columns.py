@@ -1,6 +1,6 @@
 """Measured, compiled and planned, row by row: joined on (scope, phase), collectives within on their kind and axes.
 
-Figures are per device and step on all three sides. What a side does not have is None, and is a finding and no error.
+Figures are per device and step on all three sides. A figure that a side does not have is None: a finding, no error.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _collectives(
     plan = {} if planned is None else planned.bytes
     shown = {} if planned is None else planned.shown_s
     seen = dict(measured)
-    # What the compiler spells in another way stands next to what was planned.
+    # A collective that the compiler spells in another way is joined with the planned one.
     for kind, axes in plan:
         other = SPELLED_AS.get(kind, kind), axes
         if other in plan:

@@ -23,7 +23,7 @@ _ACCEPTED = "a run, a trace, a plan.json, or what rooftop compile -o or rooftop 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideFigures(Record):
+class DifferenceSide(Record):
     """One of the two: ``step_s`` is the time of a step."""
 
     name: str
@@ -38,7 +38,7 @@ class Side:
     ``job`` is train or serve where a plan says so, else ''.
     """
 
-    figures: SideFigures
+    figures: DifferenceSide
     job: str = ""
     rows: Mapping[Key, tuple[RowFigures, Mapping[Moves, float]]]
 
@@ -70,8 +70,8 @@ class Difference(Record):
 
     kind: Literal["difference"]
     schema: Literal[1]
-    before: SideFigures
-    after: SideFigures
+    before: DifferenceSide
+    after: DifferenceSide
     changes: tuple[Change, ...]
 
     @derived
@@ -174,12 +174,12 @@ def _of_report(name: str, data: Mapping[str, Any]) -> Side:
                 },
             )
     rows["idle", ""] = RowFigures(time_s=data["idle_s"], exposed_s=0.0, flops=None, hbm_bytes=None), {}
-    return Side(figures=SideFigures(name=name, kind="measured", step_s=data["step_s"]), rows=rows)
+    return Side(figures=DifferenceSide(name=name, kind="measured", step_s=data["step_s"]), rows=rows)
 
 
 def _of_ledger(name: str, kind: Literal["compiled", "planned"], ledger: Ledger, job: str) -> Side:
     rows = {key: (RowFigures.of(sums), sums.bytes) for key, sums in planned_rows(ledger).items()}
-    return Side(figures=SideFigures(name=name, kind=kind, step_s=float(ledger.expected_s)), job=job, rows=rows)
+    return Side(figures=DifferenceSide(name=name, kind=kind, step_s=float(ledger.expected_s)), job=job, rows=rows)
 
 
 def _time(row: RowFigures | None) -> float:

@@ -1,4 +1,4 @@
-"""Facts about every op of a trace from its compiled module: scope, line, FLOPs, bytes, mesh axes."""
+"""Facts about every op of a trace, from its compiled module: scope, source line, FLOPs, bytes, mesh axes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _STEM = re.compile(r"\.(?:clone|remat\d*)\b|\.\d+$")
 
 @dataclass(frozen=True, kw_only=True)
 class TracedProgram:
-    """A compiled program of a trace: its ``module``, the ``mesh`` it runs on, in the order in which ids count it.
+    """A compiled program of a trace: its ``module``, and its ``mesh`` in the order of device ids.
 
-    ``given`` says that the mesh was told, and not inferred from replica groups.
+    ``given`` is true for a mesh of the user or the run, and false for one inferred from replica groups.
     """
 
     module: Module
@@ -106,7 +106,7 @@ class TracedProgram:
 
     @cached_property
     def _ends(self) -> dict[str, tuple[str, str]]:
-        """The fusions that begin and end an asynchronous collective, each with its role and the one that begins it."""
+        """Role and first fusion of each fusion that begins or ends an asynchronous collective."""
         ends: dict[str, tuple[str, str]] = {}
         for collective in self.collectives:
             names = list(dict.fromkeys(name for place in collective.instructions for name in self._outermost(*place)))
@@ -141,7 +141,7 @@ class TracedProgram:
         done = work(self.module, computation, instruction)
         kind, role = collective_kind(opcode)
         if logical and opcode == "fusion" and not all(item.synchronous for item in logical):
-            # What only carries an asynchronous collective on computes in the meantime.
+            # A fusion that only advances an asynchronous collective computes something else.
             role, begun = self._ends.get(instruction.name, ("", ""))
             logical = logical if role and not done.flops else []
         elif logical:
@@ -214,7 +214,7 @@ class TracedProgram:
         return next((line for instruction in inner if (line := self.module.source(instruction))), "")
 
     def _begun(self, computation: HloComputation, instruction: Instruction) -> str:
-        """The name of what began what this instruction ends; '' for any other."""
+        """The name of the instruction that began the operation that this one ends; '' for other instructions."""
         if not instruction.opcode.endswith("-done") or not instruction.operands:
             return ""
         source = computation.operands(instruction)[0]
@@ -224,7 +224,7 @@ class TracedProgram:
 
 
 def _called_matmul(computation: HloComputation, instruction: Instruction) -> tuple[float, float, float, str] | None:
-    """M, K, N and dtype of a matmul that XLA:GPU has a library do; None for anything else."""
+    """M, K, N and dtype of a matmul that XLA:GPU leaves to a library; None for other instructions."""
     if instruction.opcode != "custom-call" or not _GEMM.search(instruction.attributes):
         return None
     contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
@@ -237,12 +237,12 @@ def _called_matmul(computation: HloComputation, instruction: Instruction) -> tup
 def programs_of(
     trace: Trace, mesh: Mapping[str, int] | None, texts: Sequence[str] = (), sources: Sequence[str] = ()
 ) -> tuple[dict[int, TracedProgram], dict[str, str]]:
-    """The compiled programs of a trace by number, and of those without a module why they have none.
+    """The compiled programs of a trace by number, and the reason for each program without a module.
 
-    ``mesh`` is what the program that has as many devices runs on; ``texts`` are modules that were given, and come
-    first; ``sources`` those that lie next to the trace, which come last.
+    ``mesh`` is that of the program with as many devices. ``texts`` are the user's modules, which come first, and
+    ``sources`` those next to the trace, which come last.
     """
-    by_name, beside = _by_name(texts), _by_name(sources)
+    by_name, saved = _by_name(texts), _by_name(sources)
     result: dict[int, TracedProgram] = {}
     missing: dict[str, str] = {}
     used = {op.program for op in trace.ops}
@@ -252,13 +252,13 @@ def programs_of(
         text = by_name.get(name) or (by_name[next(iter(by_name))] if len(by_name) == 1 and len(used) == 1 else "")
         if not text and number in trace.modules:
             text = module_text(trace.modules[number])
-        text = text or beside.get(name, "")
+        text = text or saved.get(name, "")
         if not text:
             missing[name] = "the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
             continue
         program = program_of(text, mesh)
         try:
-            # Programs of all kinds come here: of one that cannot be read, the trace alone tells.
+            # Any program may be in a trace: if it cannot be read, the facts are those of the trace alone.
             result |= {number: program} if program.facts else {}
         except (RooftopError, LookupError, ValueError) as error:
             missing[name] = f"its HLO cannot be read ({type(error).__name__}: {error})"
@@ -282,7 +282,7 @@ def program_of(text: str, mesh: Mapping[str, int] | None) -> TracedProgram:
 
 
 def all_facts(ops: Sequence[Op], programs: Mapping[int, TracedProgram]) -> tuple[Facts, ...]:
-    """The facts of ops: those of their module, else what the trace tells. A trace's own figures go before ours."""
+    """The facts of ops, from their module, else from the trace."""
     return tuple(_merged(op, programs.get(op.program)) for op in ops)
 
 
@@ -328,13 +328,13 @@ def hlo_proto(text: str) -> bytes:
     return message(1, bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()))
 
 
-#: What changes where, how or in which type an array lies, and computes nothing.
+#: Opcodes that change the memory, layout or type of an array, and compute nothing.
 _MOVES = (
     "bitcast", "copy", "copy-start", "copy-done", "reshape", "transpose", "convert", "slice", "dynamic-slice",
     "get-tuple-element", "optimization-barrier", "slice-start", "slice-done", "broadcast", "pad",
 )  # fmt: skip
 _STEPS = 200
-#: What a program calls that names a sharding, or a collective.
+#: Functions of a program that ask for a sharding or a collective.
 _ASKED = re.compile(r"reshard|sharding_constraint|all_gather|psum|all_to_all|ppermute|reduce_scatter|\bpmean\b")
 
 
@@ -342,7 +342,7 @@ _ASKED = re.compile(r"reshard|sharding_constraint|all_gather|psum|all_to_all|ppe
 class OpOrigin:
     """``argument`` is the name of a program's argument ('' if the operand was computed); then what made it, and where.
 
-    ``asked`` says that the program itself calls for the collective: without, the partitioner needs it for an operation.
+    ``asked`` is true if the program itself calls for the collective, and false if the partitioner inserts it.
     """
 
     asked: bool
@@ -387,7 +387,7 @@ def _behind(module: Module, at: HloComputation, result: Instruction) -> tuple[Hl
         if source.opcode == "tuple":
             return at, at.operands(source)[index]
         if source.opcode == "while":
-            # What a loop hands on unchanged it was given.
+            # An element that the loop does not change is that of its operand.
             body = module.computations[source.called_as("body")]
             output = body.operands(body.instructions[body.root])[index]
             if _is_carried(body, output, index):

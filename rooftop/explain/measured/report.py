@@ -221,10 +221,10 @@ class ExplainedRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """A trace with what is known of it: its programs, and the plan that it is set next to (None: nobody planned it).
+    """A trace with its programs and its plan (None: no plan).
 
-    ``missing`` says of programs without a module why they have none; ``chip`` is what the devices are said to be,
-    ``compute_dtype`` what a run says that it computes in ('' for other traces).
+    ``missing`` has the reason for each program without a module. ``chip`` is that of the devices (None: unknown), and
+    ``compute_dtype`` the compute dtype of a run ('' for other traces).
     """
 
     name: str
@@ -305,7 +305,7 @@ class Explained:
 
     @property
     def empty(self) -> dict[str, str]:
-        """Of each table without entries why it has none."""
+        """The reason for each table without entries."""
         empty = dict(self.measured.empty)
         if not self.programs:
             names = "; ".join(f"{name}: {why}" for name, why in self.missing.items())
@@ -378,18 +378,18 @@ def explain(
 ) -> Explained:
     """Explain a run of ``rooftop train --profile``, or any trace of JAX's profiler.
 
-    ``modules`` are texts of compiled modules, for traces that have none; ``mesh`` the axes and sizes that programs run
-    on, in the order in which device ids count them; ``chip`` what the devices are. A run tells its own mesh and plan.
+    ``modules`` are texts of compiled modules, for traces without any. ``mesh`` has the axes and sizes that programs run
+    on, in the order of device ids, and ``chip`` is that of the devices. A run has its own mesh and plan.
     Raises RooftopError for what is neither a run nor a trace, and for traces in which nothing ran.
     """
     about = _run(path)
-    asked, saved_texts = mesh, list[str]()
+    requested, saved_texts = mesh, list[str]()
     if about is not None:
         if not (path / "profile").is_dir():
             raise RooftopError("run", str(path), "a run with a trace: rooftop train ... --profile steps=A..B")
         mesh = mesh or about.get("mesh")
         if chip is None:
-            # '8 x TPU v5e': as many devices, and what they are.
+            # '8 x TPU v5e': the number of devices, and their kind.
             chip = chip_of_kind(about.get("devices", {}).get("name", "").partition(" x ")[2])
         if plan is None and (path / "plan.json").exists():
             plan = TrainingPlan.from_json(json.loads((path / "plan.json").read_text(encoding="utf-8")))
@@ -398,9 +398,11 @@ def explain(
     _refuse_others(path)
     trace = read_trace(path / "profile" if about is not None else path)
     programs, missing = programs_of(trace, mesh, modules, saved_texts)
-    if asked and programs and not any(program.given for program in programs.values()):
+    if requested and programs and not any(program.given for program in programs.values()):
         devices = max(prod(program.mesh.values()) for program in programs.values())
-        raise RooftopError("mesh", _sizes(asked), f"axes whose sizes multiply to the {devices} devices of the program")
+        raise RooftopError(
+            "mesh", _sizes(requested), f"axes whose sizes multiply to the {devices} devices of the program"
+        )
     # Devices that a CPU emulates have no figures.
     chip = None if trace.kind == "cpu" else chip or chip_of_trace(trace)
     ran = "" if about is None else str(about.get("job", {}).get("program", {}).get("compute_dtype", ""))
@@ -435,7 +437,7 @@ def _refuse_others(path: Path) -> None:
         with path.open("rb") as file:
             begins = file.read(64).lstrip()
     except OSError:
-        return  # a folder; or who reads the trace says what is wrong
+        return  # a folder, or an error that the reader of traces reports
     if begins.startswith(b"HloModule"):
         raise RooftopError("trace", str(path), "a trace or a run; modules go to --hlo beside it, lines of them to --op")
     if begins.startswith(b"{"):
@@ -544,7 +546,7 @@ def _losses(
 
 
 def _planned_hidden(rows: tuple[ExplainedRow, ...]) -> dict[tuple[str, str, str, tuple[str, ...]], bool]:
-    """Of planned collectives by scope, phase, kind (as a compiler may spell it) and axes: whether they are hidden."""
+    """True for the planned collectives that are hidden, by scope, phase, kind (as a compiler may spell it) and axes."""
     return {
         (row.scope, row.phase, kind, collective.axes): not collective.planned_exposed_s
         for row in rows

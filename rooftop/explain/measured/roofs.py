@@ -1,4 +1,4 @@
-"""The roofs of the devices of a trace: the catalogue's, or what the trace says of itself, and where they do not fit."""
+"""Peak rates of the devices of a trace, from the catalogue or from the trace, and measurements that contradict them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rooftop.profile.measured import Measured
 from rooftop.profile.trace import Trace
 from rooftop.roofline.rates import Rates
 
-#: Resources that a trace tells of.
+#: Resources with a roof.
 Roof = Literal["mxu", "hbm", "ici"]
 #: Peaks of trace and catalogue that differ by less are the same.
 _SAME = 0.05
@@ -98,7 +98,7 @@ class Achieved(Record):
 
 
 def achieved(measured: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
-    """FLOP/s, HBM bytes/s and bytes/s sent over a whole step, idle time included; without those that no op tells.
+    """FLOP/s, HBM bytes/s and bytes/s sent over a whole step, idle time included; without those that no op has.
 
     The roof of FLOPs is that of the dtype that most of them are in; that of ICI both ports of one axis.
     """
@@ -159,11 +159,11 @@ def _beaten(measured: Measured, roof: Roofs, chip: Chip | None) -> Iterator[str]
             )
     if chip is None or chip.kind != "tpu":
         return
-    # Whatever axes a collective runs over, a device has no more links than these.
+    # All links of a device, over whatever axes a collective runs.
     links = 2 * chip.ici_axes * chip.ici_bytes_per_s / chip.devices
     for collective in measured.collectives:
         sent = collective.wire_bytes_per_s
-        # Of an end whose beginning the trace does not have, nobody knows how long it was under way.
+        # If the trace has only the end of a collective, its duration is unknown.
         if collective.facts.role != "done" and sent and sent > _BEATS * links:
             yield (
                 f"{collective.name} beats the roof, at {format_bytes(sent)}/s sent of {format_bytes(links)}/s over all "

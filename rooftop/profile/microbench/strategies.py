@@ -84,7 +84,7 @@ class MeasuredStrategies(Provenance):
 
 
 def measure(
-    asked: Einsum | Reshard | Step | ShardedArray,
+    expression: Einsum | Reshard | Step | ShardedArray,
     prices: Prices,
     count: int,
     *,
@@ -101,7 +101,7 @@ def measure(
     """
     mesh = device_mesh(prices.mesh.shape)
     used = list(mesh.devices.flat)
-    work = _work(asked, prices, count, mesh, overlapped=overlapped)
+    work = _work(expression, prices, count, mesh, overlapped=overlapped)
     if used[0].platform == "cpu":
         _require_patience(work, prices)
     report = on_progress or (lambda done, total, what: None)
@@ -139,18 +139,26 @@ def measure(
 
 
 def _work(
-    asked: Einsum | Reshard | Step | ShardedArray, prices: Prices, count: int, mesh: DeviceMesh, *, overlapped: bool
+    expression: Einsum | Reshard | Step | ShardedArray,
+    prices: Prices,
+    count: int,
+    mesh: DeviceMesh,
+    *,
+    overlapped: bool,
 ) -> _TimedStrategy:
-    if isinstance(asked, Einsum):
-        best = strategies(asked, prices, overlapped=overlapped)[:count]
-        programs = tuple((strategy, einsum_program(strategy, asked, mesh)) for strategy in best)
-        return _TimedStrategy(inputs=(asked.left, asked.right), output=asked.output, programs=programs)
-    if isinstance(asked, ShardedArray):
-        raise RooftopError("measure", str(asked), "something to run: 'A @ B -> C', 'A -> B' or a collective")
-    source, target = (asked.source, asked.target) if isinstance(asked, Reshard) else (asked.inputs[0], asked.output)
+    if isinstance(expression, Einsum):
+        best = strategies(expression, prices, overlapped=overlapped)[:count]
+        programs = tuple((strategy, einsum_program(strategy, expression, mesh)) for strategy in best)
+        return _TimedStrategy(inputs=(expression.left, expression.right), output=expression.output, programs=programs)
+    if isinstance(expression, ShardedArray):
+        raise RooftopError("measure", str(expression), "something to run: 'A @ B -> C', 'A -> B' or a collective")
+    if isinstance(expression, Reshard):
+        source, target = expression.source, expression.target
+    else:
+        source, target = expression.inputs[0], expression.output
     if source.at or target.at:
         raise RooftopError("measure", f"{source} -> {target}", "arrays in the HBM of the mesh")
-    path = reshard(source, target, prices) if isinstance(asked, Reshard) else (asked,)
+    path = reshard(source, target, prices) if isinstance(expression, Reshard) else (expression,)
     strategy = priced(path, (source,), prices)
     return _TimedStrategy(inputs=(source,), output=target, programs=((strategy, path_program(path, (source,), mesh)),))
 
