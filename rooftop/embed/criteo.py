@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Int64, Shaped
+from jaxtyping import Float32, Int64, Shaped
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
@@ -115,7 +115,7 @@ def require_labels(path: Path, batch: int) -> None:
         raise RooftopError("data", str(path), f"positives and negatives, and not {positive} positives of {count}")
 
 
-def auc(labels: Shaped[np.ndarray, " B"], scores: Float[np.ndarray, " B"]) -> float:
+def auc(labels: Shaped[np.ndarray, " B"], scores: Shaped[np.ndarray, " B"]) -> float:
     """Return the area under the ROC curve: how often a positive beats a negative, ties half (Hanley and McNeil 1982).
 
     Raises RooftopError unless there are both positives and negatives.

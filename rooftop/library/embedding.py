@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
-from rooftop.embed.batches import count_samples, parquet_batches
+from rooftop.embed.host.inputs import count_samples, parquet_batches
 from rooftop.embed.host.limits import (
     HEADROOM,
     LimitUse,

@@ -14,7 +14,7 @@ import pytest
 
 from rooftop.cli.embed import command
 from rooftop.core.errors import RooftopError
-from rooftop.embed.batches import parquet_batches
+from rooftop.embed.host.inputs import parquet_batches
 from rooftop.embed.host.limits import read_limits
 from rooftop.models.embedding_tables.files import tables_from_toml
 from rooftop.models.embedding_tables.stacking import stack_tables

@@ -1,4 +1,4 @@
-"""Inputs: ids in any accepted form become values and row splits.
+"""Inputs: ids in any accepted form become values and row splits; batches of them from Parquet files.
 
 Forms are ragged, SciPy, Arrow, padded dense, one id per sample, and sequences. CSR, Arrow lists and dense arrays
 without padding are not copied.
@@ -6,20 +6,23 @@ without padding are not copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Integer
 from numpy.typing import ArrayLike, NDArray
 
-from rooftop.core.errors import RooftopError
-from rooftop.models.embedding_tables.tables import Feature
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.models.embedding_tables.tables import Feature, Tables
 
 #: Marks a place without an id in a padded dense array.
 PAD = -1
+#: Suffix of the column of a weighted feature's weights.
+WEIGHTS = "_weights"
 _FORMS = (
     "Ragged, (values, row_splits), a SciPy matrix, an Arrow list array, a padded 2-D array of ids, a 1-D array with"
     " one id per sample, or lists; with weights, a pair (ids, weights)"
@@ -282,3 +285,60 @@ def _weights(weights: ArrayLike | None, count: int, name: str) -> Float32[np.nda
 
 def _kind(array: NDArray[Any]) -> str:
     return "no numbers" if array.dtype.kind in "OUS" else str(array.dtype)
+
+
+def parquet_batches(files: Sequence[Path], tables: Tables, batch: int) -> Iterator[dict[str, Any]]:
+    """Yield whole batches of ``batch`` samples for ``Preprocessor``, in the order of the files.
+
+    A feature's ids are the column of its name, its weights the column NAME_weights. The remainder of a file is carried
+    into the next file; a final partial batch is dropped. Raises RooftopError for a file or column that cannot be read.
+    """
+    pa, pq = _arrow()
+    columns = [feature.name for feature in tables.features]
+    columns += [feature.name + WEIGHTS for feature in tables.features if feature.weighted]
+    rest: Any = None
+    for file in files:
+        try:
+            opened = pq.ParquetFile(file)
+            for column in columns:
+                if column not in opened.schema_arrow.names:
+                    raise unknown(f"data: column of {file}", column, opened.schema_arrow.names)
+            for read in opened.iter_batches(batch_size=batch, columns=columns):
+                table = pa.Table.from_batches([read])
+                rest = table if rest is None else pa.concat_tables([rest, table])
+                while rest.num_rows >= batch:
+                    yield _inputs(rest.slice(0, batch), tables)
+                    rest = rest.slice(batch)
+        except (OSError, pa.ArrowException) as error:
+            raise RooftopError("data", str(file), f"a Parquet file ({' '.join(str(error).split())})") from None
+
+
+def count_samples(files: Sequence[Path]) -> int:
+    """Count the rows of all files by their footers. Raises RooftopError for a file that cannot be read."""
+    pa, pq = _arrow()
+    rows = 0
+    for file in files:
+        try:
+            rows += pq.read_metadata(file).num_rows
+        except (OSError, pa.ArrowException) as error:
+            raise RooftopError("data", str(file), f"a Parquet file ({' '.join(str(error).split())})") from None
+    return rows
+
+
+def _arrow() -> tuple[Any, Any]:
+    """Import pyarrow and its Parquet module. Raises RooftopError if it is not installed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise RooftopError("data", "Parquet", "pyarrow to be installed (pip install 'rooftop[parquet]')") from None
+    return pa, pq
+
+
+def _inputs(table: Any, tables: Tables) -> dict[str, Any]:
+    return {
+        feature.name: (table.column(feature.name), table.column(feature.name + WEIGHTS))
+        if feature.weighted
+        else table.column(feature.name)
+        for feature in tables.features
+    }

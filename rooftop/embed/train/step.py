@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax import P
+from jaxtyping import Array, Float32
 
 from rooftop.compiler.devices import chip_of_kind
 from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, check_options, refusal, require_checks, smallest_slice
@@ -172,8 +173,10 @@ class TrainStep:
             raise refusal(str(error)) or error from None
         return result
 
-    def scores(self, state: ModelState[jax.Array], inputs: LookupInputs, dense: jax.Array) -> jax.Array:
-        """Return the logits [B] of a batch."""
+    def scores(
+        self, state: ModelState[jax.Array], inputs: LookupInputs, dense: Float32[Array, "B features"]
+    ) -> Float32[Array, " B"]:
+        """Return the logits of a batch."""
         return self._scored(state.embedding.tables, state.dense.weights, inputs, dense)
 
     @cached_property
@@ -184,7 +187,9 @@ class TrainStep:
     def _scored(self) -> Callable[..., jax.Array]:
         return jax.jit(self._score)
 
-    def _score(self, tables: Any, weights: Any, inputs: LookupInputs, dense: jax.Array) -> jax.Array:
+    def _score(
+        self, tables: Any, weights: Any, inputs: LookupInputs, dense: Float32[Array, "B features"]
+    ) -> Float32[Array, " B"]:
         activations = lookup(self.program.embedding, tables, inputs)
         split = P(self.mesh.axis_names)
         scored: jax.Array = jax.shard_map(
