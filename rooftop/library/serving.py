@@ -48,7 +48,7 @@ from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import LINKS, MODES, Mode, ServingProblem
 from rooftop.plan.serving.search import pareto, smallest_slice
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
-from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.policy import Routing
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.request import ServeRequest
 from rooftop.simulate.serving import engine as simulator

@@ -15,7 +15,7 @@ from itertools import chain
 from math import inf
 
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
-from rooftop.scheduling.serving.routing import Routing
+from rooftop.scheduling.serving.policy import Routing
 from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
 
 _ROUTING = Routing(kind="affinity")

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import KvCache
 from rooftop.scheduling.serving.groups import AnyScheduler, make_scheduler
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.scheduling.serving.static import StaticScheduler
+from rooftop.scheduling.serving.policy import Routing
+from rooftop.scheduling.serving.scheduler import Policy, StaticScheduler
 from rooftop.scheduling.serving.times import StepTimes
 
 

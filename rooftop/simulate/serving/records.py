@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from rooftop.scheduling.serving.cache import CachedSequence
 from rooftop.scheduling.serving.groups import AnyScheduler
-from rooftop.scheduling.serving.scheduler import EngineStep
-from rooftop.scheduling.serving.static import StaticScheduler
+from rooftop.scheduling.serving.scheduler import EngineStep, StaticScheduler
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.traces import RequestTrace
 
