@@ -48,8 +48,7 @@ from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import LINKS, MODES, Mode, ServingProblem
 from rooftop.plan.serving.search import pareto, smallest_slice
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
-from rooftop.scheduling.serving.policy import Routing
-from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.serve.request import ServeRequest
 from rooftop.simulate.serving import engine as simulator
 from rooftop.simulate.serving.deployment import Deployment

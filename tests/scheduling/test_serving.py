@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
-from rooftop.scheduling.serving.policy import Routing
 from rooftop.scheduling.serving.prefixes import PagePool, PrefixCache
-from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler, StaticScheduler
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Routing, Scheduler, StaticScheduler
 
 Tokens = tuple[int, ...]
 

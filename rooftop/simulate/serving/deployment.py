@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import KvCache
 from rooftop.scheduling.serving.groups import AnyScheduler, make_scheduler
-from rooftop.scheduling.serving.policy import Routing
-from rooftop.scheduling.serving.scheduler import Policy, StaticScheduler
+from rooftop.scheduling.serving.scheduler import Policy, Routing, StaticScheduler
 from rooftop.scheduling.serving.times import StepTimes
 
 

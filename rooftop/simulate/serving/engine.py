@@ -13,8 +13,7 @@ from heapq import heappop, heappush
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence
-from rooftop.scheduling.serving.policy import Routing
-from rooftop.scheduling.serving.scheduler import EngineStep, StaticScheduler
+from rooftop.scheduling.serving.scheduler import EngineStep, Routing, StaticScheduler
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.deployment import Deployment
 from rooftop.simulate.serving.records import Requests, SimulatedServer, Simulation, Stay, StepRun
