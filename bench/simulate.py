@@ -28,8 +28,7 @@ from rooftop.models import load_model
 from rooftop.plan.serving.answer import plan_serving
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.metrics import ServingMetrics, Targets

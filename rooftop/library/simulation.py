@@ -21,8 +21,7 @@ from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
 from rooftop.plan.serving.fleet import RecommendationDocument
 from rooftop.plan.serving.plan import ServingPlan
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.simulate.serving import engine as simulator
 from rooftop.simulate.serving.metrics import ServingMetrics, SimulationReport, Targets
 from rooftop.simulate.serving.records import Deployment

@@ -23,7 +23,7 @@ from rooftop.hardware import catalogue
 from rooftop.models import presets
 from rooftop.plan.training.workload import OPTIMIZERS
 from rooftop.scheduling.pipeline import SCHEDULES
-from rooftop.scheduling.serving.policy import BATCHING
+from rooftop.scheduling.serving.scheduler import BATCHING
 from rooftop.serve.request import ServeRequest
 
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.prefixes import PagePool, PrefixCache
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
-from rooftop.scheduling.serving.static import StaticScheduler
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Routing, Scheduler, StaticScheduler
 from tests.support.examples import examples
 
 Tokens = tuple[int, ...]

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import EngineStep, Policy
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Routing
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving import engine as serving
 from rooftop.simulate.serving.engine import simulate

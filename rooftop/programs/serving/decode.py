@@ -313,11 +313,7 @@ def _stream(
         for kind, (layer,), pool in zip(how.kinds, weights.layers, pools, strict=True):
             layer = in_full(layer, jnp.dtype(how.dtype))
             local = kind.window is not None and model.rope_local_theta is not None
-            heads = PagedHeads(
-                layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, reader=how.reader,
-                computation=computation, cache_spec=how.cache_spec, groups=how.groups, parts=how.parts,
-                tensor=how.tensor,
-            )  # fmt: skip
+            heads = PagedHeads(layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, how=how)
             with named_scope("attn"):
                 x = attention(x, layer.attn, computation, partial(heads, pool=pool, written=written))
             x, _ = feed_forward(x, layer.mlp, None, computation)
@@ -382,21 +378,13 @@ def choose_tokens(
 
 @dataclass(frozen=True, kw_only=True)
 class PagedHeads:
-    """The attention heads of one layer over its pool, split by ``cache_spec``, ``groups`` and ``parts``.
-
-    ``turns`` are its rotary angles, ``tensor`` the devices along that axis; a step has the new tokens of its ``rows``.
-    """
+    """The attention heads of one layer over its pool; ``turns`` are its rotary angles, ``rows`` have the new tokens."""
 
     layer: Attention[jax.Array] | LatentAttention[jax.Array]
     turns: Float32[Array, "*turns"]
     window: int | None
     rows: tuple[Rows, ...]
-    reader: str
-    computation: Computation
-    cache_spec: P
-    groups: DeviceGroups
-    parts: PageParts
-    tensor: int
+    how: Decoder
 
     def __call__(self, normed: Float[Array, "1 T D"], pool: Pages, written: list[Pages]) -> Float[Array, "1 T N d_v"]:
         """Outputs of all heads for the normalised stream; the updated pool is appended to ``written``."""
@@ -406,11 +394,11 @@ class PagedHeads:
 
     @property
     def _scores(self) -> Scores:
-        return Scores.of(self.computation.model, self.window)
+        return Scores.of(self.how.model, self.window)
 
     def _specs(self, pool: Pages) -> tuple[P, P, Pages, tuple[Rows, ...]]:
         """Specs of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""
-        specs, spec = self.computation.specs, self.cache_spec
+        specs, spec = self.how.specs, self.how.cache_spec
         scales = None if pool.scales is None else P(*spec.partitions[:-1])
         return (
             specs.activation("batch", "seq", "heads", None),
@@ -421,32 +409,32 @@ class PagedHeads:
 
     def _plain(self, normed: Float[Array, "1 T D"], pool: Pages) -> tuple[Float[Array, "1 T N d_v"], Pages]:
         assert isinstance(self.layer, Attention)
-        q, k, v = qkv(normed, self.layer, self.turns, self.computation)
+        q, k, v = qkv(normed, self.layer, self.turns, self.how.computation)
         sinks = self.layer.sinks
         by_heads, by_kv_heads, of_pool, of_rows = self._specs(pool)
-        one_each = self.tensor > 1 and not self.computation.specs.rules.activations["kv_heads"]
+        one_each = self.how.tensor > 1 and not self.how.specs.rules.activations["kv_heads"]
 
         def local(
             q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, pool: Pages, rows: tuple[Rows, ...]
         ) -> tuple[jax.Array, Pages]:
             if one_each:
-                mine = lax.axis_index("tensor") * k.shape[2] // self.tensor
+                mine = lax.axis_index("tensor") * k.shape[2] // self.how.tensor
                 k, v = (lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
             if sinks is not None:
-                sinks = self.groups.of_heads(sinks)
+                sinks = self.how.groups.of_heads(sinks)
 
             def attend(
                 q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: tuple[Rows, ...]
             ) -> tuple[jax.Array, Pages]:
-                return attend_heads(self.reader, self._scores, q, new[0], new[1], sinks, pool, rows, self.parts)
+                return attend_heads(self.how.reader, self._scores, q, new[0], new[1], sinks, pool, rows, self.how.parts)
 
-            o, pool = self.groups.attend(attend, q[0], (k[0], v[0]), pool, rows)
+            o, pool = self.how.groups.attend(attend, q[0], (k[0], v[0]), pool, rows)
             return o[None], pool
 
         sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
         specs_in = (by_heads, by_kv_heads, by_kv_heads, sink_spec, of_pool, of_rows)
         # The type of a Pallas kernel's outputs does not say over which axes they vary.
-        typed = self.reader != "ragged"
+        typed = self.how.reader != "ragged"
         over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=typed)
         with named_scope("core"):
             result: tuple[jax.Array, Pages] = over(q, k, v, sinks, pool, self.rows)
@@ -454,7 +442,7 @@ class PagedHeads:
 
     def _latent(self, normed: Float[Array, "1 T D"], pool: Pages) -> tuple[Float[Array, "1 T N d_v"], Pages]:
         assert isinstance(self.layer, LatentAttention)
-        model, specs, mla = self.computation.model, self.computation.specs, self.computation.model.mla
+        model, specs, mla = self.how.model, self.how.specs, self.how.model.mla
         assert mla is not None
         q, latent, shared = latents(normed, self.layer, self.turns, model, mla, specs)
         by_heads, _, of_pool, of_rows = self._specs(pool)
@@ -471,9 +459,9 @@ class PagedHeads:
             def attend(
                 q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: tuple[Rows, ...]
             ) -> tuple[jax.Array, Pages]:
-                return attend_latents(self.reader, self._scores, q, new[0], new[1], pool, rows, self.parts)
+                return attend_latents(self.how.reader, self._scores, q, new[0], new[1], pool, rows, self.how.parts)
 
-            o, pool = self.groups.attend(attend, absorbed[0], (latent[0], shared[0]), pool, rows)
+            o, pool = self.how.groups.attend(attend, absorbed[0], (latent[0], shared[0]), pool, rows)
             return jnp.einsum("btnr,rnv->btnv", o[None], of_values), pool
 
         specs_in = (by_heads, whole, whole, up_spec, of_pool, of_rows)

@@ -85,7 +85,7 @@ class KvCache:
         return pending
 
     def match(self, sequence: CachedSequence) -> int:
-        """Pages that are here of what ``sequence`` begins with."""
+        """Number of cached pages of the prefix of ``sequence``."""
         return 0 if self.prefixes is None else self.prefixes.match(sequence.keys)
 
     def admit(self, sequence: CachedSequence, tokens: int, spare: int) -> bool:

@@ -15,8 +15,7 @@ from itertools import chain
 from math import inf
 
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Scheduler
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Routing, Scheduler
 
 _ROUTING = Routing(kind="affinity")
 
@@ -120,7 +119,7 @@ class GroupedScheduler:
         return ChainMap(*(group.to_send for group in self._groups))
 
     def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why such a request could never be served here, or None."""
+        """Reason why no server like this can ever serve such a request, or None."""
         return self._groups[0].refusal(prompt_tokens, max_tokens)
 
     def submit(self, sequence: CachedSequence, *, first: bool = False) -> None:
@@ -147,7 +146,7 @@ class GroupedScheduler:
         return {group: group.next_step(generate=False) for group in self._groups}
 
     def _shared(self) -> dict[Scheduler, EngineStep | None]:
-        """A token for all who generate, and pieces of prompts in what that leaves of a step."""
+        """A token for every generating sequence, and chunks of prompts in the rest of the step."""
         expected = {
             scheduler: scheduler.outstanding - len(scheduler.waiting) - len(scheduler.prefilling)
             for scheduler in self._groups

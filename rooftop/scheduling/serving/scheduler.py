@@ -1,4 +1,4 @@
-"""Scheduler of a serving engine: admission, batching, chunked prefill, preemption. No clock, no arrays, no JAX.
+"""Schedulers of a serving engine: admission, batching, chunked prefill, preemption. No clock, no arrays, no JAX.
 
 A scheduler serves one server (a replica on a slice). An engine, real or simulated, repeats: ``next_step``, execute it,
 ``complete``, and ``finish`` for every sequence that has ended. Sequences come in by ``submit`` at any time.
@@ -8,21 +8,160 @@ A scheduler serves one server (a replica on a slice). An engine, real or simulat
   sequence, and fills up with pieces of prompts to that many tokens: none waits for a whole prompt.
 - disaggregated: a server of role ``prefill`` does the one, a server of role ``generate`` the other, and the KV is
   sent between them.
-- static: see ``serving_static``.
+- static: see ``StaticScheduler``.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rooftop.core.errors import unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
-from rooftop.scheduling.serving.policy import BATCHING, PREEMPTION, Chunk, EngineStep, Policy, Queue, refusal
+from rooftop.scheduling.serving.prefixes import Copy
 
-__all__ = ["BATCHING", "PREEMPTION", "ROLES", "Chunk", "EngineStep", "Policy", "Scheduler", "refusal"]
-
+BATCHING = ("static", "interleaved", "disaggregated")
+PREEMPTION = ("recompute", "swap")
 ROLES = ("both", "prefill", "generate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Batching policy of a server.
+
+    ``max_batch`` is the most sequences it holds at once, ``chunk_tokens`` the most tokens of a step when prompts are
+    prefilled in chunks (None: whole prompts, by themselves), ``preemption`` the fate of a sequence when the pages
+    run out: its KV is computed anew later, or swapped to the host's memory (where that is full, computed anew).
+    """
+
+    max_batch: int
+    batching: str = "interleaved"
+    chunk_tokens: int | None = None
+    preemption: str = "recompute"
+
+    def __post_init__(self) -> None:
+        if self.batching not in BATCHING:
+            raise unknown("batching", self.batching, BATCHING)
+        if self.preemption not in PREEMPTION:
+            raise unknown("preemption", self.preemption, PREEMPTION)
+        if self.max_batch < 1:
+            raise RooftopError("max_batch", self.max_batch, "a positive whole number")
+        if self.chunk_tokens is not None:
+            if self.batching != "interleaved":
+                raise RooftopError("chunk_tokens", self.chunk_tokens, f"nothing with {self.batching} batching")
+            if self.chunk_tokens <= self.max_batch:
+                accepted = f"more than the largest batch ({self.max_batch}), each of which takes one token of a step"
+                raise RooftopError("chunk_tokens", self.chunk_tokens, accepted)
+
+
+#: Ways to choose the replica that gets a request: in turn, the least loaded, or the one that has its prefix cached.
+ROUTING = ("round_robin", "least_loaded", "affinity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Choice of a replica for each request.
+
+    ``affinity`` sends a request where the longest prefix of its prompt is cached, unless that replica has more than
+    ``imbalance`` times the average load, and one more: then, and where no one has a prefix of it, to the least loaded.
+    """
+
+    kind: str = "least_loaded"
+    imbalance: float = 1.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROUTING:
+            raise unknown("routing", self.kind, ROUTING)
+        if self.imbalance < 1:
+            raise RooftopError("imbalance", self.imbalance, "1 or more: a multiple of the average load")
+
+    def choose(self, number: int, loads: Sequence[int], matches: Sequence[int] = ()) -> int:
+        """The replica for request ``number``, counted from 0.
+
+        ``loads`` are the requests outstanding at each replica, ``matches`` the tokens of the prompt that each has
+        cached (read with ``affinity`` only). Of equals the first after the last turn wins, so that ties rotate.
+        """
+        count = len(loads)
+        turns = [(number + turn) % count for turn in range(count)]
+        if self.kind == "round_robin":
+            return turns[0]
+        if self.kind == "affinity" and any(matches):
+            best = max(turns, key=lambda replica: matches[replica])
+            if matches[best] and loads[best] <= self.imbalance * sum(loads) / count + 1:
+                return best
+        return min(turns, key=lambda replica: loads[replica])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """``tokens`` tokens of a sequence to prefill, after ``start`` whose KV is there; the last one gives a token."""
+
+    sequence: CachedSequence
+    start: int
+    tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStep:
+    """Work of one step: first ``copies``, in order; then the prefill of ``chunks`` and one token for each generating.
+
+    ``prefill`` is what the device computes for the chunks, padding included: (new tokens, tokens before them) of each;
+    ``batch`` and ``context_tokens`` what it computes to generate: sequences, and tokens of KV that they read.
+    ``generating`` of them are sequences that go on (the others are slots that have ended, with static batching, or that
+    are empty in one group of devices and not in another). When it is repeated, the context grows by ``growth`` tokens.
+    ``repeats`` is for how many steps the decision stands if nothing is submitted, arrives or finishes; it is 1 for a
+    step that prefills or preempts. ``preempted`` are sequences that lost their place to others and wait again,
+    ``resumed`` those that were swapped back in.
+    """
+
+    copies: tuple[Copy, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    prefill: tuple[tuple[int, int], ...] = ()
+    batch: int = 0
+    generating: int = 0
+    context_tokens: int = 0
+    growth: int = 0
+    repeats: int = 1
+    preempted: tuple[CachedSequence, ...] = ()
+    resumed: tuple[CachedSequence, ...] = ()
+
+
+class Queue:
+    """Base of every scheduler: a policy, a cache, and the waiting sequences in order of arrival."""
+
+    def __init__(self, policy: Policy, cache: KvCache) -> None:
+        self.policy, self.cache = policy, cache
+        self.waiting: deque[CachedSequence] = deque()
+
+    @property
+    def caches(self) -> tuple[KvCache, ...]:
+        """The cache of each group of devices: here all have one."""
+        return (self.cache,)
+
+    @property
+    def queued(self) -> int:
+        """Sequences that have no pages."""
+        return len(self.waiting)
+
+    def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
+        """Reason why no server like this can ever serve such a request, or None."""
+        # The KV of the last token is never needed. What was generated before a preemption is prefilled again.
+        return refusal(self.cache, prompt_tokens + max_tokens - 1)
+
+    def submit(self, sequence: CachedSequence, *, first: bool = False) -> None:
+        """Queue a sequence to be prefilled (at a generate server: to be received); ``first``, before all others."""
+        if first:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
+
+
+def refusal(cache: KvCache, tokens: int) -> str | None:
+    """Reason why a sequence of ``tokens`` tokens can never have pages here, or None."""
+    need = cache.pages_for(tokens)
+    return f"{tokens} tokens of KV take {need} pages of {cache.device.size}" if need > cache.device.size else None
 
 
 @dataclass(slots=True)
@@ -68,7 +207,7 @@ class Scheduler(Queue):
 
     @property
     def outstanding(self) -> int:
-        """Sequences that are here and not finished: what a router balances."""
+        """Number of sequences that are not finished; routers balance it."""
         return len(self.waiting) + len(self.swapped) + self._held
 
     @property
@@ -81,7 +220,7 @@ class Scheduler(Queue):
         return len(self.generating) + 1 if self._held else 0
 
     def kv_tokens(self, sequence: CachedSequence) -> int:
-        """Tokens whose KV a sequence holds now."""
+        """Tokens of KV that a sequence holds now."""
         return sequence.length + (self._steps - sequence.since if sequence in self.generating else 0)
 
     def may_admit(self) -> bool:
@@ -257,7 +396,7 @@ class Scheduler(Queue):
                     self.waiting.appendleft(sequence)
 
     def _resume(self) -> None:
-        """Swap back in, first those that were swapped out first, what has a slot and pages."""
+        """Swap sequences back in, in the order in which they were swapped out, while there are slots and pages."""
         while self.swapped and self._held < self.policy.max_batch:
             if not self.cache.swap_in(self.swapped[0], self._spare):
                 break
@@ -266,7 +405,7 @@ class Scheduler(Queue):
             self._preempted.resumed.append(sequence)
 
     def _begin(self, sequence: CachedSequence) -> None:
-        """``sequence``, whose KV is here, generates from the next step on."""
+        """Start generating for ``sequence``, whose KV has arrived, with the next step."""
         sequence.since = self._steps
         self.generating[sequence] = None
         self._context += sequence.length
@@ -286,7 +425,7 @@ class Scheduler(Queue):
         return (sequence.since - sequence.length) % len(self._due)
 
     def _grow(self) -> None:
-        """A page for each sequence whose pages are full."""
+        """Give a page to each sequence whose pages are full."""
         for sequence in self._due[self._steps % len(self._due)]:
             self.cache.grow(sequence)
 
@@ -320,3 +459,88 @@ class Scheduler(Queue):
 def _chunk(sequence: CachedSequence, budget: int) -> Chunk:
     left = sequence.target - sequence.length
     return Chunk(sequence=sequence, start=sequence.length, tokens=min(left, budget), last=left <= budget)
+
+
+class StaticScheduler(Queue):
+    """Static batching: gather what waits, prefill it together, generate until the last is done.
+
+    Continuous batching is compared with it (book, chapter 7): prompts are padded to the longest, slots of sequences
+    that have ended compute on, and no sequence joins a batch under way. A batch has pages for its longest prompt and
+    the most tokens it may generate.
+    """
+
+    def __init__(self, policy: Policy, cache: KvCache) -> None:
+        super().__init__(policy, cache)
+        #: The batch, in order of arrival, and those of it that have not ended.
+        self.batch: list[CachedSequence] = []
+        self.generating: dict[CachedSequence, None] = {}
+        self._longest = 0
+        self._steps = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Number of sequences that are not finished."""
+        return len(self.waiting) + len(self.generating)
+
+    def kv_tokens(self, sequence: CachedSequence) -> int:
+        """Tokens of KV that a sequence holds now."""
+        return sequence.length + (self._steps if sequence in self.generating else 0)
+
+    def may_admit(self) -> bool:
+        """Return True if a submitted sequence may change the next step: never while a batch is running."""
+        return not self.generating
+
+    def next_step(self) -> EngineStep | None:
+        """The prefill of a new batch, or a step of the one under way; None while there is nothing to do."""
+        if self.generating:
+            context = len(self.batch) * (self._longest + self._steps)
+            batch = len(self.batch)
+            return EngineStep(
+                batch=batch,
+                generating=len(self.generating),
+                context_tokens=context,
+                growth=batch,
+                repeats=max(sequence.max_tokens for sequence in self.generating) - 1 - self._steps,
+            )
+        self._gather()
+        if not self.batch:
+            return None
+        chunks = (Chunk(sequence=one, start=0, tokens=one.prompt_tokens, last=True) for one in self.batch)
+        return EngineStep(chunks=tuple(chunks), prefill=((self._longest, 0),) * len(self.batch))
+
+    def complete(self, step: EngineStep, repeats: int = 1) -> None:
+        """Update the state after ``step`` was executed ``repeats`` times."""
+        if step.batch:
+            self._steps += repeats
+        for chunk in step.chunks:
+            chunk.sequence.length = chunk.tokens
+            chunk.sequence.generated = 1
+            self.generating[chunk.sequence] = None
+
+    def finish(self, sequence: CachedSequence) -> None:
+        """End ``sequence``. Its pages are free when its whole batch has ended."""
+        if sequence not in self.generating:
+            self.waiting.remove(sequence)
+            return
+        del self.generating[sequence]
+        sequence.length += self._steps
+        sequence.generated += self._steps
+        if not self.generating:
+            for one in self.batch:
+                self.cache.release(one)
+            self.batch.clear()
+
+    def _gather(self) -> None:
+        """Form a batch of waiting sequences, as large as slots and pages allow."""
+        longest, most = 0, 0
+        while self.waiting and len(self.batch) < self.policy.max_batch:
+            one = self.waiting[0]
+            padded, allowed = max(longest, one.prompt_tokens), max(most, one.max_tokens)
+            pages = self.cache.pages_for(padded + allowed - 1)
+            if self.batch and (len(self.batch) + 1) * pages > self.cache.device.size:
+                break
+            longest, most = padded, allowed
+            self.batch.append(self.waiting.popleft())
+        for one in self.batch:
+            self.cache.admit(one, longest + most - 1, 0)
+        self._longest, self._steps = longest, 0

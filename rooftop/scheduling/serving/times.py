@@ -23,12 +23,12 @@ class StepTimes(Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV fits a server that generates, all sequences together."""
+        """Tokens of KV, of all sequences together, that fit a server that generates."""
         ...
 
     @property
     def prefill_kv_tokens(self) -> int:
-        """The same of a server that only prefills (disaggregated); ``kv_tokens`` where one slice does both."""
+        """``kv_tokens`` of a server that only prefills (disaggregated); the same where one slice does both."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class StepTimes(Protocol):
 
     @property
     def prefill_kv_groups(self) -> int:
-        """The same of a server that only prefills."""
+        """``kv_groups`` of a server that only prefills."""
         ...
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes

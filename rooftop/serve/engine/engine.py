@@ -19,8 +19,7 @@ import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence as Held
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Counters, stats_of
 from rooftop.serve.engine.programs import COPIED, Compilations

@@ -13,9 +13,7 @@ from heapq import heappop, heappush
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import EngineStep
-from rooftop.scheduling.serving.static import StaticScheduler
+from rooftop.scheduling.serving.scheduler import EngineStep, Routing, StaticScheduler
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.records import (
     Deployment,

@@ -8,9 +8,7 @@ from typing import Literal, NamedTuple
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.groups import AnyScheduler, make_scheduler
-from rooftop.scheduling.serving.routing import Routing
-from rooftop.scheduling.serving.scheduler import EngineStep, Policy
-from rooftop.scheduling.serving.static import StaticScheduler
+from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Routing, StaticScheduler
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.traces import RequestTrace
 
