@@ -149,7 +149,7 @@ _SERVING = (
 @batch_seqs_option(help="Sequences generated together. Searched by default.")
 @option(
     "--context", group=WORKLOAD, type=COUNT,
-    help="Tokens cached at the step priced. Default: prompt and half the answer.",
+    help="Tokens in the cache at the priced step. Default: prompt and half the answer.",
 )  # fmt: skip
 @weights_dtype_option(type=DTYPES, help="Dtype of the layers' weights; a list when chips are searched.")
 @kv_dtype_option(type=DTYPES, help="Dtype of the KV cache; a list when chips are searched.")
@@ -172,14 +172,14 @@ _SERVING = (
 )  # fmt: skip
 @option(
     "--link", group=HARDWARE, default="dcn", show_default=True, type=Name("ici", "dcn"),
-    help="What joins prefill and generate servers.",
+    help="Network between prefill and generate servers.",
 )  # fmt: skip
 @ttft_option()
 @tpot_option()
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Rate to plan servers for.")
 @option(
     "--for", "objective", group=OUTPUT, default="cost", show_default=True, type=Name("cost", "chips", "pareto"),
-    help="What a search seeks.",
+    help="Objective of a search.",
 )  # fmt: skip
 @option("--hit-rate", group=WORKLOAD, default="0", type=SHARE, help="Share of the prompt that the prefix cache has.")
 @host_dram_option(group=WORKLOAD, help="Memory of a host for the prefix cache: 400G.")

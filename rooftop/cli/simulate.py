@@ -64,9 +64,9 @@ _EXAMPLES = (
 )  # fmt: skip
 @option(
     "--preemption", group=WORKLOAD, default="recompute", show_default=True, type=Name("recompute", "swap"),
-    help="When pages run out.",
+    help="What to do when pages run out.",
 )  # fmt: skip
-@option("--prefix-cache", group=WORKLOAD, is_flag=True, help="Keep the KV of prompts for those that begin alike.")
+@option("--prefix-cache", group=WORKLOAD, is_flag=True, help="Share the KV of prompts that begin alike.")
 @host_dram_option(group=HARDWARE, help="Memory of a host for prefixes and swapped sequences: 400G.")
 @ttft_option(help="Target for goodput: 500ms. The plan's by default.")
 @tpot_option(help="Target for goodput: 30ms. The plan's by default.")
@@ -77,7 +77,7 @@ _EXAMPLES = (
 def command(
     *, per_request: Path | None, perfetto: Path | None, output: Path | None, as_json: bool, **options: Any
 ) -> int:
-    """Serve requests by PLAN, a plan.json of `rooftop plan serve`: the latencies that users would feel."""
+    """Simulate requests to the servers of PLAN, a plan.json of `rooftop plan serve`: the latencies that users feel."""
     from rooftop.core.files import write_json
     from rooftop.library.serving import simulate
 

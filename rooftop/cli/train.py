@@ -173,8 +173,8 @@ _PROCESSES = ("coordinator", "processes", "process")
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     """Train on the devices that are here: one CPU, emulated ones, GPUs, a TPU slice, or many processes.
 
-    Trains a PLAN.json of 'rooftop plan train', or a --model. The folder of the run has everything that resumes it: the
-    same command again, or --resume DIR. SIGTERM and Ctrl-C save at the next step.
+    Trains a PLAN.json of 'rooftop plan train', or a --model. The same command again, or --resume DIR, resumes the run
+    from its folder. SIGTERM and Ctrl-C save at the next step.
     """
     fields = {
         name: _plain(value)
@@ -266,11 +266,11 @@ def train_together(
 ) -> int:
     """Train as one of several processes, under a supervisor.
 
-    An error ends the process at once: the usual way out of Python waits for the other processes.
+    An error ends the process at once, because Python's usual exit waits for the other processes.
     """
     from rooftop.runs.supervise import follow_supervisor, is_worker, keep_stdout, supervise
 
-    how_to_resume = f"to go on: rooftop train --resume {shlex.quote(str(run))}"
+    how_to_resume = f"to resume: rooftop train --resume {shlex.quote(str(run))}"
     if not is_worker():
         return supervise(sys.argv[1:], how_to_resume)
     follow_supervisor()

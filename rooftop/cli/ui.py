@@ -25,8 +25,8 @@ from rooftop.cli.output import emit_json, show_document
 def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, listed: bool, as_json: bool) -> int:
     """Open a local page with explorers: rooflines, shardings, collectives, training, serving, pipelines, embeddings.
 
-    FILES are shown next to them: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of
-    runs. The page talks to this machine alone. Ctrl-C ends it.
+    FILES open in it too: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of runs. The
+    page loads nothing from other machines. Ctrl-C ends it.
     """
     from rooftop.core.errors import RooftopError
     from rooftop.present.documents.catalogue import explorers
@@ -37,7 +37,7 @@ def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, lis
         emit_json({"kind": "ui", "explorers": data}) if as_json else show_document(explorers(data))
         return 0
     if as_json:
-        raise RooftopError("json", "--json", "it with --list: the page itself is no answer")
+        raise RooftopError("json", "--json", "--json with --list: the page has no JSON")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
