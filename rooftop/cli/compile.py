@@ -77,7 +77,7 @@ class _SeveralArrays(VerbCommand):
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
-@top_option(default="10", show_default=True, help="Operations and buffers to list, or all.")
+@top_option(default="10", help="Operations and buffers to list, or all.")
 @option("--save", group=OUTPUT, type=FILE, help="Write the executable here, with the versions that compiled it.")
 @perfetto_option(help="Write the compiled timeline here, for ui.perfetto.dev.")
 @xprof_option()

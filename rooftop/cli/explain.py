@@ -46,7 +46,7 @@ from rooftop.core.errors import RooftopError
 )
 @option("--op", "lines", group=RUN, multiple=True, metavar="HLO", help="Explain an HLO instruction, or several.")
 @option("--diff", group=RUN, type=(PATH, PATH), metavar="A B", help="Compare two runs, traces, plans or reports.")
-@top_option(default="12", show_default=True)
+@top_option(default="12")
 @report_option(help="Write a page with tables and plots of a run or trace here (HTML).")
 @json_option
 def command(
@@ -133,7 +133,7 @@ def _trace(
 @click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))
 @option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
 @assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
-@top_option(type=COUNT_OR_ZERO, default="10", show_default=True, help="Runs to list, the worst first; 0: none.")
+@top_option(type=COUNT_OR_ZERO, default="10", help="Runs to list, the worst first; 0: none.")
 @json_option
 def validate(*, runs: Path | None, assume: str | None, top: int, as_json: bool) -> None:
     """Compare predicted times with published measurements of training and serving, misses included.

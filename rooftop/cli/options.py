@@ -93,7 +93,8 @@ class VerbCommand(click.Command):
 
 
 def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator:
-    """``click.option`` under a heading of ``GROUPS``."""
+    """``click.option`` under a heading of ``GROUPS``. Help shows a default."""
+    attributes.setdefault("show_default", attributes.get("default") is not None)
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 

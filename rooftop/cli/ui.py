@@ -14,9 +14,9 @@ from rooftop.cli.output import emit_json, show_document
     cls=VerbCommand, examples=("rooftop ui", "rooftop ui plan.json report.json --port 0", "rooftop ui --list --json")
 )
 @click.argument("files", nargs=-1, type=PATH)
-@option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@option("--host", group=SERVER, default="127.0.0.1", metavar="ADDRESS", help="Where to listen.")
 @option(
-    "--port", group=SERVER, default=8080, show_default=True, metavar="N", type=click.IntRange(0, 65535),
+    "--port", group=SERVER, default=8080, metavar="N", type=click.IntRange(0, 65535),
     help="Where to listen; 0: a free port.",
 )  # fmt: skip
 @option("--no-open", group=SERVER, is_flag=True, help="Open no browser.")
