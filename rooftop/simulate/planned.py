@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.scheduling.pipeline import StageOp
+from rooftop.simulate.pipeline import plan_timeline
 
 if TYPE_CHECKING:
     from rooftop.plan.training.plan import TrainingPlan
@@ -233,8 +234,6 @@ def _repeated(row: Row, times: float) -> Row:
 
 
 def _pipeline(plan: TrainingPlan, title: str) -> Lanes:
-    from rooftop.simulate.pipeline import plan_timeline
-
     timeline = plan_timeline(plan)
     update = _Drawing(now=timeline.makespan)
     for row in plan.ledger:
