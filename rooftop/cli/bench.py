@@ -50,10 +50,8 @@ def command() -> None:
     "--kinds", group=WORKLOAD, metavar="KINDS",
     help="Some of all_gather, reduce_scatter, all_reduce, all_to_all, permute.",
 )  # fmt: skip
-@option(
-    "--sizes", group=WORKLOAD, default="64Ki,1Mi,16Mi", show_default=True, metavar="BYTES", help="Payloads, as a list."
-)
-@dtype_option(default="bf16", show_default=True, help="Dtype of the elements.")
+@option("--sizes", group=WORKLOAD, default="64Ki,1Mi,16Mi", metavar="BYTES", help="Payloads, as a list.")
+@dtype_option(default="bf16", help="Dtype of the elements.")
 @output_option()
 @json_option
 def collectives(*, output: Path | None, as_json: bool, **options: Any) -> int:
@@ -87,30 +85,19 @@ _SERVING = (
 @option("--url", group=SERVER, required=True, metavar="URL", help="The server: http://127.0.0.1:8000.")
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate.")
-@duration_option(default="60s", show_default=True)
+@duration_option(default="60s")
+@option("--prompt", group=WORKLOAD, default="512", metavar="N", help="Tokens of a prompt: 512, or 128:1024.")
+@option("--generate", group=WORKLOAD, default="128", metavar="N", help="Tokens of an answer, likewise.")
 @option(
-    "--prompt", group=WORKLOAD, default="512", show_default=True, metavar="N",
-    help="Tokens of a prompt: 512, or 128:1024.",
-)  # fmt: skip
-@option(
-    "--generate", group=WORKLOAD, default="128", show_default=True, metavar="N", help="Tokens of an answer, likewise."
-)
-@option(
-    "--burstiness", group=WORKLOAD, default="1", show_default=True, type=QUANTITY,
+    "--burstiness", group=WORKLOAD, default="1", type=QUANTITY,
     help="1: Poisson; below it requests come in bursts.",
 )  # fmt: skip
-@seed_option(group=WORKLOAD, default="0", show_default=True)
-@option(
-    "--hash-tokens", group=WORKLOAD, default="512", show_default=True, type=COUNT,
-    help="Tokens that a hash of a trace stands for.",
-)  # fmt: skip
+@seed_option(group=WORKLOAD, default="0")
+@option("--hash-tokens", group=WORKLOAD, default="512", type=COUNT, help="Tokens that a hash of a trace stands for.")
 @option("--model", group=SERVER, metavar="NAME", help="The model to ask. [default: the one that is served]")
 @option("--api-key", group=SERVER, envvar="OPENAI_API_KEY", metavar="KEY", help="If the server asks for one.")
 @option("--vocab", group=WORKLOAD, type=COUNT, help="Prompts have token ids below N. [default: the server's, or 1000]")
-@option(
-    "--ignore-eos/--no-ignore-eos", group=WORKLOAD, default=True, show_default=True,
-    help="Ask for answers of their full length.",
-)  # fmt: skip
+@option("--ignore-eos/--no-ignore-eos", group=WORKLOAD, default=True, help="Ask for answers of their full length.")
 @option("--plan", group=WORKLOAD, type=FILE, help="Predict by a plan.json, not by the steps that the server measured.")
 @ttft_option(help="Target for goodput: 500ms.")
 @tpot_option(help="Target for goodput: 30ms.")

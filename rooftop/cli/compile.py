@@ -1,4 +1,4 @@
-"""``rooftop compile``: the program of a plan, or any JAX function, compiled by XLA:TPU for a slice that is not here."""
+"""``rooftop compile``: the program of a plan, or any JAX function, compiled by XLA:TPU without a TPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _SeveralArrays(VerbCommand):
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
-@top_option(default="10", show_default=True, help="Operations and buffers to list, or all.")
+@top_option(default="10", help="Operations and buffers to list, or all.")
 @option("--save", group=OUTPUT, type=FILE, help="Write the executable here, with the versions that compiled it.")
 @perfetto_option(help="Write the compiled timeline here, for ui.perfetto.dev.")
 @xprof_option()
@@ -106,10 +106,10 @@ def command(
 ) -> int:
     """Compile ahead of time with XLA:TPU, no TPU needed, and read the compiler's result.
 
-    Of a PLAN.json written by 'rooftop plan', planned and compiled stand side by side: FLOPs, memory, collectives and
-    time by scope and phase, with the unplanned and the missing. Of a plan of 'rooftop plan embed', the memory that
-    SparseCores need for each stack of tables, and the overlap of whole steps. Of MODULE:FUNCTION, any function of JAX
-    arrays, the compiled ledger and a roofline for every op.
+    For a PLAN.json of 'rooftop plan train', compare plan and program: FLOPs, memory, collectives and time by scope and
+    phase, and what only one of them has. For a plan of 'rooftop plan embed', report the memory that SparseCores need
+    for each stack of tables, and the overlap of whole steps. For MODULE:FUNCTION, any function of JAX arrays, report
+    the compiled ledger and a roofline for every op.
     """
     from rooftop.library.compiling import CompileResult, compile, inspect
 

@@ -39,14 +39,14 @@ from rooftop.core.errors import RooftopError
 @click.argument("path", metavar="[RUN|TRACE]", type=PATH, required=False)
 @on_option(help="The chip, or a slice of it, whose roofs count. [default: the trace's own]")
 @figure_option()
-@option("--plan", group=HARDWARE, type=PATH, metavar="FILE", help="The plan next to it. [default: the run's own]")
+@option("--plan", group=HARDWARE, type=PATH, metavar="FILE", help="The plan to compare with. [default: the run's own]")
 @mesh_option(help="Mesh axes in the order of device ids: X=2,Y=4. [default: the run's own]")
 @option(
     "--hlo", group=RUN, multiple=True, type=PATH, metavar="FILE", help="A compiled module, for a trace without its own."
 )
 @option("--op", "lines", group=RUN, multiple=True, metavar="HLO", help="Explain an HLO instruction, or several.")
-@option("--diff", group=RUN, type=(PATH, PATH), metavar="A B", help="Compare two runs, traces, plans, or reports.")
-@top_option(default="12", show_default=True)
+@option("--diff", group=RUN, type=(PATH, PATH), metavar="A B", help="Compare two runs, traces, plans or reports.")
+@top_option(default="12")
 @report_option(help="Write a page with tables and plots of a run or trace here (HTML).")
 @json_option
 def command(
@@ -65,8 +65,8 @@ def command(
 ) -> None:
     """Explain where the time of a program goes: of a run with a trace, or of any trace of JAX's profiler.
 
-    By scope and phase it shows measured, compiled and planned; then a verdict, the largest losses with their causes,
-    and what to try. With --op it makes an HLO instruction readable, with --diff it compares two of a kind.
+    Shows measured, compiled and planned time by scope and phase, then a verdict, the largest losses with their causes,
+    and what to try. --op explains an HLO instruction, and --diff compares two runs, traces, plans or reports.
     """
     choices = {"RUN": path, "op": lines, "diff": diff}
     asked = [name for name, value in choices.items() if value]
@@ -133,13 +133,13 @@ def _trace(
 @click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))
 @option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
 @assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
-@top_option(type=COUNT_OR_ZERO, default="10", show_default=True, help="Runs to list, the worst first; 0: none.")
+@top_option(type=COUNT_OR_ZERO, default="10", help="Runs to list, the worst first; 0: none.")
 @json_option
 def validate(*, runs: Path | None, assume: str | None, top: int, as_json: bool) -> None:
-    """Predicted times beside published measurements of training and serving, misses included.
+    """Compare predicted times with published measurements of training and serving, misses included.
 
-    Three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per chip from
-    other models' runs; beside them a null model, the median FLOP/s per chip of other models. --json lists every run.
+    There are three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per
+    chip from other models' runs. A null model is the median FLOP/s per chip of other models. --json lists every run.
     """
     from rooftop.library import explaining
 

@@ -20,22 +20,22 @@ from rooftop.core.errors import Infeasible, RooftopError
 VERBS: dict[str, tuple[str, str]] = {
     "chips": ("rooftop.cli.catalogue:chips", "The hardware catalogue, every figure with its source."),
     "model": ("rooftop.cli.catalogue:model", "Parameters, FLOPs and KV bytes of a model."),
-    "matmul": ("rooftop.cli.matmul", "Sharded arrays: what multiplying and moving them costs."),
+    "matmul": ("rooftop.cli.matmul", "Sharded arrays: the cost of multiplying and moving them."),
     "plan": ("rooftop.cli.plan", "Plan training or serving: sharding, memory, time, cost, and why."),
     "simulate": ("rooftop.cli.simulate", "Requests against a serving plan: the latencies that users feel."),
-    "compile": ("rooftop.cli.compile", "A plan, or any JAX function, through XLA:TPU, without a TPU."),
+    "compile": ("rooftop.cli.compile", "Compile a plan, or any JAX function, with XLA:TPU, without a TPU."),
     "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
     "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on the devices here."),
     "embed": ("rooftop.cli.embed", "Embedding tables: limits from data, training, export."),
-    "explain": ("rooftop.cli.explain", "Where time goes: measured beside compiled beside planned."),
+    "explain": ("rooftop.cli.explain", "Where time goes: measured next to compiled next to planned."),
     "bench": ("rooftop.cli.bench", "Measure: collectives on the devices here, a server under load."),
-    "validate": ("rooftop.cli.explain:validate", "Our predictions beside published measurements, misses included."),
-    "ui": ("rooftop.cli.ui", "The same in a browser, with sliders; plans and runs opened."),
+    "validate": ("rooftop.cli.explain:validate", "Predictions next to published measurements, misses included."),
+    "ui": ("rooftop.cli.ui", "Explorers in a browser, with sliders; plans and runs too."),
 }
 
 
 class _ReaderGone(Exception):
-    """Whoever read stdout (a pager, ``head``) has gone. No OSError: click would end with the status of a no."""
+    """The reader of stdout (a pager, ``head``) has closed it. No OSError: click would exit with status 1."""
 
 
 @contextmanager
@@ -103,12 +103,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except _ReaderGone:
-        # Nothing is left to say, and Python's last flush would fail again.
+        # Python's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        # A disk that is full or broken is no fault of the program; any other failure of the system that a verb let pass
-        # is one.
+        # A full or broken disk is not the program's fault. Any other OSError that a verb lets through is a bug.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         _fail(f"output: got {error.filename or 'stdout'}; accepted: a place that can be written ({error.strerror})", 2)

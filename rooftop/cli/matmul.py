@@ -43,13 +43,13 @@ from rooftop.cli.output import emit_json, progress_bar, show
 @mesh_option(required=True, help="Mesh axes and their sizes: X=4,Y=4.")
 @layout_option()
 @option("--no-overlap", is_flag=True, group=PARALLELISM, help="Leave collective matmuls out.")
-@dtype_option(default="bf16", show_default=True, help="Dtype of arrays that are written with a name, as in A[I_X, J].")
-@level_option(default="bound", show_default=True)
+@dtype_option(default="bf16", help="Dtype of arrays that are written with a name, as in A[I_X, J].")
+@level_option(default="bound")
 @option("--simulate", is_flag=True, group=ASSUMPTIONS, help="Simulate each collective link by link on the torus.")
 @option("--unidirectional", is_flag=True, group=ASSUMPTIONS, help="With --simulate: rings that send one way only.")
 @option("--compile", "compiled", is_flag=True, group=RUN, help="Compile with XLA:TPU for the slice, and compare.")
 @option("--measure", is_flag=True, group=RUN, help="Run the listed strategies on the devices here, and time them.")
-@top_option(default="8", show_default=True, help="Strategies to list, or all.")
+@top_option(default="8", help="Strategies to list, or all.")
 @json_option
 def command(*, no_overlap: bool, unidirectional: bool, compiled: bool, as_json: bool, **options: Any) -> int:
     """Price the multiplying, resharding, gathering or summing of sharded arrays, and rank the ways to do it.

@@ -87,12 +87,13 @@ class VerbCommand(click.Command):
                     formatter.write_dl(rows)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples as they are: nothing is wrapped, so that each can be copied."""
+        """Write the examples unwrapped, so that each can be copied."""
         write_examples(formatter, self.examples)
 
 
 def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorator:
-    """``click.option`` under a heading of ``GROUPS``."""
+    """``click.option`` under a heading of ``GROUPS``. Help shows a default."""
+    attributes.setdefault("show_default", attributes.get("default") is not None)
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
@@ -361,7 +362,7 @@ save_every_option = _shared("--save-every", group=RUN, type=COUNT, help="Steps b
 check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks in: nan, bounds, buffers.")
 timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")
 seed_option = _shared("--seed", group=RUN, type=COUNT_OR_ZERO, help="Seed of everything that is drawn.")
-devices_option = _shared("--devices", group=PROCESSES, type=COUNT, help="Emulate so many devices on the CPU.")
+devices_option = _shared("--devices", group=PROCESSES, type=COUNT, help="Emulate N devices on the CPU.")
 coordinator_option = _shared(
     "--coordinator", group=PROCESSES, metavar="HOST:PORT", help="Address of the first process; 'auto' asks JAX."
 )

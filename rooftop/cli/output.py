@@ -28,7 +28,7 @@ def console() -> Console:
 
     class Page(Console):
         def on_broken_pipe(self) -> None:
-            raise  # the exit status of it is main's to decide
+            raise  # main decides the exit status
 
     # Piped output has no width of its own: COLUMNS, or 110.
     page = Page(highlight=False)

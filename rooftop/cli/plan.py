@@ -83,22 +83,22 @@ def command() -> None:
 @on_option(required=True, help="CHIP:SHAPE[@SLICES], such as v5p:16x16x16.")
 @batch_tokens_option()
 @batch_seqs_option(help="Sequences of a step, instead of tokens.")
-@seq_option(default="4096", show_default=True)
+@seq_option(default="4096")
 @option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens in all, for days and cost: 15T.")
 @mesh_option(help="Sizes of axes: fsdp=1024,tensor=4. Searched by default.")
 @layout_option(help="Pin axes to the torus: fsdp=x+y,tensor=z[1:4],context=z[4:4].")
 @remat_option()
 @microbatches_option(help="Microbatches of a step. Searched by default.")
-@schedule_option(default="1f1b", show_default=True)
-@chunks_option(default="1", show_default=True)
-@matmul_dtype_option(default="bf16", show_default=True, help="Dtype of the layers' matmuls: bf16, int8, f8_e4m3.")
-@weights_dtype_option(default="f32", show_default=True)
-@moments_dtype_option(default="f32", show_default=True)
-@optimizer_option(default="adamw", show_default=True)
+@schedule_option(default="1f1b")
+@chunks_option(default="1")
+@matmul_dtype_option(default="bf16", help="Dtype of the layers' matmuls: bf16, int8, f8_e4m3.")
+@weights_dtype_option(default="f32")
+@moments_dtype_option(default="f32")
+@optimizer_option(default="adamw")
 @assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
-@bounds_option(default="usable", show_default=True)
+@bounds_option(default="usable")
 @price_option()
-@option("--alternatives", group=OUTPUT, type=COUNT, default="5", show_default=True, help="Other meshes to show.")
+@option("--alternatives", group=OUTPUT, type=COUNT, default="5", help="Other meshes to show.")
 @perfetto_option(help="Write the planned timeline here, for ui.perfetto.dev.")
 @xprof_option()
 @report_option()
@@ -144,16 +144,16 @@ _SERVING = (
 @command.command(name="serve", cls=VerbCommand, examples=_SERVING)
 @click.argument("model", default="llama3-70b", type=MODEL)
 @on_option(required=True, help="CHIP:SHAPE, such as v5e:4x4; or chips to search: v5e,v6e,h100.")
-@option("--prompt", group=WORKLOAD, default="8192", show_default=True, type=COUNT, help="Tokens of a prompt.")
-@option("--generate", group=WORKLOAD, default="512", show_default=True, type=COUNT, help="Tokens of an answer.")
+@option("--prompt", group=WORKLOAD, default="8192", type=COUNT, help="Tokens of a prompt.")
+@option("--generate", group=WORKLOAD, default="512", type=COUNT, help="Tokens of an answer.")
 @batch_seqs_option(help="Sequences generated together. Searched by default.")
 @option(
     "--context", group=WORKLOAD, type=COUNT,
-    help="Tokens cached at the step priced. Default: prompt and half the answer.",
+    help="Tokens in the cache at the priced step. Default: prompt and half the answer.",
 )  # fmt: skip
 @weights_dtype_option(type=DTYPES, help="Dtype of the layers' weights; a list when chips are searched.")
 @kv_dtype_option(type=DTYPES, help="Dtype of the KV cache; a list when chips are searched.")
-@matmul_dtype_option(default="bf16", show_default=True)
+@matmul_dtype_option(default="bf16")
 @embeddings_dtype_option(help="Dtype of embedding and unembedding. Default: as the weights.")
 @weight_group_option(help="Weights of a column that share a scale. Default: all of them.")
 @option("--kv-sharing", group=NUMERICS, default="1", type=COUNT, help="Layers that share one KV cache.")
@@ -171,30 +171,27 @@ _SERVING = (
     help="What context splits of the cache: sequences or their tokens. Searched by default.",
 )  # fmt: skip
 @option(
-    "--link", group=HARDWARE, default="dcn", show_default=True, type=Name("ici", "dcn"),
-    help="What joins prefill and generate servers.",
+    "--link", group=HARDWARE, default="dcn", type=Name("ici", "dcn"),
+    help="Network between prefill and generate servers.",
 )  # fmt: skip
 @ttft_option()
 @tpot_option()
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Rate to plan servers for.")
 @option(
-    "--for", "objective", group=OUTPUT, default="cost", show_default=True, type=Name("cost", "chips", "pareto"),
-    help="What a search seeks.",
+    "--for", "objective", group=OUTPUT, default="cost", type=Name("cost", "chips", "pareto"),
+    help="Objective of a search.",
 )  # fmt: skip
 @option("--hit-rate", group=WORKLOAD, default="0", type=SHARE, help="Share of the prompt that the prefix cache has.")
 @host_dram_option(group=WORKLOAD, help="Memory of a host for the prefix cache: 400G.")
 @draft_option()
-@draft_length_option(type=COUNT, default="4", show_default=True)
-@option(
-    "--acceptance", group=WORKLOAD, default="0.7", show_default=True, type=SHARE,
-    help="Probability that a guess is right.",
-)  # fmt: skip
+@draft_length_option(type=COUNT, default="4")
+@option("--acceptance", group=WORKLOAD, default="0.7", type=SHARE, help="Probability that a guess is right.")
 @option(
     "--mfu", group=ASSUMPTIONS, type=SHARE,
     help="Fix the prefill's efficiency: 2 x parameters x tokens at this share of peak.",
 )  # fmt: skip
 @assume_option(help="hbm_read=0.9,latency=0.5 (docs/plan-serve.md).")
-@bounds_option(default="usable", show_default=True)
+@bounds_option(default="usable")
 @price_option()
 @option("--contexts", group=OUTPUT, metavar="LIST", help="Contexts of the Pareto front: 2k,8k,32k.")
 @option("--plot", group=OUTPUT, type=FILE, help="Draw the Pareto front here (SVG).")
@@ -251,12 +248,9 @@ def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
 )
 @click.argument("tables", type=PATH)
 @on_option(required=True, help="A slice with SparseCores, such as v5p:2x2x1.")
-@batch_samples_option(default="16384", show_default=True)
+@batch_samples_option(default="16384")
 @option("--limits", group=WORKLOAD, type=FILE, help="A limits file. Default: from ids_per_sample.")
-@option(
-    "--sample-passes", group=WORKLOAD, type=COUNT, default="1", show_default=True,
-    help="Look up a batch in N parts of its samples.",
-)  # fmt: skip
+@option("--sample-passes", group=WORKLOAD, type=COUNT, default="1", help="Look up a batch in N parts of its samples.")
 @option(
     "--dense-flops", group=WORKLOAD, type=QUANTITY, help="Matmul FLOPs of a sample in the dense part, forward: 30M."
 )

@@ -56,9 +56,9 @@ _EXAMPLES = (
 @click.command(name="serve", cls=VerbCommand, examples=_EXAMPLES)
 @click.argument("checkpoint", type=PATH, metavar="CHECKPOINT|PLAN.json|llama:N")
 @option("--weights-of", group=HARDWARE, type=PATH, metavar="DIR", help="With a plan: its model's checkpoint.")
-@option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@option("--host", group=SERVER, default="127.0.0.1", metavar="ADDRESS", help="Where to listen.")
 @option(
-    "--port", group=SERVER, default="8000", show_default=True, type=click.IntRange(0, 65535), metavar="N",
+    "--port", group=SERVER, default="8000", type=click.IntRange(0, 65535), metavar="N",
     help="Where to listen; 0: a free port.",
 )  # fmt: skip
 @option("--name", group=SERVER, metavar="NAME", help="The model's name in requests. [default: the folder's name]")
@@ -66,24 +66,28 @@ _EXAMPLES = (
     "--api-key", group=SERVER, multiple=True, envvar="ROOFTOP_API_KEY", metavar="KEY",
     help="Require this key; several may be given.",
 )  # fmt: skip
-@option("--cors", group=SERVER, multiple=True, metavar="ORIGIN", help="Let web pages of ORIGIN ask; '*': of any.")
+@option(
+    "--cors",
+    group=SERVER,
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of ORIGIN send requests; '*': any page.",
+)
 @batch_seqs_option(help="Sequences in progress at most. [default: 32, or the plan's]")
 @option("--max-model-len", group=WORKLOAD, type=COUNT, help="Most tokens of prompt and answer. [default: the model's]")
-@option(
-    "--max-queue", group=SERVER, default="1024", show_default=True, type=COUNT, help="Most that wait; others get a 429."
-)
-@option("--max-body", group=SERVER, default="32Mi", show_default=True, type=BYTES, help="Largest request.")
+@option("--max-queue", group=SERVER, default="1024", type=COUNT, help="Most waiting requests; others get a 429.")
+@option("--max-body", group=SERVER, default="32Mi", type=BYTES, help="Largest request.")
 @option(
     "--chunk-tokens", group=WORKLOAD, type=COUNT_OR_ZERO,
-    help="Most tokens of a step; prompts are prefilled in chunks. 0: whole.",
+    help="Most tokens of a step; prompts are prefilled in chunks. 0: whole prompts.",
 )  # fmt: skip
 @batching_option(type=Name("interleaved", "disaggregated"), help="How requests are batched. [default: interleaved]")
 @option("--prefill-devices", group=PARALLELISM, type=COUNT, help="Disaggregated: devices that prefill.")
 @option(
     "--generate-at", group=PROCESSES, metavar="local|HOST:PORT",
-    help="Another process generates: one started here, or there.",
+    help="Another process generates: one started here, or one that listens there.",
 )  # fmt: skip
-@option("--role", group=PROCESSES, type=Name("generate"), help="Be that process: listen at --host and --port for it.")
+@option("--role", group=PROCESSES, type=Name("generate"), help="Run as that process; it listens at --host and --port.")
 @option(
     "--link-key",
     group=PROCESSES,
@@ -91,17 +95,18 @@ _EXAMPLES = (
     metavar="KEY",
     help="Key of the link to the other machine.",
 )
-@option("--preemption", group=WORKLOAD, type=Name("recompute", "swap"), help="When pages run out. [default: recompute]")
 @option(
-    "--prefix-cache/--no-prefix-cache", group=CACHE, default=True, show_default=True, help="Share KV of equal prefixes."
+    "--preemption",
+    group=WORKLOAD,
+    type=Name("recompute", "swap"),
+    help="What to do when pages run out. [default: recompute]",
 )
-@draft_length_option(default="0", show_default=True, help="Tokens guessed a round: by --draft, or by n-grams.")
+@option("--prefix-cache/--no-prefix-cache", group=CACHE, default=True, help="Share KV of equal prefixes.")
+@draft_length_option(default="0", help="Tokens guessed a round: by --draft, or by n-grams.")
 @draft_option(type=PATH, metavar="MODEL", help="Smaller model of the same vocabulary that guesses tokens.")
-@option("--page-tokens", group=CACHE, default="16", show_default=True, type=COUNT, help="Tokens of a page.")
+@option("--page-tokens", group=CACHE, default="16", type=COUNT, help="Tokens of a page.")
 @option("--pages", group=CACHE, type=COUNT, help="Pages on the devices. [default: what memory allows]")
-@option(
-    "--host-pages", group=CACHE, default="0", show_default=True, type=COUNT_OR_ZERO, help="Pages in the host's memory."
-)
+@option("--host-pages", group=CACHE, default="0", type=COUNT_OR_ZERO, help="Pages in the host's memory.")
 @compute_dtype_option(help="bf16 or f32. [default: bf16, on a CPU f32]")
 @weights_dtype_option(
     help="int8, f8_e4m3, int4 (with --weight-group), or the compute dtype. [default: the latter, or the plan's]"
@@ -115,13 +120,13 @@ _EXAMPLES = (
 )  # fmt: skip
 @shrink_option()
 @devices_option()
-@coordinator_option(help="Be one of several processes; 'auto' on TPU pods and Slurm.")
-@processes_option(help="With --coordinator: how many.")
-@process_option(help="With --coordinator: which one; 0 answers.")
+@coordinator_option(help="Run as one of several processes; 'auto' on TPU pods and Slurm.")
+@processes_option(help="With --coordinator: number of processes.")
+@process_option(help="With --coordinator: index of this process; 0 answers.")
 @option("--chat-template", group=SERVER, type=FILE, help="Another chat template than the checkpoint's.")
-@option("--drain", group=SERVER, default="30s", show_default=True, type=TIME, help="At SIGTERM: time to finish in.")
+@option("--drain", group=SERVER, default="30s", type=TIME, help="Time to finish requests after SIGTERM.")
 @option(
-    "--log-level", group=SERVER, default="info", show_default=True, type=Name("debug", "info", "warning", "error"),
+    "--log-level", group=SERVER, default="info", type=Name("debug", "info", "warning", "error"),
     help="Least level that is logged.",
 )  # fmt: skip
 @option("--log-texts", group=SERVER, is_flag=True, help="Put prompts and answers into the log.")
@@ -137,11 +142,11 @@ def command(
 ) -> int:
     """Serve a CHECKPOINT as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    llama:2M is a small model of about so many parameters, made on the spot with random weights.
+    llama:2M is a small model with about 2 million random parameters.
 
-    The server also answers /health, /ready, /metrics (Prometheus) and /openapi.json. The log is on stderr, a JSON
-    object a line. SIGTERM and Ctrl-C finish what is running; a second one waits no longer. With --json the one object
-    on stdout comes when requests are served.
+    The server also answers /health, /ready, /metrics (Prometheus) and /openapi.json. The log goes to stderr, a JSON
+    object a line. SIGTERM and Ctrl-C finish running requests; a second signal ends the server at once. --json prints
+    its object once requests are served.
     """
     from rooftop.arrays import parse_axes
     from rooftop.serve.request import ServeRequest

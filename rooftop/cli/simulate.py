@@ -41,32 +41,29 @@ _EXAMPLES = (
 @click.argument("plan", type=PATH)
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate; the plan's by default.")
-@duration_option(default="10m", show_default=True)
+@duration_option(default="10m")
 @option("--prompt", group=WORKLOAD, metavar="N", help="Tokens of a prompt: 512, or 128:1024. The plan's by default.")
 @option("--generate", group=WORKLOAD, metavar="N", help="Tokens of an answer, likewise.")
 @option(
-    "--burstiness", group=WORKLOAD, default="1", show_default=True, type=QUANTITY,
+    "--burstiness", group=WORKLOAD, default="1", type=QUANTITY,
     help="1: Poisson; below it requests come in bursts.",
 )  # fmt: skip
-@seed_option(group=WORKLOAD, default="0", show_default=True)
-@option(
-    "--hash-tokens", group=WORKLOAD, default="512", show_default=True, type=COUNT,
-    help="Tokens that a hash of a trace stands for.",
-)  # fmt: skip
+@seed_option(group=WORKLOAD, default="0")
+@option("--hash-tokens", group=WORKLOAD, default="512", type=COUNT, help="Tokens that a hash of a trace stands for.")
 @batching_option(help="How servers batch. The plan's by default.")
 @option("--chunk-tokens", group=WORKLOAD, type=COUNT, help="Prefill in chunks: most tokens of a step.")
 @batch_seqs_option(help="Sequences that a server has in progress at most. The plan's batch by default.")
 @option("--replicas", group=HARDWARE, type=COUNT, help="Servers (disaggregated: that generate). The plan's, or 1.")
 @option("--prefill-servers", group=HARDWARE, type=COUNT, help="Disaggregated: servers that prefill. The plan's.")
 @option(
-    "--routing", group=WORKLOAD, default="least_loaded", show_default=True,
+    "--routing", group=WORKLOAD, default="least_loaded",
     type=Name("round_robin", "least_loaded", "affinity"), help="How requests are spread over servers.",
 )  # fmt: skip
 @option(
-    "--preemption", group=WORKLOAD, default="recompute", show_default=True, type=Name("recompute", "swap"),
-    help="When pages run out.",
+    "--preemption", group=WORKLOAD, default="recompute", type=Name("recompute", "swap"),
+    help="What to do when pages run out.",
 )  # fmt: skip
-@option("--prefix-cache", group=WORKLOAD, is_flag=True, help="Keep the KV of prompts for those that begin alike.")
+@option("--prefix-cache", group=WORKLOAD, is_flag=True, help="Share the KV of prompts that begin alike.")
 @host_dram_option(group=HARDWARE, help="Memory of a host for prefixes and swapped sequences: 400G.")
 @ttft_option(help="Target for goodput: 500ms. The plan's by default.")
 @tpot_option(help="Target for goodput: 30ms. The plan's by default.")
@@ -77,7 +74,7 @@ _EXAMPLES = (
 def command(
     *, per_request: Path | None, perfetto: Path | None, output: Path | None, as_json: bool, **options: Any
 ) -> int:
-    """Serve requests by PLAN, a plan.json of `rooftop plan serve`: the latencies that users would feel."""
+    """Simulate requests to the servers of PLAN, a plan.json of `rooftop plan serve`: the latencies that users feel."""
     from rooftop.core.files import write_json
     from rooftop.library.simulation import simulate
 

@@ -92,13 +92,10 @@ _PROCESSES = ("coordinator", "processes", "process")
     "--data", group=WORKLOAD, multiple=True, metavar="PATH",
     help="Text, JSONL, Parquet, .npy or .bin: a file, a folder or a glob.",
 )  # fmt: skip
-@option("--field", group=WORKLOAD, default="text", show_default=True, metavar="NAME", help="Column of JSONL, Parquet.")
+@option("--field", group=WORKLOAD, default="text", metavar="NAME", help="Column of JSONL, Parquet.")
 @option("--tokenizer", group=WORKLOAD, type=PATH, metavar="PATH", help="A tokenizer.json, or a folder that has one.")
 @option("--vocab", group=WORKLOAD, type=COUNT, help="Train a BPE tokenizer of N tokens on the data.")
-@option(
-    "--hold-out", group=WORKLOAD, type=NUMBER, default=0.01, show_default=True,
-    help="Share of the documents to evaluate on; 0: none.",
-)  # fmt: skip
+@option("--hold-out", group=WORKLOAD, type=NUMBER, default=0.01, help="Share of the documents to evaluate on; 0: none.")
 @batch_seqs_option(help="Sequences of a step. [default: the plan's, else about 16]")
 @seq_option(help="Tokens of a sequence. [default: the plan's, else 512]")
 @option("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
@@ -117,9 +114,7 @@ _PROCESSES = ("coordinator", "processes", "process")
 @weights_dtype_option(help="Dtype of the stored weights. [default: the plan's, else f32]")
 @moments_dtype_option(help="Dtype of the optimizer's moments. [default: the plan's, else f32]")
 @optimizer_option(type=Name(*OPTIMIZERS), help="The optimizer. [default: the plan's, else adamw]")
-@option(
-    "--lr", "learning_rate", group=NUMERICS, type=NUMBER, default=3e-4, show_default=True, help="Largest learning rate."
-)
+@option("--lr", "learning_rate", group=NUMERICS, type=NUMBER, default=3e-4, help="Largest learning rate.")
 @option(
     "--warmup",
     group=NUMERICS,
@@ -127,41 +122,38 @@ _PROCESSES = ("coordinator", "processes", "process")
     help="Steps of warm-up. [default: a tenth of the steps, at most 1000]",
 )
 @option(
-    "--decay", group=NUMERICS, type=Name("cosine", "linear", "constant"), default="cosine", show_default=True,
+    "--decay", group=NUMERICS, type=Name("cosine", "linear", "constant"), default="cosine",
     help="Shape of the decay.",
 )  # fmt: skip
 @option("--decay-steps", group=NUMERICS, type=COUNT, help="Last step of the decay. [default: the steps]")
 @option(
-    "--final-lr", "final_learning_rate", group=NUMERICS, type=NUMBER, default=0.1, show_default=True,
+    "--final-lr", "final_learning_rate", group=NUMERICS, type=NUMBER, default=0.1,
     help="Last learning rate, as a share of the largest.",
 )  # fmt: skip
-@option("--weight-decay", group=NUMERICS, type=NUMBER, default=0.1, show_default=True, help="Decoupled weight decay.")
-@option(
-    "--clip", "clip_norm", group=NUMERICS, type=NUMBER, default=1.0, show_default=True,
-    help="Largest norm of the gradients; 0: any.",
-)  # fmt: skip
-@option("--z-loss", group=NUMERICS, type=NUMBER, default=0.0, show_default=True, help="Coefficient of the z-loss.")
+@option("--weight-decay", group=NUMERICS, type=NUMBER, default=0.1, help="Decoupled weight decay.")
+@option("--clip", "clip_norm", group=NUMERICS, type=NUMBER, default=1.0, help="Largest norm of the gradients; 0: any.")
+@option("--z-loss", group=NUMERICS, type=NUMBER, default=0.0, help="Coefficient of the z-loss.")
 @option(
     "--balance-loss", group=NUMERICS, type=NUMBER,
     help="Coefficient of the balance of experts. [default: 0.01 with experts]",
 )  # fmt: skip
 @option("--run", group=RUN, type=PATH, metavar="DIR", help="Folder of the run. One that has begun is resumed.")
 @option("--resume", group=RUN, type=PATH, metavar="DIR", help="Resume the run in DIR with the options it had.")
-@seed_option(default=0, show_default=True, help="Seed of weights, order of the data and held-out documents.")
+@seed_option(default=0, help="Seed of weights, order of the data and held-out documents.")
 @option("--eval-every", group=RUN, type=COUNT, help="Steps between evaluations. [default: at the end only]")
-@option("--eval-batches", group=RUN, type=COUNT, default=16, show_default=True, help="Most batches of an evaluation.")
-@save_every_option(default=100, show_default=True)
-@option("--keep", group=RUN, type=COUNT, default=2, show_default=True, help="Newest checkpoints to keep.")
+@option("--eval-batches", group=RUN, type=COUNT, default=16, help="Most batches of an evaluation.")
+@save_every_option(default=100)
+@option("--keep", group=RUN, type=COUNT, default=2, help="Newest checkpoints to keep.")
 @option("--keep-every", group=RUN, type=COUNT, help="Keep checkpoints of steps that N divides.")
 @option(
-    "--divergence", group=RUN, type=NUMBER, default=2.0, show_default=True, metavar="NATS",
+    "--divergence", group=RUN, type=NUMBER, default=2.0, metavar="NATS",
     help="Stop when the loss has risen by this; 0: never.",
 )  # fmt: skip
 @option("--peak-flops", group=RUN, type=QUANTITY, metavar="F", help="FLOP/s of a device for MFU, if not catalogued.")
-@option("--samples", group=OUTPUT, type=COUNT_OR_ZERO, default=2, show_default=True, help="Texts to draw at the end.")
-@option("--sample-tokens", group=OUTPUT, type=COUNT, default=64, show_default=True, help="Tokens of each text.")
-@option("--prompt", group=OUTPUT, default="", metavar="TEXT", help="Beginning of the texts.")
-@option("--temperature", group=OUTPUT, type=NUMBER, default=0.8, show_default=True, help="0: the likeliest token.")
+@option("--samples", group=OUTPUT, type=COUNT_OR_ZERO, default=2, help="Texts to draw at the end.")
+@option("--sample-tokens", group=OUTPUT, type=COUNT, default=64, help="Tokens of each text.")
+@option("--prompt", group=OUTPUT, default="", show_default=False, metavar="TEXT", help="Beginning of the texts.")
+@option("--temperature", group=OUTPUT, type=NUMBER, default=0.8, help="0: the likeliest token.")
 @option("--profile", group=OUTPUT, type=PROFILE, metavar="steps=A..B", help="Trace these steps into DIR/profile.")
 @option("--tensorboard", group=OUTPUT, is_flag=True, help="Write TensorBoard events into DIR/tensorboard.")
 @option("--export", group=OUTPUT, type=PATH, metavar="DIR", help="Write the weights as a published checkpoint.")
@@ -173,8 +165,8 @@ _PROCESSES = ("coordinator", "processes", "process")
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     """Train on the devices that are here: one CPU, emulated ones, GPUs, a TPU slice, or many processes.
 
-    Trains a PLAN.json of 'rooftop plan train', or a --model. The folder of the run has everything that resumes it: the
-    same command again, or --resume DIR. SIGTERM and Ctrl-C save at the next step.
+    Trains a PLAN.json of 'rooftop plan train', or a --model. The same command again, or --resume DIR, resumes the run
+    from its folder. SIGTERM and Ctrl-C save at the next step.
     """
     fields = {
         name: _plain(value)
@@ -266,11 +258,11 @@ def train_together(
 ) -> int:
     """Train as one of several processes, under a supervisor.
 
-    An error ends the process at once: the usual way out of Python waits for the other processes.
+    An error ends the process at once, because Python's usual exit waits for the other processes.
     """
     from rooftop.runs.supervise import follow_supervisor, is_worker, keep_stdout, supervise
 
-    how_to_resume = f"to go on: rooftop train --resume {shlex.quote(str(run))}"
+    how_to_resume = f"to resume: rooftop train --resume {shlex.quote(str(run))}"
     if not is_worker():
         return supervise(sys.argv[1:], how_to_resume)
     follow_supervisor()

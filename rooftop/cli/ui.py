@@ -14,9 +14,9 @@ from rooftop.cli.output import emit_json, show_document
     cls=VerbCommand, examples=("rooftop ui", "rooftop ui plan.json report.json --port 0", "rooftop ui --list --json")
 )
 @click.argument("files", nargs=-1, type=PATH)
-@option("--host", group=SERVER, default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
+@option("--host", group=SERVER, default="127.0.0.1", metavar="ADDRESS", help="Where to listen.")
 @option(
-    "--port", group=SERVER, default=8080, show_default=True, metavar="N", type=click.IntRange(0, 65535),
+    "--port", group=SERVER, default=8080, metavar="N", type=click.IntRange(0, 65535),
     help="Where to listen; 0: a free port.",
 )  # fmt: skip
 @option("--no-open", group=SERVER, is_flag=True, help="Open no browser.")
@@ -25,8 +25,8 @@ from rooftop.cli.output import emit_json, show_document
 def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, listed: bool, as_json: bool) -> int:
     """Open a local page with explorers: rooflines, shardings, collectives, training, serving, pipelines, embeddings.
 
-    FILES are shown next to them: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of
-    runs. The page talks to this machine alone. Ctrl-C ends it.
+    FILES open in it too: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of runs. The
+    page loads nothing from other machines. Ctrl-C ends it.
     """
     from rooftop.core.errors import RooftopError
     from rooftop.present.documents.catalogue import explorers
@@ -37,7 +37,7 @@ def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, lis
         emit_json({"kind": "ui", "explorers": data}) if as_json else show_document(explorers(data))
         return 0
     if as_json:
-        raise RooftopError("json", "--json", "it with --list: the page itself is no answer")
+        raise RooftopError("json", "--json", "--json with --list: the page has no JSON")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

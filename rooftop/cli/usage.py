@@ -41,15 +41,15 @@ class VerbGroup(click.Group):
 
 def usage_line(error: click.UsageError) -> str:
     """Return click's error as one line of a RooftopError: the field, its value, and the accepted values."""
-    said = error.format_message().replace("\n", " ")
+    message = error.format_message().replace("\n", " ")
     if error.ctx is None:
-        return said
+        return message
     params = error.ctx.command.get_params(error.ctx)
     if isinstance(error, click.NoSuchOption):
         options = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
         return str(unknown("option", error.option_name, options))
     if not isinstance(error, click.BadParameter) or error.param is None:
-        return f"{said.rstrip('.')}; accepted: {_usage(error.ctx)}"
+        return f"{message.rstrip('.')}; accepted: {_usage(error.ctx)}"
     field, accepted = _field(error.param), _accepted(error.param, error.ctx)
     if isinstance(error, click.MissingParameter):
         return str(RooftopError(field, None, accepted))

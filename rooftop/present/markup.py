@@ -20,7 +20,7 @@ Content = str | float | None
 
 
 def tag(name: str, *content: Content | Iterable[Content], **attributes: str | float | bool | None) -> Html:
-    """An element; ``class_`` is its class, ``_`` in names stands for ``-``. None and False leave an attribute out."""
+    """An element; ``class_`` is its class, and ``_`` in names is written ``-``. None and False omit an attribute."""
     written = "".join(
         f" {_attribute(key)}" + ("" if value is True else f'="{escape(_number(value))}"')
         for key, value in attributes.items()

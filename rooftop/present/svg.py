@@ -256,7 +256,7 @@ def draw_lines(chart: Lines, width: float, *, named: bool = False) -> Drawing:
             anchor = "end" if late else "start"
             parts.append(tag("text", label, x=x + (-5 if late else 5), y=bottom - 7, text_anchor=anchor))
     palette = colours(series.name for series in shown)
-    # Points that stand for a choice lie on top of all others.
+    # The chosen point is drawn last, on top of all others.
     for series in sorted(shown, key=lambda series: series.style == "point"):
         parts += _series(chart, series, palette[series.name], across, up)
     if named:
@@ -348,7 +348,7 @@ def _cut(text: str, most: float) -> str:
 
 
 def _bars(chart: Bars, width: float, identifier: str) -> Html:
-    """Bars; many stand next to their names, few below them."""
+    """Bars. Names are next to many bars, and above a few."""
     palette = colours(part for bar in chart.bars for part, value in bar.parts if value > 0)
     sums = [sum(value for _, value in bar.parts) for bar in chart.bars]
     most = max(*sums, chart.limit[0] if chart.limit else 0.0, 1e-300) if sums else 1.0
@@ -431,7 +431,7 @@ def _spans(chart: Spans, width: float, identifier: str) -> Html:
 
 
 def span_name(meaning: str, label: str) -> str:
-    """The meaning of a span's colour and its label, said once."""
+    """The meaning of a span's colour and its label; once if they are equal."""
     return label if label == meaning else f"{meaning} {label}".strip()
 
 

@@ -76,7 +76,7 @@ def typical_step(steps: Sequence[StepTime]) -> StepTime:
 
 
 def _device(device: Device, step: StepTime, explained: Explained) -> Iterator[Lane]:
-    """The lanes of a device: one, or as many as it runs ops at once; then the transfers that run beside them."""
+    """The lanes of a device: one for each op that it runs at once, then its transfers."""
     name = f"{device.kind.upper()} {device.ordinal}"
     for at, spans in enumerate(_rows(list(_spans(device.track, step, explained, beside=False)))):
         yield Lane(name=name + (f" ({at + 1})" if at else ""), spans=tuple(spans))

@@ -100,7 +100,7 @@ def simulate_strategies(
     known: dict[tuple[Any, ...], float] = {}
     try:
         array = SystolicArray.of(prices.mesh.slice.chip)
-    except RooftopError:  # a chip whose arrays are not known to be so many
+    except RooftopError:  # the number of the chip's arrays is unknown
         array = None
     for data, strategy in zip(listed, ways, strict=False):
         for entry, step, cost in zip(data["steps"], strategy.steps, strategy.costs, strict=True):

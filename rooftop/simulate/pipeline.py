@@ -1,4 +1,4 @@
-"""A pipeline schedule against a clock: how long a step takes, how long each stage waits, what it holds; closed forms.
+"""A pipeline schedule against a clock: the time of a step, the wait of each stage, what it holds; and closed forms.
 
 Every stage does its tasks in the order of its table, each as soon as it can. ``run`` lets stages go at their own pace;
 ``lockstep`` lets all of them wait for the slowest of each slot, as a program does in which every slot ends with an
@@ -90,7 +90,7 @@ def run(table: PipelineTable, durations: Durations) -> PipelineTimeline:
     free = [0.0] * table.stages
     spans: list[list[tuple[Task, float, float]]] = [[] for _ in range(table.stages)]
     for row in table.slots:
-        # What a task needs stands in an earlier slot of the table, and so has its time already.
+        # Inputs of a task are in earlier slots of the table, so their times are known.
         for stage, task in ((stage, task) for stage, task in enumerate(row) if task is not None):
             arrived = (ends[need] + durations.send * (need[0] != stage) for need in table.needs(task, stage))
             start = max([free[stage], *arrived])

@@ -1,9 +1,8 @@
 """A plan as a timeline: the rows of its ledger in the order in which a step runs them, or its pipeline's table.
 
-A plan says how long each row takes and how much of each transfer is not hidden. It does not say when what is hidden is
-under way: that is drawn next to its wait, gathers before the matmul that they serve and everything else after it. Of
-microbatches the first is drawn, of layers the first two: the rest stands as one block. What is drawn lasts as long as
-the plan expects.
+A plan says how long each row takes and how much of each transfer is exposed, not when the hidden part runs. The hidden
+part is drawn next to the wait: before the matmul for gathers, after it for all others. The first microbatch and its
+first two layers are drawn, and the rest is one block. Everything lasts as long as the plan expects.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.scheduling.pipeline import StageOp
+from rooftop.simulate.pipeline import plan_timeline
 
 if TYPE_CHECKING:
     from rooftop.plan.training.plan import TrainingPlan
@@ -77,7 +77,7 @@ class _Drawing:
     numbers: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
     def row(self, row: Row) -> None:
-        """A row once: waits for what it gathers, its own work, waits for what it sums."""
+        """Draw a row once: waits for its gathers, its own work, waits for its other collectives."""
         before = [collective for collective in row.collectives if collective.kind == "all_gather"]
         after = [collective for collective in row.collectives if collective.kind != "all_gather"]
         shown = sum(float(collective.exposed_s) for collective in row.collectives)
@@ -235,8 +235,6 @@ def _repeated(row: Row, times: float) -> Row:
 
 
 def _pipeline(plan: TrainingPlan, title: str) -> Lanes:
-    from rooftop.simulate.pipeline import plan_timeline
-
     timeline = plan_timeline(plan)
     update = _Drawing(now=timeline.makespan)
     for row in plan.ledger:

@@ -1,6 +1,6 @@
 """Controls of an explorer: what the page builds its form from, and how a query becomes a validated state.
 
-A state is text all through, as it stands in the address: the same query works with curl. The text of a slider is a
+A state is text, as in the address: the same query works with curl. The text of a slider is a
 quantity ('4096', '4Ki').
 """
 
@@ -58,12 +58,12 @@ class State:
         return self.values[name]
 
     def count(self, name: str) -> int:
-        """The whole number that a slider stands at."""
+        """The whole number of a slider."""
         return parse_count(self.values[name], name)
 
 
 def read_state(controls: Sequence[Control], query: Iterable[tuple[str, str]]) -> State:
-    """The state that a query describes: what it does not name has its default.
+    """The state that a query describes. Controls that it does not name have their defaults.
 
     Raises RooftopError for a name that is no control, one that is given twice, and a value that is not accepted.
     """

@@ -27,7 +27,7 @@ _TOP = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A file, what it is, and what it says; ``pending`` says what is still being done to know the rest."""
+    """A file, its kind in words, and its document; ``pending`` names the work that is still under way."""
 
     name: str
     what: str
@@ -81,13 +81,13 @@ def opened_json(name: str, data: Any) -> Opened:
     return Opened(name=name, what=what, answer=answer)
 
 
-#: What a file was when it was read: path, time of its last change and size of each part.
+#: State of a file when it was read: path, time of its last change and size of each part.
 _Stamp = tuple[tuple[str, int, int], ...]
 _PARTS = ("**/*.xplane.pb", "run.json", "plan.json", "profile/step.hlo.txt")
 
 
 class Shelf:
-    """The files that the page shows, those that take long kept as they were last read."""
+    """The files that the page shows. Those that take long to read are cached until they change."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = tuple(files)
@@ -95,13 +95,13 @@ class Shelf:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Begin to read what takes long, before anybody asks for it."""
+        """Begin to read the files that take long."""
         for path in self._files:
             if takes_long(path):
                 self._reading(path)
 
     def whole(self, path: Path) -> Opened:
-        """All that a file says, however long that takes. Raises RooftopError."""
+        """The complete document of a file, however long that takes. Raises RooftopError."""
         if not takes_long(path):
             return opened(path)
         first = first_look(path)
@@ -154,7 +154,7 @@ def _read(path: Path, openeds: Future[Opened]) -> None:
     try:
         openeds.set_result(opened(path))
     except BaseException as error:
-        openeds.set_exception(error)  # whoever asks for it gets it
+        openeds.set_exception(error)  # raised in the thread that asks for the result
 
 
 #: Records of metrics that are shown, evenly over the run.

@@ -1,6 +1,6 @@
 """The page over HTTP: a shell, static files, and one address of JSON for every explorer.
 
-It listens on this machine unless told otherwise, and answers only to the names it was bound to: a page elsewhere whose
+It listens on this machine by default, and answers only to the names it was bound to: a page elsewhere whose
 name resolves to this machine (DNS rebinding) gets nothing. Nothing is written, and of files only those are read that
 were named when it was started.
 """
@@ -59,7 +59,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
             raise RooftopError("file", str(path), "a file or folder that is there")
 
     for name in EXPLORERS:
-        explorer(name)  # Imported now, lest the first answer of each wait for it.
+        explorer(name)  # imports it now, so that its first answer does not wait
     shelf = Shelf(files)
 
     async def page(request: Request) -> Response:

@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, str]] = {
 
 
 def _planned(data: Mapping[str, Any]) -> Iterator[Lanes]:
-    """The timelines of a plan that its ledgers tell alone. That of a pipeline needs the plan itself."""
+    """The timelines of a plan that follow from its ledgers. The timeline of a pipeline needs the plan itself."""
     if data.get("kind") == "serve":
         for name, title in (("generate", "planned: a step of generation"), ("prefill", "planned: a prefill")):
             yield step_lanes(Ledger.from_json(data[name]["ledger"]), title=title)

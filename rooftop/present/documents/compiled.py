@@ -260,7 +260,7 @@ def _findings(data: Mapping[str, Any]) -> Iterator[Chart]:
 
 
 def _finding_table(title: str, findings: Sequence[Mapping[str, Any]]) -> Table:
-    """Findings; a reason that several share is said once, below."""
+    """Findings. A reason that several share is written once, below the table."""
     whys = list(dict.fromkeys(finding["why"] or "no reason is known" for finding in findings))
     rows = []
     for finding in findings:

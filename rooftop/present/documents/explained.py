@@ -383,7 +383,7 @@ def _losses(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
 
 
 def _advice(data: Mapping[str, Any]) -> tuple[Chart, ...]:
-    """Changes to try. A change that helps against several losses is said once."""
+    """Changes to try. A change that helps against several losses is listed once."""
     evidence: dict[str, list[str]] = {}
     for entry in data["advice"][:_LISTED]:
         source = f" [{place(entry['source'])}]" if entry["source"] else ""

@@ -195,7 +195,7 @@ def _gathering(
             # Sums may meet anywhere. On a line that is reduced last, the middle is best: it takes each link both ways.
             positions = [at for at in positions if not order or members.is_middle(order[0], at)]
             sizes = np.full(len(shards), shards.sum() * share / len(positions))
-            # Messages of all orders are to be about as long, lest the long ones keep the short ones waiting.
+            # Messages of all orders get about the same length, so that long ones do not delay short ones.
             count = max(1, round(chunks * share * len(shards) / len(positions)))
         pieces = [(at, order, float(sizes[at]) / count) for _, at in product(range(count), positions)]
         turns += [((rank + 0.5) / len(pieces), *piece) for rank, piece in enumerate(pieces)]

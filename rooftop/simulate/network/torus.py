@@ -289,7 +289,7 @@ def _even_ports(waiting: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], 
         moved = 0.0
         for ports, parts in entering.items():
             others = load[list(ports)] - parts
-            # The level to which so many bytes fill the emptiest ports: the lowest that some number of them gives.
+            # The level to which these bytes fill the emptiest ports: the lowest over the numbers of ports.
             lowest = np.sort(others)
             level = np.min((np.cumsum(lowest) + waiting[ports]) / np.arange(1, len(ports) + 1))
             filled = np.maximum(level - others, 0.0)

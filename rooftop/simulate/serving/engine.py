@@ -1,8 +1,8 @@
 """Serving, request by request: discrete events around the scheduler that a server runs.
 
 Time passes in steps of the servers and in transfers of KV. The scheduler decides each step and ``StepTimes`` says how
-long it takes. A decision to generate as before stands until something arrives or ends, and the steps in between are
-added up in closed form: an hour of traffic has millions of steps and a few hundred thousand events.
+long it takes. Steps that repeat until something arrives or ends are added up in closed form: an hour of traffic has
+millions of steps and a few hundred thousand events.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rooftop.simulate.serving.records import (
 )
 from rooftop.simulate.serving.traces import RequestTrace
 
-#: What happens at the same instant happens in this order, so that a server sees all that has come before it decides.
+#: Order of events at the same instant: a server sees all arrivals before it decides.
 _ARRIVED, _DONE, _WAKE = 0, 1, 2
 
 
 def simulate(
     trace: RequestTrace, deployment: Deployment, on_progress: Callable[[int, int, str], None] | None = None
 ) -> Simulation:
-    """Serve ``trace`` until the last request has ended. Raises RooftopError on what does not go together."""
+    """Serve ``trace`` until the last request has ended. Raises RooftopError if pages do not divide its hashes."""
     page_tokens = deployment.times.page_tokens
     if trace.hashes is not None and trace.hash_tokens % page_tokens:
         raise RooftopError("hash_tokens", trace.hash_tokens, f"a multiple of the pages' {page_tokens} tokens")
@@ -150,7 +150,7 @@ class _Events:
         return self.front[routing.choose(number, [one.scheduler.outstanding for one in self.front], matches)]
 
     def nudge(self, server: SimulatedServer, now: float, *, certain: bool) -> None:
-        """Something has come to ``server``: wake it, or let it decide anew after the step under way.
+        """Work has arrived at ``server``: wake it, or let it decide again after the current step.
 
         The latter if the decision may differ; ``certain`` says that it does.
         """
@@ -190,7 +190,7 @@ class _Events:
         self.push(now + run_seconds(planned, first_s, growth_s), _DONE, lead)
 
     def decide(self, server: SimulatedServer, now: float) -> bool:
-        """The next step of ``server``, how long it takes, and how often it may be taken; whether there is one."""
+        """Set the next step of ``server``, its time and its repetitions. Returns False if there is none."""
         scheduler = server.scheduler
         waiting = scheduler.queued
         step = server.step = scheduler.next_step()
@@ -221,14 +221,14 @@ class _Events:
         return True
 
     def done(self, lead: SimulatedServer, now: float) -> None:
-        """The steps that ``lead`` and those that step with it had planned are over."""
+        """Record the planned steps of ``lead`` and of the servers that step with it, and begin the next."""
         for server in lead.together:
             if server.step is not None:
                 self.completed(server, server.step, now)
         self.begin(lead, now)
 
     def completed(self, server: SimulatedServer, step: EngineStep, now: float) -> None:
-        """The steps of ``server`` that were planned are over."""
+        """Record the planned steps of ``server``, which are over."""
         steps, scheduler, requests = server.planned, server.scheduler, self.requests
         scheduler.complete(step, steps)
         server.meter(now)
@@ -262,7 +262,7 @@ class _Events:
                 self.prefilled(server, chunk.sequence, now)
 
     def prefilled(self, server: SimulatedServer, sequence: CachedSequence, now: float) -> None:
-        """The prefill of ``sequence`` has given a token: its first, or the next after a preemption."""
+        """Record the token of a finished prefill: the first, or the next after a preemption."""
         request, requests = sequence.id, self.requests
         if requests.tokens[request]:
             self.joining_gap(request, now)
@@ -285,7 +285,7 @@ class _Events:
             self.join(server, request)
 
     def join(self, server: SimulatedServer, request: int) -> None:
-        """``request`` generates on ``server`` from its next step on."""
+        """Let ``request`` generate on ``server`` from its next step on."""
         self.stay_numbers += 1
         self.joined[request] = (self.stay_numbers, server.steps, len(server.runs))
         left = self.output[request] - self.requests.tokens[request]
@@ -297,7 +297,7 @@ class _Events:
         return self.joined.get(entry[1], (0,))[0] == entry[2]
 
     def leave(self, server: SimulatedServer, request: int) -> None:
-        """``request`` generates no more on ``server``."""
+        """End the generation of ``request`` on ``server``."""
         _, since, first = self.joined.pop(request)
         steps = server.steps - since
         if steps:
@@ -328,9 +328,9 @@ class _Events:
             self.nudge(front, now, certain=True)
 
     def receive(self, server: SimulatedServer, now: float) -> float:
-        """Begin to send what ``server`` has room for; take in what has been sent.
+        """Begin to send the KV that ``server`` has room for, and join sequences whose KV has arrived.
 
-        In lockstep both servers wait until it has been sent: so many seconds.
+        In lockstep both servers wait for the transfer. Returns its seconds.
         """
         scheduler = server.scheduler
         assert not isinstance(scheduler, StaticScheduler)
@@ -353,7 +353,7 @@ class _Events:
         return seconds
 
     def landed(self, server: SimulatedServer, sequence: CachedSequence, sender: SimulatedServer, now: float) -> None:
-        """The KV of ``sequence`` has come from ``sender``, whose pages are free now."""
+        """Hand the KV of ``sequence`` from ``sender``, whose pages are now free, to ``server``."""
         assert not isinstance(server.scheduler, StaticScheduler)
         assert not isinstance(sender.scheduler, StaticScheduler)
         sender.meter(now)

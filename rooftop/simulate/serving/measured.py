@@ -1,4 +1,4 @@
-"""Step times that an engine measured of itself, for a simulation of that engine."""
+"""Step times that an engine measured, for a simulation of that engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from rooftop.core.errors import RooftopError
 
-#: Pieces of prompts that are prefilled one by one, whatever else would be padded.
+#: Chunks of prompts that are prefilled one by one, even if a padded program could take them together.
 _FEW = 4
 
 
@@ -57,15 +57,15 @@ class MeasuredTimes:
             raise RooftopError("measured programs", len(self.programs), accepted)
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Pieces by the narrowest program that holds them, as many at a time as one has rows."""
+        """Time of the narrowest programs that hold the chunks, as many at a time as a program has rows."""
         return self.overhead_s + sum(self._run_s(run) for run in self._runs(chunks))
 
     def generate_s(self, batch: int, context_tokens: int) -> float:
-        """The smallest program for the batch, and for the mean context in it."""
+        """Time of the smallest program for the batch and its mean context."""
         return self.overhead_s + self._generate_s(batch, context_tokens)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        """One program after another, the first prefill in one with what generates where there is such a program."""
+        """Time of one program after another. The first prefill shares one with the batch, if there is one."""
         if not batch:
             return self.prefill_s(chunks)
         runs = list(self._runs(chunks))
@@ -77,13 +77,13 @@ class MeasuredTimes:
         return self.overhead_s + seconds + sum(self._run_s(run) for run in runs)
 
     def transfer_s(self, tokens: int) -> float:
-        """As long as they took in the mean, whatever their size. Raises RooftopError where there were none."""
+        """The mean time of a transfer, whatever its size. Raises RooftopError if none was measured."""
         if self.handover_s is None:
             raise RooftopError("batching", "disaggregated", "interleaved: transfers were not measured")
         return self.handover_s
 
     def host_copy_s(self, tokens: int) -> float:
-        """Raises RooftopError: copies are not measured apart."""
+        """Raises RooftopError: copies are not measured separately."""
         raise RooftopError("host_kv_tokens", tokens, "0: copies to the host were not measured")
 
     @cached_property
@@ -101,7 +101,7 @@ class MeasuredTimes:
         return by_width
 
     def _size(self, batch: int) -> int:
-        """Rows of the program that generates for so many sequences."""
+        """Rows of the smallest program that generates for ``batch`` sequences."""
         sizes = [program.sequences for program in self._generates]
         return min((size for size in sizes if size >= batch), default=sizes[-1])
 
@@ -112,7 +112,7 @@ class MeasuredTimes:
         )
 
     def _mixed(self, batch: int, run: _Run) -> list[MeasuredProgram]:
-        """The programs that do a run while they generate."""
+        """The programs that do a run and generate, smallest context first."""
         size = self._size(batch)
         shape = (run.rows, run.rows * run.width)
         return sorted(
@@ -166,6 +166,6 @@ def prefill_rows(pieces: int, full: int) -> int:
 
 
 def _nearest(programs: list[MeasuredProgram], context_tokens: int) -> float:
-    """The time of the smallest program that reads so many tokens; of the largest if none does."""
+    """The time of the smallest program that reads ``context_tokens`` tokens; of the largest if none does."""
     enough = [program for program in programs if program.context_tokens >= context_tokens]
     return (min(enough, key=lambda program: program.context_tokens) if enough else programs[-1]).seconds

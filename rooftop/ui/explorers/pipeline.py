@@ -24,7 +24,7 @@ from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
 from rooftop.simulate.pipeline import Durations, PipelineTimeline, bubble, durations_of, lockstep, run
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
 
-#: The smallest v5p slice with so many chips, by stages.
+#: Number of stages -> shape of the smallest v5p slice for them.
 _SLICES = {"2": "2x2x1", "4": "2x2x1", "8": "2x2x2", "16": "2x2x4"}
 _SEQ = 4096
 #: Tasks that are drawn; more would be too narrow to see.
@@ -39,7 +39,7 @@ _FORMULA = {
 
 
 def answer(state: State) -> Document:
-    """The schedule's timeline, its bubble and what stages hold; the other schedules beside it."""
+    """The schedule's timeline, its bubble and what stages hold; and the other schedules."""
     schedule, stages = state["schedule"], int(state["stages"])
     microbatches, chunks = state.count("microbatches"), state.count("chunks")
     chunks = chunks if schedule == "interleaved" else 1

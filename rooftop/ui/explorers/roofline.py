@@ -20,7 +20,7 @@ from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_
 _SOURCES = ("Chapter 1: rooflines; chapter 2: chips. Peaks: the hardware catalogue (rooftop chips NAME).",)
 #: Batches of the curves: two to every doubling.
 _BATCHES = tuple(sorted({round(2 ** (power / 2)) for power in range(2 * 16 + 1)}))
-#: Square weights beside those chosen, as chapter 1's third problem asks.
+#: Square weights in addition to the chosen ones, as in chapter 1's third problem.
 _SQUARES = (1024, 4096)
 
 

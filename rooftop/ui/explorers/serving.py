@@ -22,7 +22,7 @@ from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
 
-#: Contexts of the curves beside the one that was chosen.
+#: Contexts of the curves in addition to the chosen one.
 _CONTEXTS = (2048, 8192, 32768, 131072)
 _ANSWER = 512
 

@@ -101,7 +101,7 @@ def answer(state: State) -> Document:
 def _priced(
     expression: str, dtype: str, dims: str, mesh: str, on: str, price: str
 ) -> tuple[Any, Prices, Mapping[str, Any], tuple[Strategy, ...]]:
-    """The expression, its prices, what is said of it, every way to do it. Kept while one looks from way to way."""
+    """The expression, its prices, its facts, and all strategies. Cached while the user steps through the strategies."""
     asked = parse(expression, dtype)
     sizes, shape = parse_sizes(dims), parse_axes(mesh, None)
     if len(shape) > _AXES:

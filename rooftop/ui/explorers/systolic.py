@@ -127,7 +127,7 @@ def _cycles(cycles: Cycles) -> Spans:
 
 
 def _chips() -> tuple[str, ...]:
-    """Chips whose arrays are known to be so many, with one device, as the command line takes them."""
+    """Names of the chips with one device whose number of arrays is known."""
     return tuple(
         name for name, spec in catalogue().items() if spec.kind == "tpu" and spec.devices == 1 and spec.name != "v3"
     )
