@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rooftop.algebra.einsums import Einsum, Strategy
 from rooftop.algebra.expression import Reshard, parse
@@ -18,9 +18,6 @@ from rooftop.library.inputs import AxesLike, CountLike, SliceLike, axes_of, chip
 from rooftop.library.results import Result, flat
 from rooftop.simulate.expressions import ArrayFacts, parse_sizes, price_expression, simulate_strategies
 
-if TYPE_CHECKING:
-    from rooftop.present.document import Document
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MatmulResult(Result):
@@ -28,6 +25,8 @@ class MatmulResult(Result):
 
     ``data`` is the JSON object, with ``strategies`` as far as they were asked for.
     """
+
+    document_kind = "matmul"
 
     data: Mapping[str, object]
     arrays: tuple[Mapping[str, object], ...]
@@ -42,13 +41,6 @@ class MatmulResult(Result):
         """A strategy a row; an array alone is the only row."""
         strategies = [flat(strategy.to_json()) for strategy in self.strategies]
         return strategies or [flat(array) for array in self.arrays]
-
-    @property
-    def document(self) -> Document:
-        """Arrays and strategies."""
-        from rooftop.present.documents import document
-
-        return document(self.to_json(), kind="matmul")
 
     @property
     def summary(self) -> str:

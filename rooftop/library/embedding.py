@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json
@@ -35,9 +35,6 @@ from rooftop.models.embedding_tables.tables import Tables
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
 
-if TYPE_CHECKING:
-    from rooftop.present.document import Document
-
 _Batch = TypeVar("_Batch")
 #: Tables, or the path of a TOML file of them.
 TablesLike: TypeAlias = Tables | Path | str
@@ -53,6 +50,8 @@ LimitsLike: TypeAlias = Limits | Path | str
 class EmbeddingPlanResult(Result):
     """Memory, step time and bottleneck of embedding tables on a slice."""
 
+    document_kind = "embed"
+
     plan: EmbedPlan
 
     def to_json(self) -> dict[str, Any]:
@@ -64,13 +63,6 @@ class EmbeddingPlanResult(Result):
     def rows(self) -> list[dict[str, object]]:
         """A stack of tables a row."""
         return [flat(stack) for stack in self.plan.to_json()["stacks"]]
-
-    @property
-    def document(self) -> Document:
-        """The plan of each stack, and its bounds."""
-        from rooftop.present.documents import document
-
-        return document(self.to_json())
 
     @property
     def summary(self) -> str:

@@ -56,7 +56,6 @@ from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWo
 from rooftop.serve.request import ServeRequest
 
 if TYPE_CHECKING:
-    from rooftop.present.document import Document
     from rooftop.serve.run import ReadyProcess
 
 #: A server's slice, or chips that are searched: 'v5e:4x4', 'v5e,v6e', or a list of chips.
@@ -74,6 +73,8 @@ _SEARCHED = ("int8", "bf16")
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServingPlanResult(Result):
     """The best plan for one kind of server; with a rate or several chips, of the fleet that is recommended."""
+
+    document_kind = "serve"
 
     answer: ServingAnswer
     recommendation: Recommendation | None = None
@@ -127,13 +128,6 @@ class ServingPlanResult(Result):
         if self.recommendation is None:
             self.plan.require_targets()
 
-    @property
-    def document(self) -> Document:
-        """The plan, its reasons, and the timelines of a step and of a prefill."""
-        from rooftop.present.documents import document
-
-        return document(self._data)
-
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
         write_json(Path(path), self._data)
@@ -142,6 +136,8 @@ class ServingPlanResult(Result):
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServingFrontResult(Result):
     """Slices, number formats and batches at which no other generates both faster and at less cost, fastest first."""
+
+    document_kind = "pareto"
 
     model: str
     points: Sequence[FleetPoint]
@@ -159,13 +155,6 @@ class ServingFrontResult(Result):
     def summary(self) -> str:
         """The model and the number of points."""
         return f"{self.model}: {len(self.points)} ways to generate, none both slower and dearer than another"
-
-    @property
-    def document(self) -> Document:
-        """The front as a picture and a table."""
-        from rooftop.present.documents import document
-
-        return document(self.to_json())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
 
 if TYPE_CHECKING:
-    from rooftop.present.document import Document
+    pass
 
 #: Tokens of a request: a number, or LOW:HIGH to draw from.
 LengthsLike: TypeAlias = Lengths | CountLike
@@ -40,6 +40,8 @@ _TIMELINE_S = 60.0
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SimulationResult(Result):
     """Requests served by a plan: the latencies that users see, and the load of the servers."""
+
+    document_kind = "simulation"
 
     plan: ServingPlan
     deployment: Deployment
@@ -77,13 +79,6 @@ class SimulationResult(Result):
             | {name: None if math.isnan(value) else value for name, value in zip(times, spent, strict=True)}
             for number, (counts, spent) in enumerate(zip(lengths, seconds, strict=True))
         ]
-
-    @property
-    def document(self) -> Document:
-        """Latencies that users feel, and the work of servers."""
-        from rooftop.present.documents import document
-
-        return document(self.to_json())
 
     @property
     def summary(self) -> str:

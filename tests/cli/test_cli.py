@@ -19,7 +19,7 @@ from rooftop.cli.output import emit_json
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.runs.environment import prefer_cpus, uninterrupted
 
-HEAVY = ("jax", "jaxlib", "numpy", "rich", "scipy", "rooftop.plan")
+HEAVY = ("jax", "jaxlib", "msgspec", "numpy", "rich", "scipy", "rooftop.plan")
 
 
 def imported_by(statement: str) -> list[str]:
@@ -243,6 +243,16 @@ def test_the_import_test_sees_what_is_imported():
 
 def test_help_brings_nothing_heavy():
     assert imported_by("from rooftop.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass") == []
+
+
+def test_a_plan_is_written_without_jax_and_msgspec():
+    statement = (
+        "import contextlib, io\nfrom rooftop.cli.main import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "    main(['plan', 'train', 'llama3-8b', '--on', 'v5e:4x4', '--batch-seqs', '16'])"
+    )
+    heavy = imported_by(statement)
+    assert "numpy" in heavy and not {"jax", "jaxlib", "msgspec", "scipy"} & set(heavy)
 
 
 def test_the_ledger_needs_nothing_heavy():
