@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json
@@ -34,6 +34,9 @@ from rooftop.models.embedding_tables.stacking import Stacking
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
+
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
 
 _Batch = TypeVar("_Batch")
 #: Tables, or the path of a TOML file of them.

@@ -141,7 +141,7 @@ class Generator:
         reader.start()
         try:
             link.send(
-                "serving", facts=dict(self._facts), max_model_len=self.max_model_len, report=self._report().fields()
+                "serving", facts=dict(self._facts), max_model_len=self.max_model_len, report=self._report().to_json()
             )
             self._work()
         except LinkLost as error:
@@ -179,7 +179,7 @@ class Generator:
         busy, reported_s = False, time.monotonic()
         while True:
             if not busy or time.monotonic() - reported_s > _REPORT_S:
-                self._link.send("report", number=0, **self._report().fields())
+                self._link.send("report", number=0, **self._report().to_json())
                 reported_s = time.monotonic()
             wait = not busy
             while True:
@@ -214,7 +214,7 @@ class Generator:
             if running_ is not None:
                 self._end(running_)
         elif message.kind == "check":
-            self._link.send("report", number=fields["number"], **self._report(checked=True).fields())
+            self._link.send("report", number=fields["number"], **self._report(checked=True).to_json())
 
     def _advance(self) -> bool:
         """Run one step. Return False if there was nothing to do."""

@@ -18,7 +18,7 @@ damaged), ``arrived`` (all of it is here), ``tokens``, ``lost`` (its pages went 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 
 import rooftop
+from rooftop.core.records import Record
 from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.programs import COPIED
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import Constraint, EngineStats, GenerationRequest, ProgramTimes, Sampling, Token
+from rooftop.serve.engine.requests import Constraint, EngineStats, GenerationRequest, Sampling, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.hosts.link import Buffer, Link
 
@@ -139,21 +140,11 @@ def page_arrays(replica: Replica, payload: bytearray, count: int) -> list[np.nda
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratorReport:
+class GeneratorReport(Record):
     """Totals and current state of a generating process; ``problem`` describes a lost page."""
 
     stats: EngineStats
     problem: str | None = None
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> GeneratorReport:
-        """From the fields of a ``report``."""
-        times = tuple(ProgramTimes(**field) for field in fields["stats"]["program_times"])
-        return cls(stats=EngineStats(**(fields["stats"] | {"program_times": times})), problem=fields["problem"])
-
-    def fields(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"stats": asdict(self.stats), "problem": self.problem}
 
 
 #: Fields of ``EngineStats`` that are current; the others are totals.

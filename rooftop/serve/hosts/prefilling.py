@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.records import read_record
 from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Handovers
@@ -252,7 +253,7 @@ class PrefillEngine(PagedEngine):
                 if self._closing:
                     link.discard()
                     return
-                self._link, self._report = link, GeneratorReport.of(hello.fields["report"])
+                self._link, self._report = link, read_record(GeneratorReport, hello.fields["report"], "report")
                 self.max_model_len = min(self.max_model_len, hello.fields["max_model_len"])
                 self._heard.notify_all()
             self._on_link("linked")
@@ -310,7 +311,8 @@ class PrefillEngine(PagedEngine):
                     self._ask(partial(self._send_pages, link, fields["ticket"], fields["pieces"]))
                 elif message.kind == "report":
                     with self._heard:
-                        self._report, self._checked = GeneratorReport.of(fields), max(self._checked, fields["number"])
+                        self._report = read_record(GeneratorReport, fields, "report")
+                        self._checked = max(self._checked, fields["number"])
                         self._heard.notify_all()
                 elif message.kind == "failed":
                     self._all_failed(fields["message"])
