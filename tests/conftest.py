@@ -46,9 +46,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{_CACHE.name}/jax"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Tracing makes many objects that live until their module ends: looking for circles among them less often saves a tenth
-# of its time.
-gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,8 +26,7 @@ from rooftop.cli.options import (
     tpot_option,
     ttft_option,
 )
-from rooftop.cli.output import emit_json, progress_bar, show
-from rooftop.cli.usage import VerbGroup
+from rooftop.cli.output import VerbGroup, emit_json, progress_bar, show
 
 
 @click.group(name="bench", cls=VerbGroup)

@@ -33,8 +33,7 @@ from rooftop.cli.options import (
     seed_option,
     workers_option,
 )
-from rooftop.cli.output import emit_json, progress_bar, show_document
-from rooftop.cli.usage import VerbGroup
+from rooftop.cli.output import VerbGroup, emit_json, progress_bar, show_document
 
 _TRAIN_EXAMPLES = (
     "rooftop embed train tables.toml day0.tsv runs/first --batch-samples 4096 --evaluate day1.tsv",

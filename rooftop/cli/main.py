@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from rooftop import __version__
-from rooftop.cli.usage import VerbGroup, usage_line
+from rooftop.cli.output import VerbGroup, usage_line
 from rooftop.core.errors import Infeasible, RooftopError
 
 #: Verb -> (MODULE:COMMAND, one line of help). A module with one verb calls it ``command``.

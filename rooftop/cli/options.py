@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from rooftop.cli.usage import write_examples
+from rooftop.cli.output import write_examples
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import (
     DTYPE_BYTES,

@@ -1,15 +1,20 @@
-"""Output of every verb: ``--json`` is one object on stdout and nothing else."""
+"""Text that all verbs print alike: answers, progress, help with examples, and usage errors of one line.
+
+``--json`` is one object on stdout and nothing else.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from rooftop.core.errors import RooftopError, unknown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,3 +72,71 @@ def progress_bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None] | N
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=escape(what))
+
+
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
+    """Write command lines as they are, a section of them; those of several lines keep their lines."""
+    if examples:
+        with formatter.section("Examples" if len(examples) > 1 else "Example"):
+            for line in "\n".join(examples).splitlines():
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+
+
+class VerbGroup(click.Group):
+    """A group of commands that lists them for a word that names none. Its help ends with ``examples``."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.examples = tuple(examples)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        write_examples(formatter, self.examples)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names. Raises RooftopError; while a shell completes a line, returns none."""
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known and not ctx.resilient_parsing:
+            raise unknown("verb" if ctx.parent is None else f"{ctx.info_name}", args[0], known)
+        return super().resolve_command(ctx, args)
+
+
+def usage_line(error: click.UsageError) -> str:
+    """Return click's error as one line of a RooftopError: the field, its value, and the accepted values."""
+    message = error.format_message().replace("\n", " ")
+    if error.ctx is None:
+        return message
+    params = error.ctx.command.get_params(error.ctx)
+    if isinstance(error, click.NoSuchOption):
+        options = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+        return str(unknown("option", error.option_name, options))
+    if not isinstance(error, click.BadParameter) or error.param is None:
+        return f"{message.rstrip('.')}; accepted: {_usage(error.ctx)}"
+    field, accepted = _field(error.param), _accepted(error.param, error.ctx)
+    if isinstance(error, click.MissingParameter):
+        return str(RooftopError(field, None, accepted))
+    # Click does not keep what was given; of a number its sentence begins with it.
+    value, is_number, _ = error.message.partition(" is not ")
+    return f"{field}: {f'got {value}' if is_number else error.message.rstrip('.')}; accepted: {accepted}"
+
+
+def _usage(ctx: click.Context) -> str:
+    return " ".join((ctx.command_path, *ctx.command.collect_usage_pieces(ctx)))
+
+
+def _field(param: click.Parameter) -> str:
+    if isinstance(param, click.Option):
+        return max(param.opts, key=len).lstrip("-")
+    return (param.name or "argument").rstrip("_").replace("_", "-")
+
+
+def _accepted(param: click.Parameter, ctx: click.Context) -> str:
+    if not isinstance(param, click.Option):
+        return _usage(ctx)
+    if isinstance(param.type, click.IntRange):
+        most = "or more" if param.type.max is None else f"to {param.type.max}"
+        return f"a whole number from {param.type.min} {most}"
+    option = f"{max(param.opts, key=len)} {param.make_metavar(ctx)}"
+    return f"{option}: {param.help.rstrip('.')}" if param.help else option

@@ -59,8 +59,7 @@ from rooftop.cli.options import (
     weights_dtype_option,
     xprof_option,
 )
-from rooftop.cli.output import emit_json, show
-from rooftop.cli.usage import VerbGroup
+from rooftop.cli.output import VerbGroup, emit_json, show
 
 if TYPE_CHECKING:
     from rooftop.library.serving import ServingFrontResult, ServingPlanResult

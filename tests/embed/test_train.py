@@ -55,7 +55,7 @@ def equal(one: Path, other: Path) -> bool:
     return all(x.tobytes() == y.tobytes() for x, y in arrays)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_it_learns_a_planted_signal(clicks: Path, tmp_path: Path, pipelined: bool) -> None:
     trainer = Trainer(options(clicks, tmp_path / "run", pipelined=pipelined, learning_rate=1e-2))
     before = trainer.evaluate(clicks / "test.tsv")

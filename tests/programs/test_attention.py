@@ -105,8 +105,14 @@ def close(actual: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 CASES = [(None, None, False, 2, 16), (5, 3.0, True, 1, 8), (1, None, True, 4, 16), (20, 5.0, False, 2, 24)]
 
 
-@pytest.mark.parametrize(("window", "softcap", "sinks", "kv_heads", "d_v"), CASES)
-@pytest.mark.parametrize("segments", [None, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks", "kv_heads", "d_v", "segments"),
+    [
+        pytest.param(*case, segments, id=f"{name}-{index}", marks=() if index in quick else pytest.mark.slow)
+        for name, segments, quick in (("whole", None, (1, 2)), ("packed", PACKED, (0, 3)))
+        for index, case in enumerate(CASES)
+    ],
+)
 def test_reference_and_chunked_equal_plain(
     window: int | None, softcap: float | None, sinks: bool, kv_heads: int, d_v: int, segments: np.ndarray | None
 ) -> None:

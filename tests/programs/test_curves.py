@@ -20,8 +20,8 @@ CASES = [
     pytest.param({"fsdp": 2, "context": 4}, {}, id="context", marks=SLOW),
     pytest.param({"fsdp": 2, "context": 4}, {"context_attention": "all_gather"}, id="context-gathered", marks=SLOW),
     pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2}, id="microbatches", marks=SLOW),
-    pytest.param({"fsdp": 2, "tensor": 2, "context": 2}, {"remat": "block", "packed": True}, id="packed"),
-    pytest.param({"fsdp": 2, "expert": 4}, {"model": EXPERTS}, id="experts"),
+    pytest.param({"fsdp": 2, "tensor": 2, "context": 2}, {"remat": "block", "packed": True}, id="packed", marks=SLOW),
+    pytest.param({"fsdp": 2, "expert": 4}, {"model": EXPERTS}, id="experts", marks=SLOW),
     pytest.param({"expert": 2, "tensor": 2}, {"model": EXPERTS, "expert_matmul": "grouped"}, id="grouped", marks=SLOW),
     pytest.param(
         {"expert": 2, "fsdp": 2}, {"model": EXPERTS, "balance_loss": 0.01, "z_loss": 1e-3}, id="balanced", marks=SLOW

@@ -230,7 +230,12 @@ def test_every_optimizer_and_combiner_equals_dense_float64(kind: str) -> None:
     Case(dataclasses.replace(tables, tables=changed), devices=4).run()
 
 
-#: Every pair of devices, stacking, passes and exchange is here.
+#: Every pair of devices, stacking, passes and exchange is among the quick ones.
+QUICK = [
+    (1, False, False, EXCHANGES[0]), (1, True, True, EXCHANGES[1]),
+    (4, False, True, EXCHANGES[0]), (4, True, False, EXCHANGES[1]),
+    (8, False, False, EXCHANGES[1]), (8, True, True, EXCHANGES[0]),
+]  # fmt: skip
 CASES = [
     (devices, stacked, minibatching, EXCHANGES[(index + stacked + minibatching) % 2])
     for index, devices in enumerate((1, 4, 8))
@@ -239,7 +244,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("devices", "stacked", "minibatching", "exchange"), CASES)
+@pytest.mark.parametrize(
+    ("devices", "stacked", "minibatching", "exchange"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)],
+)
 def test_every_mesh_stacking_exchange_and_minibatching(
     devices: int, stacked: bool, minibatching: bool, exchange: str
 ) -> None:
@@ -276,7 +284,8 @@ def test_simulated_quantisation_looks_up_the_nearest_level(exchange: str) -> Non
     assert (np.abs(rows) > 0.1).any()
     made = Preprocessor(stacking, batch=BATCH, limits=limits).preprocess(ids)
     with jax.set_mesh(mesh):
-        found = lookup(program, state.tables, device_inputs(made.buffers, made.minibatches, mesh))["f"]
+        inputs = device_inputs(made.buffers, made.minibatches, mesh)
+        found = jax.jit(lookup, static_argnums=0)(program, state.tables, inputs)["f"]
     np.testing.assert_allclose(np.asarray(found), look_up(nearest, ids["f"], "mean"), rtol=1e-5, atol=1e-6)
 
 

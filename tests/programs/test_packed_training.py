@@ -77,11 +77,21 @@ def step(
     order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
     placed = jax.tree.map(lambda ids: jax.device_put(ids[:, order], place), batch)
     with jax.set_mesh(mesh):
-        run = jax.jit(train_step(made, made.specs(mesh)), compiler_options=QUICKLY)
-        state, metrics = run(state, placed)
+        state, metrics = traced(made, mesh)(state, placed)
     found = {name: float(value) for name, value in vars(metrics).items() if value is not None}
     moments = optax.tree_utils.tree_get(state.optimizer, "mu")
     return found, jax.tree.map(lambda m: np.asarray(m) / (1 - made.optimizer.b1), moments)
+
+
+_TRACED = dict[tuple[str, jax.sharding.Mesh], Any]()
+
+
+def traced(made: TrainProgram, mesh: jax.sharding.Mesh) -> Any:
+    """The step of a program on a mesh, traced once for batches of one kind."""
+    key = json.dumps(made.to_json(), sort_keys=True), mesh
+    if key not in _TRACED:
+        _TRACED[key] = jax.jit(train_step(made, made.specs(mesh)), compiler_options=QUICKLY)
+    return _TRACED[key]
 
 
 def assert_close(found: Transformer[np.ndarray], wanted: Transformer[np.ndarray], tolerance: float = 1e-5) -> None:

@@ -23,6 +23,7 @@ from rooftop.algebra.steps import Step
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.hardware import Slice
 from rooftop.programs.einsum.sharded import einsum_program, partition, path_program
+from tests.support.examples import examples
 
 SIZES = {"E": 8, "I": 64, "J": 64, "K": 64}
 #: Strategies are chosen for arrays so large that bandwidth counts, and run on small ones.
@@ -121,11 +122,11 @@ def sample(asked: list[Einsum], count: int) -> list[Einsum]:
 
 
 def test_best_strategies_equal_one_device() -> None:
-    check_best(sample(einsums("IJ", "JK", "IK"), 40))
+    check_best(sample(einsums("IJ", "JK", "IK"), examples(40, quick=20)))
 
 
 def test_best_strategies_with_a_batch_dim_equal_one_device() -> None:
-    check_best(sample(einsums("EIJ", "EJK", "EIK"), 15))
+    check_best(sample(einsums("EIJ", "EJK", "EIK"), examples(15, quick=8)))
 
 
 @pytest.mark.slow
@@ -161,7 +162,7 @@ def distinct(text: str) -> Iterator[tuple[Einsum, Strategy]]:
 def test_all_strategies_of_an_einsum_equal_one_device(text: str) -> None:
     """Not the best alone: every one that is listed, as one program."""
     mesh, ops = devices(**MESH), set()
-    for asked, strategy in list(distinct(text))[:16]:
+    for asked, strategy in list(distinct(text))[: examples(16, quick=8)]:
         ops |= {step.op for step in strategy.steps}
         found = jax.jit(einsum_program(strategy, asked, mesh))(*operands(asked, mesh))
         np.testing.assert_array_equal(summed(asked.output, found), expected(asked), err_msg=strategy.rule)

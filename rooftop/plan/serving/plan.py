@@ -148,7 +148,7 @@ class KvTransfer(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefixCache(Record):
+class PlannedPrefixCache(Record):
     """A prefill without and with the prefix cache, and the prompts whose KV the hosts' memory holds."""
 
     hit_rate: float
@@ -185,7 +185,7 @@ class ServingPlanDocument(Record):
     memory: SliceMemory
     max_batch: int
     kv_transfer: KvTransfer
-    prefix_cache: PrefixCache
+    prefix_cache: PlannedPrefixCache
     evicted_tokens_per_step: float
     prefill_per_generate: float
     cost_per_million_tokens: Mapping[str, float | None]
@@ -519,12 +519,12 @@ class ServingPlan:
         )
 
     @property
-    def prefix_cache(self) -> PrefixCache:
+    def prefix_cache(self) -> PlannedPrefixCache:
         """The gain of the prefix cache, and its capacity."""
         problem = self.problem
         cold = replace(problem, workload=replace(problem.workload, hit_rate=0.0)).prompt_s(self.prefill_on)
         memory = None if problem.host_bytes is None else problem.host_bytes * problem.prefill_server.hosts
-        return PrefixCache(
+        return PlannedPrefixCache(
             hit_rate=problem.workload.hit_rate,
             prefill_without_s=cold,
             read_s=problem.prefix_read_s,

@@ -34,7 +34,7 @@ from rooftop.scheduling.pipeline import PipelineSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remat(Record):
+class PlannedRemat(Record):
     """A remat policy by name, and its action for each checkpoint."""
 
     name: str
@@ -42,7 +42,7 @@ class Remat(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Record):
+class PlannedSchedule(Record):
     """A pipeline schedule, and the model chunks per stage of the interleaved one."""
 
     name: PipelineSchedule
@@ -87,7 +87,7 @@ class PlannedMemory(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes(Record):
+class PlannedStep(Record):
     """Seconds of a step: each resource at its peak, the bounds, the expectation, and what nothing hides by axis."""
 
     mxu_s: float
@@ -133,13 +133,13 @@ class TrainingPlanDocument(Record):
     rules: Rules
     dtypes: Dtypes
     optimizer: str
-    remat: Remat
+    remat: PlannedRemat
     microbatches: int
-    schedule: Schedule
+    schedule: PlannedSchedule
     assumptions: PlannedAssumptions
     flops: StepFlops
     memory: PlannedMemory
-    step: StepTimes
+    step: PlannedStep
     mfu: float
     tokens_per_s: float
     days: float | None
@@ -318,9 +318,9 @@ class TrainingPlan:
             rules=self.spec.rules,
             dtypes=numerics.dtypes,
             optimizer=numerics.optimizer,
-            remat=Remat(name=self.choice.remat, policy=self.choice.policy),
+            remat=PlannedRemat(name=self.choice.remat, policy=self.choice.policy),
             microbatches=self.choice.microbatches,
-            schedule=Schedule(name=self.choice.schedule, chunks=self.choice.chunks),
+            schedule=PlannedSchedule(name=self.choice.schedule, chunks=self.choice.chunks),
             assumptions=PlannedAssumptions(
                 hidden=problem.assumptions.shares(self.step.rates.overlap),
                 attention=problem.assumptions.attention,
@@ -341,7 +341,7 @@ class TrainingPlan:
                 fits=self.fits,
                 host=scalar(host_bytes(self.step)),
             ),
-            step=StepTimes(
+            step=PlannedStep(
                 mxu_s=float(self.ledger.total("mxu")),
                 vpu_s=float(self.ledger.total("vpu")),
                 hbm_s=float(self.ledger.total("hbm")),

@@ -131,8 +131,8 @@ class Strategies:
         for policy in policies:
             widths = kept_widths(config, policy, moe_layer=moe_layer)
             totals.append(sum(widths[name] for name in names if policy[name] == action))
-        kept: Floats = np.array(totals, np.float64)[index][None]
-        return kept
+        elements: Floats = np.array(totals, np.float64)[index][None]
+        return elements
 
     @property
     def shape(self) -> tuple[int, int]:
