@@ -121,7 +121,7 @@ class CompiledRecord(CompilationRecord):
     agrees: bool
     joined: tuple[JoinedRow, ...]
     operations: tuple[OperationRoofline, ...]
-    ledger: tuple[Mapping[str, object], ...]
+    ledger: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
