@@ -330,7 +330,7 @@ def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Pat
     [
         ({"kind": "serve", "generate": {}, "prefill": {"ledger": []}}, "data without ledger"),
         ({"kind": "explained", "rows": [{"scope": "embed"}]}, "data without"),
-        ({"kind": "compiled", "fits": True, "ledger": {}}, "a list of rows"),
+        ({"kind": "compiled", "fits": True, "ledger": {}}, "ledger: got {}; accepted: a list"),
         ({"kind": "pareto"}, "a run, a trace, a plan.json"),
         ([], "this is no JSON object"),
     ],
