@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,10 +154,27 @@ def on_shards(
     return apply
 
 
+def varying(tree: Any, axes: Collection[str]) -> Any:
+    """Arrays as varying over manual axes, so that gradients are summed over these outside."""
+
+    def vary(array: jax.Array) -> jax.Array:
+        missing = tuple(axis for axis in axes if axis not in jax.typeof(array).manual_axis_type.varying)
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(vary, tree)
+
+
 def varying_as(array: Shaped[Array, "*dims"], like: jax.Array) -> Shaped[Array, "*dims"]:
     """The array, varying over the manual axes that ``like`` varies over; unchanged without manual axes."""
-    axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
-    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
+    varied: jax.Array = varying(array, jax.typeof(like).manual_axis_type.varying)
+    return varied
+
+
+def varying_alike(*arrays: jax.Array, axes: Collection[str] = ()) -> list[jax.Array]:
+    """The arrays, varying over ``axes`` and over every manual axis that any of them varies over."""
+    union = frozenset(axes).union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    varied: list[jax.Array] = varying(list(arrays), union)
+    return varied
 
 
 def in_parts(x: jax.Array, parts: int, *, dim: int) -> jax.Array:

@@ -35,8 +35,8 @@ from rooftop.programs.attention.scores import (
     block_size,
     runs,
     sink_gradients,
-    varying_alike,
 )
+from rooftop.programs.sharding import varying_alike
 
 #: A block of keys and values, the index of its first key, and the segments of its keys.
 _Block = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]

@@ -46,8 +46,8 @@ from rooftop.programs.attention.scores import (
     block_size,
     merge,
     sink_gradients,
-    varying_alike,
 )
+from rooftop.programs.sharding import varying_alike
 
 #: Ways in which the keys and values of other devices arrive: around a ring, or all gathered.
 CONTEXT_ATTENTIONS: tuple[str, ...] = ("ring", "all_gather")
@@ -91,8 +91,7 @@ def context_attend(
     if by == "all_gather":
         return _gathered(ring, order, q, k, v, sinks, segments)
     arrays, tree = jax.tree.flatten((q, k, v, sinks, segments))
-    _, *arrays = varying_alike(lax.pcast(jnp.zeros((), q.dtype), axis, to="varying"), *arrays)
-    q, k, v, sinks, segments = jax.tree.unflatten(tree, arrays)
+    q, k, v, sinks, segments = jax.tree.unflatten(tree, varying_alike(*arrays, axes=axes))
     if scores.window is not None and scores.window < q.shape[1] * size:
         return _windowed(ring, q, k, v, sinks, segments)
     return _ring_attention(ring, q, k, v, sinks, segments)

@@ -13,7 +13,6 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.capabilities import LANES
@@ -194,13 +193,6 @@ def block_size(length: int, block: int) -> int:
 def kernel_scope(flops: Mapping[str, float]) -> AbstractContextManager[None]:
     """The named scope that declares the FLOPs of the kernels called inside it, keyed by a word of their names."""
     return jax.named_scope("kernel_flops[" + ",".join(f"{name}={round(flops[name])}" for name in flops) + "]")
-
-
-def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, varying over every mesh axis that any of them varies over, so that gradients are summed outside."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    union = frozenset[str]().union(*varying)
-    return [lax.pcast(x, tuple(union - axes), to="varying") for x, axes in zip(arrays, varying, strict=True)]
 
 
 def _flops(name: str, pairs: float, d_qk: int, d_v: int) -> float:

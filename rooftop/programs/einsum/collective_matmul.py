@@ -33,6 +33,7 @@ from jax.typing import DTypeLike
 
 from rooftop.algebra.steps import ALL_REDUCE_PARTS
 from rooftop.core.errors import RooftopError
+from rooftop.programs.sharding import varying_alike
 
 Axis = str | tuple[str, ...]
 
@@ -64,7 +65,7 @@ def all_gather_einsum(
     if dim not in op.operands[0]:
         raise RooftopError("dim", dim, f"a letter of the gathered operand, {op.operands[0]}")
     op.sizes(shard.shape, other.shape, sharded=True)
-    return _gather(op, *_varying(op.ring, shard, other))
+    return _gather(op, *varying_alike(shard, other, axes=op.ring.axes))
 
 
 def einsum_reduce_scatter(
@@ -86,7 +87,7 @@ def einsum_reduce_scatter(
     """
     op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     op.scattered(a.shape, b.shape)
-    return _scatter(op, *_varying(op.ring, a, b))
+    return _scatter(op, *varying_alike(a, b, axes=op.ring.axes))
 
 
 def einsum_all_reduce(
@@ -110,7 +111,7 @@ def einsum_all_reduce(
     """
     op = _parse(spec, (a, b), _ShardRing(axis=axis, bidirectional=bidirectional), dim, dtype)
     op.scattered(a.shape, b.shape)
-    return _reduce(op, *_varying(op.ring, a, b))
+    return _reduce(op, *varying_alike(a, b, axes=op.ring.axes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,10 @@ class _ShardRing:
 
     axis: Axis
     bidirectional: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     @property
     def size(self) -> int:
@@ -131,7 +136,7 @@ class _ShardRing:
 
     def send(self, x: jax.Array, places: int) -> jax.Array:
         """``x`` of the device ``places`` steps back along the ring."""
-        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        axes = self.axes
         # A permute numbers devices in the order of the mesh, whatever the order of its axes here.
         ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
         number = np.arange(self.size).reshape([lax.axis_size(axis) for axis in ordered])
@@ -211,13 +216,6 @@ def _parse(
         raise RooftopError("dim", dim, f"a letter of {spec}")
     kind = jnp.dtype(jnp.result_type(*operands) if dtype is None else dtype)
     return _Einsum(operands=(left, right), out=out, dim=dim, ring=ring, dtype=kind)
-
-
-def _varying(ring: _ShardRing, *operands: jax.Array) -> list[jax.Array]:
-    """The operands, varying over ``axis`` and each other's axes: JAX then sums gradients of replicated operands."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
-    union = frozenset(ring.axis if isinstance(ring.axis, tuple) else (ring.axis,)).union(*varying)
-    return [lax.pcast(x, tuple(union - axes), to="varying") for x, axes in zip(operands, varying, strict=True)]
 
 
 def _slice(x: jax.Array, letters: str, letter: str, start: jax.Array | int, size: int) -> jax.Array:

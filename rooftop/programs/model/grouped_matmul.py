@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from rooftop.core.errors import RooftopError
-from rooftop.programs.attention.scores import varying_alike
+from rooftop.programs.sharding import varying_alike
 
 #: Rows of a tile. For each tile a float32 matrix of sums is read and written, which takes as long as the FLOPs of this
 #: many rows on a TPU v5e (8 bytes per element at 819 GB/s, 2 FLOPs per element and row at 197 TFLOP/s).

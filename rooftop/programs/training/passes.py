@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from rooftop.programs.model.transformer import Places
 from rooftop.programs.parameters import Layer
+from rooftop.programs.sharding import varying
 
 Layers = tuple[Layer[jax.Array], ...]
 
@@ -128,17 +128,6 @@ class _TaskInputs:
     """Stands for an array that a forward pass does not save: a weight or a place, by index."""
 
     index: int
-
-
-def varying(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Arrays as varying over the manual axes, so that gradients are summed over them only at the end."""
-
-    def vary(array: jax.Array) -> jax.Array:
-        varied = jax.typeof(array).manual_axis_type.varying
-        missing = tuple(axis for axis in axes if axis not in varied)
-        return lax.pcast(array, missing, to="varying") if missing else array
-
-    return jax.tree.map(vary, tree)
 
 
 #: Equations that group others, and could contain matmuls of both parts.

@@ -32,8 +32,8 @@ from rooftop.programs.model import transformer
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.moe import no_load
 from rooftop.programs.parameters import Batch, Transformer
-from rooftop.programs.sharding import Dim, Specs, in_parts
-from rooftop.programs.training.passes import Layers, Passes, ResidualStream, varying
+from rooftop.programs.sharding import Dim, Specs, in_parts, varying
+from rooftop.programs.training.passes import Layers, Passes, ResidualStream
 from rooftop.scheduling.pipeline import BufferPlaces, PipelineTable, StageBuffer, StageOp, places
 
 
