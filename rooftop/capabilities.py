@@ -297,6 +297,8 @@ def _offload(spec: TrainingSpec) -> str | None:
 def _schedule(spec: TrainingSpec) -> str | None:
     if spec.schedule not in SCHEDULES:
         return f"no program has the schedule {spec.schedule}: {', '.join(SCHEDULES)}"
+    if spec.schedule == "zero_bubble" and min(spec.ways(*STAGE_AXES), spec.ways(*SEQUENCE_AXES)) > 1:
+        return "no program has a zero_bubble pipeline over a context axis"
     return None
 
 
@@ -362,7 +364,11 @@ def _positions(spec: TrainingSpec) -> str | None:
 #: What a train step can be, in the order in which obstacles are listed.
 TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(name="offload", accepted="any checkpoint of a layer; none over a stage axis", obstacle=_offload),
-    Capability(name="schedule", accepted=", ".join(SCHEDULES), obstacle=_schedule),
+    Capability(
+        name="schedule",
+        accepted=f"{', '.join(SCHEDULES)}; zero_bubble without a context axis",
+        obstacle=_schedule,
+    ),
     Capability(
         name="microbatches, interleaved",
         accepted="a multiple of the stages, or no more than there are stages",

@@ -117,6 +117,10 @@ def problem(
         (problem("gpt-oss-20b", "h100:8x2"), "the cudnn kernel has no attention sinks"),
         (problem("deepseek-v2-lite", "h100:8x2"), "the cudnn kernel has no values of another size than keys"),
         (problem(on="h100:8x2", axes={"context": 2, "fsdp": 8}), "cannot attend to keys of other devices"),
+        (
+            problem(axes={"stage": 4, "context": 4}, schedule="zero_bubble"),
+            "no program has a zero_bubble pipeline over a context axis",
+        ),
     ],
 )  # fmt: skip
 def test_obstacles_name_what_programs_lack(asked: Problem, obstacle: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 #: What a training run imports; none of these starts JAX's backend.
 IMPORTED = (
     "jax", "jax.numpy", "optax", "orbax.checkpoint", "safetensors", "tokenizers", "rooftop.cli.main",
-    "rooftop.cli.train.command", "rooftop.cli.train.live", "rooftop.library.training", "rooftop.train.engine",
+    "rooftop.cli.train", "rooftop.cli.live", "rooftop.library.training", "rooftop.train.engine",
 )  # fmt: skip
 
 
