@@ -29,7 +29,7 @@ from rooftop.models.embedding_tables.tables import (
 from rooftop.plan.embedding.exchange import EXCHANGES
 from rooftop.programs.embedding.buffers import LookupInputs
 from rooftop.programs.embedding.lookup import EmbeddingProgram, lookup, update
-from rooftop.programs.embedding.optimizers import row_rule
+from rooftop.programs.embedding.optimizers import RowState, update_state
 from rooftop.programs.embedding.state import EmbeddingState, device_inputs, initialise
 from tests.support.embedding_reference import DenseTable, look_up, table_gradient, updated
 
@@ -362,7 +362,7 @@ def test_adam_corrects_its_bias_to_the_last_digits(step: int, beta2: float) -> N
     row, gradient, first, second = (random.uniform(0.5, 2, (1, 8)).astype(np.float32) for _ in range(4))
     slots = tuple(jnp.asarray(slot) for slot in (first, second))
     given = (jnp.asarray(row), slots, jnp.asarray(gradient), jnp.float32(1), jnp.int32(step), jnp.full((1, 1), 8.0))
-    new, _ = row_rule(optimizer)(*given)
+    new, _ = update_state(optimizer, RowState(*given))
     exact = [np.float64(one[0]) for one in (row, first, second, gradient)]
     wanted, _ = updated(optimizer, exact[0], exact[1:3], exact[3], 1.0, step)
     np.testing.assert_allclose(np.asarray(new)[0], wanted, rtol=2e-6, atol=2e-6)
@@ -373,5 +373,7 @@ def test_a_gradient_that_is_no_number_is_not_hidden(kind: str) -> None:
     optimizer = TableOptimizer(kind=kind)
     row, gradient = jnp.ones((1, 8)), jnp.full((1, 8), jnp.nan)
     slots = tuple(jnp.full((1, width), 0.5) for width in optimizer.slots(8))
-    new, _ = row_rule(optimizer)(row, slots, gradient, jnp.float32(0.1), jnp.float32(1), jnp.full((1, 1), 8.0))
+    new, _ = update_state(
+        optimizer, RowState(row, slots, gradient, jnp.float32(0.1), jnp.float32(1), jnp.full((1, 1), 8.0))
+    )
     assert jnp.isnan(new).all()

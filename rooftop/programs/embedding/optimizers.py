@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,21 @@ from rooftop.models.embedding_tables.stacking import Stack
 from rooftop.models.embedding_tables.tables import TableOptimizer
 
 Slots = tuple[jax.Array, ...]
-#: Maps rows [N, W], their slots, gradients [N, W], the learning rate, the step counted from 1 and the rows' true
-#: widths [N, 1] to new rows and slots.
-Rule = Callable[[jax.Array, Slots, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Slots]]
+
+
+class RowState(NamedTuple):
+    """Rows before an update, with all that it depends on. Slots are [N, W], or [N, 1] if they are one a row."""
+
+    row: Float[Array, "N W"]
+    slots: Slots
+    #: Gradients.
+    g: Float[Array, "N W"]
+    #: Learning rate.
+    rate: Float[Array, "..."]
+    #: Updates of the table, counted from 1.
+    step: Num[Array, "..."]
+    #: Floats of each row without padding.
+    widths: Float[Array, "N 1"]
 
 
 def merge_rows(
@@ -56,7 +69,7 @@ def update_rows(
     old = table.at[rows].get(mode="fill", fill_value=0)
     old_slots = tuple(slot.at[rows].get(mode="fill", fill_value=1) for slot in slots)
     rate = jnp.float32(optimizer.learning_rate) * share
-    new, new_slots = row_rule(optimizer)(old, old_slots, gradients, rate, step, widths[:, None])
+    new, new_slots = update_state(optimizer, RowState(old, old_slots, gradients, rate, step, widths[:, None]))
     written = table.at[rows].set(new, mode="drop", unique_indices=True)
     return written, tuple(
         slot.at[rows].set(values, mode="drop", unique_indices=True)
@@ -64,9 +77,9 @@ def update_rows(
     )
 
 
-def row_rule(optimizer: TableOptimizer) -> Rule:
-    """The optimizer's rule for rows, without clipping."""
-    return _RULES[optimizer.kind](optimizer)
+def update_state(optimizer: TableOptimizer, old: RowState) -> tuple[jax.Array, Slots]:
+    """New rows and slots by the optimizer's rule, without clipping."""
+    return _RULES[optimizer.kind](optimizer, old)
 
 
 def initial_slots(optimizer: TableOptimizer) -> tuple[float, ...]:
@@ -82,121 +95,54 @@ def true_widths(stack: Stack, rows: Int[Array, " N"]) -> Int[Array, " N"]:
     return widths[jnp.searchsorted(offsets, rows, side="right") - 1]
 
 
-def _sgd(optimizer: TableOptimizer) -> Rule:
-    def rule(
-        row: Float[Array, "N W"],
-        slots: Slots,
-        g: Float[Array, "N W"],
-        rate: Float[Array, "..."],
-        step: Num[Array, "..."],
-        widths: Float[Array, "*widths"],
-    ) -> tuple[Float[Array, "N W"], Slots]:
-        return row - rate * g, ()
-
-    return rule
+def _sgd(optimizer: TableOptimizer, old: RowState) -> tuple[jax.Array, Slots]:
+    return old.row - old.rate * old.g, ()
 
 
-def _adagrad(optimizer: TableOptimizer) -> Rule:
+def _adagrad(optimizer: TableOptimizer, old: RowState) -> tuple[jax.Array, Slots]:
     """Duchi, Hazan and Singer 2011."""
-
-    def rule(
-        row: Float[Array, "N W"],
-        slots: Slots,
-        g: Float[Array, "N W"],
-        rate: Float[Array, "..."],
-        step: Num[Array, "..."],
-        widths: Float[Array, "*widths"],
-    ) -> tuple[Float[Array, "N W"], Slots]:
-        total = slots[0] + g * g
-        return row - rate * _over_root(g, total), (total,)
-
-    return rule
+    total = old.slots[0] + old.g * old.g
+    return old.row - old.rate * _over_root(old.g, total), (total,)
 
 
-def _rowwise_adagrad(optimizer: TableOptimizer) -> Rule:
+def _rowwise_adagrad(optimizer: TableOptimizer, old: RowState) -> tuple[jax.Array, Slots]:
     """One accumulator a row: the mean of the squares of its gradient (Mudigere et al. 2021, section 4.1.4)."""
-
-    def rule(
-        row: Float[Array, "N W"],
-        slots: Slots,
-        g: Float[Array, "N W"],
-        rate: Float[Array, "..."],
-        step: Num[Array, "..."],
-        widths: Float[Array, "*widths"],
-    ) -> tuple[Float[Array, "N W"], Slots]:
-        total = slots[0] + jnp.sum(g * g, axis=1, keepdims=True) / widths
-        return row - rate * _over_root(g, total), (total,)
-
-    return rule
+    total = old.slots[0] + jnp.sum(old.g * old.g, axis=1, keepdims=True) / old.widths
+    return old.row - old.rate * _over_root(old.g, total), (total,)
 
 
-def _adam(optimizer: TableOptimizer) -> Rule:
+def _adam(optimizer: TableOptimizer, old: RowState) -> tuple[jax.Array, Slots]:
     """Kingma and Ba 2015, on used rows only; the bias correction counts the steps of the whole table."""
     beta1, beta2, epsilon = optimizer["beta1"], optimizer["beta2"], optimizer["epsilon"]
+    first = beta1 * old.slots[0] + (1 - beta1) * old.g
+    second = beta2 * old.slots[1] + (1 - beta2) * old.g * old.g
     # Logarithms of the exact numbers: rounding 0.999 to float32 changes its logarithm by 1e-5.
     logs = [jnp.float32(math.log(beta) if beta else -math.inf) for beta in (beta1, beta2)]
-
-    def rule(
-        row: Float[Array, "N W"],
-        slots: Slots,
-        g: Float[Array, "N W"],
-        rate: Float[Array, "..."],
-        step: Num[Array, "..."],
-        widths: Float[Array, "*widths"],
-    ) -> tuple[Float[Array, "N W"], Slots]:
-        first = beta1 * slots[0] + (1 - beta1) * g
-        second = beta2 * slots[1] + (1 - beta2) * g * g
-        # 1 - beta^t through expm1: the difference of float32 powers near 1 has few digits.
-        left1, left2 = (-jnp.expm1(step * log) for log in logs)
-        return row - rate * (first / left1) / (jnp.sqrt(second / left2) + epsilon), (first, second)
-
-    return rule
+    # 1 - beta^t through expm1: the difference of float32 powers near 1 has few digits.
+    left1, left2 = (-jnp.expm1(old.step * log) for log in logs)
+    return old.row - old.rate * (first / left1) / (jnp.sqrt(second / left2) + epsilon), (first, second)
 
 
-def _ftrl(optimizer: TableOptimizer) -> Rule:
+def _ftrl(optimizer: TableOptimizer, old: RowState) -> tuple[jax.Array, Slots]:
     """FTRL-Proximal (McMahan et al. 2013, algorithm 1), with any power of the accumulator, to which beta is added."""
     power, l1, l2, beta = (optimizer[name] for name in ("learning_rate_power", "l1", "l2", "beta"))
-
-    def rule(
-        row: Float[Array, "N W"],
-        slots: Slots,
-        g: Float[Array, "N W"],
-        rate: Float[Array, "..."],
-        step: Num[Array, "..."],
-        widths: Float[Array, "*widths"],
-    ) -> tuple[Float[Array, "N W"], Slots]:
-        total = slots[0] + g * g
-        grown = total**-power
-        linear = slots[1] + g - (grown - slots[0] ** -power) / rate * row
-        below = (grown + beta) / rate + 2 * l2
-        new = jnp.where(below <= 0, 0.0, (jnp.clip(linear, -l1, l1) - linear) / below)
-        # A learning rate of 0, at the start of a schedule, changes nothing.
-        moving = rate > 0
-        return jnp.where(moving, new, row), (
-            jnp.where(moving, total, slots[0]),
-            jnp.where(moving, linear, slots[1]),
-        )
-
-    return rule
+    total = old.slots[0] + old.g * old.g
+    grown = total**-power
+    linear = old.slots[1] + old.g - (grown - old.slots[0] ** -power) / old.rate * old.row
+    below = (grown + beta) / old.rate + 2 * l2
+    new = jnp.where(below <= 0, 0.0, (jnp.clip(linear, -l1, l1) - linear) / below)
+    # A learning rate of 0, at the start of a schedule, changes nothing.
+    moving = old.rate > 0
+    slots = (jnp.where(moving, total, old.slots[0]), jnp.where(moving, linear, old.slots[1]))
+    return jnp.where(moving, new, old.row), slots
 
 
-def _adagrad_momentum(optimizer: TableOptimizer) -> Rule:
+def _adagrad_momentum(optimizer: TableOptimizer, old: RowState) -> tuple[jax.Array, Slots]:
     """Adagrad with momentum; with beta2 below 1 its accumulator is a decaying mean of squares."""
     momentum, beta2, epsilon, power = (optimizer[name] for name in ("momentum", "beta2", "epsilon", "power"))
-
-    def rule(
-        row: Float[Array, "N W"],
-        slots: Slots,
-        g: Float[Array, "N W"],
-        rate: Float[Array, "..."],
-        step: Num[Array, "..."],
-        widths: Float[Array, "*widths"],
-    ) -> tuple[Float[Array, "N W"], Slots]:
-        total = slots[0] + g * g if beta2 == 1 else beta2 * slots[0] + (1 - beta2) * g * g
-        moving = momentum * slots[1] + jnp.where(g == 0, 0.0, g * (total + epsilon) ** (-1 / power))
-        return row - rate * moving, (total, moving)
-
-    return rule
+    total = old.slots[0] + old.g * old.g if beta2 == 1 else beta2 * old.slots[0] + (1 - beta2) * old.g * old.g
+    moving = momentum * old.slots[1] + jnp.where(old.g == 0, 0.0, old.g * (total + epsilon) ** (-1 / power))
+    return old.row - old.rate * moving, (total, moving)
 
 
 def _over_root(g: Float[Array, "N W"], total: Float[Array, " N #W"]) -> Float[Array, "N W"]:
@@ -204,7 +150,7 @@ def _over_root(g: Float[Array, "N W"], total: Float[Array, " N #W"]) -> Float[Ar
     return jnp.where(total == 0, 0.0, g / jnp.sqrt(total))
 
 
-_RULES: Mapping[str, Callable[[TableOptimizer], Rule]] = {
+_RULES: Mapping[str, Callable[[TableOptimizer, RowState], tuple[jax.Array, Slots]]] = {
     "sgd": _sgd,
     "adagrad": _adagrad,
     "rowwise_adagrad": _rowwise_adagrad,

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int
 from rooftop.core.errors import RooftopError
 from rooftop.models.embedding_tables.tables import OPTIMIZERS, Quantization, TableOptimizer
 from rooftop.programs.embedding.buffers import StackInputs
-from rooftop.programs.embedding.optimizers import Slots, row_rule
+from rooftop.programs.embedding.optimizers import RowState, Slots, update_state
 
 #: Marks padding in the buffers of ids.
 _PAD = 2**31 - 1
@@ -72,9 +72,8 @@ class RowRule:
         if self.optimizer.clip is not None:
             gradient = jnp.clip(gradient, -self.optimizer.clip, self.optimizer.clip)
         # No rule that SparseCores can run needs a row's width.
-        new, slots = row_rule(self.optimizer)(
-            arrays[0], arrays[1:], gradient, rate, step, jnp.ones((1, 1), jnp.float32)
-        )
+        old = RowState(arrays[0], arrays[1:], gradient, rate, step, jnp.ones((1, 1), jnp.float32))
+        new, slots = update_state(self.optimizer, old)
         return (new, *slots)
 
 
