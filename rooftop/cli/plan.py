@@ -202,7 +202,7 @@ def serve(
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
     from rooftop.core.files import write_json, write_text
-    from rooftop.library.serving import plan_serving, serving_front
+    from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
 
     result: ServingPlanResult | ServingFrontResult
     if objective == "pareto":
@@ -216,7 +216,9 @@ def serve(
         from rooftop.present.svg import lines_file
 
         title = _title(result, options["on"])
-        write_text(plot, lines_file(front_chart(data["pareto"]), title, "numbers next to points: batch"))
+        points = result.points if isinstance(result, ServingFrontResult) else result.answer.front
+        picture = lines_file(front_chart([point.to_json() for point in points]), title, "numbers next to points: batch")
+        write_text(plot, picture)
     if report is not None:
         write_text(report, result.page())
     if output is not None:

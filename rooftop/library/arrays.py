@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rooftop.algebra.einsums import Einsum, Strategy
 from rooftop.algebra.expression import Reshard, parse
@@ -32,7 +32,7 @@ class MatmulResult(Result):
     arrays: tuple[Mapping[str, object], ...]
     strategies: tuple[Strategy, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Arrays, cases, strategies with their steps, and comparisons that were asked for."""
         return dict(self.data)
 

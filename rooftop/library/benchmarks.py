@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
@@ -55,7 +55,7 @@ class CollectivesResult(Result):
     empty_call_s: float
     measurements: Sequence[Measurement]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Mesh, versions and date, and every measurement."""
         return {
             "kind": "collectives",
@@ -199,7 +199,7 @@ class ServingBenchResult(Result):
     predicted_by: str
     outside_engine_ttft_s: float | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Command, trace, measured and predicted latencies."""
         from rooftop import __version__
 

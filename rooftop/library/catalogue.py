@@ -36,7 +36,7 @@ class ChipResult(Result):
 
     chip: Chip
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Names, kind, and every figure with its unit, source and date."""
         return {
             "name": self.chip.name,
@@ -77,7 +77,7 @@ class SliceResult(Result):
         """The chip that the slice is made of."""
         return self.slice.chip
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Shape, totals and physical axes."""
         spec = self.slice
         return {
@@ -126,7 +126,7 @@ class ChipsResult(Result):
 
     chips: tuple[Chip, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Every chip with all its figures."""
         return {"chips": [ChipResult(chip=spec).to_json() for spec in self.chips]}
 
@@ -175,7 +175,7 @@ class ModelResult(Result):
             "max_seq_len": self.config.max_seq_len,
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Parameters by component, FLOPs and their convention, KV bytes, and the configuration."""
         config, seq_len = self.config, self.seq_len
         flops = flops_per_token(config, seq_len)
@@ -229,7 +229,7 @@ class ModelsResult(Result):
 
     models: tuple[ModelResult, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Totals of every model."""
         return {"models": [model.totals for model in self.models]}
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_bytes, write_text
@@ -35,7 +35,7 @@ class CompileResult(Result):
 
     report: CompiledReport | Refusal
 
-    def to_json(self, *, top: int = 20) -> dict[str, Any]:
+    def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Memory, FLOPs, collectives and times, planned and compiled; ``top`` operations and buffers."""
         return self.report.to_json(top=top)
 
@@ -132,7 +132,7 @@ class EmbedCompileResult(Result):
 
     report: EmbedReport | EmbedRefusal
 
-    def to_json(self, *, top: int = 20) -> dict[str, Any]:
+    def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Memory of each stack's programs and of whole steps, planned and compiled; ``top`` arrays of a heap."""
         return self.report.to_json(top=top)
 

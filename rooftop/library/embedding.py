@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json
@@ -57,7 +57,7 @@ class EmbeddingPlanResult(Result):
 
     plan: EmbedPlan
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to compile the program."""
         data: dict[str, object] = self.plan.to_json()
         return data
@@ -109,7 +109,7 @@ class EmbeddingLimitsResult(Result):
         """Every limit next to the observed need."""
         return compare(self.limits, self.statistics)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Batches, ids out of range, and each stack's needs and limits."""
         uses = self.uses
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.library.inputs import AxesLike, ChipLike, PlanLike, axes_of, chip_of, training_plan_of
@@ -28,7 +28,7 @@ class ExplainResult(Result):
 
     explained: Explained
 
-    def to_json(self, *, top: int = 20) -> dict[str, Any]:
+    def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Rows by scope and phase, losses, and ``top`` operations and collectives."""
         return self.explained.to_json(top=top)
 
@@ -58,7 +58,7 @@ class OperationsResult(Result):
     inferred: tuple[Inferred, ...]
     chip: Chip | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Each instruction with its layouts and work, and its times on the chip."""
         from rooftop.explain.operations import OperationRecord, OperationsRecord
 
@@ -95,7 +95,7 @@ class DiffResult(Result):
 
     difference: Difference
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Both sides, the verdict, and the changes, the largest first."""
         return self.difference.to_json()
 
@@ -131,7 +131,7 @@ class ValidationResult(Result):
     reasons: Mapping[str, str]
     unpredicted: Mapping[str, str]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
         from rooftop.validation.report import UnpredictedRun, UnusableTraining, ValidationRecord, ValidationSummary
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES, STAGE_AXES
@@ -48,7 +48,7 @@ class TrainingPlanResult(Result):
         data: dict[str, object] = self.answer.to_json()
         return data | {"pipeline": of_plan(self.plan).to_json()} if self.plan.mesh.size(*STAGE_AXES) > 1 else data
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to build, compile and run the program."""
         return dict(self._data)
 

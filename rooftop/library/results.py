@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rooftop.core.ledger import Ledger
 
@@ -25,7 +25,7 @@ class Result(ABC):
     document_kind: ClassVar[str | None] = None
 
     @abstractmethod
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that the verb prints with ``--json``."""
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rooftop.capabilities import KV_SPLITS
 from rooftop.core.errors import RooftopError, one_of, unknown
@@ -92,7 +92,7 @@ class ServingPlanResult(Result):
             recommendation=None if self.recommendation is None else self.recommendation.document,
         ).to_json()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to simulate and to serve."""
         return dict(self._data)
 
@@ -142,7 +142,7 @@ class ServingFrontResult(Result):
     model: str
     points: Sequence[FleetPoint]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The model and the points."""
         return ServingFrontDocument(kind="pareto", model=self.model, pareto=tuple(self.points)).to_json()
 

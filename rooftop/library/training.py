@@ -74,7 +74,7 @@ class TrainResult(Result):
         """Records of all steps and evaluations of the run, oldest first: the lines of metrics.jsonl."""
         return _records(self.run)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that ``rooftop train --json`` prints."""
         return {
             "kind": "train",
@@ -129,7 +129,7 @@ class EmbeddingTrainResult(Result):
         """Records of all steps of the run, oldest first: the lines of metrics.jsonl."""
         return _records(self.run)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that ``rooftop embed train --json`` prints. ``loss`` is the last one."""
         loss = self.losses[-1] if self.losses else math.nan
         return {
@@ -179,7 +179,7 @@ class EmbeddingExportResult(Result):
         """Shape, bytes and, in int8, range and errors by table."""
         return dict(self.report["tables"])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the content of tables.json."""
         return dict(self.report)
 
