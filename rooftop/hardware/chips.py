@@ -54,7 +54,7 @@ Shape = tuple[int, ...]
 class Figure:
     """One figure as it is shown: its value (None if unpublished), unit, source and the date of the source."""
 
-    value: float | str | Shape | tuple[Shape, ...] | None
+    value: float | str | tuple[int | Shape, ...] | None
     unit: str
     source: str
     date: str

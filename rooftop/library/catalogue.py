@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Number
 from rooftop.core.quantities import format_bytes, format_count, parse_count
+from rooftop.core.records import Record
 from rooftop.hardware import Chip, Slice, catalogue
+from rooftop.hardware.chips import Figure
+from rooftop.hardware.slices import PhysicalAxis
 from rooftop.library.inputs import ChipLike, CountLike, ModelLike, chip_of, model_of, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.models import (
@@ -30,6 +35,22 @@ _DEFAULT_SEQ = 4096
 KV_DTYPES = ("bf16", "int8")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChipRecord(Record):
+    """A chip: names, kind, and every figure with its unit, source and date."""
+
+    name: str
+    title: str
+    aliases: tuple[str, ...]
+    kind: str
+    figures: Mapping[str, Figure]
+
+    @classmethod
+    def of(cls, chip: Chip) -> ChipRecord:
+        """The record of a chip."""
+        return cls(name=chip.name, title=chip.title, aliases=chip.aliases, kind=chip.kind, figures=chip.figures)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ChipResult(Result):
     """One chip of the catalogue."""
@@ -38,13 +59,7 @@ class ChipResult(Result):
 
     def to_json(self) -> dict[str, object]:
         """Names, kind, and every figure with its unit, source and date."""
-        return {
-            "name": self.chip.name,
-            "title": self.chip.title,
-            "aliases": self.chip.aliases,
-            "kind": self.chip.kind,
-            "figures": {name: vars(figure) for name, figure in self.chip.figures.items()},
-        }
+        return ChipRecord.of(self.chip).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -66,6 +81,26 @@ class ChipResult(Result):
         return f"{spec.name}: {spec.title}, {peak} in bf16, {hbm} HBM at {format_bytes(spec.hbm_bytes_per_s)}/s"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SliceRecord(Record):
+    """A slice: counts and totals of all its chips, FLOP/s by dtype, bytes, and the axes of its network."""
+
+    name: str
+    chip: str
+    shape: tuple[int, ...]
+    num_slices: int
+    chips: int
+    devices: int
+    cores: int
+    hosts: int
+    wraparound: tuple[bool, ...]
+    flops_per_s: Mapping[str, float]
+    hbm_bytes: float
+    hbm_usable_bytes: float
+    price_usd_per_hour: float | None
+    physical_axes: tuple[PhysicalAxis, ...]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SliceResult(Result):
     """A slice: its totals and its network."""
@@ -80,22 +115,22 @@ class SliceResult(Result):
     def to_json(self) -> dict[str, object]:
         """Shape, totals and physical axes."""
         spec = self.slice
-        return {
-            "name": spec.name,
-            "chip": spec.chip.name,
-            "shape": spec.shape,
-            "num_slices": spec.num_slices,
-            "chips": spec.chips,
-            "devices": spec.devices,
-            "cores": spec.cores,
-            "hosts": spec.hosts,
-            "wraparound": spec.wraparound,
-            "flops_per_s": {dtype: spec.flops_per_s(dtype) for dtype in spec.chip.flops_per_s},
-            "hbm_bytes": spec.hbm_bytes,
-            "hbm_usable_bytes": spec.hbm_usable_bytes,
-            "price_usd_per_hour": spec.price_usd_per_hour,
-            "physical_axes": [vars(axis) for axis in spec.physical_axes],
-        }
+        return SliceRecord(
+            name=spec.name,
+            chip=spec.chip.name,
+            shape=spec.shape,
+            num_slices=spec.num_slices,
+            chips=spec.chips,
+            devices=spec.devices,
+            cores=spec.cores,
+            hosts=spec.hosts,
+            wraparound=spec.wraparound,
+            flops_per_s={dtype: spec.flops_per_s(dtype) for dtype in spec.chip.flops_per_s},
+            hbm_bytes=spec.hbm_bytes,
+            hbm_usable_bytes=spec.hbm_usable_bytes,
+            price_usd_per_hour=spec.price_usd_per_hour,
+            physical_axes=spec.physical_axes,
+        ).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -128,7 +163,7 @@ class ChipsResult(Result):
 
     def to_json(self) -> dict[str, object]:
         """Every chip with all its figures."""
-        return {"chips": [ChipResult(chip=spec).to_json() for spec in self.chips]}
+        return {"chips": [ChipRecord.of(spec).to_json() for spec in self.chips]}
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -151,6 +186,43 @@ class ChipsResult(Result):
         return f"{len(self.chips)} chips: {', '.join(spec.name for spec in self.chips)}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelTotals(Record):
+    """The figures that a list of models shows. KV bytes are of all layers, by dtype."""
+
+    name: str
+    family: str
+    params: int
+    active_params: int
+    kv_bytes_per_token: Mapping[str, Number]
+    max_seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFlops(Record):
+    """FLOPs of training on one token: those of ``forward`` are of matmuls and of attention."""
+
+    convention: str
+    forward: Number
+    backward: Number
+    total: Number
+    forward_matmul: Number
+    forward_attention: Number
+    total_full_attention: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord(ModelTotals):
+    """A model with its configuration: parameters, FLOPs and the KV cache of sequences of ``seq_len`` tokens."""
+
+    source: str | None
+    params_by_component: Mapping[str, int]
+    seq_len: int
+    flops_per_token: TokenFlops
+    kv_cache_bytes: Mapping[str, Number]
+    config: ModelConfig
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelResult(Result):
     """A model's parameters, FLOPs per token in sequences of ``seq_len`` tokens, and KV cache.
@@ -163,39 +235,39 @@ class ModelResult(Result):
     source: str | None = None
 
     @cached_property
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> ModelTotals:
         """The figures that a list of models shows."""
         counts = count_params(self.config)
-        return {
-            "name": self.config.name,
-            "family": self.config.family,
-            "params": counts.total,
-            "active_params": counts.active,
-            "kv_bytes_per_token": {dtype: kv_bytes_per_token(self.config, dtype) for dtype in KV_DTYPES},
-            "max_seq_len": self.config.max_seq_len,
-        }
+        return ModelTotals(
+            name=self.config.name,
+            family=self.config.family,
+            params=counts.total,
+            active_params=counts.active,
+            kv_bytes_per_token={dtype: kv_bytes_per_token(self.config, dtype) for dtype in KV_DTYPES},
+            max_seq_len=self.config.max_seq_len,
+        )
 
     def to_json(self) -> dict[str, object]:
         """Parameters by component, FLOPs and their convention, KV bytes, and the configuration."""
         config, seq_len = self.config, self.seq_len
         flops = flops_per_token(config, seq_len)
-        return {
-            **self.totals,
-            "source": self.source,
-            "params_by_component": count_params(config).by_component,
-            "seq_len": seq_len,
-            "flops_per_token": {
-                "convention": flops.convention,
-                "forward": flops.forward,
-                "backward": flops.backward,
-                "total": flops.total,
-                "forward_matmul": flops.matmul,
-                "forward_attention": flops.attention,
-                "total_full_attention": flops_per_token(config, seq_len, attention="full").total,
-            },
-            "kv_cache_bytes": {dtype: kv_cache_bytes(config, dtype, seq_len) for dtype in KV_DTYPES},
-            "config": config.to_json(),
-        }
+        return ModelRecord(
+            **vars(self.totals),
+            source=self.source,
+            params_by_component=count_params(config).by_component,
+            seq_len=seq_len,
+            flops_per_token=TokenFlops(
+                convention=flops.convention,
+                forward=flops.forward,
+                backward=flops.backward,
+                total=flops.total,
+                forward_matmul=flops.matmul,
+                forward_attention=flops.attention,
+                total_full_attention=flops_per_token(config, seq_len, attention="full").total,
+            ),
+            kv_cache_bytes={dtype: kv_cache_bytes(config, dtype, seq_len) for dtype in KV_DTYPES},
+            config=config,
+        ).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -231,19 +303,19 @@ class ModelsResult(Result):
 
     def to_json(self) -> dict[str, object]:
         """Totals of every model."""
-        return {"models": [model.totals for model in self.models]}
+        return {"models": [model.totals.to_json() for model in self.models]}
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A model a row."""
-        return [flat(model.totals) for model in self.models]
+        return [flat(model.totals.to_json()) for model in self.models]
 
     @property
     def document(self) -> Document:
         """A model a row."""
         from rooftop.present.documents import catalogue
 
-        return catalogue.models([entry.totals for entry in self.models])
+        return catalogue.models([entry.totals.to_json() for entry in self.models])
 
     @property
     def summary(self) -> str:
