@@ -30,13 +30,18 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Output that is piped has the width that it has without a terminal; pytest-xdist sets another.
 os.environ.pop("COLUMNS", None)
+# Tests make many objects and few cycles: a collection at the end of each module is enough (below).
+gc.set_threshold(100_000, 50, 100)
 # Tests check the shapes and dtypes that signatures state. numba compiles what is in embed.host.kernel as it stands.
 CHECKED = (
-    "programs", "embed.criteo", "embed.export", "embed.train", "embed.host.buffers", "embed.host.inputs",
-    "embed.host.limits", "embed.host.lookups", "embed.host.minibatching", "embed.host.overflow",
-    "embed.host.preprocess", "embed.host.reference", "embed.host.statistics",
+    "programs", "embed.criteo", "embed.export", "embed.train", "embed.host.inputs", "embed.host.limits",
+    "embed.host.preprocess", "embed.host.statistics",
 )  # fmt: skip
-install_import_hook([f"rooftop.{name}" for name in CHECKED], f"{shape_checks.__name__}.checked")
+#: Small functions that are called often: checking them takes longer than their tests, so that only slow runs do.
+CHECKED_SLOWLY = (
+    "embed.host.buffers", "embed.host.lookups", "embed.host.minibatching", "embed.host.overflow",
+    "embed.host.reference",
+)  # fmt: skip
 # Tests leave the user's own cache alone. What is compiled for CPUs, and by the compiler of TPUs, is compiled once in a
 # session: the workers of pytest-xdist, which start with this environment, and the processes that tests start share a
 # cache.
@@ -50,7 +55,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where slow tests are left out, XLA's compiler for CPUs hurries: most of the time is its."""
-    if "not slow" in config.getoption("markexpr"):
+    quick = "not slow" in config.getoption("markexpr")
+    modules = [f"rooftop.{name}" for name in (CHECKED if quick else CHECKED + CHECKED_SLOWLY)]
+    install_import_hook(modules, f"{shape_checks.__name__}.checked")
+    if quick:
         os.environ["XLA_FLAGS"] += f" {QUICK_FLAGS}"
         settings.load_profile("quick")
     else:

@@ -144,7 +144,7 @@ def test_a_trace_is_read_back_by_jax_and_measured_as_planned(tmp_path: Path) -> 
     assert file == tmp_path / "plugins" / "profile" / "planned" / "rooftop.xplane.pb"
     found = explain(tmp_path)
     assert found.roofs is not None
-    assert found.roofs.chip == chip("v5e")
+    assert found.roofs.chip == "v5e"
     (note,) = found.notes
     assert note.startswith("a planned timeline, no measurement: ")
     assert found.measured.step_s == pytest.approx(drawn.total_s, abs=1e-11)
