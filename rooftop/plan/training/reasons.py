@@ -81,7 +81,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             + (", enough." if per_chip >= fsdp else ", so it would be bound by ICI."),
         )
         tensor = step.strategies.layouts.along(*COLUMN_AXES)[0]
-        spans = [step.strategies.layouts.span(axis) for axis in COLUMN_AXES]
+        spans = [step.strategies.layouts.ways(axis).spans for axis in COLUMN_AXES]
         used = sum(float(np.sum(np.where(span.size > 1, span.ports / 2, 0.0))) for span in spans)
         limit = rules.tensor_limit(f_eff, alpha, max(used, 0.5))
         yield Reason(

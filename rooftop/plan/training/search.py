@@ -112,9 +112,7 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     """
     layouts, even = searched_layouts(problem)
     options = searched_choices(problem, layouts)
-    order, starts = _by_shape(layouts)
-    layouts = layouts[order]
-    shapes = layouts[starts]
+    layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
     whole = Strategies(layouts, options)
     if len(starts) == 1:
@@ -130,11 +128,7 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
             searched=int(allowed.sum()),
             even=even,
         )
-    prices = {key: whole.price(*key) for key in _priced_collectives(problem, whole)}
-    whole = replace(whole, prices=prices)
-    cheapest = Strategies(
-        shapes, options, {key: price.map(lambda v: np.minimum.reduceat(v, starts)) for key, price in prices.items()}
-    )
+    cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
     allowed = allowed_candidates(problem, cheapest, even)
     bound_s, memory = _evaluate(problem, cheapest)
     feasible = allowed & (memory <= problem.capacity)
@@ -174,14 +168,6 @@ def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[s
     return priced_collectives(training_work(step), step.rates)
 
 
-def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """An order of layouts that groups equal axis sizes, and the start of each group."""
-    order = np.lexsort(layouts.devices.T)
-    ordered = layouts.devices[order]
-    new = np.any(ordered[1:] != ordered[:-1], axis=1)
-    return order, np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.intp)
-
-
 def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
     """Expected step time and memory of every candidate, [C, K], block by block."""
     shape = strategies.shape
@@ -189,11 +175,11 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
     rows = max(1, BLOCK // shape[1])
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
-        step = problem.step(strategies[part] if shape[0] > rows else strategies)
-        seconds = expected_s(training_work(step), step.strategies, step.rates, step.assumptions)
-        expected[part] = np.broadcast_to(seconds, expected[part].shape)
+        some = (strategies[part] if shape[0] > rows else strategies).factored()
+        step = problem.step(some)
+        expected[part] = some.flat(expected_s(training_work(step), some, step.rates, step.assumptions))
         if memory:
-            memory_bytes[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
+            memory_bytes[part] = some.flat(problem.memory(step).total)
     return expected, memory_bytes
 
 
