@@ -50,7 +50,8 @@ TOGETHER = 8
 class Sweep:
     """The candidates that were priced, with expected step time and memory, [C, K].
 
-    ``allowed`` is False where sizes do not divide. ``searched`` counts all candidates, also those excluded by a bound.
+    ``allowed`` is False where sizes do not divide. ``limit_bytes`` is the memory within which the best is sought.
+    ``searched`` counts all candidates, also those excluded by a bound.
     """
 
     problem: Problem
@@ -58,14 +59,15 @@ class Sweep:
     expected_s: Floats
     memory_bytes: Floats
     allowed: npt.NDArray[np.bool_]
+    limit_bytes: float
     searched: int
     even: bool
     """True if the layouts split sequences and D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Candidates that are allowed and stay within the device's memory, [C, K]."""
-        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.problem.capacity)
+        """Candidates that are allowed and stay within ``limit_bytes``, [C, K]."""
+        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.limit_bytes)
         return fits
 
     @cached_property
@@ -125,13 +127,15 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
             expected_s=seconds,
             memory_bytes=memory_bytes,
             allowed=allowed,
+            limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
             even=even,
         )
     cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
     allowed = allowed_candidates(problem, cheapest, even)
     bound_s, memory = _evaluate(problem, cheapest)
-    feasible = allowed & (memory <= problem.capacity)
+    limit = limit_bytes(problem, allowed, memory)
+    feasible = allowed & (memory <= limit)
     if not feasible.any():
         # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
         feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
@@ -156,9 +160,18 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
         expected_s=seconds,
         memory_bytes=memory[of_shape],
         allowed=allowed[of_shape],
+        limit_bytes=limit,
         searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
         even=even,
     )
+
+
+def limit_bytes(problem: Problem, allowed: npt.NDArray[np.bool_], memory: Floats) -> float:
+    """Bytes of a device within which the best candidate is sought.
+
+    They leave the compiler room if an allowed candidate does; otherwise they are all that is usable.
+    """
+    return problem.roomy_bytes if np.any(allowed & (memory <= problem.roomy_bytes)) else problem.capacity
 
 
 def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[str, str]]:
@@ -189,7 +202,7 @@ def best_of(problem: Problem, within: Strategies) -> float:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
     allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
-    return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())
+    return float(np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf).min())
 
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
