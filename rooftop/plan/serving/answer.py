@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rooftop.core.records import Record
+from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
 from rooftop.plan.serving.batches import BatchRule, search_batches
 from rooftop.plan.serving.nearest import NearestServing, nearest_plans
@@ -71,7 +71,7 @@ class ServingAnswer:
         plan = self.plan.document
         smallest, largest = (None, None) if self.extremes is None else map(BatchPoint.of, self.extremes)
         return ServingAnswerDocument(
-            **{field.name: getattr(plan, field.name) for field in fields(plan)},
+            **field_values(plan),
             batch_rule=self.rule,
             smallest_batch=smallest,
             largest_batch=largest,

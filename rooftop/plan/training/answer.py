@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rooftop.core.errors import Infeasible
+from rooftop.core.records import field_values
 from rooftop.plan.training.advice import NearestPlan, WhatIf, nearest_executable, plan_of, what_if
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
@@ -38,7 +39,7 @@ class TrainingAnswer:
         """plan.json."""
         plan = self.plan.document
         return TrainingAnswerDocument(
-            **{field.name: getattr(plan, field.name) for field in fields(plan)},
+            **field_values(plan),
             alternatives=tuple(self.alternatives),
             what_if=tuple(self.what_if),
             nearest_executable=self.nearest_executable,
