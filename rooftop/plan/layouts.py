@@ -94,8 +94,12 @@ def from_mesh(mesh: Mesh) -> Layouts:
     return Layouts(mesh.slice, size, stride)
 
 
-def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, int]) -> Layouts:
+def enumerate_layouts(
+    slice_: Slice, axes: Sequence[str], divides: Mapping[str, int], most: Mapping[str, int] | None = None
+) -> Layouts:
     """All layouts of ``axes`` on ``slice_`` in which the devices along each axis divide ``divides[name]`` (if given).
+
+    An axis has at most ``most[name]`` devices (if given).
 
     Over DCN only ``DCN_AXES`` run; every physical axis is divided among at most ``MAX_SHARING`` logical
     axes, in either order. Physical axes that are alike (same length and links) are interchangeable: one of the
@@ -110,9 +114,11 @@ def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, 
     order = np.zeros((1, 0), np.int64)
     # Zero is divided by everything: no limit.
     whole = np.array([divides.get(name, 0) for name in AXES])
+    limit = np.array([(most or {}).get(name, slice_.devices) for name in AXES])
     for position, (axis, (sizes, strides)) in enumerate(zip(physical, choices, strict=True)):
         old, new = (grid.ravel() for grid in np.meshgrid(np.arange(len(size)), np.arange(len(sizes)), indexing="ij"))
-        keep = np.all(whole % (np.prod(size, axis=-1)[old] * sizes[new]) == 0, axis=-1)
+        devices = np.prod(size, axis=-1)[old] * sizes[new]
+        keep = np.all((whole % devices == 0) & (devices <= limit), axis=-1)
         if position and _alike(axis, physical[position - 1]):
             keep &= order[old, -1] <= new
         old, new = old[keep], new[keep]
