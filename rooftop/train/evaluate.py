@@ -74,7 +74,10 @@ class Forward:
         """Return the weights of the training mesh laid out for this one; the same arrays if no axis moves."""
         if not self._moves:
             return weights
-        places = shardings(describe(self.program.model), self.own_mesh, self.program.specs(self.own_mesh))
+        specs = self.program.specs(self.own_mesh)
+        # Axes that become data split no padded dim: padding is the same on both meshes.
+        described = describe(self.program.model, specs.ways(self.own_mesh.shape))
+        places = shardings(described, self.own_mesh, specs)
         moved: Transformer[jax.Array] = jax.device_put(weights, places)
         return moved
 

@@ -18,7 +18,16 @@ from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
 from rooftop.programs.model.loss import count_loss_tokens
 from rooftop.programs.model.transformer import objective
-from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, describe, initialise
+from rooftop.programs.parameters import (
+    Batch,
+    Leaf,
+    Parameter,
+    Transformer,
+    abstract,
+    describe,
+    initialise,
+    without_padding,
+)
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
 from rooftop.programs.training.pipeline import pipelined
 from rooftop.programs.training.program import DTYPES, TrainProgram
@@ -54,7 +63,7 @@ class StepMetrics(Generic[Leaf]):
 
 def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
     """The state before the first step, every array created in its shards."""
-    described = describe(program.model)
+    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
     weights = initialise(described, key, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     with jax.set_mesh(mesh):
         optimizer_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
@@ -67,7 +76,7 @@ def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[
 
 def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
     """Shapes and shardings of the state, without memory."""
-    described = describe(program.model)
+    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
     weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     transformation = program.optimizer.transformation(described)
 
@@ -125,14 +134,15 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
 
     Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
     """
-    described, how = describe(program.model), replace(program.computation, specs=specs)
+    how = replace(program.computation, specs=specs)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
-    transformation = program.optimizer.transformation(described)
+    transformation = program.optimizer.transformation(describe(program.model))
 
     def step(
         state: TrainState[jax.Array], batch: Batch[jax.Array]
     ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
+        described = describe(program.model, specs.ways(jax.sharding.get_abstract_mesh().shape))
         counted = None if batch.segments is None else count_loss_tokens(batch.targets)
         per_microbatch = None if counted is None else counted / program.microbatches
 
@@ -162,6 +172,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
                 (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
         with named_scope("gradients"):
             gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+            gradients = jax.tree.map(without_padding, gradients, described)
             norm = optax.tree.norm(gradients) if program.gradient_norm else None
             gradients = program.optimizer.clip(gradients)
         with named_scope("optimizer"):
