@@ -23,7 +23,6 @@ from rooftop.arrays.rules import (
     DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
-    SEQUENCE_AXES,
     STAGE_AXES,
     ways,
 )
@@ -38,6 +37,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
+#: The largest share of a step's positions that may be padding in a candidate, unless no candidate has less.
+MOST_PADDING = 0.2
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
 BLOCK = 16_384
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
@@ -60,7 +61,7 @@ class Sweep:
     allowed: npt.NDArray[np.bool_]
     searched: int
     even: bool
-    """True if the layouts split sequences and D evenly, as a program needs."""
+    """True if the layouts split D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -119,7 +120,7 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = allowed_candidates(problem, whole, even)
+        allowed = allowed_candidates(problem, whole)
         seconds, memory_bytes = _evaluate(problem, whole)
         return Sweep(
             problem=problem,
@@ -135,7 +136,7 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
     cheapest = Strategies(
         shapes, options, {key: price.map(lambda v: np.minimum.reduceat(v, starts)) for key, price in prices.items()}
     )
-    allowed = allowed_candidates(problem, cheapest, even)
+    allowed = allowed_candidates(problem, cheapest)
     bound_s, memory = _evaluate(problem, cheapest)
     feasible = allowed & (memory <= problem.capacity)
     if not feasible.any():
@@ -202,15 +203,21 @@ def best_of(problem: Problem, within: Strategies) -> float:
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
-    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
+    allowed = allowed_candidates(problem, within)
     return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())
 
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which the sequences of a step or D do not divide, [C]: no program runs them as they stand."""
-    batch, columns = layouts.along(*BATCH_AXES), layouts.along(*GATHER_AXES, *COLUMN_AXES)
-    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
+    """Layouts over which D does not divide, [C]: no program runs them as they stand."""
+    bad: npt.NDArray[np.bool_] = problem.model.d_model % layouts.along(*GATHER_AXES, *COLUMN_AXES) != 0
     return bad
+
+
+def wasteful(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """Candidates in which more than ``MOST_PADDING`` of the positions are padding, [C, K], but not those with least."""
+    padding = problem.step(strategies).padding
+    most: npt.NDArray[np.bool_] = padding > max(MOST_PADDING, float(padding.min()))
+    return most
 
 
 def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
@@ -227,6 +234,8 @@ def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
     axes, divides = _searched(problem)
     layouts = enumerate_layouts(problem.slice, axes, divides)
     layouts = layouts[_heads_split(problem.model, layouts)]
+    whole = Choice(remat="none", policy=POLICIES["none"])
+    layouts = layouts[~wasteful(problem, Strategies(layouts, (whole,)))[:, 0]]
     good = ~uneven(problem, layouts)
     even = bool(good.any())
     if even:
@@ -236,7 +245,7 @@ def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes that are searched, and the size that each must divide."""
-    divides = dict.fromkeys(SEQUENCE_AXES, problem.workload.seq_len)
+    divides: dict[str, int] = {}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
             divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
@@ -304,7 +313,7 @@ def _nearest(sizes: Mapping[str, int], devices: int) -> str:
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     """The remat policies and microbatches to be priced, in the problem's schedule.
 
-    Raises RooftopError if a given number of microbatches does not divide the sequences.
+    Raises RooftopError for more microbatches than sequences.
     """
     if problem.remat is None:
         policies = {name: POLICIES[name] for name in SEARCHED}
@@ -312,9 +321,9 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
     if problem.microbatches is not None:
-        if problem.workload.batch_seqs % problem.microbatches:
+        if problem.microbatches > problem.workload.batch_seqs:
             raise RooftopError(
-                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+                "microbatches", problem.microbatches, f"at most the {problem.workload.batch_seqs} sequences"
             )
         counts = (problem.microbatches,)
     else:
@@ -324,19 +333,13 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
 
 
-def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
+def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """True where little is padding, and interleaved chunks divide the layers of a stage, [C, K].
 
     Raises RooftopError if no candidate does.
     """
     layouts = strategies.layouts
-    replicas = strategies.devices(*BATCH_AXES)
-    counts = strategies.microbatches
-    good = np.ones(strategies.shape, np.bool_)
-    if even:
-        good &= problem.workload.batch_seqs % (replicas * counts) == 0
-    else:
-        good &= counts == counts.min()
+    good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
     even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
@@ -345,11 +348,7 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
         fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    good &= even_parts
-    if not good.any():
-        raise RooftopError(
-            "microbatches",
-            int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of count replica",
-        )
-    return good
+    if not (good & even_parts).any():
+        # Little padding matters less than a schedule that can be.
+        return np.broadcast_to(even_parts, strategies.shape)
+    return good & even_parts
