@@ -131,7 +131,7 @@ class _Search:
         """Look at all batches near, the nearest first; a mesh that the problem has is kept."""
         own = problem.workload.batch_seqs
         pinned = problem.axes is not None or problem.mesh is not None
-        layouts = searched_layouts(problem)[0] if pinned else free_layouts(problem, OUTLINE_AXES)
+        layouts = searched_layouts(problem) if pinned else free_layouts(problem, OUTLINE_AXES)
         if pinned or problem != self.plan.problem:
             # Else the plan is what a search of this very problem has come to.
             self._look(problem)

@@ -23,7 +23,6 @@ from rooftop.arrays.rules import (
     DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
-    SEQUENCE_AXES,
     STAGE_AXES,
     ways,
 )
@@ -65,8 +64,6 @@ class Sweep:
     allowed: npt.NDArray[np.bool_]
     limit_bytes: float
     searched: int
-    even: bool
-    """True if the layouts split sequences evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -130,7 +127,7 @@ def sweep(
     ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
     the layouts to price, in place of all. Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
-    layouts, even = searched_layouts(problem, axes) if within is None else (within, _even(problem, within))
+    layouts = searched_layouts(problem, axes) if within is None else within
     options = searched_choices(problem, layouts)
     layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
@@ -138,7 +135,7 @@ def sweep(
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = allowed_candidates(problem, whole, even)
+        allowed = allowed_candidates(problem, whole)
         seconds, memory_bytes = _evaluate(problem, whole)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
@@ -151,10 +148,9 @@ def sweep(
             allowed=allowed,
             limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
-            even=even,
         )
     cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
-    allowed = allowed_candidates(problem, cheapest, even)
+    allowed = allowed_candidates(problem, cheapest)
     bound_s, memory = _evaluate(problem, cheapest)
     limit = limit_bytes(problem, allowed, memory)
     feasible = allowed & (memory <= limit)
@@ -199,7 +195,6 @@ def sweep(
         allowed=allowed[of_shape],
         limit_bytes=limit,
         searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
-        even=even,
     )
 
 
@@ -263,40 +258,31 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
-    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
+    allowed = allowed_candidates(problem, within)
     score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
     layout, choice = np.unravel_index(np.argmin(score), score.shape)
     return float(score[layout, choice]), (int(layout), int(choice))
 
 
-def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which the sequences of a step do not divide, [C]: no program runs them as they stand."""
-    bad: npt.NDArray[np.bool_] = problem.workload.batch_seqs % layouts.along(*BATCH_AXES) != 0
-    return bad
+def wasteful(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """Candidates in which more than ``MOST_PADDING`` of the positions are padding, [C, K], but not those with least."""
+    padding = problem.step(strategies).padding
+    most: npt.NDArray[np.bool_] = padding > max(MOST_PADDING, float(padding.min()))
+    return most
 
 
-def _even(problem: Problem, layouts: Layouts) -> bool:
-    """True if the layouts split the batch evenly."""
-    return not uneven(problem, layouts).any()
-
-
-def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> tuple[Layouts, bool]:
-    """The layouts to be priced, of the axes ``among`` where they are searched, and whether they split the batch evenly.
+def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
+    """The layouts to be priced, of the axes ``among`` where they are searched.
 
     Raises RooftopError if a given mesh cannot be.
     """
     if problem.mesh is not None:
-        layouts = from_mesh(problem.mesh)
-        return layouts, _even(problem, layouts)
+        return from_mesh(problem.mesh)
     if problem.axes is not None:
-        layouts = _given(problem, problem.axes)
-        return layouts, _even(problem, layouts)
+        return _given(problem, problem.axes)
     layouts = free_layouts(problem, among)
-    good = ~uneven(problem, layouts)
-    even = bool(good.any())
-    if even:
-        layouts = layouts[good]
-    return layouts, even
+    whole = Choice(remat="none", policy=POLICIES["none"])
+    return layouts[~wasteful(problem, Strategies(layouts, (whole,)))[:, 0]]
 
 
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
@@ -310,7 +296,7 @@ def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes that are searched, and the size that each must divide."""
-    divides = dict.fromkeys(SEQUENCE_AXES, problem.workload.seq_len)
+    divides: dict[str, int] = {}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
             divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
@@ -386,7 +372,7 @@ def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     """The remat policies and microbatches to be priced, in the problem's schedule.
 
-    Raises RooftopError if a given number of microbatches does not divide the sequences.
+    Raises RooftopError for more microbatches than sequences.
     """
     if problem.remat is None:
         policies = {name: POLICIES[name] for name in SEARCHED}
@@ -394,9 +380,9 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
     if problem.microbatches is not None:
-        if problem.workload.batch_seqs % problem.microbatches:
+        if problem.microbatches > problem.workload.batch_seqs:
             raise RooftopError(
-                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+                "microbatches", problem.microbatches, f"at most the {problem.workload.batch_seqs} sequences"
             )
         counts = (problem.microbatches,)
     else:
@@ -406,19 +392,13 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
 
 
-def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
+def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """True where little is padding, and interleaved chunks divide the layers of a stage, [C, K].
 
     Raises RooftopError if no candidate does.
     """
     layouts = strategies.layouts
-    replicas = strategies.devices(*BATCH_AXES)
-    counts = strategies.microbatches
-    good = np.ones(strategies.shape, np.bool_)
-    if even:
-        good &= problem.workload.batch_seqs % (replicas * counts) == 0
-    else:
-        good &= counts == counts.min()
+    good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
     even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
@@ -427,11 +407,7 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
         fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    good &= even_parts
-    if not good.any():
-        raise RooftopError(
-            "microbatches",
-            int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of count replica",
-        )
-    return good
+    if not (good & even_parts).any():
+        # Little padding matters less than a schedule that can be.
+        return np.broadcast_to(even_parts, strategies.shape)
+    return good & even_parts
