@@ -190,22 +190,28 @@ class Widths:
 
     @cached_property
     def padding(self) -> Number:
-        """The largest padding of a dim that matmuls have or of D, relative to its size; 0 where all of them divide.
+        """The largest padding of ``padded``, relative to the size of its dim; 0 where all of them divide."""
+        import numpy as np
+
+        ratios = (stored / size for size, stored in self.padded.values())
+        worst: Number = np.maximum.reduce(np.broadcast_arrays(*ratios)) - 1.0
+        return worst
+
+    @property
+    def padded(self) -> dict[str, tuple[int, Number]]:
+        """Sizes of dims that matmuls have and of D, with their sizes as stored, by name.
 
         Other weights at rest are padded too, which gathers and memory pay for.
         """
-        import numpy as np
-
         model, moe = self.model, self.model.moe
-        padded: list[tuple[float, Number]] = [
-            (model.heads, self.heads * self.tensor),
-            (model.vocab, self.vocab * self.tensor),
-            (model.d_model, self.spread(model.d_model)),
-        ]
-        hidden = [model.d_ff] if model.dense_layers else []
+        hidden = {"F": model.d_ff} if model.dense_layers else {}
+        sizes: dict[str, tuple[int, Number]] = {
+            "heads": (model.heads, self.heads * self.tensor),
+            "vocabulary": (model.vocab, self.vocab * self.tensor),
+            "D": (model.d_model, self.spread(model.d_model)),
+        }
         if moe is not None:
-            padded.append((moe.experts, self.experts * self.expert))
-            hidden += [moe.d_ff] + ([moe.shared_d_ff] if moe.shared_d_ff else [])
-        padded += [(size, self.columns(size) * self.tensor) for size in hidden]
-        worst: Number = np.maximum.reduce(np.broadcast_arrays(*(stored / size for size, stored in padded))) - 1.0
-        return worst
+            sizes["experts"] = (moe.experts, self.experts * self.expert)
+            hidden |= {"F of experts": moe.d_ff}
+            hidden |= {"F of shared experts": moe.shared_d_ff} if moe.shared_d_ff else {}
+        return sizes | {name: (size, self.columns(size) * self.tensor) for name, size in hidden.items()}

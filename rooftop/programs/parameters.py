@@ -196,6 +196,11 @@ class Parameter:
     """True if the weight meets values in its padding, and so has a gradient there, which is to be dropped."""
 
     @property
+    def pads_inside(self) -> bool:
+        """True if some padding is not at the end of its dim."""
+        return any(dim is not None and any(parts > 1 for parts, _ in dim.steps) for dim in self.padding)
+
+    @property
     def true_shape(self) -> tuple[int, ...]:
         """The shape without padding."""
         dims = self.padding or (None,) * len(self.shape)
@@ -416,6 +421,25 @@ def stored(array: Shaped[Array, "*true"], parameter: Parameter) -> Shaped[Array,
         for parts, filled in () if dim is None else dim.steps:
             array = _refilled(array, at, parts, filled)
     return array
+
+
+def padding_last(array: Shaped[Array, "*stored"], parameter: Parameter) -> Shaped[Array, "*stored"]:
+    """The stored array with all padding moved to the ends of its dims, as another mesh can read it."""
+    for at, dim in enumerate(parameter.padding):
+        if dim is not None:
+            sizes = [dim.size, *(parts * filled for parts, filled in dim.steps)]
+            for (parts, _), size in reversed(list(zip(dim.steps, sizes, strict=False))):
+                array = _refilled(array, at, parts, size // parts)
+            array = _refilled(array, at, 1, dim.stored)
+    return array
+
+
+def padding_in_parts(array: Shaped[Array, "*stored"], parameter: Parameter) -> Shaped[Array, "*stored"]:
+    """The inverse of ``padding_last``."""
+    for at, dim in enumerate(parameter.padding):
+        if dim is not None:
+            array = _refilled(array, at, 1, dim.size)
+    return stored(array, parameter)
 
 
 def without_padding(array: Shaped[Array, "*stored"], parameter: Parameter) -> Shaped[Array, "*stored"]:

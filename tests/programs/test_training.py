@@ -217,7 +217,6 @@ def test_json_round_trip() -> None:
         ({"remat": "blok"}, {}, "remat"),
         ({"loss_chunks": 3}, {}, "loss_chunks"),
         ({"attention": "flash"}, {}, "attention"),
-        ({}, {"tensor": 8}, "model weight layers[0][0].attn.k"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes: dict[str, int], field: str) -> None:

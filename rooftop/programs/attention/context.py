@@ -369,7 +369,7 @@ def _gathered(
     scores, size, chunks = ring.scores, ring.size, ring.chunks
     chunk, here = q.shape[1] // chunks, lax.axis_index(ring.axis)
     # Index on the devices of each chunk of the sequence.
-    sorted_chunks = sequence_order(size * chunks, size, order).argsort()
+    sorted_chunks = jnp.asarray(sequence_order(size * chunks, size, order).argsort())
 
     def gathered(x: jax.Array) -> jax.Array:
         whole = lax.all_gather(x, ring.axis, axis=1, tiled=True)

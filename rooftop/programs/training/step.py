@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import P, named_scope
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, auto_axes, reshard
 from jax.typing import DTypeLike
 
 from rooftop.arrays.rules import STAGE_AXES, ways
@@ -96,6 +96,46 @@ def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainSta
     optimizer = jax.tree.map(with_sharding, jax.eval_shape(transformation.init, weights), is_leaf=is_moments)
     step = placed(jax.ShapeDtypeStruct((), jnp.int32), NamedSharding(mesh, P()))
     return TrainState(step=step, weights=weights, optimizer=optimizer)
+
+
+def described_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[Parameter]:
+    """The state as parameters, which say how its arrays are padded."""
+    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    scalar = Parameter(shape=(), dims=())
+    structure: Any = jax.tree.structure(described)
+
+    def is_moments(node: Any) -> bool:
+        return bool(structure == jax.tree.structure(node))
+
+    weights = jax.tree.map(lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.float32), described)
+    shapes = jax.eval_shape(program.optimizer.transformation(described).init, weights)
+    optimizer = jax.tree.map(lambda node: described if is_moments(node) else scalar, shapes, is_leaf=is_moments)
+    return TrainState(step=scalar, weights=described, optimizer=optimizer)
+
+
+def unpadded(state: TrainState[Any], described: TrainState[Parameter]) -> TrainState[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the state without padding."""
+    return jax.tree.map(
+        lambda leaf, parameter: jax.ShapeDtypeStruct(parameter.true_shape, leaf.dtype), state, described
+    )
+
+
+def repadded(
+    state: TrainState[jax.Array],
+    described: TrainState[Parameter],
+    how: Callable[[jax.Array, Parameter], jax.Array],
+) -> TrainState[jax.Array]:
+    """The state with its padding moved by ``how``: ``padding_last``, or back by ``padding_in_parts``.
+
+    Runs under ``jax.set_mesh``.
+    """
+
+    def moved(leaf: jax.Array, parameter: Parameter) -> jax.Array:
+        if not parameter.pads_inside:
+            return leaf
+        return jax.jit(auto_axes(lambda array: how(array, parameter), out_sharding=leaf.sharding))(leaf)
+
+    return jax.tree.map(moved, state, described)
 
 
 def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
