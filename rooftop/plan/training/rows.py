@@ -409,10 +409,12 @@ def matmuls(
     gather_weight: tuple[Transfer, ...] = (Transfer("all_gather", GATHER_AXES, weights, "weight_gather"),)
     scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter"),)
     if keys and np.any(step.copied_keys):
-        copied = step.copied_keys * element
+        copied, when = step.copied_keys * element, step.widths.copied_keys
         parts = ((GATHER_AXES, copied / step.tensor), (COLUMN_AXES, copied))
-        gather_weight += tuple(Transfer("all_gather", axes, size, "weight_gather") for axes, size in parts)
-        scatter_weight += tuple(Transfer("reduce_scatter", axes, size, "gradient_scatter") for axes, size in parts)
+        gather_weight += tuple(Transfer("all_gather", axes, size, "weight_gather", when) for axes, size in parts)
+        scatter_weight += tuple(
+            Transfer("reduce_scatter", axes, size, "gradient_scatter", when) for axes, size in parts
+        )
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)
