@@ -122,16 +122,19 @@ class TrainingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSpec:
-    """The engine that is asked for: the model, sizes of mesh ``axes``, ``batch`` sequences at a time, and formats.
+    """The engine that is asked for: the model, sizes of mesh ``axes``, and formats. Any batch is padded to its slots.
 
-    Dtypes: ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column),
-    ``kv`` of the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model
-    guesses tokens.
+    ``tokens`` of the longest sequence (None: as many as the model allows). ``prefill_axes`` are those of a server that
+    prefills alone (None: the same); with ``prefill_ring`` its context axis splits sequences, not columns. Dtypes:
+    ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column), ``kv`` of
+    the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model guesses.
     """
 
     model: ModelConfig
     axes: Mapping[str, int]
-    batch: int
+    tokens: int | None = None
+    prefill_axes: Mapping[str, int] | None = None
+    prefill_ring: bool = False
     kv_split: KvSplit = "batch"
     weights: str = "bf16"
     weight_group: int | None = None
@@ -400,27 +403,11 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
 )
 
 
-def _even_batch(spec: ServingSpec) -> str | None:
-    spread = spec.ways(*BATCH_AXES) * (spec.ways(*SEQUENCE_AXES) if spec.kv_split == "batch" else 1)
-    if spec.batch % spread:
-        return f"JAX shards evenly: {spec.batch} sequences cannot be split {spread} ways"
-    return None
-
-
 def _engine_axes(spec: ServingSpec) -> str | None:
     for axis, size in spec.axes.items():
         if size > 1 and axis not in ENGINE_AXES:
-            return f"no engine splits a model over {axis}: {engine_mesh_hint(spec.axes)}"
+            return f"no engine splits a model over {axis}: {', '.join(ENGINE_AXES)}"
     return None
-
-
-def engine_mesh_hint(axes: Mapping[str, int]) -> str:
-    """A sentence on the axes that an engine has, with a mesh that splits as much as ``axes``."""
-    # With hidden columns split in place of D, each device reads as little, and sends a little more.
-    sizes = {name: size for name, size in axes.items() if size > 1 and name in ENGINE_AXES}
-    sizes["context"] = sizes.get("context", 1) * prod(n for name, n in axes.items() if name not in ENGINE_AXES)
-    again = ",".join(f"{name}={size}" for name, size in sizes.items())
-    return f"an engine's axes are {', '.join(ENGINE_AXES)}; plan again, perhaps with --mesh {again}"
 
 
 def _engine_weights(spec: ServingSpec) -> str | None:
@@ -428,6 +415,39 @@ def _engine_weights(spec: ServingSpec) -> str | None:
         return None
     scales = "a scale for each column" if spec.weight_group is None else f"groups of {spec.weight_group}"
     return f"no engine has weights in {spec.weights} with {scales}: {_weight_formats()}"
+
+
+def _weight_groups(spec: ServingSpec) -> str | None:
+    group = spec.weight_group
+    if group is None or spec.weights == "bf16" or spec.engine_weights is None:
+        return None
+    for axes in (spec.axes, spec.prefill_axes or {}):
+        for name, inputs in _matmul_inputs(spec.model, ways(axes, *COLUMN_AXES, *SEQUENCE_AXES)):
+            if inputs % group:
+                return f"groups of {group} weights do not divide the {inputs:g} {name} that a device sums over"
+    return None
+
+
+def _matmul_inputs(model: ModelConfig, split: int) -> Iterator[tuple[str, float]]:
+    """Inputs of the layers' matmuls on one device, with their names; columns of heads and MLPs are ``split``."""
+    yield "of D", model.d_model
+    yield "outputs of heads", model.heads * model.d_value / split
+    if model.mla is not None:
+        yield "of the latent", model.mla.kv_rank
+        if model.mla.q_rank is not None:
+            yield "of the queries' latent", model.mla.q_rank
+    for name, hidden in _hidden_columns(model):
+        yield name, hidden / split
+
+
+def _hidden_columns(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """F of each kind of MLP that the model has."""
+    if model.dense_layers:
+        yield "columns of an MLP", model.d_ff
+    if model.moe is not None:
+        yield "columns of an expert", model.moe.d_ff
+        if model.moe.shared_d_ff:
+            yield "columns of shared experts", model.moe.shared_d_ff
 
 
 def _weight_formats() -> str:
@@ -455,7 +475,7 @@ def _pages(spec: ServingSpec) -> str | None:
 
 def _draft(spec: ServingSpec) -> str | None:
     if spec.drafted and spec.disaggregated:
-        return "no engine sends a draft model's cache to a generate server: plan with --mode interleaved"
+        return "no engine sends a draft model's cache to a generate server: plan with --batching interleaved"
     return None
 
 
@@ -467,16 +487,52 @@ def _copies(spec: ServingSpec) -> str | None:
 
 
 def engine_mesh_errors(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[RooftopError]:
-    """Errors of mesh ``axes`` over which an engine cannot split a model: its experts, query or key/value heads."""
+    """Errors of mesh ``axes`` over which an engine cannot split a model: its experts, heads, columns or tables."""
     expert, tensor, context = (ways(axes, *names) for names in (EXPERT_AXES, COLUMN_AXES, SEQUENCE_AXES))
     if model.moe is None and expert > 1:
         yield RooftopError("mesh axis expert", expert, f"1: {model.name} has no experts")
+    if model.moe is not None and model.moe.experts % expert:
+        yield RooftopError("mesh axis expert", expert, f"a divisor of the {model.moe.experts} experts")
     if model.heads % (tensor * context):
         accepted = f"a divisor of the {model.heads} query heads"
         yield RooftopError("mesh axes tensor and context", tensor * context, accepted)
     if model.mla is None and model.kv_heads % tensor and tensor % model.kv_heads:
         accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
         yield RooftopError("mesh axis tensor", tensor, accepted)
+    for name, hidden in _hidden_columns(model):
+        if hidden % (tensor * context):
+            yield RooftopError("mesh axes tensor and context", tensor * context, f"a divisor of the {hidden} {name}")
+    table = prod(size for _, size in vocabulary_axes(model, (("tensor", tensor), ("context", context))))
+    if model.d_model % table:
+        # A table is split over D by the axes that split the vocabulary: a lookup exchanges no rows.
+        yield RooftopError("mesh axes tensor and context", table, f"a divisor of a D of {model.d_model}")
+
+
+def vocabulary_axes(model: ModelConfig, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The longest prefix of mesh ``axes``, (name, size), that divides the vocabulary."""
+    while model.vocab % prod(size for _, size in axes):
+        axes = axes[:-1]
+    return axes
+
+
+def _engine_tokens(spec: ServingSpec) -> str | None:
+    if spec.tokens is None or spec.tokens <= spec.model.max_seq_len:
+        return None
+    return f"{spec.model.name} was made for {spec.model.max_seq_len:,} tokens, not {spec.tokens:,}"
+
+
+def _prefill(spec: ServingSpec) -> str | None:
+    axes, model = spec.prefill_axes, spec.model
+    if axes is None:
+        return None
+    if spec.prefill_ring and ways(axes, *SEQUENCE_AXES) > 1:
+        return "no engine splits a prompt over context in a ring: plan without --prefill-mesh"
+    for error in engine_mesh_errors(model, axes):
+        return f"no engine prefills over {error.field} of {error.given}, only {error.accepted}"
+    copies = [max(model.kv_heads, ways(sizes, *COLUMN_AXES)) for sizes in (axes, spec.axes)]
+    if model.mla is None and copies[0] != copies[1]:
+        return f"a cache of {copies[0]} key/value heads, copies included, cannot be sent to one of {copies[1]}"
+    return None
 
 
 def _engine_mesh(spec: ServingSpec) -> str | None:
@@ -486,13 +542,13 @@ def _engine_mesh(spec: ServingSpec) -> str | None:
 
 #: What an engine can be, in the order in which obstacles are listed.
 SERVING: tuple[Capability[ServingSpec], ...] = (
-    Capability(
-        name="batch",
-        accepted="a multiple of data x expert, times context where it splits the batch",
-        obstacle=_even_batch,
-    ),
     Capability(name="mesh axes", accepted=", ".join(ENGINE_AXES), obstacle=_engine_axes),
     Capability(name="weights", accepted=_weight_formats(), obstacle=_engine_weights),
+    Capability(
+        name="groups of weights",
+        accepted="a divisor of the inputs of every matmul on a device: D, heads and F over tensor x context",
+        obstacle=_weight_groups,
+    ),
     Capability(name="KV cache", accepted=", ".join(ENGINE_CACHES), obstacle=_engine_cache),
     Capability(name="matmul dtype", accepted="bf16", obstacle=_engine_matmuls),
     Capability(name="layers that share a cache", accepted="1", obstacle=_kv_sharing),
@@ -504,10 +560,16 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
     Capability(name="draft model", accepted="interleaved batching", obstacle=_draft),
     Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
     Capability(
-        name="heads and experts",
-        accepted="query heads a multiple of tensor x context; key/value heads a multiple or a divisor of tensor; "
-        "expert 1 without experts",
+        name="heads, columns and experts",
+        accepted="query heads, F and D a multiple of tensor x context; key/value heads a multiple or a divisor of "
+        "tensor; experts a multiple of expert",
         obstacle=_engine_mesh,
+    ),
+    Capability(name="sequence length", accepted="at most the model's longest", obstacle=_engine_tokens),
+    Capability(
+        name="prefill on its own server",
+        accepted="columns over tensor x context, as in generation; as many copies of key/value heads",
+        obstacle=_prefill,
     ),
 )
 

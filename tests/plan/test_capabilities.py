@@ -151,14 +151,14 @@ def test_changes_that_no_program_runs_are_marked() -> None:
 
 
 def spec(**more: Any) -> ServingSpec:
-    fields: dict[str, Any] = {"model": load_model("llama3-8b"), "axes": {"tensor": 4}, "batch": 8}
+    fields: dict[str, Any] = {"model": load_model("llama3-8b"), "axes": {"tensor": 4}}
     return ServingSpec(**fields | more)
 
 
 @pytest.mark.parametrize(
     ("more", "obstacle"),
     [
-        ({"axes": {"fsdp": 2, "tensor": 4}}, "--mesh tensor=4,context=2"),
+        ({"axes": {"fsdp": 2, "tensor": 4}}, "no engine splits a model over fsdp"),
         ({"weights": "int4"}, "weights in int4 with a scale for each column"),
         ({"weights": "int8", "weight_group": 64}, "groups of 64"),
         ({"weights": "f16"}, "weights in f16"),
@@ -166,12 +166,19 @@ def spec(**more: Any) -> ServingSpec:
         ({"matmul": "int8"}, "no engine multiplies in int8"),
         ({"kv_sharing": 2}, "2 layers share a cache"),
         ({"axes": {"context": 32}, "kv_split": "seq"}, "pages of 16 tokens cannot be split 32 ways"),
-        ({"axes": {"data": 3}}, "8 sequences cannot be split 3 ways"),
         ({"axes": {"data": 2}, "disaggregated": True}, "one copy, not 2 over data"),
-        ({"drafted": True, "disaggregated": True}, "--mode interleaved"),
+        ({"drafted": True, "disaggregated": True}, "--batching interleaved"),
         ({"axes": {"tensor": 3}}, "a divisor of the 32 query heads"),
         ({"model": replace(load_model("llama3-8b"), heads=48, kv_heads=6)}, "the 6 key/value heads"),
         ({"axes": {"expert": 2}}, "has no experts"),
+        ({"model": load_model("mixtral-8x7b"), "axes": {"expert": 3}}, "a divisor of the 8 experts"),
+        ({"model": replace(load_model("llama3-8b"), d_ff=14338)}, "a divisor of the 14338 columns of an MLP"),
+        ({"model": replace(load_model("llama3-8b"), d_model=4098)}, "a divisor of a D of 4098"),
+        ({"weights": "int4", "weight_group": 128, "axes": {"tensor": 32}}, "do not divide the 448 columns of an MLP"),
+        ({"tokens": 8193}, "was made for 8,192 tokens, not 8,193"),
+        ({"prefill_axes": {"context": 2, "tensor": 4}, "prefill_ring": True}, "splits a prompt over context in a ring"),
+        ({"prefill_axes": {"tensor": 16}}, "a cache of 16 key/value heads, copies included"),
+        ({"prefill_axes": {"tensor": 64}}, "no engine prefills over mesh axes tensor and context of 64"),
     ],
 )
 def test_engines_name_what_they_lack(more: dict[str, Any], obstacle: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, span
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
+from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
 from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
@@ -52,10 +52,14 @@ class Placed(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The mesh of a phase, and the part of the cache that ``context`` splits: 'batch' or 'seq'."""
+    """The mesh of a phase, and the part of the cache that ``context`` splits: 'batch' or 'seq'.
+
+    ``joined_of`` is the mesh of the engine whose context and tensor axes are joined in this one.
+    """
 
     mesh: Mesh
     kv_split: KvSplit = "batch"
+    joined_of: Mesh | None = None
 
     def __post_init__(self) -> None:
         if self.kv_split not in KV_SPLITS:
@@ -65,6 +69,16 @@ class Placement:
     def slice(self) -> Slice:
         """The slice under the mesh."""
         return self.mesh.slice
+
+    @property
+    def engine_mesh(self) -> Mesh:
+        """The mesh as an engine has it."""
+        return self.joined_of or self.mesh
+
+    @property
+    def spread(self) -> int:
+        """Groups of devices over which whole sequences of a generate server's cache are spread."""
+        return self.ways(BATCH_AXES) * (1 if self.kv_split == "seq" else self.ways(SEQUENCE_AXES))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -94,7 +108,7 @@ class Placement:
 
     def joined(self) -> Placement:
         """See ``Placed``."""
-        return Placement(mesh=_joined(self.mesh))
+        return Placement(mesh=_joined(self.mesh), joined_of=self.engine_mesh)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,39 @@ class GenerateSweep:
             return self.placements[int(np.argmin(np.where(self.fits[:, at], self.expected_s[:, at], np.inf)))]
         return self.placements[int(np.argmin(self.memory_bytes[:, at]))]
 
+    def choices(self) -> list[BatchChoice]:
+        """The fastest placement of every batch that fits, smallest batch first.
+
+        A batch of more sequences than groups of devices is rounded down to a multiple of the groups: other slots of an
+        engine would stay empty.
+        """
+        sizes: dict[int, set[int]] = {}
+        for at in np.flatnonzero(np.isfinite(self.fastest_s)):
+            place = int(np.argmin(np.where(self.fits[:, at], self.expected_s[:, at], np.inf)))
+            sizes.setdefault(place, set()).add(even_batch(int(self.batches[at]), self.placements[place]))
+        fastest: dict[int, BatchChoice] = {}
+        for place, batches in sizes.items():
+            ordered, placement = sorted(batches), self.placements[place]
+            priced = token_s(self.problem, placement, np.array(ordered, np.float64))
+            for batch, seconds in zip(ordered, np.broadcast_to(priced, len(ordered)).tolist(), strict=True):
+                if batch not in fastest or seconds < fastest[batch].seconds:
+                    fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=seconds)
+        return [fastest[batch] for batch in sorted(fastest)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChoice:
+    """A batch, its placement, and the seconds between two tokens of a sequence."""
+
+    placement: Placement
+    batch: int
+    seconds: float
+
+
+def even_batch(batch: int, placement: Placement) -> int:
+    """The batch, rounded down to a multiple of the groups of devices that share it if it has more sequences."""
+    return batch - batch % placement.spread if batch > placement.spread else batch
+
 
 def sweep_generate(problem: ServingProblem, placements: Sequence[Placement], batches: Floats) -> GenerateSweep:
     """Price every placement with every batch. With a draft model a step is a round over the tokens that it yields."""
@@ -120,15 +153,46 @@ def most_sequences(problem: ServingProblem, placement: Placement) -> int:
     return fitting
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrefillSweep:
+    """Every placement of a prefill, [P]: seconds of a prompt and bytes of a device."""
+
+    problem: ServingProblem
+    placements: Sequence[Placement]
+    seconds: Floats
+    memory_bytes: Floats
+
+    @classmethod
+    def of(cls, problem: ServingProblem, placements: Sequence[Placement]) -> PrefillSweep:
+        """Price the placements."""
+        memory = [problem.memory(place, 1.0, prefilling=True, generating=False).total for place in placements]
+        return cls(
+            problem=problem,
+            placements=placements,
+            seconds=np.array([problem.prompt_s(placement) for placement in placements]),
+            memory_bytes=np.array([float(total) for total in memory]),
+        )
+
+    def best(self, copies: int | None = None) -> tuple[Placement, float] | None:
+        """The fastest placement that fits (that needs the least memory if none does), and its seconds.
+
+        ``copies``: only those whose cache has so many key/value heads, copies included; None if there are none.
+        """
+        among = [at for at, place in enumerate(self.placements) if copies in (None, self.problem.cache_heads(place))]
+        if not among:
+            return None
+        seconds, memory = self.seconds[among], self.memory_bytes[among]
+        fits = memory <= self.problem.capacity
+        at = among[int(np.argmin(np.where(fits, seconds, np.inf) if fits.any() else memory))]
+        return self.placements[at], float(self.seconds[at])
+
+
 def best_prefill(problem: ServingProblem, placements: Sequence[Placement]) -> tuple[Placement, float]:
-    """The fastest placement of a prefill that fits (that needs the least memory if none does), and its seconds."""
-    seconds = np.array([problem.prompt_s(placement) for placement in placements])
-    memory = np.array(
-        [float(problem.memory(place, 1.0, prefilling=True, generating=False).total) for place in placements]
-    )
-    fits = memory <= problem.capacity
-    at = int(np.argmin(np.where(fits, seconds, np.inf) if fits.any() else memory))
-    return placements[at], float(seconds[at])
+    """The best placement of a prefill, and its seconds. Raises RooftopError if there are none to choose from."""
+    best = PrefillSweep.of(problem, placements).best()
+    if best is None:
+        raise RooftopError("slice", problem.prefill_server.name, f"one that splits the {problem.model.heads} heads")
+    return best
 
 
 def smallest_slice(problem: ServingProblem, batch: int) -> Slice | None:
@@ -136,7 +200,7 @@ def smallest_slice(problem: ServingProblem, batch: int) -> Slice | None:
     for slice_ in slices_of(problem.slice):
         try:
             candidate = replace(problem, slice=slice_, axes=None, prefill_axes=None)
-            placements = candidate.generate_placements()
+            placements = candidate.nearest_engines(candidate.generate_placements())
         except RooftopError:
             continue
         for placement in placements:
@@ -186,21 +250,21 @@ def pareto(
             continue
         swept = sweep_generate(sized, placements, batch_grid(most))
         best_rate = 0.0
-        for at in np.argsort(swept.fastest_s, kind="stable"):
-            seconds, batch = float(swept.fastest_s[at]), float(swept.batches[at])
-            rate = batch / seconds
-            if not np.isfinite(seconds) or rate <= best_rate:
+        for choice in sorted(swept.choices(), key=lambda choice: choice.seconds):
+            seconds = choice.seconds
+            rate = choice.batch / seconds
+            if rate <= best_rate:
                 continue
             best_rate = rate
             points.append(
                 FrontPoint(
                     context=context,
-                    batch=int(batch),
+                    batch=choice.batch,
                     step_s=seconds,
                     tokens_per_s=rate,
                     tokens_per_s_per_chip=rate / problem.slice.chips,
                     usd_per_million_tokens=None if price is None else price / 3600 / rate * 1e6,
-                    mesh={name: size for name, size in swept.best(int(at)).mesh.shape.items() if size > 1},
+                    mesh={name: size for name, size in choice.placement.mesh.shape.items() if size > 1},
                 )
             )
     return points
