@@ -40,7 +40,7 @@ from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
-BLOCK = 16_384
+BLOCK = 65_536
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
 RANKED = 6
 #: Accepted meshes, the nearest first, among which one that programs run is sought as an example.
