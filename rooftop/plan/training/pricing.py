@@ -106,7 +106,9 @@ def _time_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Number:
     kind = transfer.priced_as
     efficiency, start_s = rates.network_efficiency(kind), rates.collective_start_s
     prices = (strategies.price(kind, axis) for axis in transfer.axes)
-    return transfer.when * sum((price.expected_s(transfer.payload, efficiency, start_s) for price in prices), 0.0)
+    piece = transfer.payload / transfer.pieces
+    seconds = sum((price.expected_s(piece, efficiency, start_s) for price in prices), 0.0)
+    return transfer.when * transfer.pieces * seconds
 
 
 def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str]]:

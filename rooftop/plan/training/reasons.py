@@ -58,8 +58,8 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             formula="planned bytes <= 92 % of usable HBM",
             value=problem.roomy_bytes,
             limit=total,
-            text=f"{total / problem.capacity:.0%} of HBM is planned: so near to its edge XLA computes again what it should "
-            "keep, or runs out of memory.",
+            text=f"The plan fills {total / problem.capacity:.0%} of HBM: so near to its edge XLA computes again what "
+            "it could keep, or runs out of memory.",
         )
     batch = rules.critical_batch(step.rates.flops_per_s[numerics.compute], step.rates.hbm_bytes_per_s)
     local = float(np.ravel(step.tokens)[0])
