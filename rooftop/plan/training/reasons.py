@@ -58,8 +58,8 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             formula="planned bytes <= 92 % of usable HBM",
             value=problem.roomy_bytes,
             limit=total,
-            text=f"The plan fills {total / problem.capacity:.0%} of HBM: so near to its edge XLA computes again what "
-            "it could keep, or runs out of memory.",
+            text=f"The plan takes {total / problem.capacity:.0%} of HBM. So near to its edge XLA recomputes values "
+            "that the plan keeps, or runs out of memory.",
         )
     batch = rules.critical_batch(step.rates.flops_per_s[numerics.compute], step.rates.hbm_bytes_per_s)
     local = float(np.ravel(step.tokens)[0])
@@ -93,7 +93,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             + (", enough." if per_chip >= fsdp else ", so it would be bound by ICI."),
         )
         tensor = step.strategies.layouts.along(*COLUMN_AXES)[0]
-        spans = [step.strategies.layouts.span(axis) for axis in COLUMN_AXES]
+        spans = [step.strategies.layouts.ways(axis).spans for axis in COLUMN_AXES]
         used = sum(float(np.sum(np.where(span.size > 1, span.ports / 2, 0.0))) for span in spans)
         limit = rules.tensor_limit(f_eff, alpha, max(used, 0.5))
         yield Reason(
