@@ -114,6 +114,9 @@ class Numerics(Dtypes):
 
     @property
     def update_bytes(self) -> float:
-        """HBM traffic of the update per parameter: state read and written, gradient read, compute copy written."""
-        copy = dtype_bytes(self.compute) if self.compute != self.weights else 0.0
+        """HBM traffic of the update per parameter: state read and written, gradient read, compute copy made.
+
+        The copy is cast in a pass of its own, which reads the weight again.
+        """
+        copy = dtype_bytes(self.weights) + dtype_bytes(self.compute) if self.compute != self.weights else 0.0
         return 2 * (dtype_bytes(self.weights) + self.optimizer_bytes) + self.gradient_bytes + copy
