@@ -47,7 +47,7 @@ def runs(plan: TrainingPlan) -> bool:
     return planned.fits and not planned.obstacles
 
 
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(
     st.sampled_from(["llama3-8b", "qwen3-8b", "mixtral-8x7b", "gemma2-9b"]),
     st.sampled_from(["v5e:2x2", "v5e:8x8", "v5e:16x16@3", "v5p:4x4x12", "v6e:8x8", "h100:8x3"]),
@@ -116,7 +116,7 @@ def test_a_mesh_that_does_not_fit_is_laid_as_well_as_one_that_does() -> None:
     assert {piece.axis for piece in searched.plan(searched.best).mesh.axes["tensor"]} == {"node"}
 
 
-@settings(max_examples=examples(8), deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 @given(
     st.sampled_from(["llama3-8b", "mixtral-8x7b", "gpt-oss-20b"]),
     st.sampled_from(["v5e:4x8", "v5p:4x4x4", "v6e:16x16@2"]),

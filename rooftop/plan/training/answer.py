@@ -8,7 +8,7 @@ from typing import Any
 from rooftop.core.errors import Infeasible
 from rooftop.core.records import field_values
 from rooftop.plan.training.advice import WhatIf, what_if
-from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refused_everywhere
+from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refusal
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
@@ -71,7 +71,7 @@ def plan_training(problem: Problem, *, alternatives: int = 5) -> TrainingAnswer:
 def search_of(problem: Problem) -> Sweep:
     """The search among plans that programs run; among all if there is none, or if the mesh is not searched."""
     pinned = problem.axes is not None or problem.mesh is not None
-    if not pinned and not refused_everywhere(problem):
+    if not pinned and refusal(problem) is None:
         searched = sweep(problem, executable=True)
         if searched.fits.any():
             return searched

@@ -69,7 +69,7 @@ class NearestPlan(PlanSummary):
 def nearest_executable(plan: TrainingPlan) -> TrainingPlan | None:
     """The nearest plan that is executable and fits; None if there is none, as for a kernel that a model cannot have."""
     problem = runnable(plan.problem)
-    if refused_everywhere(problem):
+    if refusal(problem) is not None:
         return None
     search = _Search(plan=plan)
     state, own = smallest_chips(problem), problem.slice.chips
@@ -99,9 +99,9 @@ def runnable(problem: Problem) -> Problem:
     return replace(problem, numerics=numerics)
 
 
-def refused_everywhere(problem: Problem) -> bool:
-    """True if programs refuse the problem on one device already, so that no mesh can help."""
-    return next(obstacles(TRAINING, problem.spec({}, _PLAIN)), None) is not None
+def refusal(problem: Problem) -> str | None:
+    """The reason why programs refuse a problem on one device already, so that no mesh can help; None if they do not."""
+    return next(obstacles(TRAINING, problem.spec({}, _PLAIN)), None)
 
 
 _PLAIN = Choice(remat="none", policy=POLICIES["none"])
@@ -214,7 +214,7 @@ def _batches(layouts: Layouts, own: int, *, smaller: bool) -> dict[int, npt.NDAr
 
 def _rounded(batch: int) -> int:
     """A batch within an eighth, in sequences, that more meshes split: the nearest of three or four binary digits."""
-    unit = 2 ** max(0, batch.bit_length() - 3)
+    unit = 1 << max(0, batch.bit_length() - 3)
     return (2 * batch + unit) // (2 * unit) * unit
 
 

@@ -208,12 +208,11 @@ def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
     return next(obstacles(TRAINING, problem.spec(sizes, choice)), None) is None
 
 
-def _refused(
-    problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats
-) -> npt.NDArray[np.bool_]:
-    """Choices for a mesh of ``devices`` along each axis that no program runs, [K], of those faster than the first that one does.
+def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> npt.NDArray[np.bool_]:
+    """Choices that no program runs on a mesh of ``devices`` along each axis, [K].
 
-    ``seconds`` of the choices, [K], infinite where one is not to be considered.
+    Only choices that are faster than the first that is run are tried. ``seconds`` of the choices, [K], infinite where
+    one is not to be considered.
     """
     refused = np.zeros(len(seconds), np.bool_)
     for choice in np.argsort(seconds, kind="stable"):
