@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from rooftop.plan.training.comparison import (
 )
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import OnProgress
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import device_stats
 from rooftop.scheduling.pipeline import SCHEDULES
@@ -146,7 +147,7 @@ def plan_training(
     bounds: str = "usable",
     price: float | str | None = None,
     alternatives: CountLike = 5,
-    on_progress: Callable[[int, int, str], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> TrainingPlanResult:
     """Plan a training run: search mesh, layout, remat and microbatches, and predict time, memory and cost.
 
@@ -178,7 +179,7 @@ def plan_training(
         bounds: 'usable' HBM and XLA's memory, or the 'book' arithmetic.
         price: Dollars per chip-hour, instead of the list price.
         alternatives: Runners-up to keep.
-        on_progress: Called with slices planned, slices in all, and a label.
+        on_progress: Called with mesh shapes or slices priced, their number, and a label.
 
     A plan that does not fit or misses a limit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises
     Infeasible if slices are compared and nothing fits any, and RooftopError naming the argument that is wrong.
@@ -221,7 +222,7 @@ def plan_training(
     )
     count = parse_count(alternatives, "alternatives")
     if not comparing:
-        return TrainingPlanResult(answer=training.plan_training(problem, alternatives=count))
+        return TrainingPlanResult(answer=training.plan_training(problem, alternatives=count, on_progress=on_progress))
     aim: Aim = "chips" if smallest else "time" if limits.days is None else "cost"
     compared = compare(problem, places, limits, aim, on_progress)
     answer = training.answer_of(searched_on(problem, compared.best), alternatives=count)

@@ -13,10 +13,10 @@ several slices), in ascending order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 from rooftop.arrays.rules import AXES
 from rooftop.core.errors import Infeasible, RooftopError
@@ -29,7 +29,7 @@ from rooftop.plan.training.nearest import OUTLINE_AXES, refusal, smallest_chips
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.search import OnProgress, Sweep, sweep
 from rooftop.roofline.achievable import NO_MEASUREMENT
 from rooftop.roofline.rates import Rates
 
@@ -40,8 +40,6 @@ AIMS: tuple[Aim, ...] = get_args(Aim)
 _IN_A_ROW = 4
 #: The largest slice of a chip that is looked at, in chips.
 MOST_CHIPS = 2**15
-#: Progress: slices planned, slices that may be, and the next.
-OnSlice: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +217,7 @@ def compare(
     where: Mapping[str, Sequence[Slice]],
     limits: Limits,
     aim: Aim,
-    on_slice: OnSlice | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Comparison:
     """Plan a job on slices and recommend one. ``where``: for each name that was asked for the slices it may be.
 
@@ -229,7 +227,9 @@ def compare(
     if problem.workload.tokens is None and (limits.days is not None or limits.budget_usd is not None):
         name = "days" if limits.days is not None else "budget"
         raise RooftopError(name, limits.days or limits.budget_usd, "this with --tokens, the tokens of the whole run")
-    looker = _Looker(problem=problem, limits=limits, aim=aim, on_slice=on_slice, total=sum(map(len, where.values())))
+    looker = _Looker(
+        problem=problem, limits=limits, aim=aim, on_progress=on_progress, total=sum(map(len, where.values()))
+    )
     bests: list[Offer] = []
     left_out: list[LeftOut] = []
     of_best: dict[str, list[Offer]] = {}
@@ -269,7 +269,7 @@ class _Looker:
     problem: Problem
     limits: Limits
     aim: Aim
-    on_slice: OnSlice | None
+    on_progress: OnProgress | None
     total: int
     planned: int = 0
     passed: int = field(default=0)
@@ -343,8 +343,8 @@ class _Looker:
         return flops / size.flops_per_s(self.problem.numerics.matmul)
 
     def _offer(self, size: Slice, axes: Sequence[str] = ()) -> Offer:
-        if self.on_slice is not None:
-            self.on_slice(self.passed, self.total, size.name)
+        if self.on_progress is not None:
+            self.on_progress(self.passed, self.total, size.name)
         self.passed += 1
         self.planned += 1
         problem = replace(self.problem, slice=size)

@@ -24,7 +24,7 @@ from rooftop.models.activations import POLICIES
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import Sweep, free_layouts, searched_layouts, sweep
+from rooftop.plan.training.search import OnProgress, Sweep, free_layouts, searched_layouts, sweep
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Numerics
 
@@ -66,12 +66,12 @@ class NearestPlan(PlanSummary):
         )
 
 
-def nearest_executable(plan: TrainingPlan) -> TrainingPlan | None:
+def nearest_executable(plan: TrainingPlan, on_progress: OnProgress | None = None) -> TrainingPlan | None:
     """The nearest plan that is executable and fits; None if there is none, as for a kernel that a model cannot have."""
     problem = runnable(plan.problem)
     if refusal(problem) is not None:
         return None
-    search = _Search(plan=plan)
+    search = _Search(plan=plan, on_progress=on_progress)
     state, own = smallest_chips(problem), problem.slice.chips
     for asked in _relaxed(problem) if own >= state else ():
         search.own_slice(asked)
@@ -134,6 +134,7 @@ class _Search:
     """The nearest plan so far, and its distance: a sum of logarithms of ratios."""
 
     plan: TrainingPlan
+    on_progress: OnProgress | None
     best: TrainingPlan | None = None
     distance: float = inf
 
@@ -171,6 +172,9 @@ class _Search:
 
     def _look(self, problem: Problem, within: Layouts | None = None, axes: Sequence[str] = AXES) -> bool:
         """Keep the nearest plan of a search, if it is nearer than the best; True if a plan runs and fits."""
+        if self.on_progress is not None:
+            own, chips = problem.workload.batch_seqs, problem.slice.name
+            self.on_progress(0, 1, f"the nearest plan that runs: {own:,} sequences on {chips}")
         try:
             # Of meshes that nobody asked for the fastest is the nearest.
             searched = sweep(problem, executable=True, axes=axes, within=within, ranked=_MESHES if self.pinned else 1)

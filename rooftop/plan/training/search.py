@@ -7,10 +7,11 @@ them. Layouts are priced in the order of that bound, until none that is left cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,10 @@ RANKED = 6
 _EXAMPLES = 200
 #: Mesh shapes priced between two looks at whether those that are left can still matter.
 TOGETHER = 8
+
+
+#: Progress: (done, in all, a label).
+OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +126,7 @@ def sweep(
     axes: Sequence[str] = AXES,
     within: Layouts | None = None,
     ranked: int = RANKED,
+    on_progress: OnProgress | None = None,
 ) -> Sweep:
     """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
 
@@ -169,6 +175,8 @@ def sweep(
         near = in_order[start : start + (len(in_order) if exhaustive else TOGETHER)]
         if not exhaustive and len(best) >= ranked and sorted(best)[ranked - 1] <= optimistic[near[0]]:
             break
+        if on_progress is not None:
+            on_progress(start, len(in_order), f"mesh shapes on {problem.slice.name}")
         if executable:
             plain = replace(options[0], remat="none", microbatches=1)
             runs = np.array([_runs(problem, shapes.devices[shape], plain) for shape in near])
