@@ -58,7 +58,8 @@ OnProgress: TypeAlias = Callable[[int, int, str], None]
 class Sweep:
     """The candidates that were priced, with expected step time and memory, [C, K].
 
-    ``allowed`` is False where sizes do not divide. ``searched`` counts all candidates, also those excluded by a bound.
+    ``allowed`` is False where sizes do not divide. ``limit_bytes`` is the memory within which the best is sought.
+    ``searched`` counts all candidates, also those excluded by a bound.
     """
 
     problem: Problem
@@ -66,14 +67,15 @@ class Sweep:
     expected_s: Floats
     memory_bytes: Floats
     allowed: npt.NDArray[np.bool_]
+    limit_bytes: float
     searched: int
     even: bool
     """True if the layouts split sequences and D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Candidates that are allowed and stay within the device's memory, [C, K]."""
-        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.problem.capacity)
+        """Candidates that are allowed and stay within ``limit_bytes``, [C, K]."""
+        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.limit_bytes)
         return fits
 
     @cached_property
@@ -126,19 +128,21 @@ def sweep(
     axes: Sequence[str] = AXES,
     within: Layouts | None = None,
     ranked: int = RANKED,
+    roomy: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Sweep:
     """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
 
     ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
-    the layouts to price, in place of all. Raises RooftopError if a given mesh or number of microbatches cannot be.
+    the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does.
+
+    Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
     layouts, even = searched_layouts(problem, axes) if within is None else (within, _even(problem, within))
     options = searched_choices(problem, layouts)
-    order, starts = _by_shape(layouts)
-    layouts = layouts[order]
-    shapes = layouts[starts]
+    layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
+    shapes = layouts.devices[starts]
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
@@ -146,24 +150,22 @@ def sweep(
         seconds, memory_bytes = _evaluate(problem, whole)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
-            allowed = allowed & ~_refused(problem, shapes.devices[0], options, fitting)
+            allowed = allowed & ~_refused(problem, shapes[0], options, fitting)
         return Sweep(
             problem=problem,
             strategies=whole,
             expected_s=seconds,
             memory_bytes=memory_bytes,
             allowed=allowed,
+            limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
             even=even,
         )
-    prices = {key: whole.price(*key) for key in _priced_collectives(problem, whole)}
-    whole = replace(whole, prices=prices)
-    cheapest = Strategies(
-        shapes, options, {key: price.map(lambda v: np.minimum.reduceat(v, starts)) for key, price in prices.items()}
-    )
+    cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
     allowed = allowed_candidates(problem, cheapest, even)
     bound_s, memory = _evaluate(problem, cheapest)
-    feasible = allowed & (memory <= problem.capacity)
+    limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
+    feasible = allowed & (memory <= limit)
     if not feasible.any():
         # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
         feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
@@ -179,7 +181,7 @@ def sweep(
             on_progress(start, len(in_order), f"mesh shapes on {problem.slice.name}")
         if executable:
             plain = replace(options[0], remat="none", microbatches=1)
-            runs = np.array([_runs(problem, shapes.devices[shape], plain) for shape in near])
+            runs = np.array([_runs(problem, shapes[shape], plain) for shape in near])
             allowed[near[~runs]] = feasible[near[~runs]] = False
             # One shape is priced in any case, so that there is an answer.
             near = near[runs] if runs.any() or priced else near[:1]
@@ -192,12 +194,15 @@ def sweep(
         for shape in near:
             by_choice = fitting[of_shape == shape].min(axis=0)
             if executable:
-                refused = _refused(problem, shapes.devices[shape], options, by_choice)
+                refused = _refused(problem, shapes[shape], options, by_choice)
                 allowed[shape] &= ~refused
                 feasible[shape] &= ~refused
                 by_choice = np.where(refused, np.inf, by_choice)
             best.append(float(by_choice.min()))
         priced.append((seconds, members, of_shape))
+    if executable and limit < problem.capacity and not np.isfinite(best).any():
+        # What leaves the compiler room is not run; what is run may still fit.
+        return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False)
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
         problem=problem,
@@ -205,9 +210,18 @@ def sweep(
         expected_s=seconds,
         memory_bytes=memory[of_shape],
         allowed=allowed[of_shape],
+        limit_bytes=limit,
         searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
         even=even,
     )
+
+
+def limit_bytes(problem: Problem, allowed: npt.NDArray[np.bool_], memory: Floats) -> float:
+    """Bytes of a device within which the best candidate is sought.
+
+    They leave the compiler room if an allowed candidate does; otherwise they are all that is usable.
+    """
+    return problem.roomy_bytes if np.any(allowed & (memory <= problem.roomy_bytes)) else problem.capacity
 
 
 def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
@@ -237,14 +251,6 @@ def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[s
     return priced_collectives(training_work(step), step.rates)
 
 
-def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """An order of layouts that groups equal axis sizes, and the start of each group."""
-    order = np.lexsort(layouts.devices.T)
-    ordered = layouts.devices[order]
-    new = np.any(ordered[1:] != ordered[:-1], axis=1)
-    return order, np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.intp)
-
-
 def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
     """Expected step time and memory of every candidate, [C, K], block by block."""
     shape = strategies.shape
@@ -252,11 +258,11 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
     rows = max(1, BLOCK // shape[1])
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
-        step = problem.step(strategies[part] if shape[0] > rows else strategies)
-        seconds = expected_s(training_work(step), step.strategies, step.rates, step.assumptions)
-        expected[part] = np.broadcast_to(seconds, expected[part].shape)
+        some = (strategies[part] if shape[0] > rows else strategies).factored()
+        step = problem.step(some)
+        expected[part] = some.flat(expected_s(training_work(step), some, step.rates, step.assumptions))
         if memory:
-            memory_bytes[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
+            memory_bytes[part] = some.flat(problem.memory(step).total)
     return expected, memory_bytes
 
 
@@ -272,7 +278,7 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
     allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
-    score = np.where(allowed & (memory <= problem.capacity), seconds, np.inf)
+    score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
     layout, choice = np.unravel_index(np.argmin(score), score.shape)
     return float(score[layout, choice]), (int(layout), int(choice))
 
