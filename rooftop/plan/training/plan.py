@@ -285,6 +285,12 @@ class TrainingPlan:
         tokens = self.problem.workload.tokens
         return None if tokens is None else tokens / self.tokens_per_s / 86400
 
+    @property
+    def cost_usd(self) -> float | None:
+        """List price of the chips for the token budget; None without either."""
+        price, days = self.problem.slice.price_usd_per_hour, self.days
+        return None if days is None or price is None else days * 24 * price
+
     @cached_property
     def spec(self) -> TrainingSpec:
         """The train step that a program is asked for."""
@@ -334,7 +340,6 @@ class TrainingPlan:
         """The plan as a record."""
         problem, numerics = self.problem, self.problem.numerics
         flops = flops_per_token(problem.model, problem.workload.seq_len)
-        price, days = problem.slice.chip.price_usd_per_hour, self.days
         return TrainingPlanDocument(
             kind="train",
             schema=1,
@@ -386,8 +391,8 @@ class TrainingPlan:
             ),
             mfu=self.mfu,
             tokens_per_s=self.tokens_per_s,
-            days=days,
-            cost_usd=None if days is None or price is None else days * 24 * price * problem.slice.chips,
+            days=self.days,
+            cost_usd=self.cost_usd,
             executable=not self.obstacles,
             obstacles=tuple(self.obstacles),
             ledger=self.ledger.rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
@@ -83,5 +84,11 @@ class Problem:
             weights=numerics.weights,
             moments=numerics.moments,
             gradients=numerics.gradients,
-            rules=Rules().only(axes),
+            rules=_rules(tuple(axes)),
         )
+
+
+@cache
+def _rules(axes: tuple[str, ...]) -> Rules:
+    """The rules over the axes of a mesh: the same for all meshes of a search."""
+    return Rules().only(dict.fromkeys(axes, 1))

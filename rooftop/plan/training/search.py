@@ -7,10 +7,11 @@ them. Layouts are priced in the order of that bound, until none that is left cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,10 @@ RANKED = 6
 _EXAMPLES = 200
 #: Mesh shapes priced between two looks at whether those that are left can still matter.
 TOGETHER = 8
+
+
+#: Progress: (done, in all, a label).
+OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +126,15 @@ def sweep(
     axes: Sequence[str] = AXES,
     within: Layouts | None = None,
     ranked: int = RANKED,
+    roomy: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> Sweep:
     """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
 
     ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
-    the layouts to price, in place of all. Raises RooftopError if a given mesh or number of microbatches cannot be.
+    the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does.
+
+    Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
     layouts = searched_layouts(problem, axes) if within is None else within
     options = searched_choices(problem, layouts)
@@ -152,7 +161,7 @@ def sweep(
     cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
     allowed = allowed_candidates(problem, cheapest)
     bound_s, memory = _evaluate(problem, cheapest)
-    limit = limit_bytes(problem, allowed, memory)
+    limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
     feasible = allowed & (memory <= limit)
     if not feasible.any():
         # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
@@ -165,6 +174,8 @@ def sweep(
         near = in_order[start : start + (len(in_order) if exhaustive else TOGETHER)]
         if not exhaustive and len(best) >= ranked and sorted(best)[ranked - 1] <= optimistic[near[0]]:
             break
+        if on_progress is not None:
+            on_progress(start, len(in_order), f"mesh shapes on {problem.slice.name}")
         if executable:
             plain = replace(options[0], remat="none", microbatches=1)
             runs = np.array([_runs(problem, shapes[shape], plain) for shape in near])
@@ -186,6 +197,9 @@ def sweep(
                 by_choice = np.where(refused, np.inf, by_choice)
             best.append(float(by_choice.min()))
         priced.append((seconds, members, of_shape))
+    if executable and limit < problem.capacity and not np.isfinite(best).any():
+        # What leaves the compiler room is not run; what is run may still fit.
+        return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False)
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
         problem=problem,
@@ -213,9 +227,10 @@ def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
 
 
 def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> npt.NDArray[np.bool_]:
-    """Choices on a mesh of ``devices`` along each axis that no program runs, [K], until the fastest that one runs.
+    """Choices that no program runs on a mesh of ``devices`` along each axis, [K].
 
-    ``seconds`` of the choices, [K], infinite where one is not to be considered.
+    Only choices that are faster than the first that is run are tried. ``seconds`` of the choices, [K], infinite where
+    one is not to be considered.
     """
     refused = np.zeros(len(seconds), np.bool_)
     for choice in np.argsort(seconds, kind="stable"):
