@@ -94,7 +94,7 @@ def padded_sequences(sequences: Any, parts: Any) -> Any:
 
 
 def padded_positions(
-    seq_len: Any, *, ring: Any, residual: Any, kernel: AttentionKernel, chunks: int = CONTEXT_CHUNKS
+    seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS
 ) -> Any:
     """Positions of a sequence with padding at its end, so that devices get equal parts: ``seq_len`` if they do anyway.
 

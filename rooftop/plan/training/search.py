@@ -342,13 +342,11 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[
     good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
+    even_parts: npt.NDArray[np.bool_] = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
     if not even_parts.any():
         most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
         fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    if not (good & even_parts).any():
-        # Little padding matters less than a schedule that can be.
-        return np.broadcast_to(even_parts, strategies.shape)
-    return good & even_parts
+    # Little padding matters less than a schedule that can be.
+    return good & even_parts if (good & even_parts).any() else np.broadcast_to(even_parts, strategies.shape)

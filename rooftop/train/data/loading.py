@@ -159,7 +159,9 @@ def place(
 
         return jax.make_array_from_callback((batch, seq_len), sharding, shard)
 
-    return Batch(**{name: array(name) for name in ("tokens", "targets", "segments", "positions")})
+    return Batch(
+        tokens=array("tokens"), targets=array("targets"), segments=array("segments"), positions=array("positions")
+    )
 
 
 def _with_padding(batch: Batch[npt.NDArray[np.int32]], rows: int, seq_len: int) -> Batch[npt.NDArray[np.int32]]:
