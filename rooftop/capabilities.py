@@ -93,9 +93,7 @@ def padded_sequences(sequences: Any, parts: Any) -> Any:
     return -(-sequences // parts) * parts
 
 
-def padded_positions(
-    seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS
-) -> Any:
+def padded_positions(seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS) -> Any:
     """Positions of a sequence with padding at its end, so that devices get equal parts: ``seq_len`` if they do anyway.
 
     ``ring`` devices split the sequence in attention, in ``chunks`` chunks each, and ``residual`` devices split it
