@@ -40,6 +40,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
+#: The batch in one piece: padding of layouts, before any other choice.
+_WHOLE = Choice(remat="none", policy=POLICIES["none"])
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
 BLOCK = 65_536
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
@@ -296,8 +298,7 @@ def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     if problem.axes is not None:
         return _given(problem, problem.axes)
     layouts = free_layouts(problem, among)
-    whole = Choice(remat="none", policy=POLICIES["none"])
-    return layouts[~wasteful(problem, Strategies(layouts, (whole,)))[:, 0]]
+    return layouts[~wasteful(problem, Strategies(layouts, (_WHOLE,)))[:, 0]]
 
 
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
@@ -306,7 +307,9 @@ def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     names = [name for name in axes if name in among]
     layouts = enumerate_layouts(problem.slice, names, divides, _most(problem.model))
     narrow = _padding(problem.model, layouts) <= MOST_PADDING
-    return layouts[narrow] if narrow.any() else layouts
+    layouts = layouts[narrow] if narrow.any() else layouts
+    positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
+    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), float(positions.min(initial=0.0)))]
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
