@@ -415,9 +415,9 @@ def matmuls(
     scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter"),)
     if keys and np.any(step.copied_keys):
         copied = step.copied_keys * element
-        parts = ((GATHER_AXES, copied / step.tensor), (COLUMN_AXES, copied))
-        gather_weight += tuple(Transfer("all_gather", axes, size, "weight_gather") for axes, size in parts)
-        scatter_weight += tuple(Transfer("reduce_scatter", axes, size, "gradient_scatter") for axes, size in parts)
+        both, here = (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
+        gather_weight += (Transfer("all_gather", both, copied, "weight_gather", here),)
+        scatter_weight += (Transfer("reduce_scatter", both, copied, "gradient_scatter", here),)
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)
