@@ -454,10 +454,9 @@ def matmuls(
         Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=pieces),
     )
     if keys and np.any(step.copied_keys):
-        copied, when = step.copied_keys * element, step.widths.copied_keys
-        for axes, size in ((GATHER_AXES, copied / step.tensor), (COLUMN_AXES, copied)):
-            gather_weight += (Transfer("all_gather", axes, size, "weight_gather", when, pieces=2),)
-            scatter_weight += (Transfer("reduce_scatter", axes, size, "gradient_scatter", when, pieces=2),)
+        copied, both, when = step.copied_keys * element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
+        gather_weight += (Transfer("all_gather", both, copied, "weight_gather", when, pieces=2),)
+        scatter_weight += (Transfer("reduce_scatter", both, copied, "gradient_scatter", when, pieces=2),)
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)

@@ -328,9 +328,12 @@ def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
 
 def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
     """The largest padding of a dim of the model over each layout, relative to its size, [C]."""
-    tensor, fsdp, expert = (layouts.along(*axes).astype(np.float64) for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES))
+    tensor, fsdp, expert = (
+        np.prod(layouts.shapes[:, [AXES.index(axis) for axis in axes]], axis=-1, dtype=np.float64)
+        for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES)
+    )
     padding: Floats = np.asarray(Widths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
-    return padding
+    return padding[layouts.shape_of]
 
 
 def _most(model: ModelConfig) -> dict[str, int]:
