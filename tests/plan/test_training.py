@@ -287,10 +287,13 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 
 
 def _compiled_rows() -> list[dict[str, str]]:
-    """What bench/compile.py wrote: plans, and what XLA:TPU made of them."""
-    path = Path(__file__).parents[2] / "bench" / "results" / "compile.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["compiled_s"]]
+    """What bench/compile.py and bench/compile_random.py wrote: plans, and what XLA:TPU made of them."""
+    rows: list[dict[str, str]] = []
+    for name in ("compile.csv", "compile_random.csv"):
+        path = Path(__file__).parents[2] / "bench" / "results" / name
+        with path.open(encoding="utf-8", newline="") as file:
+            rows += (row for row in csv.DictReader(file) if row["compiled_s"])
+    return rows
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row["name"]) for row in _compiled_rows()])
@@ -309,7 +312,7 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
     plan = best(sweep(asked))
     assert float(plan.ledger.flops(kernels=False)) == pytest.approx(float(row["compiled_flops"]), rel=0.01)
     assert 0.97 <= plan.memory_bytes / float(row["compiled_peak_bytes"]) <= 1.10
-    assert plan.expected_s == pytest.approx(float(row["compiled_s"]), rel=0.20)
+    assert plan.expected_s == pytest.approx(float(row["compiled_s"]), rel=0.10)
     moved: dict[str, float] = {}
     for planned in plan.ledger:
         for collective in planned.collectives:
@@ -317,9 +320,54 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
             moved[axes] = moved.get(axes, 0.0) + float(planned.count) * float(collective.bytes)
     for entry in row["compiled_collective_bytes"].split():
         axes, _, nbytes = entry.partition(":")
-        # A sum over slices is taken in steps, over other axes each: see docs/compile.md.
-        if asked.slice.num_slices == 1:
+        # A sum over slices is taken in steps, over other axes each: see docs/compile.md. Near the edge of HBM some are
+        # done twice.
+        if asked.slice.num_slices == 1 and not float(row["rematerialised_s"] or 0.0):
             assert moved[axes] == pytest.approx(float(nbytes), rel=0.05, abs=2**16)
+
+
+def test_a_search_leaves_the_compiler_room_in_hbm() -> None:
+    asked = problem("qwen3-32b", "v5p:2x2x2", seqs=8, seq_len=2048)
+    # Compiled, the plan without remat has 98.6 GB of 102.8, and XLA repeats matmuls and gathers.
+    tight = plan_training(replace(asked, axes={"fsdp": 2, "tensor": 4}, remat="none", microbatches=1)).plan
+    assert 0.95 < tight.memory_bytes / asked.capacity < 0.97
+    assert tight.fits
+    assert "room for the compiler" in [reason.rule for reason in tight.reasons if not reason.holds]
+    roomy = plan_training(asked).plan
+    assert roomy.memory_bytes <= asked.roomy_bytes < asked.capacity
+    assert not any(reason.rule == "room for the compiler" for reason in roomy.reasons)
+    book = replace(asked, bounds="book")
+    assert book.roomy_bytes == book.capacity
+
+
+def test_a_stage_holds_a_microbatch_more_than_those_in_flight() -> None:
+    """With all activations kept XLA needs more than a v5e has; what the matmuls make fits, in 15.03 GB (compiled)."""
+    asked = replace(
+        problem("llama3-8b", "v5e:4x4@2", seqs=32),
+        axes={"stage": 2, "fsdp": 8, "tensor": 2},
+        microbatches=4,
+    )
+    assert not best(sweep(replace(asked, remat="none"))).fits
+    assert best(sweep(replace(asked, remat="matmuls"))).memory_bytes == pytest.approx(15.03e9, rel=0.05)
+
+
+def test_kept_checkpoints_are_copied_out_of_their_stack() -> None:
+    """What a policy keeps is read and written once more in the backward pass: 73.8 GB compiled for 36.6 GB kept."""
+    asked = replace(
+        problem("llama3-8b", "v5p:4x4x4", seqs=256, seq_len=2048),
+        axes={"data": 2, "fsdp": 32},
+        microbatches=1,
+    )
+    kept = best(sweep(replace(asked, remat="matmuls")))
+    plain = best(sweep(replace(asked, remat="block")))
+    scopes = ("layers/attn/core", "layers/mlp/down")
+
+    def moved(plan: TrainingPlan) -> float:
+        rows = (row for row in plan.ledger if row.scope in scopes and row.phase == "backward")
+        return sum(float(row.count) * float(row.hbm_bytes) for row in rows)
+
+    layer_inputs = plain.memory["activations"]
+    assert moved(kept) - moved(plain) == pytest.approx(2 * (kept.memory["activations"] - layer_inputs), rel=1e-6)
 
 
 def test_nothing_fits_says_by_how_much_and_where() -> None:
