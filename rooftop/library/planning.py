@@ -123,7 +123,7 @@ def plan_training(
     Args:
         model: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
         on: A slice, CHIP:SHAPE[@SLICES].
-        batch_tokens: Tokens of a step; give this or ``batch_seqs``.
+        batch_tokens: Tokens of a step, rounded to whole sequences; give this or ``batch_seqs``.
         batch_seqs: Sequences of a step.
         seq: Tokens of a sequence.
         tokens: Tokens in all, for days and cost.
@@ -185,4 +185,4 @@ def _workload(
         both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
         raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
     total = None if tokens is None else float(parse_count(tokens, "tokens"))
-    return Workload(batch_tokens=batch, seq_len=length, tokens=total)
+    return Workload.nearest(batch_tokens=batch, seq_len=length, tokens=total)

@@ -27,10 +27,7 @@ from rooftop.core.scopes import Phase
 from rooftop.models.activations import POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.plan.pricing import Transfer, Work
-from rooftop.plan.shapes import (
-    mean_attended_pairs,
-    mlp_matmuls,
-)
+from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
@@ -121,9 +118,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     d_qk, d_v = kind.head_sizes
     heads = model.heads / tensor
     reference = step.assumptions.attention == "reference"
-    block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
-    pairs = mean_attended_pairs(model, step.workload.seq_len, block)
-    scores = tokens * heads * pairs / step.workload.seq_len
+    scores = tokens * heads * step.pairs_per_token
     stream = tokens * model.d_model * step.element_bytes
     queries_keys = tokens * (heads + kv_heads) * d_qk * step.element_bytes
     values = tokens * (heads + kv_heads) * d_v * step.element_bytes

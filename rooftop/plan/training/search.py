@@ -23,7 +23,6 @@ from rooftop.arrays.rules import (
     DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
-    SEQUENCE_AXES,
     STAGE_AXES,
     ways,
 )
@@ -39,6 +38,10 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
+#: The largest share of a step's positions that may be padding in a candidate, unless no candidate has less.
+MOST_PADDING = 0.2
+#: The batch in one piece: padding of layouts, before any other choice.
+_WHOLE = Choice(remat="none", policy=POLICIES["none"])
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
 BLOCK = 16_384
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
@@ -65,7 +68,7 @@ class Sweep:
     limit_bytes: float
     searched: int
     even: bool
-    """True if the layouts split sequences and D evenly, as a program needs."""
+    """True if the layouts split D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -137,7 +140,7 @@ def sweep(
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = allowed_candidates(problem, whole, even)
+        allowed = allowed_candidates(problem, whole)
         seconds, memory_bytes = _evaluate(problem, whole)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
@@ -153,7 +156,7 @@ def sweep(
             even=even,
         )
     cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
-    allowed = allowed_candidates(problem, cheapest, even)
+    allowed = allowed_candidates(problem, cheapest)
     bound_s, memory = _evaluate(problem, cheapest)
     limit = limit_bytes(problem, allowed, memory)
     feasible = allowed & (memory <= limit)
@@ -262,17 +265,23 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
-    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
+    allowed = allowed_candidates(problem, within)
     score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
     layout, choice = np.unravel_index(np.argmin(score), score.shape)
     return float(score[layout, choice]), (int(layout), int(choice))
 
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which the sequences of a step or D do not divide, [C]: no program runs them as they stand."""
-    batch, columns = layouts.along(*BATCH_AXES), layouts.along(*GATHER_AXES, *COLUMN_AXES)
-    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
+    """Layouts over which D does not divide, [C]: no program runs them as they stand."""
+    bad: npt.NDArray[np.bool_] = problem.model.d_model % layouts.along(*GATHER_AXES, *COLUMN_AXES) != 0
     return bad
+
+
+def wasteful(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """Candidates in which more than ``MOST_PADDING`` of the positions are padding, [C, K], but not those with least."""
+    padding = problem.step(strategies).padding
+    most: npt.NDArray[np.bool_] = padding > max(MOST_PADDING, float(padding.min()))
+    return most
 
 
 def _even(problem: Problem, layouts: Layouts) -> bool:
@@ -292,6 +301,7 @@ def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> tuple[Lay
         layouts = _given(problem, problem.axes)
         return layouts, _even(problem, layouts)
     layouts = free_layouts(problem, among)
+    layouts = layouts[~wasteful(problem, Strategies(layouts, (_WHOLE,)))[:, 0]]
     good = ~uneven(problem, layouts)
     even = bool(good.any())
     if even:
@@ -303,12 +313,14 @@ def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
     axes, divides = _searched(problem)
     layouts = enumerate_layouts(problem.slice, [name for name in axes if name in among], divides)
-    return layouts[_heads_split(problem.model, layouts)]
+    layouts = layouts[_heads_split(problem.model, layouts)]
+    positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
+    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), float(positions.min(initial=0.0)))]
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes that are searched, and the size that each must divide."""
-    divides = dict.fromkeys(SEQUENCE_AXES, problem.workload.seq_len)
+    divides: dict[str, int] = {}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
             divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
@@ -376,7 +388,7 @@ def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     """The remat policies and microbatches to be priced, in the problem's schedule.
 
-    Raises RooftopError if a given number of microbatches does not divide the sequences.
+    Raises RooftopError for more microbatches than sequences.
     """
     if problem.remat is None:
         policies = {name: POLICIES[name] for name in SEARCHED}
@@ -384,9 +396,9 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
     if problem.microbatches is not None:
-        if problem.workload.batch_seqs % problem.microbatches:
+        if problem.microbatches > problem.workload.batch_seqs:
             raise RooftopError(
-                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+                "microbatches", problem.microbatches, f"at most the {problem.workload.batch_seqs} sequences"
             )
         counts = (problem.microbatches,)
     else:
@@ -396,32 +408,20 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
 
 
-def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
+def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """True where little is padding, and interleaved chunks divide the layers of a stage, [C, K].
 
     Raises RooftopError if no candidate does.
     """
     layouts = strategies.layouts
-    replicas = strategies.devices(*BATCH_AXES)
-    counts = strategies.microbatches
-    good = np.ones(strategies.shape, np.bool_)
-    if even:
-        good &= problem.workload.batch_seqs % (replicas * counts) == 0
-    else:
-        good &= counts == counts.min()
+    good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
+    even_parts: npt.NDArray[np.bool_] = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
     if not even_parts.any():
         most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
         fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    good &= even_parts
-    if not good.any():
-        raise RooftopError(
-            "microbatches",
-            int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of count replica",
-        )
-    return good
+    # Little padding matters less than a schedule that can be.
+    return good & even_parts if (good & even_parts).any() else np.broadcast_to(even_parts, strategies.shape)
