@@ -199,11 +199,6 @@ def _batch(spec: TrainingSpec) -> tuple[int, str]:
     return spec.sequences, f"{spec.sequences} sequences"
 
 
-def _layer_parts(spec: TrainingSpec) -> tuple[int, str]:
-    parts, name = stage_parts(spec.model)
-    return parts, f"{parts} {name}"
-
-
 def _dense_columns(spec: TrainingSpec) -> tuple[int, str] | None:
     return (spec.model.d_ff, f"an F of {spec.model.d_ff}") if spec.model.dense_layers else None
 
@@ -254,14 +249,6 @@ TRAINING_SPLITS: tuple[EvenSplit, ...] = (
         size=lambda spec: (spec.seq_len, f"sequences of {spec.seq_len}"),
     ),
     EvenSplit(
-        dim="layers that stages share, or periods of them",
-        axes=STAGE_AXES,
-        size=_layer_parts,
-        over="stages and their chunks",
-        planner="refuses",
-        parts=lambda spec: spec.chunks,
-    ),
-    EvenSplit(
         dim="sequences of a microbatch",
         axes=BATCH_AXES,
         size=lambda spec: None if spec.sequences % spec.ways(*BATCH_AXES) else _batch(spec),
@@ -306,6 +293,13 @@ def _interleaved(spec: TrainingSpec) -> str | None:
     stages, count = spec.ways(*STAGE_AXES), spec.microbatches
     if stages > 1 and spec.chunks > 1 and count > stages and count % stages:
         return f"interleaved stages want a multiple of {stages} microbatches, not {count}"
+    return None
+
+
+def _stage_layers(spec: TrainingSpec) -> str | None:
+    stages, (parts, name) = spec.ways(*STAGE_AXES), stage_parts(spec.model)
+    if stages > 1 and stages * spec.chunks > parts:
+        return f"{parts} {name} are too few for {stages} stages of {spec.chunks} chunks"
     return None
 
 
@@ -373,6 +367,11 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         name="microbatches, interleaved",
         accepted="a multiple of the stages, or no more than there are stages",
         obstacle=_interleaved,
+    ),
+    Capability(
+        name="layers that stages share, or periods of them",
+        accepted="at least one for each chunk of each stage; dealt out unevenly, the last chunks have fewer",
+        obstacle=_stage_layers,
     ),
     *(
         Capability(name=split.dim, accepted=f"a multiple of {split.divisor}", obstacle=split.obstacle)

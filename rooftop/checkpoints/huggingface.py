@@ -215,9 +215,15 @@ def _fill(filled: jax.Array, piece: jax.Array, layer: jax.Array, transposed: boo
 def _read(
     checkpoint: Checkpoint, places: Mapping[tuple[int, ...], Entry], parameter: Parameter, index: tuple[slice, ...]
 ) -> Array:
-    """The elements of ``index``: dims of layers and experts first, then those of the checkpoint's tensors."""
-    depth = len(next(iter(places)))
-    picked = [range(part.start, part.stop) for part in index[:depth]]
+    """The elements of ``index``: dims of layers and experts first, then those of the checkpoint's tensors.
+
+    Layers after the last one are zero.
+    """
+    first = next(iter(places))
+    picked = [range(part.start, part.stop) for part in index[: len(first)]]
+    if picked and picked[0].stop > parameter.shape[0]:
+        layer = slice(0, len(picked[0]))
+        return np.zeros_like(_read(checkpoint, places, parameter, (layer, *index[1:])))
     elements: Array | None = None
     for at in np.ndindex(*map(len, picked)):
         entry = places[tuple(numbers[i] for numbers, i in zip(picked, at, strict=True))]

@@ -7,9 +7,10 @@ kind that a scan runs over. A tree holds arrays, their shapes or their shardings
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
 from rooftop.models.segments import LayerKind, segments, shared_segment
+from rooftop.models.widths import PaddedDim, share
 from rooftop.programs.sharding import Dim, Specs, axes_of
 
 Leaf = TypeVar("Leaf")
@@ -165,11 +167,12 @@ class Batch(Generic[Leaf]):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """Shape, logical dims and initial value of a parameter.
+    """Shape as stored, logical dims and initial value of a parameter.
 
-    ``fan_in`` is None for scales, biases and sinks: they start as ``value`` and have no weight decay. ``sequence`` is
-    the logical dim that splits the tokens at the parameter's place: ``seq`` inside matmuls, ``residual_seq`` between
-    them. A ``stacked`` parameter has several layers along its first dim.
+    ``padding`` has an entry for each dim that is stored with zeros, None for others; () without any. ``fan_in`` is
+    None for scales, biases and sinks: they start as ``value`` and have no weight decay. ``sequence`` is the logical dim
+    that splits the tokens at the parameter's place: ``seq`` inside matmuls, ``residual_seq`` between them. A
+    ``stacked`` parameter has several layers along its first dim.
     """
 
     shape: tuple[int, ...]
@@ -178,10 +181,27 @@ class Parameter:
     value: float = 0.0
     sequence: str = "seq"
     stacked: bool = False
+    padding: tuple[PaddedDim | None, ...] = ()
+
+    @property
+    def true_shape(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        dims = self.padding or (None,) * len(self.shape)
+        return tuple(size if dim is None else dim.size for size, dim in zip(self.shape, dims, strict=True))
+
+    def padded(self, padding: tuple[PaddedDim | None, ...]) -> Parameter:
+        """The parameter, which has none yet, with ``padding``."""
+        if not any(padding):
+            return self
+        shape = (size if dim is None else dim.stored for size, dim in zip(self.shape, padding, strict=True))
+        return replace(self, shape=tuple(shape), padding=padding)
 
 
-def describe(model: ModelConfig) -> Transformer[Parameter]:
+def describe(model: ModelConfig, ways: Mapping[str, int] | None = None) -> Transformer[Parameter]:
     """The one description of the weights, which gives shapes, shardings and initial values.
+
+    ``ways`` are parts of each logical dim, of ``layers`` those of stages times chunks: dims that they do not divide are
+    stored padded. Without it no dim is.
 
     Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay thick
     enough for the hardware's tiles. Tables are split over D only: a lookup exchanges no rows. Layers that pipeline
@@ -192,7 +212,7 @@ def describe(model: ModelConfig) -> Transformer[Parameter]:
     learned = model.positions == "learned"
     unembed = Parameter(shape=(d, v), dims=("embed", "vocab"), fan_in=d)
     shared = shared_segment(model)
-    return Transformer(
+    described = Transformer(
         embed=Parameter(shape=(v, d), dims=table, fan_in=d),
         positions=Parameter(shape=(model.max_seq_len, d), dims=table, fan_in=d) if learned else None,
         layers=tuple(
@@ -202,6 +222,23 @@ def describe(model: ModelConfig) -> Transformer[Parameter]:
         final_norm=_norm(model, ()),
         unembed=None if model.tied_embeddings else unembed,
     )
+    padded: Transformer[Parameter] = jax.tree.map(lambda parameter: _padded(parameter, ways or {}), described)
+    return padded
+
+
+def _padded(parameter: Parameter, ways: Mapping[str, int]) -> Parameter:
+    """A parameter with every dim padded that its parts do not divide."""
+    return parameter.padded(
+        tuple(_padded_dim(size, axes_of(dim), ways) for size, dim in zip(parameter.shape, parameter.dims, strict=True))
+    )
+
+
+def _padded_dim(size: int, names: tuple[str, ...], ways: Mapping[str, int]) -> PaddedDim | None:
+    """The padding of a dim of ``size`` that the logical dims ``names`` split."""
+    if "layers" not in names:
+        return None
+    parts = ways.get("layers", 1)
+    return PaddedDim.of(size, (1, share(size, parts) * parts))
 
 
 def _layer(model: ModelConfig, kind: LayerKind, n: int, dim: Dim) -> Layer[Parameter]:
@@ -350,21 +387,38 @@ def abstract(
     )
 
 
+def moved(arrays: Any, places: Any) -> Any:
+    """Arrays on another mesh, in the shapes and shardings of ``places``.
+
+    Layers of padding that ``places`` lacks are cut off: a mesh without stages needs none.
+    """
+    there = jax.device_put(arrays, jax.tree.map(lambda place: place.sharding, places))
+    return jax.tree.map(
+        lambda array, place: array[: place.shape[0]] if array.shape != place.shape else array, there, places
+    )
+
+
 def initialise(
     described: Transformer[Parameter], key: jax.Array, mesh: Mesh, specs: Specs, dtype: DTypeLike
 ) -> Transformer[jax.Array]:
     """Initial weights, each created in its shards: normal with deviation fan_in**-0.5, or constant without a fan-in.
 
-    The values depend on ``key`` and not on the mesh.
+    The values depend on ``key`` and not on the mesh. Padding is zero.
     """
     sharding_leaves = jax.tree.leaves(shardings(described, mesh, specs))
     parameters, tree = jax.tree.flatten(described)
 
     def initial(parameter: Parameter, key: jax.Array, sharding: NamedSharding) -> jax.Array:
         if parameter.fan_in is None:
-            return jnp.full(parameter.shape, parameter.value, dtype, out_sharding=sharding)
-        normal = jax.random.normal(key, parameter.shape, jnp.float32, out_sharding=sharding)
-        return (normal * parameter.fan_in**-0.5).astype(dtype)
+            values = jnp.full(parameter.shape, parameter.value, dtype, out_sharding=sharding)
+        else:
+            # An element's bits depend on its index alone, so that layers after the last one change no other.
+            normal = jax.random.normal(key, parameter.shape, jnp.float32, out_sharding=sharding)
+            values = (normal * parameter.fan_in**-0.5).astype(dtype)
+        if not parameter.padding:
+            return values
+        layers = jax.lax.broadcasted_iota(jnp.int32, parameter.shape, 0, out_sharding=sharding)
+        return jnp.where(layers < parameter.true_shape[0], values, 0)
 
     @jax.jit
     def create(key: jax.Array) -> list[jax.Array]:

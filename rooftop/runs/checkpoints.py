@@ -65,7 +65,7 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True)
 class _Manifest:
-    """Content of a checkpoint: files by path, arrays ('float32[8, 16]') by their path in the state."""
+    """Content of a checkpoint: files by path, arrays ('float32[8, 16]', without padding) by their path in the state."""
 
     schema: int
     step: int
@@ -120,9 +120,10 @@ class Checkpoints:
         """Steps of the complete checkpoints, ascending. ``verify`` tells if one is damaged."""
         return tuple(sorted(self._complete()))
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], *, true: Any = None) -> None:
         """Save ``state``, any pytree of arrays, and ``extra``, plain JSON values (those of the first process).
 
+        ``true``: shapes of the state without the padding that dims have at their end; None: they have none.
         Returns once the arrays are copied to the host, so that they may be donated; a thread writes them. A checkpoint
         of the same step is replaced; those of later steps belong to an abandoned course and are removed.
 
@@ -132,7 +133,7 @@ class Checkpoints:
         self._saves += 1
         writing = self.folder / f"{step}.writing"
         leaves = _leaves(state)
-        arrays = {name: _kind(leaf) for name, leaf in leaves.items()}
+        arrays = _kinds(state if true is None else true)
         try:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -160,22 +161,24 @@ class Checkpoints:
             self._checkpointer.close()
             logging.getLogger("absl").removeFilter(_is_no_orbax_error)
 
-    def restore(self, abstract: Any, step: int | None = None) -> Restored:
+    def restore(self, abstract: Any, step: int | None = None, *, true: Any = None) -> Restored:
         """Restore the state of ``step``, by default of the newest undamaged checkpoint.
 
         ``abstract`` is the state as ShapeDtypeStructs, whose shardings may be of any mesh, number of devices and number
-        of processes. The values are those that were saved, bit for bit.
+        of processes. The values are those that were saved, bit for bit. ``true`` is as in ``save``: the mesh of the
+        checkpoint may have needed other padding than this one.
 
         Raises RooftopError if there is no checkpoint, if ``step`` is damaged, or if shapes or dtypes differ.
         """
         checkpoint, manifest, refused = self._newest(step)
-        leaves = _leaves(abstract)
-        for name in sorted(leaves.keys() | manifest.arrays.keys()):
-            expected = _kind(leaves[name]) if name in leaves else "no such array"
+        leaves, kinds = _leaves(abstract), _kinds(abstract if true is None else true)
+        for name in sorted(kinds.keys() | manifest.arrays.keys()):
+            expected = kinds.get(name, "no such array")
             stored = manifest.arrays.get(name, "no such array")
             if expected != stored:
                 raise RooftopError(f"checkpoint {checkpoint}: {name}", stored, f"{expected}, as the program has it")
-        restored = self._checkpointer.restore(checkpoint / _STATE, leaves)
+        # Not strict: Orbax cuts off the padding of the checkpoint, or adds that of this mesh.
+        restored = self._checkpointer.restore(checkpoint / _STATE, leaves, strict=true is None)
         state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in leaves])
         return Restored(step=manifest.step, state=state, extra=manifest.extra, refused=refused)
 
@@ -316,6 +319,10 @@ def _name(path: tuple[Any, ...]) -> str:
         case (jax.tree_util.DictKey(key=str(key)),):
             return key
     return jax.tree_util.keystr(path)
+
+
+def _kinds(tree: Any) -> dict[str, str]:
+    return {name: _kind(leaf) for name, leaf in _leaves(tree).items()}
 
 
 def _kind(leaf: Any) -> str:

@@ -17,9 +17,16 @@ from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.profile.microbench.timing import usable_bytes
-from rooftop.programs.parameters import Batch
+from rooftop.programs.parameters import Batch, moved
 from rooftop.programs.training.program import TrainProgram
-from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
+from rooftop.programs.training.step import (
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    init_state,
+    train_step,
+    true_state,
+)
 from rooftop.runs.checkpoints import Checkpoints
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.records import Records
@@ -112,7 +119,8 @@ class TrainEngine:
         """
         if not self.checkpoints.steps():
             return 0, self.job.initial()
-        restored = self.checkpoints.restore(abstract_state(self.job.program, self.job.mesh))
+        program = self.job.program
+        restored = self.checkpoints.restore(abstract_state(program, self.job.mesh), true=true_state(program))
         for damage in restored.refused:
             self.watch.on_message(f"checkpoint left out: {damage}")
         return restored.step, restored.state
@@ -185,7 +193,8 @@ class TrainEngine:
         return evaluation
 
     def _save(self, step: int, state: TrainState[jax.Array]) -> None:
-        self.checkpoints.save(step, state, {"data": self.data.digest, "seed": self.job.seed})
+        extra = {"data": self.data.digest, "seed": self.job.seed}
+        self.checkpoints.save(step, state, extra, true=true_state(self.job.program))
 
     def _origin(self, failed: StepRecord) -> str:
         """Find the operation that made the first NaN: repeat the run from its last checkpoint to that step."""
@@ -198,8 +207,7 @@ class TrainEngine:
                 state, _ = self.job.step(state, self.job.batch(self.data, index))
         job = self.job.without_stages()
         if job is not self.job:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(job.program, job.mesh))
-            state = jax.device_put(state, shardings)
+            state = moved(state, abstract_state(job.program, job.mesh))
         step = train_step(job.program, job.program.specs(job.mesh))
         with jax.set_mesh(job.mesh):
             origin = find_origin(step, state, job.batch(self.data, failed.step - 1))

@@ -68,8 +68,11 @@ def training_ledger(step: TrainingStep) -> Ledger:
 def training_work(step: TrainingStep) -> list[Work]:
     """Every piece of work of a step, in the order in which it is first done."""
     microbatches, alone = step.strategies.microbatches, step.layers_alone
-    dense = step.dense_layers - alone.first_dense
-    work = [*_embed(step), *_layers(step, dense * microbatches, (step.layers - alone.first - dense) * microbatches)]
+    layers, dense = step.layers - alone.first, step.dense_layers - alone.first_dense
+    shared = _layers(step, dense * microbatches, (layers - dense) * microbatches)
+    if np.any(step.padding_layers):
+        shared = [replace(item, skipped=step.padding_layers / layers) for item in shared]
+    work = [*_embed(step), *shared]
     if np.any(alone.first):
         # What the first stage does alone is not kept from task to task: its backward pass begins with the tokens.
         begun = replace(step, strategies=step.strategies.with_policy(POLICIES["block"]))

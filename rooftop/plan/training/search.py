@@ -32,6 +32,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
+from rooftop.models.widths import MOST_PADDING, share
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.pricing import expected_s, priced_collectives
 from rooftop.plan.training.problem import Problem
@@ -226,7 +227,7 @@ def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
         return layouts, not uneven(problem, layouts).any()
     axes, divides = _searched(problem)
     layouts = enumerate_layouts(problem.slice, axes, divides)
-    layouts = layouts[_heads_split(problem.model, layouts)]
+    layouts = layouts[_heads_split(problem.model, layouts) & _stages_filled(problem, layouts)]
     good = ~uneven(problem, layouts)
     even = bool(good.any())
     if even:
@@ -255,6 +256,15 @@ def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
     return good
 
 
+def _stages_filled(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Each chunk of a stage must have room for a layer, or a period, and few may be padding."""
+    stages, (parts, _) = layouts.along(*STAGE_AXES), stage_parts(problem.model)
+    chunks = stages * problem.chunks
+    room = share(parts, chunks) * chunks
+    good: npt.NDArray[np.bool_] = (stages == 1) | (chunks <= parts) & (room <= (1 + MOST_PADDING) * parts)
+    return good
+
+
 def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
     """Layouts with exactly the given axis sizes."""
     devices = problem.slice.devices
@@ -273,6 +283,9 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
             near = sorted(divisors, key=lambda n: abs(n - size))[:2]
             name = " x ".join(axis for axis in split.axes if sizes.get(axis, 1) > 1)
             raise RooftopError(f"mesh axis {name}", size, f"a divisor of the {dim[1]}: {sorted(near)}")
+    parts, what = stage_parts(problem.model)
+    if (stages := ways(sizes, *STAGE_AXES)) > parts:
+        raise RooftopError("mesh axis stage", stages, f"at most the {parts} {what}")
     names = [name for name in AXES if sizes.get(name, 1) > 1] or list(BATCH_AXES[:1])
     divides = {name: sizes.get(name, 1) for name in AXES}
     layouts = enumerate_layouts(problem.slice, names, divides)
@@ -325,7 +338,7 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
 
 
 def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
+    """True where microbatches divide a replica's sequences, and a stage has a layer for each of its chunks, [C, K].
 
     Raises RooftopError if no candidate does.
     """
@@ -339,13 +352,12 @@ def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> 
         good &= counts == counts.min()
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
-    if not even_parts.any():
-        most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
-        fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
-        accepted = ", ".join(map(str, fitting)) or "no interleaving"
-        raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    good &= even_parts
+    filled = (stages == 1) | (stages * problem.chunks <= parts)
+    if not filled.any():
+        most = parts // int(stages.min())
+        accepted = f"at most {most}" if most > 1 else "no interleaving"
+        raise RooftopError("chunks", problem.chunks, f"{accepted} ({int(stages.min())} stages share {parts} {what})")
+    good &= filled
     if not good.any():
         raise RooftopError(
             "microbatches",

@@ -20,7 +20,8 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
 from rooftop.models.attention import AttentionMatmuls, attention_kind, parameters
-from rooftop.models.segments import layers_alone
+from rooftop.models.segments import layers_alone, segments, shared_segment
+from rooftop.models.widths import share
 from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
@@ -92,14 +93,28 @@ class TrainingStep:
         )
 
     @cached_property
-    def layers(self) -> Floats:
-        """Layers that a pipeline stage holds, [C, 1]: its part of those that are shared, and those that are not.
+    def _periods(self) -> Floats:
+        """Periods of layers that a pipeline stage has room for, of those that stages share, [C, 1]."""
+        shared, chunks = segments(self.model)[shared_segment(self.model)], self.strategies.chunks
+        periods: Floats = share(shared.repeats, self.strategies.devices(*STAGE_AXES) * chunks) * chunks
+        return periods
 
-        It is priced as if it did them all.
+    @cached_property
+    def layers(self) -> Floats:
+        """Layers that a pipeline stage has room for, [C, 1]: its part of those that are shared, and those that are not.
+
+        It is priced as if it did them all, but for ``padding_layers``.
         """
-        alone = self.layers_alone.every
-        layers: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices(*STAGE_AXES)) + alone
+        period = len(segments(self.model)[shared_segment(self.model)].kinds)
+        layers: Floats = np.where(self.staged, self._periods * period + self.layers_alone.every, self.model.layers)
         return layers
+
+    @cached_property
+    def padding_layers(self) -> Floats:
+        """Layers that a stage has room for beyond those that it does, [C, 1], in the mean of all stages."""
+        alone = self.layers_alone.every
+        padding: Floats = self.layers - alone - (self.model.layers - alone) / self.strategies.devices(*STAGE_AXES)
+        return padding
 
     @cached_property
     def element_bytes(self) -> float:
@@ -140,9 +155,10 @@ class TrainingStep:
 
     @cached_property
     def dense_layers(self) -> Floats:
-        """Dense layers that a stage holds, [C, 1]."""
-        alone = self.layers_alone.every_dense
-        layers: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices(*STAGE_AXES)) + alone
+        """Dense layers that a stage has room for, [C, 1]."""
+        period = sum(not kind.moe for kind in segments(self.model)[shared_segment(self.model)].kinds)
+        dense = self._periods * period + self.layers_alone.every_dense
+        layers: Floats = np.where(self.staged, dense, self.model.dense_layers)
         return layers
 
     @cached_property

@@ -94,8 +94,9 @@ class Strategies:
 
     @cached_property
     def chunks(self) -> Floats:
-        """Model chunks per pipeline stage, [1, K]."""
-        return np.array([[float(choice.chunks) for choice in self.choices]])
+        """Model chunks per pipeline stage, [1, K], or [1, 1] if all choices have as many."""
+        chunks = [float(choice.chunks) for choice in self.choices]
+        return np.array([chunks if len(set(chunks)) > 1 else chunks[:1]])
 
     @cached_property
     def idle_share(self) -> Floats:

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from rooftop.arrays.rules import STAGE_AXES
+from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.capabilities import OPTIMIZERS, STATE_DTYPES, TRAINING, TrainingSpec, require
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.parameters import Parameter, Transformer
+from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import Specs
 from rooftop.scheduling.pipeline import require_schedule
 
@@ -192,6 +192,11 @@ class TrainProgram:
         """The specs of arrays on ``mesh``: the rules without axes of size 1."""
         rules = self.computation.specs.rules
         return Specs(rules.only({axis: size for axis, size in mesh.shape.items() if size > 1}))
+
+    def described(self, mesh: Mesh | AbstractMesh) -> Transformer[Parameter]:
+        """The weights as ``mesh`` stores them, padded where its axes do not divide a dim."""
+        stages = ways(mesh.shape, *STAGE_AXES)
+        return describe(self.model, {"layers": stages * self.chunks if stages > 1 else 1})
 
 
 def loss_chunks(sequences: int, positions: int) -> int:

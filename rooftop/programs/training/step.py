@@ -54,7 +54,7 @@ class StepMetrics(Generic[Leaf]):
 
 def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
     """The state before the first step, every array created in its shards."""
-    described = describe(program.model)
+    described = program.described(mesh)
     weights = initialise(described, key, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     with jax.set_mesh(mesh):
         optimizer_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
@@ -67,7 +67,7 @@ def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[
 
 def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
     """Shapes and shardings of the state, without memory."""
-    described = describe(program.model)
+    described = program.described(mesh)
     weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     transformation = program.optimizer.transformation(described)
 
@@ -88,6 +88,15 @@ def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainSta
     optimizer = jax.tree.map(with_sharding, jax.eval_shape(transformation.init, weights), is_leaf=is_moments)
     step = placed(jax.ShapeDtypeStruct((), jnp.int32), NamedSharding(mesh, P()))
     return TrainState(step=step, weights=weights, optimizer=optimizer)
+
+
+def true_state(program: TrainProgram) -> TrainState[jax.ShapeDtypeStruct]:
+    """Shapes of the state without padding, on no mesh."""
+    described = describe(program.model)
+    dtype = DTYPES[program.weights_dtype]
+    weights = jax.tree.map(lambda parameter: jax.ShapeDtypeStruct(parameter.shape, dtype), described)
+    optimizer = jax.eval_shape(program.optimizer.transformation(described).init, weights)
+    return TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), weights=weights, optimizer=optimizer)
 
 
 def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
