@@ -264,6 +264,31 @@ def test_published_pipelines_are_uneven_and_run(model: str, axes: dict[str, int]
     assert attended == layers - padding and plan.step.tokens.item() == tokens / 16
 
 
+def test_a_stage_gathers_keys_and_sends_in_every_slot() -> None:
+    """As its program does: no ring over context, attention's forward pass once more, results in each of 22 slots."""
+    made = {
+        name: best(sweep(problem("llama3-8b", seqs=128, axes=axes, remat="block", microbatches=8)))
+        for name, axes in {
+            "context": {"stage": 4, "context": 4, "fsdp": 4}, "stage": {"stage": 4, "fsdp": 16},
+            "ring": {"context": 4, "fsdp": 16},
+        }.items()
+    }  # fmt: skip
+    core = {
+        name: {row.phase: row for row in plan.ledger if row.scope == "layers/attn/core"} for name, plan in made.items()
+    }
+    kinds = {phase: [each.kind for each in row.collectives] for phase, row in core["context"].items()}
+    assert kinds == {"forward": ["all_gather"], "recompute": ["all_gather"], "backward": ["reduce_scatter"]}
+    assert {each.kind for row in core["ring"].values() for each in row.collectives} == {"permute"}
+    counts = {name: rows["recompute"].count / rows["forward"].count for name, rows in core.items()}
+    assert counts == {"context": 2, "stage": 2, "ring": 1}
+    # Of four devices' queries, a kernel without masks meets 11/8 of the keys that come before them.
+    tokens = {name: plan.step.tokens.item() for name, plan in made.items()}
+    each = {name: rows["forward"].kernel_flops / tokens[name] for name, rows in core.items()}
+    assert each["context"] == pytest.approx(each["stage"] * 11 / 8) and each["ring"] == each["stage"]
+    sends = [row.count for row in made["stage"].ledger if row.scope == "pipeline" and row.collectives]
+    assert sends == [22, 22]
+
+
 def test_stages_have_at_least_a_layer_for_each_of_their_chunks() -> None:
     asked = problem("llama3-8b", "v5e:8x8", axes={"stage": 64}, microbatches=8)
     with pytest.raises(RooftopError, match="mesh axis stage: got 64; accepted: at most the 32 layers"):

@@ -28,6 +28,7 @@ from rooftop.models.activations import POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import (
+    full_attention_share,
     mean_attended_pairs,
     mlp_matmuls,
 )
@@ -126,20 +127,28 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     reference = step.assumptions.attention == "reference"
     block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
     pairs = mean_attended_pairs(model, step.workload.seq_len, block)
-    scores = tokens * heads * pairs / step.workload.seq_len
+    ring = step.strategies.devices(*SEQUENCE_AXES)
+    # In stages keys are gathered: a kernel cannot leave out those that come later for some devices and not for others.
+    more = step.staged * (ring - 1) / (2 * ring) * full_attention_share(model, step.workload.seq_len, block)
+    scores = tokens * heads * pairs / step.workload.seq_len * (1 + more)
     stream = tokens * model.d_model * step.element_bytes
     queries_keys = tokens * (heads + kv_heads) * d_qk * step.element_bytes
     values = tokens * (heads + kv_heads) * d_v * step.element_bytes
     keys_values = tokens * kv_heads * (d_qk + d_v) * step.element_bytes
 
-    ring = step.strategies.devices(*SEQUENCE_AXES)
-
     # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
     per_score = 12.0 if reference else 0.0
 
     def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
-        """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times."""
+        """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times, or are gathered."""
         executed = per_pair / (d_qk + d_v)
+        moves = (
+            Transfer("permute_ring", SEQUENCE_AXES, exchanged * keys_values * ring, "context", 1 - step.staged),
+            Transfer(
+                "reduce_scatter" if phase == "backward" else "all_gather",
+                SEQUENCE_AXES, keys_values * ring, "tensor", step.staged,
+            ),
+        )  # fmt: skip
         return Work(
             scope="layers/attn/core",
             phase=phase,
@@ -148,7 +157,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
-            collectives=(Transfer("permute_ring", SEQUENCE_AXES, exchanged * keys_values * ring, "context"),),
+            collectives=moves if np.any(step.staged) else moves[:1],
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
 
@@ -176,10 +185,11 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         recompute(rope, recomputed("rope")),
         backward(rope, 2.0),
         core("forward", per_pair, 1.0),
-        # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
-        core("recompute", per_pair / 2 * (1 + core_again), 1.0)
+        # Even where its output is kept, the reference computes its scores again for the gradient of softmax. In a stage
+        # the backward pass of any kernel begins with its forward pass: residuals cannot leave nested shard_maps.
+        core("recompute", per_pair / 2 * (1 + core_again + step.staged), 1.0)
         if reference
-        else core("recompute", per_pair, 1.0, core_again),
+        else core("recompute", per_pair, 1.0, core_again + step.staged),
         core("backward", per_pair_backward, around),
         *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=out_again, residual=True),
         *offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
@@ -345,10 +355,11 @@ def _update(step: TrainingStep) -> list[Work]:
 def _pipeline(step: TrainingStep) -> list[Work]:
     """Activations passed to the next stage, and back; the idle time is added when the rest is known."""
     sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
-    count = step.strategies.microbatches * step.strategies.chunks
+    transfer = Transfer("permute", STAGE_AXES, sent, "stage")
+    count = step.strategies.slots if np.any(step.staged) else 1.0
     work = Work(
-        scope="pipeline", phase="forward", count=count, collectives=(Transfer("permute", STAGE_AXES, sent, "stage"),),
-        formula="T D bytes to the next stage for each microbatch and chunk",
+        scope="pipeline", phase="forward", count=count, collectives=(transfer,),
+        formula="T D bytes to the next stage in each slot of the schedule, whether or not it has a use for them",
     )  # fmt: skip
     return [work, backward(work, 1.0)]
 
