@@ -15,8 +15,10 @@ from rooftop.cli.options import (
     SERVER,
     WORKLOAD,
     VerbCommand,
+    burstiness_option,
     dtype_option,
     duration_option,
+    hash_tokens_option,
     json_option,
     mesh_option,
     on_option,
@@ -26,7 +28,7 @@ from rooftop.cli.options import (
     tpot_option,
     ttft_option,
 )
-from rooftop.cli.output import VerbGroup, emit_json, progress_bar, show
+from rooftop.cli.output import VerbGroup, progress_bar, show
 
 
 @click.group(name="bench", cls=VerbGroup)
@@ -67,10 +69,7 @@ def collectives(*, output: Path | None, as_json: bool, **options: Any) -> int:
     data = result.to_json()
     if output is not None:
         write_json(output, data)
-    if as_json:
-        emit_json(data)
-    else:
-        show(data, {"report": output}, kind="bench collectives")
+    show(data, {"report": output}, as_json=as_json, kind="bench collectives")
     return 0
 
 
@@ -87,12 +86,9 @@ _SERVING = (
 @duration_option(default="60s")
 @option("--prompt", group=WORKLOAD, default="512", metavar="N", help="Tokens of a prompt: 512, or 128:1024.")
 @option("--generate", group=WORKLOAD, default="128", metavar="N", help="Tokens of an answer, likewise.")
-@option(
-    "--burstiness", group=WORKLOAD, default="1", type=QUANTITY,
-    help="1: Poisson; below it requests come in bursts.",
-)  # fmt: skip
+@burstiness_option()
 @seed_option(group=WORKLOAD, default="0")
-@option("--hash-tokens", group=WORKLOAD, default="512", type=COUNT, help="Tokens that a hash of a trace stands for.")
+@hash_tokens_option()
 @option("--model", group=SERVER, metavar="NAME", help="The model to ask. [default: the one that is served]")
 @option("--api-key", group=SERVER, envvar="OPENAI_API_KEY", metavar="KEY", help="If the server asks for one.")
 @option("--vocab", group=WORKLOAD, type=COUNT, help="Prompts have token ids below N. [default: the server's, or 1000]")
@@ -116,8 +112,5 @@ def serve(*, url: str, output: Path | None, as_json: bool, **options: Any) -> in
     data = result.to_json()
     if output is not None:
         write_json(output, data)
-    if as_json:
-        emit_json(data)
-    else:
-        show(data, {"report": output}, kind="bench serve")
+    show(data, {"report": output}, as_json=as_json, kind="bench serve")
     return 0

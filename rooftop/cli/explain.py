@@ -23,7 +23,7 @@ from rooftop.cli.options import (
     report_option,
     top_option,
 )
-from rooftop.cli.output import emit_json, show
+from rooftop.cli.output import show
 from rooftop.core.errors import RooftopError
 
 
@@ -90,20 +90,14 @@ def _operations(lines: tuple[str, ...], on: str | None, figures: dict[str, float
     from rooftop.library.explaining import explain_operations
 
     result = explain_operations(*lines, on=on, figures=figures)
-    if as_json:
-        emit_json(result.to_json())
-    else:
-        show(result.to_json())
+    show(result.to_json(), as_json=as_json)
 
 
 def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
     from rooftop.library.explaining import diff
 
     result = diff(*paths)
-    if as_json:
-        emit_json(result.to_json())
-    else:
-        show(result.to_json(), top=count)
+    show(result.to_json(), as_json=as_json, top=count)
 
 
 def _trace(
@@ -124,10 +118,7 @@ def _trace(
         from rooftop.core.files import write_text
 
         write_text(report, result.page())
-    if as_json:
-        emit_json(result.to_json(top=count))
-    else:
-        show(result.to_json(top=count), top=count)
+    show(result.to_json(top=count), as_json=as_json, top=count)
 
 
 @click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))
@@ -145,4 +136,4 @@ def validate(*, runs: Path | None, assume: str | None, top: int, as_json: bool) 
 
     result = explaining.validate(runs=runs, assume=assume)
     data = result.to_json()
-    emit_json(data) if as_json else show(data, kind="validation", worst=top)
+    show(data, as_json=as_json, kind="validation", worst=top)

@@ -22,7 +22,7 @@ from rooftop.cli.options import (
     option,
     top_option,
 )
-from rooftop.cli.output import emit_json, progress_bar, show
+from rooftop.cli.output import progress_bar, show
 
 
 @click.command(
@@ -67,8 +67,5 @@ def command(*, no_overlap: bool, unidirectional: bool, compiled: bool, as_json: 
             compile=compiled,
             on_progress=on_progress,
         )
-    if as_json:
-        emit_json(result.to_json())
-    else:
-        show(result.to_json(), kind="matmul")
+    show(result.to_json(), as_json=as_json, kind="matmul")
     return 0

@@ -316,6 +316,12 @@ seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Token
 duration_option = _shared("--duration", group=WORKLOAD, type=TIME, help="Time span of drawn requests: 10m.")
 ttft_option = _shared("--ttft", group=WORKLOAD, type=TIME, help="Target of the time to first token: 500ms.")
 tpot_option = _shared("--tpot", group=WORKLOAD, type=TIME, help="Target of the time per output token: 30ms.")
+burstiness_option = _shared(
+    "--burstiness", group=WORKLOAD, default="1", type=QUANTITY, help="1: Poisson; below it requests come in bursts."
+)
+hash_tokens_option = _shared(
+    "--hash-tokens", group=WORKLOAD, default="512", type=COUNT, help="Tokens that a hash of a trace stands for."
+)
 draft_option = _shared("--draft", group=WORKLOAD, type=MODEL, help="Draft model of speculative decoding.")
 draft_length_option = _shared(
     "--draft-length", group=WORKLOAD, type=COUNT_OR_ZERO, help="Tokens that a draft guesses a round."

@@ -40,8 +40,13 @@ def console() -> Console:
     return page if page.is_terminal or "COLUMNS" in os.environ else Page(highlight=False, width=110)
 
 
-def show(data: Mapping[str, Any], written: Mapping[str, object] | None = None, **context: Any) -> None:
-    """Print the document of an answer, then the files ``written`` by what they hold (None: not written)."""
+def show(
+    data: Mapping[str, Any], written: Mapping[str, object] | None = None, *, as_json: bool = False, **context: Any
+) -> None:
+    """Print an answer: its JSON, or its document and the files ``written`` by what they hold (None: not written)."""
+    if as_json:
+        emit_json(data)
+        return
     from rooftop.present.documents import document
 
     show_document(document(data, **context), written)

@@ -19,7 +19,9 @@ from rooftop.cli.options import (
     VerbCommand,
     batch_seqs_option,
     batching_option,
+    burstiness_option,
     duration_option,
+    hash_tokens_option,
     host_dram_option,
     json_option,
     option,
@@ -29,7 +31,7 @@ from rooftop.cli.options import (
     tpot_option,
     ttft_option,
 )
-from rooftop.cli.output import emit_json, progress_bar, show
+from rooftop.cli.output import progress_bar, show
 
 _EXAMPLES = (
     "rooftop simulate plan.json --requests-per-second 2 --duration 1h",
@@ -44,12 +46,9 @@ _EXAMPLES = (
 @duration_option(default="10m")
 @option("--prompt", group=WORKLOAD, metavar="N", help="Tokens of a prompt: 512, or 128:1024. The plan's by default.")
 @option("--generate", group=WORKLOAD, metavar="N", help="Tokens of an answer, likewise.")
-@option(
-    "--burstiness", group=WORKLOAD, default="1", type=QUANTITY,
-    help="1: Poisson; below it requests come in bursts.",
-)  # fmt: skip
+@burstiness_option()
 @seed_option(group=WORKLOAD, default="0")
-@option("--hash-tokens", group=WORKLOAD, default="512", type=COUNT, help="Tokens that a hash of a trace stands for.")
+@hash_tokens_option()
 @batching_option(help="How servers batch. The plan's by default.")
 @option("--chunk-tokens", group=WORKLOAD, type=COUNT, help="Prefill in chunks: most tokens of a step.")
 @batch_seqs_option(help="Sequences that a server has in progress at most. The plan's batch by default.")
@@ -88,8 +87,5 @@ def command(
         result.write_perfetto(perfetto)
     if output is not None:
         write_json(output, data)
-    if as_json:
-        emit_json(data)
-    else:
-        show(data, {"simulation": output, "requests": per_request, "timeline": perfetto})
+    show(data, {"simulation": output, "requests": per_request, "timeline": perfetto}, as_json=as_json)
     return 0

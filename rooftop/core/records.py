@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
@@ -29,8 +29,15 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The fields and derived properties as plain JSON values."""
-        kind: Any = type(self)
-        return {name: plain(getattr(self, name)) for name in _written(kind)}
+        return _plain_fields(self)
+
+
+def field_values(value: Any, kind: Any = None) -> dict[str, Any]:
+    """Fields of the dataclass ``kind`` by name, with what ``value`` has under these names: not copied.
+
+    Without a ``kind`` the fields are those of ``value`` itself.
+    """
+    return {field.name: getattr(value, field.name) for field in fields(kind or value)}
 
 
 def plain(value: Any) -> Any:
@@ -45,7 +52,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_json()
     if is_dataclass(kind):
-        return {name: plain(getattr(value, name)) for name in _written(kind)}
+        return _plain_fields(value)
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -55,6 +62,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, (str, int, float)):
         return value
     raise TypeError(f"{kind.__name__} is not written as JSON")
+
+
+def _plain_fields(value: object) -> dict[str, Any]:
+    kind: Any = type(value)
+    return {name: plain(getattr(value, name)) for name in _written(kind)}
 
 
 @cache
@@ -138,7 +150,7 @@ _JSON_TYPES: dict[object, tuple[str, tuple[type, ...]]] = {
 
 
 class _Member:
-    """A member of a union, or a type that is no union; ``words`` say what it takes."""
+    """One member of a union, or a type that is not a union. Error messages name its values with ``words``."""
 
     def __init__(self, kind: Any) -> None:
         self.kind, self.container, self.arguments = kind, typing.get_origin(kind), typing.get_args(kind)
@@ -179,9 +191,9 @@ def schema(kind: Any) -> dict[str, Any]:
     """
     import msgspec  # slow to import, and only schemas need it
 
-    kinds = list(dict.fromkeys(_records(kind)))
+    kinds = _records(kind)
     properties = [
-        (owner, name, get_type_hints(_function(member), include_extras=True)["return"])
+        (owner, name, get_type_hints(member.func, include_extras=True)["return"])
         for owner in kinds
         for name, member in _derived(owner).items()
     ]
@@ -196,11 +208,7 @@ def schema(kind: Any) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[0], "$defs": components}
 
 
-def _function(member: derived[Any]) -> Callable[..., Any]:
-    return member.func
-
-
-def _records(hint: Any) -> Iterator[type]:
+def _records(hint: Any) -> list[Any]:
     """Dataclasses that a type mentions, itself first, each with those that its own fields mention."""
     seen: dict[Any, None] = {}
     waiting = [hint]
@@ -211,5 +219,5 @@ def _records(hint: Any) -> Iterator[type]:
             seen[item] = None
             hints = get_type_hints(item)
             waiting += [hints[field.name] for field in fields(item)]
-            waiting += [get_type_hints(_function(member))["return"] for member in _derived(item).values()]
-    return iter(typing.cast("list[type]", list(seen)))
+            waiting += [get_type_hints(member.func)["return"] for member in _derived(item).values()]
+    return list(seen)

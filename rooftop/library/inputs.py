@@ -96,7 +96,7 @@ def model_of(model: ModelLike) -> ModelConfig:
 
 
 def plan_of(plan: PlanLike) -> TrainingPlan | EmbedPlan:
-    """Return the plan. Raises RooftopError for a file or mapping that is no plan of training or embeddings."""
+    """Return the plan. Raises RooftopError for a file or mapping that is not a training or embedding plan."""
     from rooftop.plan.embedding.plan import EmbedPlan
     from rooftop.plan.training.plan import TrainingPlan
 

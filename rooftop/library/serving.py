@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from rooftop.core.quantities import (
     parse_dtype,
     parse_share,
 )
+from rooftop.core.records import field_values
 from rooftop.hardware import Chip, Slice
 from rooftop.library.inputs import (
     AxesLike,
@@ -88,7 +89,7 @@ class ServingPlanResult(Result):
     def _data(self) -> dict[str, object]:
         answer = self.answer.document
         return FleetAnswerDocument(
-            **{field.name: getattr(answer, field.name) for field in fields(answer)},
+            **field_values(answer),
             recommendation=None if self.recommendation is None else self.recommendation.document,
         ).to_json()
 

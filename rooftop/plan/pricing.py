@@ -40,6 +40,8 @@ Bounds = Literal["usable", "book"]
 BOUNDS: tuple[Bounds, ...] = get_args(Bounds)
 #: Transfers between two computations that depend on each other.
 CRITICAL: frozenset[Hiding] = frozenset({"tensor", "all_to_all", "critical"})
+#: ``Transfer.when`` of a transfer that takes place in any case.
+ALWAYS = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Transfer:
     axes: tuple[str, ...]
     payload: Number
     hides: Hiding
-    when: Number = 1.0
+    when: Number = ALWAYS
 
     @property
     def priced_as(self) -> CollectiveKind:

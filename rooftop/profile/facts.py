@@ -115,7 +115,7 @@ def facts_of(op: Op) -> Facts:
 
 
 def category_of(*names: str) -> Category:
-    """The category of an op that is no collective, by its opcode and the trace's own category."""
+    """Category of an op other than a collective, from its opcode and the category in the trace."""
     for category, members in _CATEGORIES.items():
         if any(name in members for name in names):
             return category

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from rooftop.core.records import Record
+from rooftop.core.records import Record, field_values
 from rooftop.validation.accuracy import ComparisonRecord, Group
 from rooftop.validation.runs import Unusable
 from rooftop.validation.serving import ServingRecord
@@ -34,7 +34,7 @@ class UnusableTraining(Record):
     @classmethod
     def of(cls, run: Unusable) -> UnusableTraining:
         """The record of a run."""
-        return cls(**{field.name: getattr(run, field.name) for field in fields(cls)})
+        return cls(**field_values(run, cls))
 
 
 @dataclass(frozen=True, kw_only=True)

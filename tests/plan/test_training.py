@@ -396,7 +396,7 @@ def test_nothing_fits_says_by_how_much_and_where() -> None:
         ({"fsdp": 16, "tensor": 3}, r"64 devices.*48.*such as fsdp="),
         ({"fsdp": 1000}, r"64 devices.*such as fsdp=64"),
         ({"fsdp": 2, "tensor": 32}, None),
-        ({"fsdp": 1, "tensor": 64}, r"divisor of the 32 attention heads: \[16, 32\]"),
+        ({"fsdp": 1, "tensor": 64}, r"divisor of the 32 attention heads, such as context=8,tensor=8"),
     ],
 )
 def test_a_mesh_that_does_not_divide_names_the_nearest_that_does(axes: dict[str, int], message: str | None) -> None:
@@ -414,6 +414,9 @@ def test_given_meshes_are_planned_or_refused(axes: dict[str, int]) -> None:
         found = sweep(problem(axes=axes))
     except RooftopError as error:
         assert "\n" not in str(error)
+        _, _, suggestion = error.accepted.partition("such as ")
+        if suggestion:
+            assert sweep(problem(axes=parse_axes(suggestion))).expected_s.size
     else:
         assert {name: size for name, size in best(found).mesh.shape.items() if size > 1} == {
             name: size for name, size in axes.items() if size > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from rooftop import __version__
 from rooftop.compiler.devices import chip_of_kind
 from rooftop.core.amounts import Amount, Positive, Share
 from rooftop.core.errors import RooftopError
-from rooftop.core.records import Record
+from rooftop.core.records import Record, field_values
 from rooftop.explain.join import SPELLED_AS
 from rooftop.explain.measured.advice import Advice, advise, origin_of
 from rooftop.explain.measured.columns import ExplainedRow, columns
@@ -67,7 +67,7 @@ class ExplainedStep(Record):
     @classmethod
     def of(cls, step: StepTime) -> ExplainedStep:
         """The record of a measured step."""
-        return cls(**{field.name: getattr(step, field.name) for field in fields(cls)})
+        return cls(**field_values(step, cls))
 
 
 @dataclass(frozen=True, kw_only=True)

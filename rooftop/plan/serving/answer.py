@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import field_values
 from rooftop.hardware import Slice
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan, ServingPlanDocument
@@ -47,7 +48,7 @@ class ServingAnswer:
         """plan.json."""
         plan = self.plan.document
         return ServingAnswerDocument(
-            **{field.name: getattr(plan, field.name) for field in fields(plan)},
+            **field_values(plan),
             smallest_slice=None if self.smallest is None else self.smallest.name,
             pareto=tuple(self.front),
             searched=self.searched,

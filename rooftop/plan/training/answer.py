@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rooftop.core.errors import Infeasible
-from rooftop.plan.training.advice import NearestPlan, WhatIf, nearest_executable, plan_of, what_if
+from rooftop.core.records import field_values
+from rooftop.plan.training.advice import WhatIf, what_if
+from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refused_everywhere
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import sweep
+from rooftop.plan.training.search import Sweep, sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class TrainingAnswer:
         """plan.json."""
         plan = self.plan.document
         return TrainingAnswerDocument(
-            **{field.name: getattr(plan, field.name) for field in fields(plan)},
+            **field_values(plan),
             alternatives=tuple(self.alternatives),
             what_if=tuple(self.what_if),
             nearest_executable=self.nearest_executable,
@@ -59,18 +61,36 @@ class TrainingAnswer:
 
 
 def plan_training(problem: Problem, *, alternatives: int = 5) -> TrainingAnswer:
-    """Search and answer. Raises RooftopError on sizes that cannot be."""
-    searched = sweep(problem)
-    best = plan_of(searched, searched.best)
+    """Search and answer: the best plan that programs run, or else the best of all and the nearest that programs run.
+
+    Raises RooftopError on sizes that cannot be.
+    """
+    return answer_of(search_of(problem), alternatives=alternatives)
+
+
+def search_of(problem: Problem) -> Sweep:
+    """The search among plans that programs run; among all if there is none, or if the mesh is not searched."""
+    pinned = problem.axes is not None or problem.mesh is not None
+    if not pinned and not refused_everywhere(problem):
+        searched = sweep(problem, executable=True)
+        if searched.fits.any():
+            return searched
+    return sweep(problem)
+
+
+def answer_of(searched: Sweep, *, alternatives: int = 5) -> TrainingAnswer:
+    """The answer that follows from a search."""
+    best = searched.plan(searched.best)
+    near = nearest_executable(best) if best.obstacles or not best.fits else None
     return TrainingAnswer(
         plan=best,
         alternatives=[
-            plan_of(searched, candidate).summarised(
+            searched.plan(candidate).summarised(
                 float(searched.expected_s[candidate]), float(searched.memory_bytes[candidate])
             )
             for candidate in searched.alternatives(alternatives)
         ],
         what_if=what_if(searched, best),
-        nearest_executable=nearest_executable(best) if best.obstacles else None,
+        nearest_executable=None if near is None else NearestPlan.of(near),
         searched=searched.searched,
     )

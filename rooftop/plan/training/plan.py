@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from rooftop.arrays.mesh import Mesh, MeshLayout
 from rooftop.arrays.rules import AXES, Rules
 from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
 from rooftop.core.ledger import Ledger, Row
-from rooftop.core.records import Record, read_record
+from rooftop.core.records import Record, field_values, read_record
 from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
 from rooftop.models.activations import parse_policy
@@ -58,7 +58,7 @@ class PlannedAssumptions(Assumptions):
     @property
     def assumptions(self) -> Assumptions:
         """The assumptions alone."""
-        return Assumptions(**{field.name: getattr(self, field.name) for field in fields(Assumptions)})
+        return Assumptions(**field_values(self, Assumptions))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.memory import Memory, book_memory, training_memory
+from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, training_memory
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -45,6 +45,12 @@ class Problem:
         """HBM bytes of a device: usable, or nominal with the book's bounds."""
         chip = self.slice.chip
         return chip.hbm_bytes / chip.devices if self.bounds == "book" else chip.hbm_usable_bytes
+
+    @property
+    def roomy_bytes(self) -> float:
+        """HBM bytes of a device that a search fills: what is usable, less the compiler's room on TPUs."""
+        room = HEADROOM if self.bounds == "usable" and self.slice.chip.kind == "tpu" else 0.0
+        return (1 - room) * self.capacity
 
     def memory(self, step: TrainingStep) -> Memory:
         """Bytes per device by class, by what XLA holds or by the book's arithmetic."""

@@ -11,6 +11,7 @@ from rooftop.core.quantities import format_bytes, format_count
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.plan.documents import Balance, Reason
+from rooftop.plan.pricing import scalar
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline import rules
@@ -49,6 +50,17 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         f"{per_parameter:.3g} B each; the model has {format_count(parameters)}"
         + ("." if state <= problem.capacity else ", so the state must be sharded."),
     )
+    total = scalar(problem.memory(step).total)
+    if problem.roomy_bytes < total <= problem.capacity:
+        yield Reason(
+            rule="room for the compiler",
+            source="bench/compile_random.py",
+            formula="planned bytes <= 92 % of usable HBM",
+            value=problem.roomy_bytes,
+            limit=total,
+            text=f"The plan takes {total / problem.capacity:.0%} of HBM. So near to its edge XLA recomputes values "
+            "that the plan keeps, or runs out of memory.",
+        )
     batch = rules.critical_batch(step.rates.flops_per_s[numerics.compute], step.rates.hbm_bytes_per_s)
     local = float(np.ravel(step.tokens)[0])
     yield Reason(
@@ -81,7 +93,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             + (", enough." if per_chip >= fsdp else ", so it would be bound by ICI."),
         )
         tensor = step.strategies.layouts.along(*COLUMN_AXES)[0]
-        spans = [step.strategies.layouts.span(axis) for axis in COLUMN_AXES]
+        spans = [step.strategies.layouts.ways(axis).spans for axis in COLUMN_AXES]
         used = sum(float(np.sum(np.where(span.size > 1, span.ports / 2, 0.0))) for span in spans)
         limit = rules.tensor_limit(f_eff, alpha, max(used, 0.5))
         yield Reason(

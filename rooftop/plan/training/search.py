@@ -27,13 +27,14 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     ways,
 )
-from rooftop.capabilities import TRAINING_SPLITS, EvenSplit
+from rooftop.capabilities import TRAINING, TRAINING_SPLITS, EvenSplit, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.models.widths import MOST_PADDING, share
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
@@ -43,6 +44,8 @@ from rooftop.plan.training.strategies import Choice, Strategies, choices
 BLOCK = 16_384
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
 RANKED = 6
+#: Accepted meshes, the nearest first, among which one that programs run is sought as an example.
+_EXAMPLES = 200
 #: Mesh shapes priced between two looks at whether those that are left can still matter.
 TOGETHER = 8
 
@@ -51,7 +54,8 @@ TOGETHER = 8
 class Sweep:
     """The candidates that were priced, with expected step time and memory, [C, K].
 
-    ``allowed`` is False where sizes do not divide. ``searched`` counts all candidates, also those excluded by a bound.
+    ``allowed`` is False where sizes do not divide. ``limit_bytes`` is the memory within which the best is sought.
+    ``searched`` counts all candidates, also those excluded by a bound.
     """
 
     problem: Problem
@@ -59,22 +63,24 @@ class Sweep:
     expected_s: Floats
     memory_bytes: Floats
     allowed: npt.NDArray[np.bool_]
+    limit_bytes: float
     searched: int
     even: bool
     """True if the layouts split sequences and D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Candidates that are allowed and stay within the device's memory, [C, K]."""
-        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.problem.capacity)
+        """Candidates that are allowed and stay within ``limit_bytes``, [C, K]."""
+        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.limit_bytes)
         return fits
 
     @cached_property
     def best(self) -> tuple[int, int]:
-        """The fastest candidate that fits; if none does, the one that needs the least memory."""
+        """The fastest candidate that fits; if none does, the fastest of those that need the least memory."""
         if self.fits.any():
-            return self._least(np.where(self.fits, self.expected_s, np.inf))
-        return self._least(np.where(self.allowed, self.memory_bytes, np.inf))
+            # Among equals the one with less memory: a tie in time is common when nothing is exposed.
+            return _least(np.where(self.fits, self.expected_s, np.inf), self.memory_bytes)
+        return _least(np.where(self.allowed, self.memory_bytes, np.inf), self.expected_s)
 
     def alternatives(self, count: int) -> list[tuple[int, int]]:
         """The fastest candidate that fits of each other mesh shape, fastest first."""
@@ -93,68 +99,96 @@ class Sweep:
                     break
         return fastest
 
+    def plan(self, candidate: tuple[int, int]) -> TrainingPlan:
+        """The plan of one candidate."""
+        return plan_of(self.problem, self.strategies, candidate)
+
     def only(self, candidate: tuple[int, int]) -> Strategies:
         """One candidate as a strategy of its own."""
         layout, choice = candidate
         return Strategies(self.strategies.layouts[layout : layout + 1], (self.strategies.choices[choice],))
 
-    def _least(self, score: Floats) -> tuple[int, int]:
-        # Among equals the one with less memory: a tie in time is common when nothing is exposed.
-        least = score.min()
-        ties = np.argwhere(score <= least * (1 + 1e-9))
-        layout, choice = ties[np.argmin(self.memory_bytes[ties[:, 0], ties[:, 1]])]
-        return int(layout), int(choice)
+
+def _least(score: Floats, then: Floats) -> tuple[int, int]:
+    """The candidate of least ``score``, [C, K]; among equals that of the least of ``then``."""
+    ties = np.argwhere(score <= score.min() * (1 + 1e-9))
+    layout, choice = ties[np.argmin(then[ties[:, 0], ties[:, 1]])]
+    return int(layout), int(choice)
 
 
-def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
-    """Price candidates, best bound first; all of them if ``exhaustive``.
+def sweep(
+    problem: Problem,
+    *,
+    exhaustive: bool = False,
+    executable: bool = False,
+    axes: Sequence[str] = AXES,
+    within: Layouts | None = None,
+    ranked: int = RANKED,
+) -> Sweep:
+    """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
 
-    Raises RooftopError if a given mesh or number of microbatches cannot be.
+    ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
+    the layouts to price, in place of all. Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
-    layouts, even = searched_layouts(problem)
+    layouts, even = searched_layouts(problem, axes) if within is None else (within, _even(problem, within))
     options = searched_choices(problem, layouts)
-    order, starts = _by_shape(layouts)
-    layouts = layouts[order]
-    shapes = layouts[starts]
+    layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
+    shapes = layouts.devices[starts]
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
         allowed = allowed_candidates(problem, whole, even)
         seconds, memory_bytes = _evaluate(problem, whole)
+        if executable:
+            fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
+            allowed = allowed & ~_refused(problem, shapes[0], options, fitting)
         return Sweep(
             problem=problem,
             strategies=whole,
             expected_s=seconds,
             memory_bytes=memory_bytes,
             allowed=allowed,
+            limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
             even=even,
         )
-    prices = {key: whole.price(*key) for key in _priced_collectives(problem, whole)}
-    whole = replace(whole, prices=prices)
-    cheapest = Strategies(
-        shapes, options, {key: price.map(lambda v: np.minimum.reduceat(v, starts)) for key, price in prices.items()}
-    )
+    cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
     allowed = allowed_candidates(problem, cheapest, even)
     bound_s, memory = _evaluate(problem, cheapest)
-    feasible = allowed & (memory <= problem.capacity)
+    limit = limit_bytes(problem, allowed, memory)
+    feasible = allowed & (memory <= limit)
     if not feasible.any():
         # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
         feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
     optimistic = np.where(feasible, bound_s, np.inf).min(axis=1)
-    ranked = np.argsort(optimistic, kind="stable")
+    in_order = np.argsort(optimistic, kind="stable")
     best: list[float] = []
     priced: list[tuple[Floats, Ints, Ints]] = []
-    for start in range(0, len(ranked), len(ranked) if exhaustive else TOGETHER):
-        near = ranked[start : start + (len(ranked) if exhaustive else TOGETHER)]
-        if not exhaustive and len(best) >= RANKED and sorted(best)[RANKED - 1] <= optimistic[near[0]]:
+    for start in range(0, len(in_order), len(in_order) if exhaustive else TOGETHER):
+        near = in_order[start : start + (len(in_order) if exhaustive else TOGETHER)]
+        if not exhaustive and len(best) >= ranked and sorted(best)[ranked - 1] <= optimistic[near[0]]:
             break
+        if executable:
+            plain = replace(options[0], remat="none", microbatches=1)
+            runs = np.array([_runs(problem, shapes[shape], plain) for shape in near])
+            allowed[near[~runs]] = feasible[near[~runs]] = False
+            # One shape is priced in any case, so that there is an answer.
+            near = near[runs] if runs.any() or priced else near[:1]
+            if not len(near):
+                continue
         members = np.concatenate([np.arange(starts[shape], ends[shape]) for shape in near])
         of_shape = np.repeat(near, ends[near] - starts[near])
         seconds, _ = _evaluate(problem, whole[members], memory=False)
-        fitting = np.where(feasible[of_shape], seconds, np.inf).min(axis=1)
-        best += [float(fitting[of_shape == shape].min()) for shape in near]
+        fitting = np.where(feasible[of_shape], seconds, np.inf)
+        for shape in near:
+            by_choice = fitting[of_shape == shape].min(axis=0)
+            if executable:
+                refused = _refused(problem, shapes[shape], options, by_choice)
+                allowed[shape] &= ~refused
+                feasible[shape] &= ~refused
+                by_choice = np.where(refused, np.inf, by_choice)
+            best.append(float(by_choice.min()))
         priced.append((seconds, members, of_shape))
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
@@ -163,9 +197,37 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
         expected_s=seconds,
         memory_bytes=memory[of_shape],
         allowed=allowed[of_shape],
+        limit_bytes=limit,
         searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
         even=even,
     )
+
+
+def limit_bytes(problem: Problem, allowed: npt.NDArray[np.bool_], memory: Floats) -> float:
+    """Bytes of a device within which the best candidate is sought.
+
+    They leave the compiler room if an allowed candidate does; otherwise they are all that is usable.
+    """
+    return problem.roomy_bytes if np.any(allowed & (memory <= problem.roomy_bytes)) else problem.capacity
+
+
+def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
+    """True if a program runs a choice on a mesh of ``devices`` along each axis, [A]."""
+    sizes = dict(zip(AXES, map(int, devices), strict=True))
+    return next(obstacles(TRAINING, problem.spec(sizes, choice)), None) is None
+
+
+def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> npt.NDArray[np.bool_]:
+    """Choices on a mesh of ``devices`` along each axis that no program runs, [K], until the fastest that one runs.
+
+    ``seconds`` of the choices, [K], infinite where one is not to be considered.
+    """
+    refused = np.zeros(len(seconds), np.bool_)
+    for choice in np.argsort(seconds, kind="stable"):
+        if not np.isfinite(seconds[choice]) or _runs(problem, devices, options[choice]):
+            break
+        refused[choice] = True
+    return refused
 
 
 def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[str, str]]:
@@ -175,14 +237,6 @@ def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[s
     return priced_collectives(training_work(step), step.rates)
 
 
-def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """An order of layouts that groups equal axis sizes, and the start of each group."""
-    order = np.lexsort(layouts.devices.T)
-    ordered = layouts.devices[order]
-    new = np.any(ordered[1:] != ordered[:-1], axis=1)
-    return order, np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.intp)
-
-
 def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
     """Expected step time and memory of every candidate, [C, K], block by block."""
     shape = strategies.shape
@@ -190,21 +244,29 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
     rows = max(1, BLOCK // shape[1])
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
-        step = problem.step(strategies[part] if shape[0] > rows else strategies)
-        seconds = expected_s(training_work(step), step.strategies, step.rates, step.assumptions)
-        expected[part] = np.broadcast_to(seconds, expected[part].shape)
+        some = (strategies[part] if shape[0] > rows else strategies).factored()
+        step = problem.step(some)
+        expected[part] = some.flat(expected_s(training_work(step), some, step.rates, step.assumptions))
         if memory:
-            memory_bytes[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
+            memory_bytes[part] = some.flat(problem.memory(step).total)
     return expected, memory_bytes
 
 
-def best_of(problem: Problem, within: Strategies) -> float:
-    """Expected step time of the best fitting candidate among given strategies; infinite if none fits."""
+def plan_of(problem: Problem, strategies: Strategies, candidate: tuple[int, int]) -> TrainingPlan:
+    """The plan of one of many strategies, a candidate (layout, choice)."""
+    layout, choice = candidate
+    return TrainingPlan(problem=problem, mesh=strategies.layouts.mesh(layout), choice=strategies.choices[choice])
+
+
+def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int]]:
+    """The best fitting candidate among given strategies, with its expected step time: infinite if none fits."""
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
     allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
-    return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())
+    score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
+    layout, choice = np.unravel_index(np.argmin(score), score.shape)
+    return float(score[layout, choice]), (int(layout), int(choice))
 
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
@@ -214,25 +276,35 @@ def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
     return bad
 
 
-def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
-    """The layouts to be priced, and whether they split batch and model evenly.
+def _even(problem: Problem, layouts: Layouts) -> bool:
+    """True if the layouts split batch and model evenly."""
+    return not uneven(problem, layouts).any()
+
+
+def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> tuple[Layouts, bool]:
+    """The layouts to be priced, of the axes ``among`` where they are searched, and whether they split evenly.
 
     Raises RooftopError if a given mesh cannot be.
     """
     if problem.mesh is not None:
         layouts = from_mesh(problem.mesh)
-        return layouts, not uneven(problem, layouts).any()
+        return layouts, _even(problem, layouts)
     if problem.axes is not None:
         layouts = _given(problem, problem.axes)
-        return layouts, not uneven(problem, layouts).any()
-    axes, divides = _searched(problem)
-    layouts = enumerate_layouts(problem.slice, axes, divides)
-    layouts = layouts[_heads_split(problem.model, layouts) & _stages_filled(problem, layouts)]
+        return layouts, _even(problem, layouts)
+    layouts = free_layouts(problem, among)
     good = ~uneven(problem, layouts)
     even = bool(good.any())
     if even:
         layouts = layouts[good]
     return layouts, even
+
+
+def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
+    """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
+    axes, divides = _searched(problem)
+    layouts = enumerate_layouts(problem.slice, [name for name in axes if name in among], divides)
+    return layouts[_heads_split(problem.model, layouts) & _stages_filled(problem, layouts)]
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
@@ -273,19 +345,17 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
     if product != devices:
         raise RooftopError(
             "mesh", text, f"sizes whose product is the {devices} devices of {problem.slice.name} "
-            f"(yours is {product}), such as {_nearest(sizes, devices)}",
+            f"(yours is {product}){_such_as(problem, sizes)}",
         )  # fmt: skip
     for split in TRAINING_SPLITS:
         dim = _dim(problem, split) if split.planner == "refuses" else None
         size = ways(sizes, *split.axes)
         if dim is not None and dim[0] % size:
-            divisors = [n for n in range(1, dim[0] + 1) if dim[0] % n == 0]
-            near = sorted(divisors, key=lambda n: abs(n - size))[:2]
             name = " x ".join(axis for axis in split.axes if sizes.get(axis, 1) > 1)
-            raise RooftopError(f"mesh axis {name}", size, f"a divisor of the {dim[1]}: {sorted(near)}")
+            raise RooftopError(f"mesh axis {name}", size, f"a divisor of the {dim[1]}{_such_as(problem, sizes)}")
     parts, what = stage_parts(problem.model)
     if (stages := ways(sizes, *STAGE_AXES)) > parts:
-        raise RooftopError("mesh axis stage", stages, f"at most the {parts} {what}")
+        raise RooftopError("mesh axis stage", stages, f"at most the {parts} {what}{_such_as(problem, sizes)}")
     names = [name for name in AXES if sizes.get(name, 1) > 1] or list(BATCH_AXES[:1])
     divides = {name: sizes.get(name, 1) for name in AXES}
     layouts = enumerate_layouts(problem.slice, names, divides)
@@ -296,22 +366,24 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
         raise RooftopError(
             "mesh",
             text,
-            f"axes that whole or split physical axes ({physical}) make up; over DCN only {' and '.join(DCN_AXES)}",
+            f"axes that whole or split physical axes ({physical}) make up; over DCN only {' and '.join(DCN_AXES)}"
+            f"{_such_as(problem, sizes)}",
         )
     return layouts
 
 
-def _nearest(sizes: Mapping[str, int], devices: int) -> str:
-    """The given mesh with its largest axis changed so that the product is right, the others rounded to divisors."""
-    largest = max(sizes, key=lambda name: sizes[name])
-    nearest: dict[str, int] = {}
-    left = devices
-    for name, size in sizes.items():
-        if name != largest:
-            nearest[name] = max(n for n in range(1, size + 1) if left % n == 0)
-            left //= nearest[name]
-    nearest[largest] = left
-    return ",".join(f"{name}={nearest[name]}" for name in sizes)
+def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
+    """The mesh nearest to ``sizes`` that is accepted, as an example; one that programs run, if there is one."""
+    devices = np.unique(free_layouts(replace(problem, axes=None)).devices, axis=0)
+    asked = np.array([sizes.get(name, 1) for name in AXES])
+    off = np.abs(np.log(devices / asked)).sum(axis=1)
+    near = devices[np.argsort(off, kind="stable")]
+    plain = Choice(remat="none", policy=POLICIES["none"], schedule=problem.schedule, chunks=problem.chunks)
+    accepted = next((mesh for mesh in near[:_EXAMPLES] if _runs(problem, mesh, plain)), near[0] if len(near) else None)
+    if accepted is None:
+        return ""
+    shown = ",".join(f"{name}={size}" for name, size in zip(AXES, accepted.tolist(), strict=True) if size > 1)
+    return f", such as {shown or 'data=1'}"
 
 
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:

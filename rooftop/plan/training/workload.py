@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rooftop.capabilities import OPTIMIZERS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import dtype_bytes
-from rooftop.core.records import Record
+from rooftop.core.records import Record, field_values
 
 #: The most tokens of a step: their products with anything that is counted here stay exact in 64 bits.
 MOST_TOKENS = 10**12
@@ -82,7 +82,7 @@ class Numerics(Dtypes):
     @property
     def dtypes(self) -> Dtypes:
         """The number formats without the optimizer."""
-        return Dtypes(**{field.name: getattr(self, field.name) for field in fields(Dtypes)})
+        return Dtypes(**field_values(self, Dtypes))
 
     @property
     def weight_bytes(self) -> float:

@@ -51,15 +51,16 @@ def training_plan(data: Mapping[str, Any]) -> Document:
     return Document(
         title=f"{data['model']['name']} on {where}: a training plan",
         verdict=ShownVerdict(
-            subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}",
-            no="" if memory["fits"] else _shortfall(memory),
+            subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}"
+            + (" (not executable)" if data["obstacles"] else ""),
+            no="" if memory["fits"] else "; ".join((_shortfall(memory), *_nearest(data))),
             details=(
                 f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}",
             ),
         ),
         figures=tuple(_figures(data, classes)),
         charts=(
-            *obstacles(data, *_nearest(data)),
+            *obstacles(data, *(_nearest(data) if memory["fits"] else ())),
             _where(ledger, step["expected_s"]),
             ledger_bars(ledger),
             ledger_table(lines, "The ledger", about="Per device and step, counts applied."),
@@ -112,10 +113,14 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
 def _nearest(data: Mapping[str, Any]) -> Iterator[str]:
     """The nearest plan that runs."""
     if (near := data.get("nearest_executable")) is not None:
-        mesh = " x ".join(f"{name} {size}" for name, size in near["mesh"].items())
         other = "" if near["matmul"] == data["dtypes"]["matmul"] else f" with {near['matmul']} matmuls"
-        seconds = format_seconds(near["expected_s"])
-        yield f"nearest that runs: {near['slice']} as {mesh or 'one device'}{other}, {seconds} a step"
+        if near["batch_tokens"] != data["workload"]["batch_tokens"]:
+            other += f" with {near['batch_seqs']:,} sequences"
+        verb = "runs" if data["memory"]["fits"] else "does"
+        yield (
+            f"nearest that {verb}: {near['slice']} as {mesh_text(near['mesh'])}{other}, remat {near['remat']}, "
+            f"{microbatches_text(near['microbatches'])}: {format_seconds(near['expected_s'])} a step"
+        )
 
 
 def _where(ledger: Ledger, step_s: float) -> Table:
@@ -215,14 +220,18 @@ def _note(plan: Mapping[str, Any]) -> str:
 
 
 def _changes(data: Mapping[str, Any]) -> tuple[Chart, ...]:
-    """The changes that would help, with their gains."""
-    items = tuple(
-        Item(f" {entry['change']}{_missing(entry)}", mark=f"{entry['gain']:+.1%}") for entry in data.get("what_if", ())
-    )
-    title = "What would change it (tokens/s)"
-    return (Items(title=title, section="What would change it", items=items),) if items else ()
-
-
-def _missing(change: Mapping[str, Any]) -> str:
-    """The obstacle to a change that no program runs yet."""
-    return "" if change.get("obstacle") is None else f": {change['obstacle']}"
+    """The changes that would help, with their gains; those that no program runs apart, with what is missing."""
+    changes = data.get("what_if", ())
+    possible = tuple(entry for entry in changes if entry.get("obstacle") is None)
+    missing = tuple(entry for entry in changes if entry.get("obstacle") is not None)
+    section = "What would change it"
+    charts = []
+    if possible:
+        items = tuple(Item(f" {entry['change']}", mark=f"{entry['gain']:+.1%}") for entry in possible)
+        charts.append(Items(title="What would change it (tokens/s)", section=section, items=items))
+    if missing:
+        items = tuple(
+            Item(f" {entry['change']}: {entry['obstacle']}", mark=f"{entry['gain']:+.1%}") for entry in missing
+        )
+        charts.append(Items(title="What no program runs (tokens/s if one did)", section=section, items=items))
+    return tuple(charts)

@@ -19,7 +19,6 @@ the router then needs neither that matmul again nor a second exchange, and combi
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from rooftop import models
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import field_values
 from rooftop.models import ModelConfig
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul
 from rooftop.programs.parameters import MoEWeights
@@ -73,8 +73,7 @@ def moe_mlp(
         raise RooftopError("model.moe", None, "a mixture of experts")
     axes = _Axes.of(specs)
     axes.check(moe)
-    fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
-    weights = {name: weight for name, weight in fields.items() if isinstance(weight, jax.Array)}
+    weights = {name: weight for name, weight in field_values(layer).items() if isinstance(weight, jax.Array)}
 
     shards = _ways(axes.expert) if matmul == "grouped" else moe.experts
     per_shard = moe.experts // shards

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.capabilities import OPTIMIZERS, STATE_DTYPES, TRAINING, TrainingSpec, require
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import field_values
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
 from rooftop.plan.training.plan import TrainingPlan
@@ -135,7 +136,7 @@ class TrainProgram:
 
     def to_json(self) -> dict[str, Any]:
         """The program as plain JSON values."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = field_values(self)
         return fields | {"computation": self.computation.to_json(), "optimizer": dataclasses.asdict(self.optimizer)}
 
     @classmethod

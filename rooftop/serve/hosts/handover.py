@@ -18,7 +18,7 @@ damaged), ``arrived`` (all of it is here), ``tokens``, ``lost`` (its pages went 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import rooftop
-from rooftop.core.records import Record
+from rooftop.core.records import Record, field_values
 from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.programs import COPIED
@@ -43,7 +43,8 @@ _SAMPLED = 1 << 20
 def offered(running: Running) -> dict[str, Any]:
     """Fields of an ``offer``, without the ticket: all that another process needs to continue a request."""
     how = running.request.sampling
-    sampling = {field.name: getattr(how, field.name) for field in fields(how) if field.name != "constraint"}
+    sampling = field_values(how)
+    del sampling["constraint"]
     sampling |= {"stop_tokens": sorted(how.stop_tokens), "logit_bias": list(how.logit_bias.items())}
     return {
         "prompt": running.request.prompt,
@@ -157,7 +158,7 @@ _NOW = (
 def summed(stats: Iterable[EngineStats]) -> EngineStats:
     """Sum of the reports of one engine's processes."""
     first, *others = stats
-    result = {field.name: getattr(first, field.name) for field in fields(first)}
+    result = field_values(first)
     for other in others:
         for name in result.keys() - {"page_tokens", "servers", "program_times"}:
             result[name] += getattr(other, name)
@@ -175,8 +176,8 @@ def summed(stats: Iterable[EngineStats]) -> EngineStats:
 
 def ended(stats: EngineStats) -> EngineStats:
     """Report of a process that has ended: only its totals."""
-    result = {field.name: getattr(stats, field.name) for field in fields(stats)}
-    return EngineStats(**result | dict.fromkeys(_NOW, 0))
+    current: dict[str, Any] = dict.fromkeys(_NOW, 0)
+    return replace(stats, **current)
 
 
 def fingerprint(checkpoint: Path) -> str:

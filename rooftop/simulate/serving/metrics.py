@@ -14,7 +14,7 @@ The duration is from the first arrival to the last token. Nothing is left out as
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from rooftop import __version__
 from rooftop.core.errors import RooftopError
-from rooftop.core.records import Record
+from rooftop.core.records import Record, field_values
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import Mode
 from rooftop.simulate.serving.records import Deployment, ServerRole, SimulatedServer, Simulation, Stay, StepRun
@@ -245,7 +245,7 @@ class SimulationReport(ServingFigures, _SimulationInput):
             plan=SimulatedPlan.of(plan),
             deployment=SimulatedDeployment.of(deployment),
             trace=SimulatedTrace.of(metrics.simulation.trace),
-            **{field.name: getattr(metrics.figures, field.name) for field in fields(ServingFigures)},
+            **field_values(metrics.figures, ServingFigures),
         )
 
 
