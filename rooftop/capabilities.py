@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
 
@@ -19,7 +19,6 @@ from rooftop.arrays.rules import (
     BATCH_AXES,
     COLUMN_AXES,
     EXPERT_AXES,
-    GATHER_AXES,
     REPLICA_AXES,
     RESIDUAL_AXES,
     SEQUENCE_AXES,
@@ -199,50 +198,9 @@ def _batch(spec: TrainingSpec) -> tuple[int, str]:
     return spec.sequences, f"{spec.sequences} sequences"
 
 
-def _dense_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    return (spec.model.d_ff, f"an F of {spec.model.d_ff}") if spec.model.dense_layers else None
-
-
-def _expert_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    moe = spec.model.moe
-    return None if moe is None else (moe.d_ff, f"an F of {moe.d_ff} of experts")
-
-
-def _shared_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    moe = spec.model.moe
-    return (moe.shared_d_ff, f"an F of {moe.shared_d_ff} of shared experts") if moe and moe.shared_d_ff else None
-
-
-def _experts(spec: TrainingSpec) -> tuple[int, str]:
-    experts = 1 if spec.model.moe is None else spec.model.moe.experts
-    return experts, f"{experts} experts"
-
-
-def _kv_heads(spec: TrainingSpec) -> tuple[int, str] | None:
-    return (spec.model.kv_heads, f"{spec.model.kv_heads} key/value heads") if spec.model.mla is None else None
-
-
-def _latents(spec: TrainingSpec) -> tuple[int, str] | None:
-    mla = spec.model.mla
-    if mla is None:
-        return None
-    common = gcd(mla.kv_rank, mla.q_rank or 0)
-    return common, f"latents of sizes with a common divisor of {common}"
-
-
-def _outputs(spec: TrainingSpec) -> tuple[int, str]:
-    outputs = spec.model.heads * spec.model.d_value
-    return outputs, f"{outputs} outputs of all heads"
-
-
 #: Sizes of a train step that must divide over axes of its mesh.
 TRAINING_SPLITS: tuple[EvenSplit, ...] = (
     EvenSplit(dim="sequences of a step", axes=BATCH_AXES, size=_batch),
-    EvenSplit(
-        dim="D",
-        axes=(*GATHER_AXES, *COLUMN_AXES),
-        size=lambda spec: (spec.model.d_model, f"a D of {spec.model.d_model}"),
-    ),
     EvenSplit(
         dim="positions of a sequence",
         axes=RESIDUAL_AXES,
@@ -256,23 +214,11 @@ TRAINING_SPLITS: tuple[EvenSplit, ...] = (
         parts=lambda spec: spec.microbatches,
     ),
     EvenSplit(
-        dim="attention heads",
-        axes=COLUMN_AXES,
-        size=lambda spec: (spec.model.heads, f"{spec.model.heads} attention heads"),
+        dim="experts of a dense model, 1",
+        axes=EXPERT_AXES,
+        size=lambda spec: (1, "1 experts") if spec.model.moe is None else None,
         planner="refuses",
     ),
-    EvenSplit(dim="key/value heads", axes=COLUMN_AXES, size=_kv_heads),
-    EvenSplit(dim="outputs of all heads", axes=COLUMN_AXES, stored=GATHER_AXES, size=_outputs),
-    EvenSplit(dim="F of an MLP", axes=COLUMN_AXES, stored=GATHER_AXES, size=_dense_columns, planner="avoids"),
-    EvenSplit(dim="F of experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_expert_columns, planner="avoids"),
-    EvenSplit(dim="F of shared experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_shared_columns),
-    EvenSplit(
-        dim="vocabulary",
-        axes=COLUMN_AXES,
-        size=lambda spec: (spec.model.vocab, f"a vocabulary of {spec.model.vocab}"),
-    ),
-    EvenSplit(dim="latents of MLA", axes=GATHER_AXES, size=_latents),
-    EvenSplit(dim="experts", axes=EXPERT_AXES, size=_experts, planner="refuses"),
 )
 
 
@@ -376,6 +322,11 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     *(
         Capability(name=split.dim, accepted=f"a multiple of {split.divisor}", obstacle=split.obstacle)
         for split in TRAINING_SPLITS
+    ),
+    Capability(
+        name="D, F, heads, key/value heads, latents, vocabulary, experts",
+        accepted="any: padded with zeros where a mesh does not divide them",
+        obstacle=lambda spec: None,
     ),
     Capability(name="matmul dtype", accepted="as activations", obstacle=_matmul_dtype),
     Capability(

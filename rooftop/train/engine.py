@@ -17,15 +17,24 @@ from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.profile.microbench.timing import usable_bytes
-from rooftop.programs.parameters import Batch, moved
+from rooftop.programs.parameters import (
+    Batch,
+    Parameter,
+    Transformer,
+    moved,
+    padding_in_parts,
+    padding_last,
+)
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import (
     TrainState,
     abstract_batch,
     abstract_state,
+    described_state,
     init_state,
+    repadded,
     train_step,
-    true_state,
+    unpadded,
 )
 from rooftop.runs.checkpoints import Checkpoints
 from rooftop.runs.folder import RunFolder
@@ -60,8 +69,13 @@ class TrainJob:
         del state
         with jax.set_mesh(self.mesh):
             abstract = abstract_state(self.program, self.mesh).weights
-            weights = load_weights(self.init, self.program.model, abstract)
+            weights = load_weights(self.init, self.program.model, abstract, described=self.described)
         return TrainState(step=first, weights=weights, optimizer=moments)
+
+    @property
+    def described(self) -> Transformer[Parameter]:
+        """The weights as the mesh stores them."""
+        return self.program.described(self.mesh)
 
     @cached_property
     def step(self) -> jax.stages.Compiled:
@@ -119,11 +133,13 @@ class TrainEngine:
         """
         if not self.checkpoints.steps():
             return 0, self.job.initial()
-        program = self.job.program
-        restored = self.checkpoints.restore(abstract_state(program, self.job.mesh), true=true_state(program))
+        abstract = abstract_state(self.job.program, self.job.mesh)
+        described = described_state(self.job.program, self.job.mesh)
+        restored = self.checkpoints.restore(abstract, unpadded=unpadded(abstract, described))
         for damage in restored.refused:
             self.watch.on_message(f"checkpoint left out: {damage}")
-        return restored.step, restored.state
+        with jax.set_mesh(self.job.mesh):
+            return restored.step, repadded(restored.state, described, padding_in_parts)
 
     def train(self, signals: Signals) -> Outcome:
         """Train to the last step or to a signal, and save the state.
@@ -193,8 +209,13 @@ class TrainEngine:
         return evaluation
 
     def _save(self, step: int, state: TrainState[jax.Array]) -> None:
-        extra = {"data": self.data.digest, "seed": self.job.seed}
-        self.checkpoints.save(step, state, extra, true=true_state(self.job.program))
+        described = described_state(self.job.program, self.job.mesh)
+        self.checkpoints.save(
+            step,
+            repadded(state, described, padding_last),
+            {"data": self.data.digest, "seed": self.job.seed},
+            unpadded=unpadded(state, described),
+        )
 
     def _origin(self, failed: StepRecord) -> str:
         """Find the operation that made the first NaN: repeat the run from its last checkpoint to that step."""

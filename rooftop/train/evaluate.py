@@ -74,6 +74,7 @@ class Forward:
         """Return the weights of the training mesh laid out for this one; the same arrays if no axis moves."""
         if not self._moves:
             return weights
+        # Axes that become data split no padded dim but layers: other padding is the same on both meshes.
         program, mesh = self.program, self.own_mesh
         here: Transformer[jax.Array] = moved(
             weights, abstract(program.described(mesh), mesh, program.specs(mesh), DTYPES[program.weights_dtype])

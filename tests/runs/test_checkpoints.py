@@ -27,7 +27,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models import from_huggingface
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import Optimizer, TrainProgram
-from rooftop.programs.training.step import abstract_state, init_state, true_state
+from rooftop.programs.training.step import abstract_state, described_state, init_state, unpadded
 from rooftop.runs import checkpoints as state_module
 from rooftop.runs.checkpoints import Checkpoints
 from tests.support.curves import mesh_of
@@ -105,14 +105,15 @@ def test_a_checkpoint_of_uneven_stages_loads_on_any_mesh(tmp_path: Path) -> None
     meshes = [mesh_of(stage=4), mesh_of(fsdp=2), mesh_of(stage=2)]
     states = [init_state(program, jax.random.key(1), mesh) for mesh in meshes]
     assert [state.weights.layers[0][0].mlp.up.shape[0] for state in states] == [8, 5, 6]
+    true = unpadded(abstract_state(program, meshes[0]), described_state(program, meshes[0]))
     checkpoints = Checkpoints(tmp_path / "run")
     for step, state in enumerate(states[:2]):
-        checkpoints.save(step, state, {}, true=true_state(program))
+        checkpoints.save(step, state, {}, unpadded=true)
         for mesh, wanted in zip(meshes, states, strict=True):
-            assert same(checkpoints.restore(abstract_state(program, mesh), true=true_state(program)).state, wanted)
+            assert same(checkpoints.restore(abstract_state(program, mesh), unpadded=true).state, wanted)
     six = replace(program, computation=Computation(model=replace(model, layers=6)))
     with pytest.raises(RooftopError, match=r"got 'float32\[5, .*accepted: float32\[6, "):
-        checkpoints.restore(abstract_state(six, meshes[0]), true=true_state(six))
+        checkpoints.restore(abstract_state(six, meshes[0]), unpadded=abstract_state(six, meshes[1]))
 
 
 def test_what_is_donated_after_a_save_is_saved_as_it_was(tmp_path: Path) -> None:

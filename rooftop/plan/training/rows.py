@@ -96,7 +96,7 @@ def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
 def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
     model, element = step.model, step.element_bytes
-    rows = step.tokens * model.d_model * element / step.tensor
+    rows = step.tokens * step.widths.spread(model.d_model) * element / step.tensor
     exchange = (
         Transfer("all_to_all", GATHER_AXES, rows, "all_to_all"),
         Transfer("all_to_all", COLUMN_AXES, rows, "all_to_all"),
@@ -123,7 +123,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     model, tensor, tokens = step.model, step.tensor, step.tokens
     kind, shapes, kv_heads = attention_kind(model), step.attention, step.kv_heads
     d_qk, d_v = kind.head_sizes
-    heads = model.heads / tensor
+    heads = step.widths.heads
     reference = step.assumptions.attention == "reference"
     block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
     pairs = mean_attended_pairs(model, step.workload.seq_len, block)
@@ -180,7 +180,9 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     return [
         *norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
         *matmuls(step, "layers/attn/qkv", count, shapes.latent, tokens / tensor, again=recomputed("qkv")),
-        *matmuls(step, "layers/attn/qkv", count, shapes.into, tokens, gathered=gathered, again=recomputed("qkv")),
+        *matmuls(
+            step, "layers/attn/qkv", count, shapes.into, tokens, gathered=gathered, again=recomputed("qkv"), keys=True
+        ),
         rope,
         recompute(rope, recomputed("rope")),
         backward(rope, 2.0),
@@ -198,13 +200,14 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
 
 def _mlp(step: TrainingStep, count: Number) -> list[Work]:
     recomputed = step.strategies.recomputed
-    up, down = mlp_matmuls(step.model, step.model.d_ff, step.tensor)
+    columns = step.columns(step.model.d_ff)
+    up, down = mlp_matmuls(step.model, columns)
     stream = step.tokens * step.model.d_model * step.element_bytes
     again = recomputed("mlp_down") * _post_norms(step)
     return [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
         *matmuls(step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up")),
-        *activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
+        *activation(step, "layers/mlp/act", count, step.tokens * columns),
         *matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=again, residual=True),
         *offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
     ]
@@ -215,20 +218,19 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     assert moe is not None
     recomputed, element = step.strategies.recomputed, step.element_bytes
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
-    routed = step.tokens * moe.active
-    sent = own * moe.active * model.d_model * element
+    # Experts that pad a shard have slots like any other.
+    slots = moe.active * (step.widths.experts * step.strategies.devices(*EXPERT_AXES) / moe.experts)
+    routed = step.tokens * slots
+    sent = own * slots * model.d_model * element
     again = recomputed("mlp_up")
     exchange = (Transfer("all_to_all", EXPERT_AXES, sent, "all_to_all"),)
     # Each pair's weight goes with it, in float32; the expert's output comes back weighed.
-    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * moe.active, "all_to_all"),)
-    up, down = mlp_matmuls(model, moe.d_ff, step.tensor)
+    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * slots, "all_to_all"),)
+    up, down = mlp_matmuls(model, step.columns(moe.d_ff))
     # Tokens of all expert shards meet here; each local expert sees its share of them.
-    local = moe.experts / step.strategies.devices(*EXPERT_AXES)
+    local = step.widths.experts
     per_expert = routed / local
     gathered = routed * model.d_model * element
-    router = MatmulShape(
-        float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor)
-    )
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=dispatch,
         formula="AllToAll of k T D bytes over expert, and of the weights of k experts",
@@ -245,7 +247,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor"),)
     work = [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
-        *matmuls(step, "layers/moe/router", count, [router], own, again=again),
+        *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
         move,
         recompute(move, recomputed("mlp_normed")),
         backward(move, 1.0),
@@ -262,7 +264,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         shares,
         recompute(shares, 1.0),
         replace(backward(shares, 1.0), collectives=scattered),
-        *activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
+        *activation(step, "layers/moe/experts", count, routed * step.columns(moe.d_ff)),
         *matmuls(
             step,
             "layers/moe/experts",
@@ -279,11 +281,12 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     ]
     if moe.shared_d_ff:
         stream = step.tokens * model.d_model * element
-        up, down = mlp_matmuls(model, moe.shared_d_ff, step.tensor)
+        columns = step.columns(moe.shared_d_ff)
+        up, down = mlp_matmuls(model, columns)
         scope = "layers/moe/shared"
         work += [
             *matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again),
-            *activation(step, scope, count, step.tokens * moe.shared_d_ff / step.tensor),
+            *activation(step, scope, count, step.tokens * columns),
             *matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
         ]
     return work
@@ -292,9 +295,9 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 def _head(step: TrainingStep) -> list[Work]:
     """Final norm, unembedding and loss, once per microbatch; on the last stage of a pipeline."""
     model, count = step.model, step.strategies.microbatches
-    table = MatmulShape(model.d_model * np.ones_like(step.tensor), model.vocab / step.tensor)
+    table = MatmulShape(model.d_model * np.ones_like(step.tensor), np.asarray(step.widths.vocab))
     stream = step.tokens * model.d_model * step.element_bytes
-    logits = step.tokens * model.vocab / step.tensor
+    logits = step.tokens * step.widths.vocab
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
     sums = tuple(Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
@@ -392,13 +395,15 @@ def matmuls(
     scattered: Number | None = None,
     residual: bool = False,
     dims: tuple[str, ...] = ("embed",),
+    keys: bool = False,
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
 
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
     residual stream. ``dims`` are logical dims of the weights: axes that split none of them hold copies, whose
-    gradients are summed at once in pipeline stages, elsewhere once a step.
+    gradients are summed at once in pipeline stages, elsewhere once a step. ``keys``: key and value heads are among the
+    columns, which are gathered over tensor too where devices have heads in common.
     """
     if not shapes:
         return []
@@ -415,13 +420,20 @@ def matmuls(
     quantised = (inputs + weights) * passes
     quantised_again = (inputs + 2 * outputs + weights) * passes
     stream = tokens * step.model.d_model * element / step.tensor
-    weights = weights * element
+    weights = (step.stored(shapes) - (step.own_keys if keys else 0.0)) * element
 
     forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
     dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in shapes), 0.0)
     dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in shapes), 0.0)
-    gather_weight = (Transfer("all_gather", GATHER_AXES, weights, "weight_gather"),)
+    gather_weight: tuple[Transfer, ...] = (Transfer("all_gather", GATHER_AXES, weights, "weight_gather"),)
     scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter"),)
+    if keys and np.any(step.copied_keys):
+        copied = step.copied_keys * element
+        parts, when = ((GATHER_AXES, copied / step.tensor), (COLUMN_AXES, copied)), np.where(copied > 0, 1.0, 0.0)
+        gather_weight += tuple(Transfer("all_gather", axes, size, "weight_gather", when) for axes, size in parts)
+        scatter_weight += tuple(
+            Transfer("reduce_scatter", axes, size, "gradient_scatter", when) for axes, size in parts
+        )
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)

@@ -32,7 +32,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
-from rooftop.models.widths import MOST_PADDING, share
+from rooftop.models.widths import MOST_PADDING, Widths, share
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives
@@ -66,7 +66,7 @@ class Sweep:
     limit_bytes: float
     searched: int
     even: bool
-    """True if the layouts split sequences and D evenly, as a program needs."""
+    """True if the layouts split sequences evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -270,19 +270,18 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
 
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which the sequences of a step or D do not divide, [C]: no program runs them as they stand."""
-    batch, columns = layouts.along(*BATCH_AXES), layouts.along(*GATHER_AXES, *COLUMN_AXES)
-    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
+    """Layouts over which the sequences of a step do not divide, [C]: no program runs them as they stand."""
+    bad: npt.NDArray[np.bool_] = problem.workload.batch_seqs % layouts.along(*BATCH_AXES) != 0
     return bad
 
 
 def _even(problem: Problem, layouts: Layouts) -> bool:
-    """True if the layouts split batch and model evenly."""
+    """True if the layouts split the batch evenly."""
     return not uneven(problem, layouts).any()
 
 
 def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> tuple[Layouts, bool]:
-    """The layouts to be priced, of the axes ``among`` where they are searched, and whether they split evenly.
+    """The layouts to be priced, of the axes ``among`` where they are searched, and whether they split the batch evenly.
 
     Raises RooftopError if a given mesh cannot be.
     """
@@ -303,8 +302,11 @@ def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> tuple[Lay
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
     axes, divides = _searched(problem)
-    layouts = enumerate_layouts(problem.slice, [name for name in axes if name in among], divides)
-    return layouts[_heads_split(problem.model, layouts) & _stages_filled(problem, layouts)]
+    names = [name for name in axes if name in among]
+    layouts = enumerate_layouts(problem.slice, names, divides, _most(problem.model))
+    layouts = layouts[_stages_filled(problem, layouts)]
+    narrow = _padding(problem.model, layouts) <= MOST_PADDING
+    return layouts[narrow] if narrow.any() else layouts
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
@@ -321,11 +323,19 @@ def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
     return split.size(problem.spec({}, Choice(remat="none", policy=POLICIES["none"])))
 
 
-def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Key and value heads must split over tensor, or be copied a whole number of times."""
-    tensor = layouts.along(*COLUMN_AXES)
-    good: npt.NDArray[np.bool_] = (model.kv_heads % tensor == 0) | (tensor % model.kv_heads == 0)
-    return good
+def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
+    """The largest padding of a dim of the model over each layout, relative to its size, [C]."""
+    tensor, fsdp, expert = (layouts.along(*axes).astype(np.float64) for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES))
+    padding: Floats = np.asarray(Widths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
+    return padding
+
+
+def _most(model: ModelConfig) -> dict[str, int]:
+    """The most devices along the axes that split heads and experts: with more, padding would exceed MOST_PADDING."""
+    sizes = dict.fromkeys(COLUMN_AXES, model.heads)
+    if model.moe is not None:
+        sizes |= dict.fromkeys(EXPERT_AXES, model.moe.experts)
+    return {axis: int(size * (1 + MOST_PADDING)) for axis, size in sizes.items()}
 
 
 def _stages_filled(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:

@@ -34,6 +34,7 @@ from rooftop import models
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.models import ModelConfig
+from rooftop.models.widths import share
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul
 from rooftop.programs.parameters import MoEWeights
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
@@ -63,8 +64,8 @@ def moe_mlp(
     (segment 0 of ``segments``). Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the checkpoint
     names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
 
-    Raises RooftopError if experts or hidden columns do not divide over their mesh axes, if the axes of experts do not
-    split tokens, if the factor is not positive, and for an unknown ``matmul``.
+    Raises RooftopError if the axes of experts or hidden columns do not split tokens, if the factor is not positive, and
+    for an unknown ``matmul``.
     """
     if matmul not in EXPERT_MATMULS:
         raise unknown("expert_matmul", matmul, EXPERT_MATMULS)
@@ -72,22 +73,25 @@ def moe_mlp(
     if moe is None:
         raise RooftopError("model.moe", None, "a mixture of experts")
     axes = _Axes.of(specs)
-    axes.check(moe)
+    axes.check()
     weights = {name: weight for name, weight in field_values(layer).items() if isinstance(weight, jax.Array)}
 
-    shards = _ways(axes.expert) if matmul == "grouped" else moe.experts
-    per_shard = moe.experts // shards
+    # As stored: with experts that nothing is sent to, where shards do not divide them.
+    experts_stored = layer.up.shape[0]
+    shards = _ways(axes.expert) if matmul == "grouped" else experts_stored
+    per_shard = experts_stored // shards
 
     def local(
         x: jax.Array, used_weights: dict[str, jax.Array], segments: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         def linear(rows: jax.Array, name: str, groups: RowGroups | None = None) -> jax.Array:
             """Rows [E, rows, d] times a weight: [E, d, f] of the experts, or [d, f] of the shared ones."""
+            weight = used_weights[name]
+            # The rest are rows that pad the weight at rest.
+            weight = weight[..., : rows.shape[-1], :]
             if groups is not None:
-                return grouped_matmul(rows[0], used_weights[name], groups)[None]
-            return jnp.einsum(
-                "erd,edf->erf" if used_weights[name].ndim == 3 else "erd,df->erf", rows, used_weights[name]
-            )
+                return grouped_matmul(rows[0], weight, groups)[None]
+            return jnp.einsum("erd,edf->erf" if weight.ndim == 3 else "erd,df->erf", rows, weight)
 
         def bias_of(name: str, experts: jax.Array | None) -> jax.Array:
             """Bias of each row: [E, 1, f], or [1, rows, f] for rows of ``experts`` [1, rows, 1]."""
@@ -110,7 +114,8 @@ def moe_mlp(
 
         tokens = x.reshape(-1, x.shape[-1])
         with named_scope("router"):
-            logits = jnp.einsum("nd,de->ne", tokens, used_weights["router"], preferred_element_type=jnp.float32)
+            router = used_weights["router"][: tokens.shape[-1]]
+            logits = jnp.einsum("nd,de->ne", tokens, router, preferred_element_type=jnp.float32)
             if "router_bias" in used_weights:
                 logits = logits + used_weights["router_bias"]
             logits = checkpoint_name(logits, "mlp_up")
@@ -240,14 +245,11 @@ class _Axes:
             summed=specs.token_axes("residual_seq"),
         )  # fmt: skip
 
-    def check(self, moe: models.MoE) -> None:
-        """Raise RooftopError unless experts and columns divide, and the exchanged and gathered axes split tokens."""
+    def check(self) -> None:
+        """Raise RooftopError unless the exchanged and gathered axes split tokens."""
         for name, axes in (("expert", self.expert), ("mlp", self.tensor)):
             if missing := [axis for axis in axes if axis not in self.residual]:
                 raise RooftopError(f"rules.parameters.{name}", axes, f"axes that split tokens, not {missing[0]}")
-        for name, axes in (("experts", self.expert), ("d_ff", self.tensor), ("shared_d_ff", self.tensor)):
-            if (size := getattr(moe, name)) % (ways := _ways(axes)):
-                raise RooftopError(f"moe.{name}", size, f"a multiple of {ways} (mesh axes {', '.join(axes)})")
 
     def gather_weight(self, weight: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """AllGather over the axes of ``embed``; in the backward pass, a ReduceScatter.
@@ -312,15 +314,16 @@ def _ways(axes: Axes) -> int:
 def capacity(tokens: int, moe: models.MoE, factor: float | None, shards: int) -> int:
     """Slots C of a device of ``tokens`` n for each of ``shards`` X of the experts: ``factor`` n k / X, and at most all.
 
-    All, which None means too, is n min(k, E/X). Evenly chosen experts need a factor of 1, and plans assume it. Raises
-    RooftopError if it is not positive.
+    A shard has E/X experts, rounded up. All, which None means too, is n min(k, E/X). Evenly chosen experts need a
+    factor of 1, and plans assume it. Raises RooftopError if it is not positive.
     """
-    largest = tokens * min(moe.active, moe.experts // shards)
+    per_shard = share(moe.experts, shards)
+    largest = tokens * min(moe.active, per_shard)
     if factor is None:
         return largest
     if not factor > 0:
         raise RooftopError("capacity_factor", factor, "a positive number, or none to drop nothing")
-    return min(largest, math.ceil(factor * tokens * moe.active / shards))
+    return min(largest, math.ceil(factor * tokens * moe.active / (moe.experts / per_shard)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,7 @@ def head_loss(
         chunks=chunks,
         softcap=how.model.final_softcap,
         tied=weights.unembed is None,
+        vocab=how.model.vocab,
         z_loss=how.z_loss,
         counted=counted,
     )
@@ -109,12 +110,12 @@ def balanced(
 
 
 def logits(weights: Transformer[jax.Array], tokens: Int[Array, "B T"], how: Computation) -> Float32[Array, "B T V"]:
-    """Logits, V split over tensor; see ``objective``."""
+    """Logits, V split over tensor; see ``objective``. Those of a padded vocabulary's padding are minus infinity."""
     tied = weights.unembed is None
     matrix = weights.embed if weights.unembed is None else weights.unembed
     stream, _ = _stream(weights, Batch(tokens=tokens, targets=tokens), how)
     x, matrix = losses.head(final_norm(stream, weights, how), matrix, how.specs, tied=tied)
-    return losses.logits(x, matrix, how.model.final_softcap)
+    return losses.logits(x, matrix, how.model.final_softcap, vocab=how.model.vocab)
 
 
 def _stream(
@@ -214,6 +215,8 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     sequences, *_ = specs.residual
     x = reshard(x, P(copies, residual_seq, fsdp) if model.tied_embeddings else P(sequences, seq, tensor))
     x = reshard(x, specs.residual)
+    if x.shape[-1] != model.d_model:
+        x = jax.lax.slice_in_dim(x, 0, model.d_model, axis=-1)
     if model.embed_scale != 1.0:
         x = x * jnp.asarray(model.embed_scale, x.dtype)
     if weights.positions is None:
@@ -227,4 +230,7 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
         return x + jax.lax.pcast(table, tuple(everywhere.reduced), to="varying")[positions]
 
     add = on_shards(local, in_specs=(specs.residual, everywhere, position_spec), out_specs=specs.residual)
-    return add(x, reshard(weights.positions, everywhere), positions)
+    table = reshard(weights.positions, everywhere)
+    if table.shape[-1] != model.d_model:
+        table = jax.lax.slice_in_dim(table, 0, model.d_model, axis=-1)
+    return add(x, table, positions)

@@ -197,7 +197,8 @@ class TrainProgram:
     def described(self, mesh: Mesh | AbstractMesh) -> Transformer[Parameter]:
         """The weights as ``mesh`` stores them, padded where its axes do not divide a dim."""
         stages = ways(mesh.shape, *STAGE_AXES)
-        return describe(self.model, {"layers": stages * self.chunks if stages > 1 else 1})
+        parts = {"layers": stages * self.chunks if stages > 1 else 1}
+        return describe(self.model, self.specs(mesh).ways(mesh.shape) | parts)
 
 
 def loss_chunks(sequences: int, positions: int) -> int:

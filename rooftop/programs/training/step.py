@@ -11,14 +11,23 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import P, named_scope
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, auto_axes, reshard
 from jax.typing import DTypeLike
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
 from rooftop.programs.model.loss import count_loss_tokens
 from rooftop.programs.model.transformer import objective
-from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, describe, initialise
+from rooftop.programs.parameters import (
+    Batch,
+    Leaf,
+    Parameter,
+    Transformer,
+    abstract,
+    describe,
+    initialise,
+    without_padding,
+)
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
 from rooftop.programs.training.pipeline import pipelined
 from rooftop.programs.training.program import DTYPES, TrainProgram
@@ -90,13 +99,44 @@ def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainSta
     return TrainState(step=step, weights=weights, optimizer=optimizer)
 
 
-def true_state(program: TrainProgram) -> TrainState[jax.ShapeDtypeStruct]:
-    """Shapes of the state without padding, on no mesh."""
-    described = describe(program.model)
-    dtype = DTYPES[program.weights_dtype]
-    weights = jax.tree.map(lambda parameter: jax.ShapeDtypeStruct(parameter.shape, dtype), described)
-    optimizer = jax.eval_shape(program.optimizer.transformation(described).init, weights)
-    return TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), weights=weights, optimizer=optimizer)
+def described_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[Parameter]:
+    """The state as parameters, which say how its arrays are padded."""
+    described = program.described(mesh)
+    scalar = Parameter(shape=(), dims=())
+    structure: Any = jax.tree.structure(described)
+
+    def is_moments(node: Any) -> bool:
+        return bool(structure == jax.tree.structure(node))
+
+    weights = jax.tree.map(lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.float32), described)
+    shapes = jax.eval_shape(program.optimizer.transformation(described).init, weights)
+    optimizer = jax.tree.map(lambda node: described if is_moments(node) else scalar, shapes, is_leaf=is_moments)
+    return TrainState(step=scalar, weights=described, optimizer=optimizer)
+
+
+def unpadded(state: TrainState[Any], described: TrainState[Parameter]) -> TrainState[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the state without padding."""
+    return jax.tree.map(
+        lambda leaf, parameter: jax.ShapeDtypeStruct(parameter.true_shape, leaf.dtype), state, described
+    )
+
+
+def repadded(
+    state: TrainState[jax.Array],
+    described: TrainState[Parameter],
+    how: Callable[[jax.Array, Parameter], jax.Array],
+) -> TrainState[jax.Array]:
+    """The state with its padding moved by ``how``: ``padding_last``, or back by ``padding_in_parts``.
+
+    Runs under ``jax.set_mesh``.
+    """
+
+    def moved(leaf: jax.Array, parameter: Parameter) -> jax.Array:
+        if not parameter.pads_inside:
+            return leaf
+        return jax.jit(auto_axes(lambda array: how(array, parameter), out_sharding=leaf.sharding))(leaf)
+
+    return jax.tree.map(moved, state, described)
 
 
 def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
@@ -134,14 +174,15 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
 
     Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
     """
-    described, how = describe(program.model), replace(program.computation, specs=specs)
+    how = replace(program.computation, specs=specs)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
-    transformation = program.optimizer.transformation(described)
+    transformation = program.optimizer.transformation(describe(program.model))
 
     def step(
         state: TrainState[jax.Array], batch: Batch[jax.Array]
     ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
+        described = program.described(jax.sharding.get_abstract_mesh())
         counted = None if batch.segments is None else count_loss_tokens(batch.targets)
         per_microbatch = None if counted is None else counted / program.microbatches
 
@@ -171,6 +212,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
                 (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
         with named_scope("gradients"):
             gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+            gradients = jax.tree.map(without_padding, gradients, described)
             norm = optax.tree.norm(gradients) if program.gradient_norm else None
             gradients = program.optimizer.clip(gradients)
         with named_scope("optimizer"):
