@@ -396,7 +396,8 @@ def test_nothing_fits_says_by_how_much_and_where() -> None:
         ({"fsdp": 16, "tensor": 3}, r"64 devices.*48.*such as fsdp="),
         ({"fsdp": 1000}, r"64 devices.*such as fsdp=64"),
         ({"fsdp": 2, "tensor": 32}, None),
-        ({"fsdp": 1, "tensor": 64}, r"divisor of the 32 attention heads, such as context=8,tensor=8"),
+        ({"fsdp": 1, "tensor": 64}, None),
+        ({"fsdp": 32, "expert": 2}, r"divisor of the 1 experts, such as "),
     ],
 )
 def test_a_mesh_that_does_not_divide_names_the_nearest_that_does(axes: dict[str, int], message: str | None) -> None:

@@ -182,9 +182,9 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         yield Reason(
             rule="padded widths",
             source="JAX shards evenly",
-            formula="padding <= 20 %",
-            value=MOST_PADDING,
-            limit=flops,
+            formula="FLOPs of the widths / FLOPs of padded ones >= 1 / 1.2",
+            value=1 / (1 + flops),
+            limit=1 / (1 + MOST_PADDING),
             text=f"The mesh does not divide all widths, which are padded ({', '.join(wide)}): {flops:.1%} more FLOPs "
             "with the weights of layers.",
         )

@@ -23,6 +23,7 @@ from rooftop.arrays.rules import (
     DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
+    RESIDUAL_AXES,
     SEQUENCE_AXES,
     STAGE_AXES,
     ways,
@@ -270,8 +271,11 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
 
 
 def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which the sequences of a step do not divide, [C]: no program runs them as they stand."""
-    bad: npt.NDArray[np.bool_] = problem.workload.batch_seqs % layouts.along(*BATCH_AXES) != 0
+    """Layouts over which sequences or their positions do not divide, [C]: no program runs them as they stand."""
+    batch, positions = layouts.along(*BATCH_AXES), layouts.along(*RESIDUAL_AXES)
+    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (
+        problem.workload.seq_len % positions != 0
+    )
     return bad
 
 
