@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from rooftop.models.config import ModelConfig
 
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
     from rooftop.core.ledger import Number
 
+    Ways = TypeVar("Ways", int, Number)
+
 
 #: The largest padding of a dim that a search considers, relative to its size.
 MOST_PADDING = 0.2
 
 
-def share(size: Any, ways: Any) -> Any:
-    """The part of ``size`` that the busiest of ``ways`` devices has; whole numbers, or arrays of them."""
+def share(size: Ways, ways: Ways) -> Ways:
+    """The part of ``size`` that the busiest of ``ways`` devices has."""
     return -(-size // ways)
 
 

@@ -31,7 +31,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
-from rooftop.models.widths import MOST_PADDING, Widths, share
+from rooftop.models.widths import MOST_PADDING, Widths
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives
@@ -334,7 +334,7 @@ def _stages_filled(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
     """Each chunk of a stage must have room for a layer, or a period, and few may be padding."""
     stages, (parts, _) = layouts.along(*STAGE_AXES), stage_parts(problem.model)
     chunks = stages * problem.chunks
-    room = share(parts, chunks) * chunks
+    room = -(-parts // chunks) * chunks
     good: npt.NDArray[np.bool_] = (stages == 1) | (chunks <= parts) & (room <= (1 + MOST_PADDING) * parts)
     return good
 

@@ -33,7 +33,7 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.segments import layers_alone, segments, shared_segment
-from rooftop.models.widths import Widths, share
+from rooftop.models.widths import Widths
 from rooftop.plan.shapes import full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
@@ -152,7 +152,8 @@ class TrainingStep:
     def _periods(self) -> Floats:
         """Periods of layers that a pipeline stage has room for, of those that stages share, [C, 1]."""
         shared, chunks = segments(self.model)[shared_segment(self.model)], self.strategies.chunks
-        periods: Floats = share(shared.repeats, self.strategies.devices(*STAGE_AXES) * chunks) * chunks
+        parts = self.strategies.devices(*STAGE_AXES) * chunks
+        periods: Floats = np.ceil(shared.repeats / parts) * chunks
         return periods
 
     @cached_property
