@@ -35,7 +35,7 @@ class EinsumProgram:
     """
 
     collectives: tuple[Collective, ...]
-    counts: tuple[int, ...]
+    counts: tuple[float, ...]
     flops: float
     communication_s: float
     compute_s: float
