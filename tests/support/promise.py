@@ -218,7 +218,7 @@ def outcome(spec: TrainingSpec, *, bypass: bool = False) -> Outcome:
         with mock.patch.object(program_module, "require") if refused else nullcontext():
             program = TrainProgram.from_spec(spec, "any")
         return Outcome(refused, difference(program, spec))
-    except Exception as error:  # noqa: BLE001 (whatever a program raises breaks the promise)
+    except Exception as error:  # Whatever a program raises breaks the promise.
         return Outcome(refused, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
 
 
