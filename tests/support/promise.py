@@ -48,6 +48,7 @@ from rooftop.capabilities import CONTEXT_CHUNKS, OPTIMIZERS, STATE_DTYPES, TRAIN
 from rooftop.models import MLA, ModelConfig, MoE
 from rooftop.models.activations import POLICIES
 from rooftop.programs.attention.context import sequence_order
+from rooftop.programs.parameters import Parameter, describe
 from rooftop.programs.training import program as program_module
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, init_state, train_step
@@ -66,8 +67,8 @@ def models(draw: st.DrawFn, axes: dict[str, int], chunks: int) -> ModelConfig:
     tensor, stages = ways(axes, *COLUMN_AXES), ways(axes, *STAGE_AXES) * chunks
     latent = draw(st.integers(0, 4)) == 0
     experts = ways(axes, *EXPERT_AXES) > 1 or draw(st.integers(0, 2)) == 0
-    heads = 8 if tensor == 8 else draw(st.sampled_from([n for n in (4, 8) if n % tensor == 0]))
-    kv_heads = heads if latent else draw(st.sampled_from([n for n in (tensor, heads // 2, heads) if n % tensor == 0]))
+    heads = draw(st.sampled_from([n for n in (4, 8) if n % tensor == 0] or [tensor]))
+    kv_heads = heads if latent else draw(st.sampled_from([n for n in (tensor, 2 * tensor, heads) if heads % n == 0]))
     layers = stages * draw(st.integers(1, 2 if stages < 4 else 1))
     alone = draw(st.integers(0, 1)) if experts and layers < 4 else 0
     moe = None
@@ -275,6 +276,18 @@ def _comparable(program: TrainProgram) -> TrainProgram:
     )
 
 
+def without_padding(array: jax.Array, parameter: Parameter) -> np.ndarray:
+    """The array in float32 without padding. Raises ArithmeticError if padding is not zero."""
+    stored = np.asarray(array, np.float32)
+    true = stored
+    for at, dim in enumerate(parameter.padding):
+        if dim is not None:
+            true = np.take(true, dim.positions, axis=at)
+    if np.count_nonzero(true) != np.count_nonzero(stored):
+        raise ArithmeticError(f"padding of a weight of shape {true.shape} is not zero")
+    return true
+
+
 def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any, Any]:
     """The loss of one step, and float32 weights before and after it (of Lion, whose steps are signs, momenta)."""
     text = np.random.default_rng(0).integers(0, program.model.vocab, (program.batch, program.seq_len + 1))
@@ -292,11 +305,13 @@ def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any,
         for name, part, fill in (("tokens", text[:, :-1], 0), ("targets", text[:, 1:], -1))
     }
 
+    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
+
     def figures(state: Any) -> Any:
         weights = (
             optax.tree_utils.tree_get(state.optimizer, "mu") if program.optimizer.name == "lion" else state.weights
         )
-        return jax.tree.map(lambda array: np.asarray(array, np.float32), weights)
+        return jax.tree.map(without_padding, weights, described)
 
     before = figures(state)
     with jax.set_mesh(mesh):
