@@ -115,14 +115,13 @@ class Forward:
         Of more than ``most`` batches that many are used, evenly spread and always the same.
         """
         padded = self.padded(held_out.batch, held_out.packing.seq_len)
-        loader = replace(held_out, batch=padded[0])
         specs, order = self.program.specs(self.own_mesh), self.program.computation.context_order
         weights = self.weights(weights)
         total, count = 0.0, 0
         with jax.set_mesh(self.own_mesh):
-            steps = loader.steps_per_epoch
+            steps = held_out.steps_per_epoch
             for step in range(steps) if steps <= most else np.linspace(0, steps - 1, most).astype(int).tolist():
-                batch = place(loader, step, self.own_mesh, specs, order, padded=padded)
+                batch = place(held_out, step, self.own_mesh, specs, order, padded=padded)
                 tokens = int(jnp.sum(batch.targets >= 0))
                 total += float(self._mean(weights, batch)) * tokens
                 count += tokens
