@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +38,7 @@ COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
     "planned_flops", "compiled_flops", "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes",
     "compiled_peak_bytes", "planned_collective_bytes", "compiled_collective_bytes", "planned_s", "compiled_s",
-    "unexpected", "unexplained", "missing", "differs", "compile_s", "jax", "libtpu", "date", "note",
+    "unexpected", "unexplained", "missing", "rematerialised_s", "differs", "compile_s", "jax", "libtpu", "date", "note",
 )  # fmt: skip
 
 
@@ -84,6 +84,8 @@ CASES = (
     _case("v5e-matmuls", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "matmuls", 8),
     _case("v5e-two-slices", "llama3-8b", "v5e:4x4@2", "data=2,fsdp=4,tensor=4", "block", 32),
     _case("v5e-microbatches", "llama3-8b", "v5e:8x8", "fsdp=16,tensor=4", "block", 64, microbatches=2),
+    _case("v5e-padded", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 13, seq_len=4000, layers=8, microbatches=2),
+    _case("v5e-padded-context", "llama3-8b", "v5e:4x4", "fsdp=4,context=4", "block", 3, seq_len=30000, layers=4),
     _case("v6e-fsdp", "llama3-8b", "v6e:4x4", "fsdp=16", "minimal", 16),
     _case("v6e-fsdp-block", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32),
     _case("v6e-fsdp-tensor", "llama3-8b", "v6e:4x4", "fsdp=4,tensor=4", "matmuls", 16),
@@ -110,13 +112,23 @@ def row(case: Case) -> dict[str, Any]:
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }  # fmt: skip
     try:
-        plan = case.plan
-        given |= {"layers": plan.problem.model.layers, "planned_s": plan.expected_s}
-        given |= {"planned_peak_bytes": plan.memory_bytes}
-        answer = compile_plan(plan, timeout_s=1800)
-        return given | ({"note": answer.verdict} if isinstance(answer, Refusal) else _compared(answer))
+        return given | compiled_figures(case.plan)
     except (RooftopError, Infeasible) as error:
         return given | {"note": str(error)}
+
+
+def compiled_figures(plan: TrainingPlan) -> dict[str, Any]:
+    """Compile a plan, and return the columns that follow from it; ``note`` says so if it cannot be, or does not fit."""
+    figures = {
+        "layers": plan.problem.model.layers,
+        "planned_s": plan.expected_s,
+        "planned_peak_bytes": plan.memory_bytes,
+    }
+    try:
+        answer = compile_plan(plan, timeout_s=1800)
+    except (RooftopError, Infeasible) as error:
+        return figures | {"note": str(error)}
+    return figures | ({"note": answer.verdict} if isinstance(answer, Refusal) else _compared(answer))
 
 
 def _compared(report: CompiledReport) -> dict[str, Any]:
@@ -136,11 +148,31 @@ def _compared(report: CompiledReport) -> dict[str, Any]:
         "unexpected": sum(each["bytes"] for each in data["unexpected"] if each["kind"] != "matmul"),
         "unexplained": sum(each.bytes for each in report.findings.unexplained),
         "missing": sum(each["bytes"] for each in data["missing"]),
+        "rematerialised_s": sum(
+            finding["cost_s"] for finding in data["recomputed"] if finding["rule"] == "rematerialised"
+        ),
         "differs": "; ".join(str(check) for check in report.checks if not check.holds),
         "compile_s": data["compile_s"],
         "jax": data["versions"]["jax"],
         "libtpu": data["versions"]["libtpu"],
     }
+
+
+def read_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a table of results by name; none if there is no table yet."""
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        return {line["name"]: dict(line) for line in csv.DictReader(file)}
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a table of results."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -176,18 +208,11 @@ def main(names: list[str]) -> None:
     for name in names:
         if name not in known:
             sys.exit(f"{name}: one of {', '.join(known)}")
-    found: dict[str, Mapping[str, Any]] = {}
-    if RESULTS.exists():
-        with RESULTS.open(encoding="utf-8", newline="") as file:
-            found = {each["name"]: each for each in csv.DictReader(file)}
+    found = read_rows(RESULTS)
     for name in names or known:
         found[name] = {column: "" for column in COLUMNS} | row(known[name])
         print(f"{name}: {found[name]['note'] or found[name]['differs'] or 'as planned'}", file=sys.stderr, flush=True)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found[each] for each in known if each in found)
-        write_text(RESULTS, text.getvalue())
+        write_rows(RESULTS, COLUMNS, (found[each] for each in known if each in found))
     print(table(found[each] for each in known if each in found))
 
 

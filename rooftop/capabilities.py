@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
+
+import numpy as np
 
 from rooftop.arrays.rules import (
     BATCH_AXES,
     COLUMN_AXES,
     EXPERT_AXES,
-    GATHER_AXES,
     REPLICA_AXES,
     RESIDUAL_AXES,
     SEQUENCE_AXES,
@@ -51,6 +52,8 @@ RING_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked", "splash")
 LANES = 128
 #: Pieces of the sequence on each device of a context axis: one from either end, so that causal work is balanced.
 CONTEXT_CHUNKS = 2
+#: Blocks of positions that the splash kernel should not have to go below where padding decides its length, in LANES.
+_LEAST_BLOCK, _MOST_BLOCK = 4, 8
 #: Transfers that only a program written in another way could overlap with computation, and what is missing.
 UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no layer has collective matmuls yet"})
 
@@ -70,6 +73,42 @@ KV_SPLITS: tuple[KvSplit, ...] = ("batch", "seq")
 PAGE_TOKENS = 16
 
 Spec = TypeVar("Spec")
+
+
+def block_size(length: int, block: int) -> int:
+    """Positions in a block of an attention kernel: the largest divisor of ``length`` up to ``block``.
+
+    It is a multiple of ``LANES`` if ``length`` is one.
+    """
+    step = LANES if length % LANES == 0 and block >= LANES else 1
+    return max(size for size in range(step, min(block, length) + 1, step) if length % size == 0)
+
+
+def padded_sequences(sequences: Any, parts: Any) -> Any:
+    """Sequences of a step with empty ones added, so that all ``parts`` (devices times microbatches) get as many.
+
+    Numbers, or arrays that broadcast.
+    """
+    return -(-sequences // parts) * parts
+
+
+def padded_positions(seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS) -> Any:
+    """Positions of a sequence with padding at its end, so that devices get equal parts: ``seq_len`` if they do anyway.
+
+    ``ring`` devices split the sequence in attention, in ``chunks`` chunks each, and ``residual`` devices split it
+    between matmuls. The splash kernel takes chunks of whole ``LANES``; where padding decides their length, it has a
+    divisor of 4 to 8 ``LANES``, a block in which the kernel is fast. Whole numbers, or arrays of them that broadcast.
+    """
+    pieces = np.where(np.asarray(ring) > 1, chunks * np.asarray(ring), 1)
+    unit = np.lcm(pieces * (LANES if kernel == "splash" else 1), residual)
+    padded = padded_sequences(seq_len, unit)
+    if kernel != "splash":
+        return padded
+    lanes, step = padded // (pieces * LANES), unit // (pieces * LANES)
+    for _ in range(_LEAST_BLOCK - 1):
+        slow = (lanes > _MOST_BLOCK) & np.all([lanes % n != 0 for n in range(_LEAST_BLOCK, _MOST_BLOCK + 1)], axis=0)
+        lanes = np.where(slow & (padded != seq_len), lanes + step, lanes)
+    return lanes * pieces * LANES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +141,15 @@ class TrainingSpec:
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
         return ways(self.axes, *axes)
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Sequences of a step and positions of a sequence as a program runs them: padded where they are uneven."""
+        axes = self.rules.activations
+        positions = padded_positions(
+            self.seq_len, ring=self.ways(*axes["seq"]), residual=self.ways(*axes["residual_seq"]), kernel=self.kernel
+        )
+        return padded_sequences(self.sequences, self.ways(*axes["batch"]) * self.microbatches), int(positions)
 
     def runnable(self) -> TrainingSpec:
         """The spec with dtypes and an optimizer that programs have, where it asks for others."""
@@ -198,64 +246,13 @@ class EvenSplit:
         return f"JAX shards evenly: {sized[1]} cannot be split {split} ways over {self.divisor}"
 
 
-def _batch(spec: TrainingSpec) -> tuple[int, str]:
-    return spec.sequences, f"{spec.sequences} sequences"
-
-
 def _layer_parts(spec: TrainingSpec) -> tuple[int, str]:
     parts, name = stage_parts(spec.model)
     return parts, f"{parts} {name}"
 
 
-def _dense_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    return (spec.model.d_ff, f"an F of {spec.model.d_ff}") if spec.model.dense_layers else None
-
-
-def _expert_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    moe = spec.model.moe
-    return None if moe is None else (moe.d_ff, f"an F of {moe.d_ff} of experts")
-
-
-def _shared_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    moe = spec.model.moe
-    return (moe.shared_d_ff, f"an F of {moe.shared_d_ff} of shared experts") if moe and moe.shared_d_ff else None
-
-
-def _experts(spec: TrainingSpec) -> tuple[int, str]:
-    experts = 1 if spec.model.moe is None else spec.model.moe.experts
-    return experts, f"{experts} experts"
-
-
-def _kv_heads(spec: TrainingSpec) -> tuple[int, str] | None:
-    return (spec.model.kv_heads, f"{spec.model.kv_heads} key/value heads") if spec.model.mla is None else None
-
-
-def _latents(spec: TrainingSpec) -> tuple[int, str] | None:
-    mla = spec.model.mla
-    if mla is None:
-        return None
-    common = gcd(mla.kv_rank, mla.q_rank or 0)
-    return common, f"latents of sizes with a common divisor of {common}"
-
-
-def _outputs(spec: TrainingSpec) -> tuple[int, str]:
-    outputs = spec.model.heads * spec.model.d_value
-    return outputs, f"{outputs} outputs of all heads"
-
-
 #: Sizes of a train step that must divide over axes of its mesh.
 TRAINING_SPLITS: tuple[EvenSplit, ...] = (
-    EvenSplit(dim="sequences of a step", axes=BATCH_AXES, size=_batch),
-    EvenSplit(
-        dim="D",
-        axes=(*GATHER_AXES, *COLUMN_AXES),
-        size=lambda spec: (spec.model.d_model, f"a D of {spec.model.d_model}"),
-    ),
-    EvenSplit(
-        dim="positions of a sequence",
-        axes=RESIDUAL_AXES,
-        size=lambda spec: (spec.seq_len, f"sequences of {spec.seq_len}"),
-    ),
     EvenSplit(
         dim="layers that stages share, or periods of them",
         axes=STAGE_AXES,
@@ -265,30 +262,11 @@ TRAINING_SPLITS: tuple[EvenSplit, ...] = (
         parts=lambda spec: spec.chunks,
     ),
     EvenSplit(
-        dim="sequences of a microbatch",
-        axes=BATCH_AXES,
-        size=lambda spec: None if spec.sequences % spec.ways(*BATCH_AXES) else _batch(spec),
-        over=f"{' x '.join(BATCH_AXES)} and microbatches",
-        parts=lambda spec: spec.microbatches,
-    ),
-    EvenSplit(
-        dim="attention heads",
-        axes=COLUMN_AXES,
-        size=lambda spec: (spec.model.heads, f"{spec.model.heads} attention heads"),
+        dim="experts of a dense model, 1",
+        axes=EXPERT_AXES,
+        size=lambda spec: (1, "1 experts") if spec.model.moe is None else None,
         planner="refuses",
     ),
-    EvenSplit(dim="key/value heads", axes=COLUMN_AXES, size=_kv_heads),
-    EvenSplit(dim="outputs of all heads", axes=COLUMN_AXES, stored=GATHER_AXES, size=_outputs),
-    EvenSplit(dim="F of an MLP", axes=COLUMN_AXES, stored=GATHER_AXES, size=_dense_columns, planner="avoids"),
-    EvenSplit(dim="F of experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_expert_columns, planner="avoids"),
-    EvenSplit(dim="F of shared experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_shared_columns),
-    EvenSplit(
-        dim="vocabulary",
-        axes=COLUMN_AXES,
-        size=lambda spec: (spec.model.vocab, f"a vocabulary of {spec.model.vocab}"),
-    ),
-    EvenSplit(dim="latents of MLA", axes=GATHER_AXES, size=_latents),
-    EvenSplit(dim="experts", axes=EXPERT_AXES, size=_experts, planner="refuses"),
 )
 
 
@@ -335,18 +313,11 @@ def _context(spec: TrainingSpec) -> str | None:
     ring = spec.ways(*SEQUENCE_AXES)
     if ring > 1 and spec.kernel not in RING_KERNELS:
         return f"the {spec.kernel} kernel cannot attend to keys of other devices: no context axis with it"
-    if ring > 1 and spec.seq_len % (CONTEXT_CHUNKS * ring):
-        return f"a context axis of {ring} needs sequences of a multiple of {CONTEXT_CHUNKS * ring}, not {spec.seq_len}"
     return None
 
 
 def _kernel(spec: TrainingSpec) -> str | None:
-    model, ring = spec.model, spec.ways(*SEQUENCE_AXES)
-    if spec.kernel == "splash":
-        pieces = CONTEXT_CHUNKS * ring if ring > 1 else 1
-        if spec.seq_len % (pieces * LANES):
-            multiple = pieces * LANES
-            return f"the splash kernel needs sequences of a multiple of {multiple} here, not {spec.seq_len}"
+    model = spec.model
     if spec.kernel == "cudnn":
         for feature, present in (
             ("a softcap of attention logits", model.attn_softcap is not None),
@@ -364,6 +335,10 @@ def _positions(spec: TrainingSpec) -> str | None:
     return None
 
 
+def _runs(spec: TrainingSpec) -> None:
+    """No obstacle: programs run every value of the property."""
+
+
 #: What a train step can be, in the order in which obstacles are listed.
 TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(name="offload", accepted="any checkpoint of a layer; none over a stage axis", obstacle=_offload),
@@ -377,9 +352,24 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted="a multiple of the stages, or no more than there are stages",
         obstacle=_interleaved,
     ),
+    Capability(
+        name="sequences of a step",
+        accepted=f"any number, padded to a multiple of {' x '.join(BATCH_AXES)} x microbatches",
+        obstacle=_runs,
+    ),
+    Capability(
+        name="positions of a sequence",
+        accepted=f"any number, padded to a multiple of {' x '.join(RESIDUAL_AXES)}",
+        obstacle=_runs,
+    ),
     *(
         Capability(name=split.dim, accepted=f"a multiple of {split.divisor}", obstacle=split.obstacle)
         for split in TRAINING_SPLITS
+    ),
+    Capability(
+        name="D, F, heads, key/value heads, latents, vocabulary, experts",
+        accepted="any: padded with zeros where a mesh does not divide them",
+        obstacle=lambda spec: None,
     ),
     Capability(name="matmul dtype", accepted="as activations", obstacle=_matmul_dtype),
     Capability(
@@ -390,13 +380,13 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(name="optimizer", accepted=", ".join(OPTIMIZERS), obstacle=_optimizer),
     Capability(
         name="context axis",
-        accepted=f"kernels {', '.join(RING_KERNELS)}; sequences of a multiple of {CONTEXT_CHUNKS} x context",
+        accepted=f"kernels {', '.join(RING_KERNELS)}; any length, padded to a multiple of {CONTEXT_CHUNKS} x context",
         obstacle=_context,
     ),
     Capability(
         name="attention kernel",
-        accepted=f"splash (TPU): multiples of {LANES} positions, {CONTEXT_CHUNKS} x context times as many over "
-        "a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
+        accepted=f"splash (TPU): any length, padded to a multiple of {LANES} positions, {CONTEXT_CHUNKS} x context "
+        "times as many over a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
         obstacle=_kernel,
     ),
     Capability(name="sequence length", accepted="any; at most the table's with learned positions", obstacle=_positions),

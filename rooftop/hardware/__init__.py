@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from rooftop.hardware.chips import Chip, Figure, catalogue, chip
-from rooftop.hardware.slices import PhysicalAxis, Slice
+from rooftop.hardware.slices import PhysicalAxis, Slice, slice_sizes
 
-__all__ = ["Chip", "Figure", "PhysicalAxis", "Slice", "catalogue", "chip"]
+__all__ = ["Chip", "Figure", "PhysicalAxis", "Slice", "catalogue", "chip", "slice_sizes"]

@@ -188,6 +188,28 @@ class Slice:
             raise unknown(f"dtype of {self.chip.name}", dtype, self.chip.flops_per_s) from None
 
 
+def slice_sizes(chip: Chip, most: int) -> list[Slice]:
+    """Slices of a chip of up to ``most`` chips, ascending, one for each of about four sizes to a doubling.
+
+    Shapes of the catalogue, the most cubic ones of whole cubes, whole nodes of GPUs, and several whole pods over DCN.
+    """
+    steps = sorted({part * 2**power // 4 for part in (4, 5, 6, 7) for power in range(2, 20)} | {1, 2, 3})
+    shapes: list[tuple[Shape, int]] = [(shape, 1) for shape in chip.slice_shapes]
+    pod = math.prod(chip.pod_shape)
+    if chip.kind == "gpu":
+        shapes += [((pod, nodes), 1) for nodes in steps if 1 < nodes <= most // pod]
+    else:
+        cubes: dict[int, Shape] = {}
+        for shape in sorted(_cubes(chip), key=sum):
+            if any(side > longest for side, longest in zip(sorted(shape), sorted(chip.pod_shape), strict=True)):
+                continue
+            cubes.setdefault(math.prod(shape) // _CUBE_CHIPS, shape)
+        shapes += [(cubes[count], 1) for count in (*steps, pod // _CUBE_CHIPS) if count in cubes]
+        shapes += [(chip.pod_shape, count) for count in steps if 1 < count <= most // pod]
+    slices = {(size := Slice(chip, shape, count)).chips: size for shape, count in shapes}
+    return [slices[chips] for chips in sorted(slices) if chips <= most]
+
+
 def _outer(name: str, size: int, bytes_per_s: float) -> tuple[PhysicalAxis, ...]:
     """The axis between slices or nodes, if there are several."""
     if size == 1:

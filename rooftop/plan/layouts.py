@@ -1,19 +1,21 @@
 """Every way to lay the training axes on a slice's physical axes, as arrays.
 
-``Layouts`` holds sizes and strides [C, A, P] for C layouts, A logical and P physical axes. The search prices them all
-at once; ``mesh`` turns one of them into a Mesh.
+Each physical axis is divided among the logical ones in one of a few ways. ``Layouts`` holds for C layouts which of the
+divisions each of the P physical axes has, and which of the few mesh shapes follows: very many layouts take little
+memory. The search prices them all at once; ``mesh`` turns one of them into a Mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Ints, Mesh, span
 from rooftop.arrays.rules import AXES, DCN_AXES
@@ -25,101 +27,169 @@ MAX_SHARING = 2
 
 
 @dataclass(frozen=True)
-class Layouts:
-    """Layouts of ``AXES`` on the physical axes of a slice; ``size`` and ``stride`` are [C, A, P]."""
+class Division:
+    """The n ways to divide one physical axis among ``AXES``: sizes and strides of each, [n, A]."""
 
-    slice: Slice
     size: Ints
     stride: Ints
 
+
+@dataclass(frozen=True)
+class Ways:
+    """The W different ways in which one logical axis is laid, arrays [W, P], and that of each layout, ``of`` [C]."""
+
+    spans: AxisSpan
+    of: Ints
+
     def __len__(self) -> int:
-        return len(self.size)
+        return len(self.spans.size)
+
+    def __getitem__(self, index: Any) -> Ways:
+        """The ways of the layouts at an index."""
+        return Ways(self.spans, self.of[index])
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts of ``AXES`` on the physical axes of a slice.
+
+    ``divisions`` are those of each physical axis; ``divided`` says which of them each layout has, [C, P]. ``shapes``
+    are the devices along each logical axis in S different meshes, [S, A]; ``shape_of`` says which each layout has, [C].
+    """
+
+    slice: Slice
+    divisions: tuple[Division, ...]
+    divided: npt.NDArray[np.int32]
+    shapes: Ints
+    shape_of: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.divided)
 
     @cached_property
     def devices(self) -> Ints:
         """Devices along each logical axis, [C, A]."""
-        devices: Ints = np.prod(self.size, axis=-1)
-        return devices
+        return self.shapes[self.shape_of]
 
     def along(self, *names: str) -> Ints:
         """Devices along the named axes together, [C]."""
-        devices: Ints = np.prod(self.devices[:, [AXES.index(name) for name in names]], axis=-1)
-        return devices
+        devices: Ints = np.prod(self.shapes[:, [AXES.index(name) for name in names]], axis=-1)
+        return devices[self.shape_of]
 
-    def span(self, name: str) -> AxisSpan:
-        """The spans of one logical axis, arrays [C, P]."""
-        position = AXES.index(name)
-        return span(self.slice.physical_axes, self.size[:, position], self.stride[:, position])
-
-    def distinct(self, name: str) -> tuple[Ints, Ints]:
-        """Layouts that hold every way one logical axis is laid, and for each layout which of them is like it.
+    def ways(self, name: str) -> Ways:
+        """Every way in which one logical axis is laid.
 
         Very many layouts have few such ways: a figure of one axis alone is computed once for each.
         """
         position = AXES.index(name)
         code = np.zeros(len(self), np.int64)
-        for p, axis in enumerate(self.slice.physical_axes):
-            digit = self.size[:, position, p] * (axis.size + 1) + self.stride[:, position, p]
-            code = code * (axis.size + 1) ** 2 + digit
-        _, first, like = np.unique(code, return_index=True, return_inverse=True)
-        return first, like
+        total = 1
+        for p, division in enumerate(self.divisions):
+            pairs = np.stack([division.size[:, position], division.stride[:, position]], axis=-1)
+            different, kind = np.unique(pairs, axis=0, return_inverse=True)
+            code = code * len(different) + kind.reshape(-1)[self.divided[:, p]]
+            total *= len(different)
+        # There are few codes: a table of them is filled faster than they are sorted.
+        example = np.full(total, -1)
+        example[code] = np.arange(len(self))
+        used = np.flatnonzero(example >= 0)
+        number = np.zeros(total, np.int64)
+        number[used] = np.arange(len(used))
+        chosen = self.divided[example[used]]
+        size, stride = (
+            np.stack([getattr(of, figure)[chosen[:, p], position] for p, of in enumerate(self.divisions)], axis=-1)
+            for figure in ("size", "stride")
+        )
+        return Ways(span(self.slice.physical_axes, size, stride), number[code])
+
+    def by_shape(self) -> tuple[Layouts, Ints]:
+        """The layouts ordered so that those of one mesh shape are together, and where those of each shape begin."""
+        rank = np.empty(len(self.shapes), np.int32)
+        rank[np.lexsort(self.shapes.T)] = np.arange(len(self.shapes))
+        ranks = rank[self.shape_of]
+        # Short integers are sorted digit by digit, in linear time.
+        order = np.argsort(ranks.astype(np.uint16) if len(self.shapes) < 2**16 else ranks, kind="stable")
+        ordered = ranks[order]
+        starts: Ints = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]).astype(np.int64)
+        return self[order], starts
 
     def __getitem__(self, index: Any) -> Layouts:
         """The layouts at an index."""
-        return Layouts(self.slice, self.size[index], self.stride[index])
+        return Layouts(self.slice, self.divisions, self.divided[index], self.shapes, self.shape_of[index])
 
     def mesh(self, index: int) -> Mesh:
         """One layout as a Mesh; axes of size 1 are kept, so that programs can always name them."""
         physical = [axis.name for axis in self.slice.physical_axes]
         axes: dict[str, tuple[AxisPiece, ...]] = {}
         for position, name in enumerate(AXES):
-            sizes, strides = self.size[index, position], self.stride[index, position]
-            axes[name] = tuple(
-                AxisPiece(physical[p], int(strides[p]), int(sizes[p])) for p in range(len(physical)) if sizes[p] > 1
-            )
+            laid = [
+                (axis, int(division.stride[way, position]), int(division.size[way, position]))
+                for axis, division, way in zip(physical, self.divisions, self.divided[index], strict=True)
+            ]
+            axes[name] = tuple(AxisPiece(axis, stride, size) for axis, stride, size in laid if size > 1)
         return Mesh(self.slice, axes)
 
 
 def from_mesh(mesh: Mesh) -> Layouts:
     """A given mesh as one layout. Raises RooftopError on an axis that no plan has."""
-    physical = [axis.name for axis in mesh.slice.physical_axes]
-    size = np.ones((1, len(AXES), len(physical)), np.int64)
-    stride = np.ones_like(size)
+    divisions = {
+        axis.name: Division(np.ones((1, len(AXES)), np.int64), np.ones((1, len(AXES)), np.int64))
+        for axis in mesh.slice.physical_axes
+    }
     for name, pieces in mesh.axes.items():
         if name not in AXES:
             raise unknown("mesh axis", name, AXES)
         for piece in pieces:
-            where = 0, AXES.index(name), physical.index(piece.axis)
-            size[where], stride[where] = piece.size, piece.stride
-    return Layouts(mesh.slice, size, stride)
+            where = 0, AXES.index(name)
+            divisions[piece.axis].size[where], divisions[piece.axis].stride[where] = piece.size, piece.stride
+    shape = np.array([[mesh.size(name) for name in AXES]])
+    return Layouts(
+        mesh.slice, tuple(divisions.values()), np.zeros((1, len(divisions)), np.int32), shape, np.zeros(1, np.int32)
+    )
 
 
-def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, int]) -> Layouts:
+def enumerate_layouts(
+    slice_: Slice, axes: Sequence[str], divides: Mapping[str, int], most: Mapping[str, int] | None = None
+) -> Layouts:
     """All layouts of ``axes`` on ``slice_`` in which the devices along each axis divide ``divides[name]`` (if given).
+
+    An axis has at most ``most[name]`` devices (if given).
 
     Over DCN only ``DCN_AXES`` run; every physical axis is divided among at most ``MAX_SHARING`` logical
     axes, in either order. Physical axes that are alike (same length and links) are interchangeable: one of the
     permutations stands for all.
     """
     physical = slice_.physical_axes
-    allowed = {axis.name: [name for name in axes if _may_run(name, axis)] for axis in physical}
-    choices = [_divisions(axis, allowed[axis.name]) for axis in physical]
-    # The product is built one physical axis at a time, without layouts that do not divide: it never grows large.
-    size = np.ones((1, len(AXES), 0), np.int64)
-    stride = np.ones((1, len(AXES), 0), np.int64)
-    order = np.zeros((1, 0), np.int64)
+    divisions = [_division(axis, tuple(name for name in axes if _may_run(name, axis))) for axis in physical]
     # Zero is divided by everything: no limit.
     whole = np.array([divides.get(name, 0) for name in AXES])
-    for position, (axis, (sizes, strides)) in enumerate(zip(physical, choices, strict=True)):
-        old, new = (grid.ravel() for grid in np.meshgrid(np.arange(len(size)), np.arange(len(sizes)), indexing="ij"))
-        keep = np.all(whole % (np.prod(size, axis=-1)[old] * sizes[new]) == 0, axis=-1)
+    limit = np.array([(most or {}).get(name, slice_.devices) for name in AXES])
+    # The product is built one physical axis at a time, without layouts that do not divide: it never grows large. What
+    # divides depends on the shape of the mesh alone.
+    shapes = np.ones((1, len(AXES)), np.int64)
+    divided, shape_of = np.zeros((1, 0), np.int32), np.zeros(1, np.int32)
+    for position, (axis, division) in enumerate(zip(physical, divisions, strict=True)):
+        grown = shapes[:, None] * division.size
+        good = np.all((whole % grown == 0) & (grown <= limit), axis=-1)
+        keep = good[shape_of]
         if position and _alike(axis, physical[position - 1]):
-            keep &= order[old, -1] <= new
-        old, new = old[keep], new[keep]
-        size = np.concatenate([size[old], sizes[new][..., None]], axis=-1)
-        stride = np.concatenate([stride[old], strides[new][..., None]], axis=-1)
-        order = np.concatenate([order[old], new[:, None]], axis=-1)
-    return Layouts(slice_, size, stride)
+            keep &= divided[:, -1:] <= np.arange(len(division.size))
+        old, new = np.nonzero(keep)
+        after = np.zeros(good.shape, np.int32)
+        shapes, after[good] = _different(grown[good], slice_.devices)
+        divided = np.concatenate([divided[old], new[:, None].astype(np.int32)], axis=-1)
+        shape_of = after[shape_of[old], new]
+    return Layouts(slice_, tuple(divisions), divided, shapes, shape_of)
+
+
+def _different(shapes: Ints, devices: int) -> tuple[Ints, Ints]:
+    """The different rows of shapes [n, A], and which of them each row is; all sizes divide ``devices``."""
+    divisors = np.array([n for n in range(1, devices + 1) if devices % n == 0])
+    code = np.zeros(len(shapes), np.int64)
+    for sizes in shapes.T:
+        code = code * len(divisors) + np.searchsorted(divisors, sizes)
+    _, first, like = np.unique(code, return_index=True, return_inverse=True)
+    return shapes[first], like
 
 
 def _may_run(name: str, axis: PhysicalAxis) -> bool:
@@ -131,8 +201,9 @@ def _alike(one: PhysicalAxis, other: PhysicalAxis) -> bool:
     return one.kind == other.kind == "torus" and (one.size, one.wrapped) == (other.size, other.wrapped)
 
 
-def _divisions(axis: PhysicalAxis, names: Sequence[str]) -> tuple[Ints, Ints]:
-    """Sizes and strides [n, A] of every division of one physical axis among up to MAX_SHARING of ``names``."""
+@lru_cache(maxsize=256)
+def _division(axis: PhysicalAxis, names: tuple[str, ...]) -> Division:
+    """Every division of one physical axis among up to MAX_SHARING of ``names``."""
     divisions: list[dict[str, tuple[int, int]]] = []
     for sharing in range(1, MAX_SHARING + 1):
         if axis.size == 1:
@@ -146,7 +217,7 @@ def _divisions(axis: PhysicalAxis, names: Sequence[str]) -> tuple[Ints, Ints]:
     for row, division in enumerate(divisions):
         for name, (n, s) in division.items():
             size[row, AXES.index(name)], stride[row, AXES.index(name)] = n, s
-    return size, stride
+    return Division(size, stride)
 
 
 def _ordered_factors(value: int, count: int) -> list[tuple[int, ...]]:

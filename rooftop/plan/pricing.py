@@ -40,6 +40,8 @@ Bounds = Literal["usable", "book"]
 BOUNDS: tuple[Bounds, ...] = get_args(Bounds)
 #: Transfers between two computations that depend on each other.
 CRITICAL: frozenset[Hiding] = frozenset({"tensor", "all_to_all", "critical"})
+#: ``Transfer.when`` of a transfer that takes place in any case.
+ALWAYS = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,15 @@ class Transfer:
     """A collective to be priced, over its axes; kind 'permute_ring' is a full rotation.
 
     ``hides`` names the assumption that it falls under; ``when`` is 1 where it takes place and 0 where it does not.
+    ``pieces`` start one by one; less than 1 piece is a part of one that starts once.
     """
 
     kind: TransferKind
     axes: tuple[str, ...]
     payload: Number
     hides: Hiding
-    when: Number = 1.0
+    when: Number = ALWAYS
+    pieces: Number = 1.0
 
     @property
     def priced_as(self) -> CollectiveKind:

@@ -61,14 +61,20 @@ class Price:
 
     def expected_s(self, payload_bytes: Number, efficiency: dict[str, float], start_s: float) -> Number:
         """Expected duration: start, hops and bytes at the named efficiency, one after another."""
+        fixed_s, seconds_per_byte = self.expected_line(efficiency, start_s)
+        return fixed_s + payload_bytes * seconds_per_byte
+
+    def expected_line(self, efficiency: dict[str, float], start_s: float) -> tuple[Number, Number]:
+        """Expected seconds of start and hops, and expected seconds per byte of payload."""
         # An AllReduce of few hops gathers every operand whole. One of few bytes, which is expected, first reduces and
         # then gathers.
         passes = 2 if self.kind == "all_reduce" else 1
-        total: Number = 0.0
+        fixed_s: Number = 0.0
+        seconds_per_byte: Number = 0.0
         for resource, rate in self.seconds_per_byte.items():
-            seconds = start_s + passes * self.latency_s[resource] + payload_bytes * rate / efficiency[resource]
-            total = total + np.where(rate > 0, seconds, 0.0)
-        return total
+            fixed_s = fixed_s + np.where(rate > 0, start_s + passes * self.latency_s[resource], 0.0)
+            seconds_per_byte = seconds_per_byte + rate / efficiency[resource]
+        return fixed_s, seconds_per_byte
 
 
 def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:

@@ -16,7 +16,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import ServingProblem
-from rooftop.plan.serving.search import PrefillSweep, batch_grid, most_sequences, sweep_generate
+from rooftop.plan.serving.search import PrefillSweep, batch_grid, most_of_each, sweep_generate
 
 #: How the batch was chosen: by the user, at the knee, by a target of TPOT, or with a fleet.
 BatchRule = Literal["given", "knee", "target", "fleet"]
@@ -84,7 +84,7 @@ def _batches(problem: ServingProblem, generate: Sequence[Placement], prefill: Se
         )
     batch_seqs = problem.workload.batch_seqs
     if batch_seqs is None:
-        most = max(most_sequences(problem, placement) for placement in generate)
+        most = max(most_of_each(problem, generate))
         swept = sweep_generate(problem, generate, batch_grid(max(most, 1)))
         chosen = [(choice.placement, choice.batch) for choice in swept.choices()] or [(swept.best(0), 1)]
     else:

@@ -27,8 +27,9 @@ from rooftop.plan.serving.search import (
     FrontPoint,
     PrefillSweep,
     batch_grid,
-    most_sequences,
+    most_of_each,
     pareto,
+    price_prompts,
     slices_of,
     sweep_generate,
 )
@@ -273,12 +274,12 @@ def _placements(problem: ServingProblem, slice_: Slice, mode: Mode) -> tuple[lis
     )
 
 
-def _order(fleet: Fleet, objective: Objective) -> tuple[float, bool, float, float]:
+def _order(fleet: Fleet, objective: Objective) -> tuple[float, bool, float, float, float]:
     """Sort key: fleets within the targets, those that engines run first, by the objective; others by their excess."""
     excess = _excess(fleet)
     if excess > 1:
-        return excess, True, 0.0, 0.0
-    return 1.0, bool(fleet.plan.obstacles), fleet.score(objective), fleet.chips
+        return excess, True, 0.0, 0.0, 0.0
+    return 1.0, bool(fleet.plan.obstacles), fleet.score(objective), fleet.chips, fleet.tpot_s
 
 
 def _excess(fleet: Fleet) -> float:
@@ -399,12 +400,12 @@ def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
     work = problem.workload
     for slice_, generate, _ in placed:
         sized = replace(problem, slice=slice_)
-        shared: dict[int, tuple[Placement, float]] = {}
-        for place, batch, seconds in _steps(sized, generate):
-            if id(place) not in shared:
-                on = sized.shared_prefill(place)
-                shared[id(place)] = on, sized.prompt_s(on)
-            on, prefill = shared[id(place)]
+        steps = list(_steps(sized, generate))
+        prefills = [sized.shared_prefill(place) for place, _, _ in steps]
+        different = list({id(on): on for on in prefills}.values())
+        seconds_of = dict(zip(map(id, different), price_prompts(sized, different).tolist(), strict=True))
+        for (place, batch, seconds), on in zip(steps, prefills, strict=True):
+            prefill = seconds_of[id(on)]
             between = interleaved_token_s(seconds, prefill, batch, work.generate)
             served = LOAD * batch / (work.generate * between)
             wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + seconds / 2
@@ -415,16 +416,14 @@ def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
 
 def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[tuple[Placement, int, float]]:
     """The fastest placement of every batch that fits, with the seconds between two tokens."""
-    room = [(placement, most) for placement in placements if (most := most_sequences(problem, placement))]
-    if not room:
+    most = max(most_of_each(problem, placements), default=0)
+    if not most:
         return
     batch_seqs = problem.workload.batch_seqs
-    batches = batch_grid(max(most for _, most in room))
+    batches = batch_grid(most)
     # A third of the grid: steps of a quarter in the batch are fine enough to compare fleets.
     chosen = batches[sorted({*range(0, len(batches), 3), len(batches) - 1})]
-    swept = sweep_generate(
-        problem, [placement for placement, _ in room], chosen if batch_seqs is None else np.array([float(batch_seqs)])
-    )
+    swept = sweep_generate(problem, placements, chosen if batch_seqs is None else np.array([float(batch_seqs)]))
     if batch_seqs is None:
         yield from ((choice.placement, choice.batch, choice.seconds) for choice in swept.choices())
     elif np.isfinite(swept.fastest_s[0]):

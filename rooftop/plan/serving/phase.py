@@ -101,7 +101,7 @@ class Phase:
 
     @cached_property
     def _projections(self) -> AttentionMatmuls:
-        return self.kind.matmuls(np.float64(self.split), np.float64(self.kv_heads))  # type: ignore[arg-type]
+        return self.kind.matmuls(np.float64(self.model.heads / self.split), np.float64(self.kv_heads))  # type: ignore[arg-type]
 
     @cached_property
     def attention(self) -> list[MatmulShape]:
@@ -115,7 +115,7 @@ class Phase:
 
     def mlp(self, hidden: float) -> tuple[list[MatmulShape], list[MatmulShape]]:
         """Matmuls into an MLP of ``hidden`` columns, and out of it, on one device."""
-        return mlp_matmuls(self.model, hidden, np.float64(self.split))  # type: ignore[arg-type]
+        return mlp_matmuls(self.model, np.float64(hidden / self.split))  # type: ignore[arg-type]
 
     @cached_property
     def experts_read(self) -> Number:

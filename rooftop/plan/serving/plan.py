@@ -259,7 +259,7 @@ class ServingPlan:
     @cached_property
     def prefill_s(self) -> float:
         """Expected seconds of one prompt's prefill: the cached part is read, a draft model prefills too."""
-        return self.problem.prompt_s(self.prefill_on)
+        return float(self.problem.prompt_s(self.prefill_on))
 
     @cached_property
     def token_s(self) -> float:
@@ -513,7 +513,8 @@ class ServingPlan:
     def prefix_cache(self) -> PlannedPrefixCache:
         """The gain of the prefix cache, and its capacity."""
         problem = self.problem
-        cold = replace(problem, workload=replace(problem.workload, hit_rate=0.0)).prompt_s(self.prefill_on)
+        without = replace(problem, workload=replace(problem.workload, hit_rate=0.0))
+        cold = float(without.prompt_s(self.prefill_on))
         memory = None if problem.host_bytes is None else problem.host_bytes * problem.prefill_server.hosts
         return PlannedPrefixCache(
             hit_rate=problem.workload.hit_rate,

@@ -23,7 +23,7 @@ from rooftop.plan.pricing import BOUNDS, Bounds
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
-from rooftop.plan.serving.pricing import price_serving
+from rooftop.plan.serving.pricing import price_serving, serving_s
 from rooftop.plan.serving.rows import generate_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline.rates import Rates
@@ -174,8 +174,17 @@ class ServingProblem:
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
         return price_serving(generate_work(phase, tokens), placement, self.rates, self.assumptions)
 
+    def generate_s(
+        self, placement: Placed, batch: Number, *, model: ModelConfig | None = None, guesses: int = 0
+    ) -> Number:
+        """Expected seconds of such a step, without its rows."""
+        if self.book:
+            return self.generate(placement, batch).expected_s
+        phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
+        return serving_s(generate_work(phase, self.step_context), placement, self.rates, self.assumptions)
+
     def prefill(
-        self, placement: Placement, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
+        self, placement: Placed, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
     ) -> Ledger:
         """The ledger of a prefill of ``tokens`` tokens of one sequence, after ``before`` tokens whose KV is there."""
         if self.book or self.assumptions.mfu is not None:
@@ -184,13 +193,19 @@ class ServingProblem:
         phase = self.phase("prefill", placement, float(tokens), model)
         return price_serving(prefill_work(phase, before), placement, self.rates, self.assumptions)
 
-    def prompt_s(self, placement: Placement) -> float:
+    def prompt_s(self, placement: Placed) -> Number:
         """Expected seconds until a prompt is prefilled: the cached part is read, then the models run."""
         new = float(self.workload.new_prompt_tokens)
         before = self.workload.prompt - new
         models = [self.model] if self.draft is None else [self.model, self.draft.model]
-        seconds = sum(float(self.prefill(placement, new, before, model=model).expected_s) for model in models)
-        return seconds + self.prefix_read_s
+        return sum((self._prefill_s(placement, new, before, model) for model in models), 0.0) + self.prefix_read_s
+
+    def _prefill_s(self, placement: Placed, tokens: float, before: float, model: ModelConfig) -> Number:
+        """Expected seconds of a prefill, without its rows."""
+        if self.book or self.assumptions.mfu is not None:
+            return self.prefill(placement, tokens, before, model=model).expected_s
+        phase = self.phase("prefill", placement, tokens, model)
+        return serving_s(prefill_work(phase, before), placement, self.rates, self.assumptions)
 
     @cached_property
     def prompt_kv_bytes(self) -> float:

@@ -7,19 +7,73 @@ group's computation, up to the share that the assumptions allow and to the time 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from rooftop.arrays.rules import STAGE_AXES
-from rooftop.core.ledger import Ledger, Number, Row
-from rooftop.plan.pricing import Transfer, Work
+from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
+from rooftop.plan.pricing import ALWAYS, Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.roofline.rates import Rates
 
 #: The pass whose computation can hide a phase's transfers; gradients are summed while the backward pass still runs.
 _WINDOW = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
+
+
+@dataclass(frozen=True)
+class _Durations:
+    """Expected seconds of pieces of work, without what hides: computation, transfers, and copies to the host."""
+
+    strategies: Strategies
+    rates: Rates
+    _lines: dict[tuple[CollectiveKind, tuple[str, ...]], tuple[Number, Number]] = field(default_factory=dict)
+
+    def compute_s(self, item: Work) -> Number:
+        """Seconds of the busiest of a device's resources, and then of passes of their own."""
+        rates = self.rates
+        seconds = item.matmul_s
+        # Of most work some of the figures are plain zeros, which no array has to be compared with.
+        if not _is_zero(item.vector_flops):
+            seconds = np.maximum(seconds, item.vector_flops / rates.vector_flops_per_s)
+        if not _is_zero(item.hbm_bytes):
+            seconds = np.maximum(seconds, rates.hbm_s(item.hbm_bytes))
+        return seconds if _is_zero(item.elementwise_bytes) else seconds + rates.hbm_s(item.elementwise_bytes)
+
+    def host_s(self, item: Work) -> Number:
+        """Seconds of copies to the host's memory or back."""
+        return item.host_bytes / self.rates.pcie_bytes_per_s
+
+    def transfer_s(self, transfer: Transfer) -> Number:
+        """Seconds of a transfer."""
+        fixed_s, seconds_per_byte = self._line(transfer.priced_as, transfer.axes)
+        seconds = transfer.pieces * fixed_s + transfer.payload * seconds_per_byte
+        return seconds if transfer.when is ALWAYS else transfer.when * seconds
+
+    def _line(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[Number, Number]:
+        """Fixed seconds, and seconds per byte, of a collective over axes one after another, [C, 1]."""
+        if (kind, axes) not in self._lines:
+            efficiency, start_s = self.rates.network_efficiency(kind), self.rates.collective_start_s
+            fixed_s: Number = 0.0
+            seconds_per_byte: Number = 0.0
+            for axis in axes:
+                fixed, per_byte = self.strategies.price(kind, axis).expected_line(efficiency, start_s)
+                fixed_s, seconds_per_byte = fixed_s + fixed, seconds_per_byte + per_byte
+            if kind == "reduce_scatter" and self.rates.overlap.whole_slice_scatter == "all_reduce":
+                # A compiler that cannot scatter over a whole slice sums everything everywhere, and keeps a part.
+                slice_ = self.strategies.layouts.slice
+                whole = self.strategies.devices(*axes) * slice_.num_slices == slice_.devices
+                fixed, per_byte = self._line("all_reduce", axes)
+                fixed_s = np.where(whole, fixed, fixed_s)
+                seconds_per_byte = np.where(whole, per_byte, seconds_per_byte)
+            self._lines[kind, axes] = fixed_s, seconds_per_byte
+        return self._lines[kind, axes]
+
+
+def _is_zero(value: Number) -> bool:
+    """True for a plain zero; an array is not looked into."""
+    return not isinstance(value, np.ndarray) and value == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +92,13 @@ class _Times:
 
     @classmethod
     def of(cls, work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> _Times:
-        compute = [
-            np.maximum(
-                np.maximum(item.matmul_s, item.vector_flops / rates.vector_flops_per_s), rates.hbm_s(item.hbm_bytes)
-            )
-            + rates.hbm_s(item.elementwise_bytes)
-            for item in work
-        ]
-        transfers = [[_duration_s(transfer, strategies, rates) for transfer in item.collectives] for item in work]
-        host = [item.host_bytes / rates.pcie_bytes_per_s for item in work]
-        shares = assumptions.shares(rates.overlap)
+        durations = _Durations(strategies, rates)
         return cls(
             work=work,
-            compute=compute,
-            transfers=transfers,
-            host=host,
-            exposed=_exposed_shares(work, compute, transfers, host, shares),
+            compute=[durations.compute_s(item) for item in work],
+            transfers=[[durations.transfer_s(transfer) for transfer in item.collectives] for item in work],
+            host=[durations.host_s(item) for item in work],
+            exposed=_Busy.of(work, durations).exposed(assumptions.shares(rates.overlap)),
             factor=assumptions.calibration,
         )
 
@@ -70,6 +115,54 @@ class _Times:
             yield item, self.factor * (compute + waiting), paid, exposed
 
 
+@dataclass(frozen=True)
+class _Busy:
+    """Seconds of a step's work, counts applied, before anything hides.
+
+    ``compute`` by window, and under 'update' that of the update, in which nothing hides. ``transfers`` by window, by
+    the assumption under which they hide, and by whether they belong to the update.
+    """
+
+    compute: dict[str, Number] = field(default_factory=dict)
+    transfers: dict[tuple[str, str], dict[bool, Number]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, work: Sequence[Work], durations: _Durations) -> _Busy:
+        busy = cls()
+        # A transfer that is done twice, as in a recomputation, is priced once.
+        known: dict[int, Number] = {}
+        for item in work:
+            update = item.phase == "update"
+            window = _WINDOW[item.phase]
+            group = "update" if update else window
+            busy.compute[group] = busy.compute.get(group, 0.0) + item.count * durations.compute_s(item)
+            by_kind: dict[str, Number] = {}
+            for transfer in item.collectives:
+                if id(transfer) not in known:
+                    known[id(transfer)] = durations.transfer_s(transfer)
+                by_kind[transfer.hides] = by_kind.get(transfer.hides, 0.0) + known[id(transfer)]
+            if not _is_zero(item.host_bytes):
+                by_kind["offload"] = durations.host_s(item)
+            for hides, seconds in by_kind.items():
+                parts = busy.transfers.setdefault((window, hides), {})
+                parts[update] = parts.get(update, 0.0) + item.count * seconds
+        return busy
+
+    def exposed(self, hideable: Mapping[str, float]) -> dict[tuple[str, str], Number]:
+        """For each window and kind of transfer the share of its time that nothing hides."""
+        exposed: dict[tuple[str, str], Number] = {}
+        network = dict(self.compute)
+        for (group, hides), parts in self.transfers.items():
+            total = sum(parts.values(), 0.0)
+            # The network hides in one window together; copies to the host have a path of their own.
+            room = self.compute[group] if hides == "offload" else network[group]
+            hidden = np.minimum(hideable[hides] * total, room)
+            if hides != "offload":
+                network[group] = room - hidden
+            exposed[group, hides] = 1.0 - hidden / np.where(total > 0, total, 1.0)
+        return exposed
+
+
 def price_work(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Ledger:
     """The ledger of ``work``, with pipeline idle time as its last row; figures broadcast to [C, K]."""
     times = _Times.of(work, strategies, rates, assumptions)
@@ -80,33 +173,13 @@ def price_work(work: Sequence[Work], strategies: Strategies, rates: Rates, assum
 
 def expected_s(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Number:
     """Expected seconds of ``price_work``'s ledger, without its rows; broadcasts to [C, K]."""
-    total: Number = 0.0
-    busy: Number = 0.0
-    for item, seconds, _, exposed in _Times.of(work, strategies, rates, assumptions):
-        spent = item.count * (seconds + sum(exposed, 0.0))
-        total = total + spent
-        if item.phase != "update":
-            busy = busy + spent
-    return total + idle_fraction(strategies) * busy
-
-
-def _duration_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Number:
-    kind = transfer.priced_as
-    if kind == "reduce_scatter" and rates.overlap.whole_slice_scatter == "all_reduce":
-        # A compiler that cannot scatter over a whole slice sums everything everywhere, and keeps a part.
-        whole = (
-            strategies.devices(*transfer.axes) * strategies.layouts.slice.num_slices == strategies.layouts.slice.devices
-        )
-        other = replace(transfer, kind="all_reduce")
-        return np.where(whole, _duration_s(other, strategies, rates), _time_s(transfer, strategies, rates))
-    return _time_s(transfer, strategies, rates)
-
-
-def _time_s(transfer: Transfer, strategies: Strategies, rates: Rates) -> Number:
-    kind = transfer.priced_as
-    efficiency, start_s = rates.network_efficiency(kind), rates.collective_start_s
-    prices = (strategies.price(kind, axis) for axis in transfer.axes)
-    return transfer.when * sum((price.expected_s(transfer.payload, efficiency, start_s) for price in prices), 0.0)
+    busy = _Busy.of(work, _Durations(strategies, rates))
+    passes = sum((seconds for group, seconds in busy.compute.items() if group != "update"), 0.0)
+    update = busy.compute.get("update", 0.0)
+    for key, share in busy.exposed(assumptions.shares(rates.overlap)).items():
+        passes = passes + share * busy.transfers[key].get(False, 0.0)
+        update = update + share * busy.transfers[key].get(True, 0.0)
+    return assumptions.calibration * (passes + update + idle_fraction(strategies) * passes)
 
 
 def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str]]:
@@ -115,36 +188,6 @@ def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str
     if rates.overlap.whole_slice_scatter == "all_reduce":
         kinds |= {("all_reduce", axis) for kind, axis in kinds if kind == "reduce_scatter"}
     return {("all_gather" if kind == "reduce_scatter" else kind, axis) for kind, axis in kinds}
-
-
-def _exposed_shares(
-    work: Sequence[Work],
-    compute: Sequence[Number],
-    durations: Sequence[Sequence[Number]],
-    host: Sequence[Number],
-    hideable: Mapping[str, float],
-) -> dict[tuple[str, str], Number]:
-    """For each window and kind of transfer the share of its time that nothing hides."""
-    window: dict[str, Number] = {}
-    to_hide: dict[tuple[str, str], Number] = {}
-    for item, seconds, transfers, offload in zip(work, compute, durations, host, strict=True):
-        group = _WINDOW[item.phase]
-        if item.phase != "update":
-            window[group] = window.get(group, 0.0) + item.count * seconds
-        for transfer, duration in zip(item.collectives, transfers, strict=True):
-            key = group, transfer.hides
-            to_hide[key] = to_hide.get(key, 0.0) + item.count * duration
-        to_hide[group, "offload"] = to_hide.get((group, "offload"), 0.0) + item.count * offload
-    exposed: dict[tuple[str, str], Number] = {}
-    network = dict(window)
-    for (group, hides), total in to_hide.items():
-        # The network hides in one window together; copies to the host have a path of their own.
-        room = window[group] if hides == "offload" else network[group]
-        hidden = np.minimum(hideable[hides] * total, room)
-        if hides != "offload":
-            network[group] = room - hidden
-        exposed[group, hides] = 1.0 - hidden / np.where(total > 0, total, 1.0)
-    return exposed
 
 
 def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:

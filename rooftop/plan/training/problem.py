@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import KERNEL_OF_CHIP, TrainingSpec
+from rooftop.capabilities import TrainingSpec
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.memory import Memory, book_memory, training_memory
+from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, training_memory
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -46,6 +47,12 @@ class Problem:
         chip = self.slice.chip
         return chip.hbm_bytes / chip.devices if self.bounds == "book" else chip.hbm_usable_bytes
 
+    @property
+    def roomy_bytes(self) -> float:
+        """HBM bytes of a device that a search fills: what is usable, less the compiler's room on TPUs."""
+        room = HEADROOM if self.bounds == "usable" and self.slice.chip.kind == "tpu" else 0.0
+        return (1 - room) * self.capacity
+
     def memory(self, step: TrainingStep) -> Memory:
         """Bytes per device by class, by what XLA holds or by the book's arithmetic."""
         return (book_memory if self.bounds == "book" else training_memory)(step)
@@ -60,13 +67,12 @@ class Problem:
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
         """The train step that a program is asked for, on a mesh with these ``axes``."""
         assumptions, numerics, chip = self.assumptions, self.numerics, self.slice.chip
-        reference = assumptions.attention == "reference"
         return TrainingSpec(
             model=self.model,
             axes=axes,
             sequences=self.workload.batch_seqs,
             seq_len=self.workload.seq_len,
-            kernel="reference" if reference else KERNEL_OF_CHIP[chip.kind],
+            kernel=assumptions.kernel(chip.kind),
             attention_block=assumptions.attention_block or Rates.of(chip).attention_block,
             microbatches=choice.microbatches,
             remat=choice.remat,
@@ -78,5 +84,11 @@ class Problem:
             weights=numerics.weights,
             moments=numerics.moments,
             gradients=numerics.gradients,
-            rules=Rules().only(axes),
+            rules=_rules(tuple(axes)),
         )
+
+
+@cache
+def _rules(axes: tuple[str, ...]) -> Rules:
+    """The rules over the axes of a mesh: the same for all meshes of a search."""
+    return Rules().only(dict.fromkeys(axes, 1))

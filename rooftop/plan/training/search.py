@@ -7,10 +7,11 @@ them. Layouts are priced in the order of that bound, until none that is left cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,34 +24,44 @@ from rooftop.arrays.rules import (
     DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
-    SEQUENCE_AXES,
     STAGE_AXES,
     ways,
 )
-from rooftop.capabilities import TRAINING_SPLITS, EvenSplit
+from rooftop.capabilities import TRAINING, TRAINING_SPLITS, EvenSplit, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
+from rooftop.models.widths import MOST_PADDING, Widths
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
+#: The batch in one piece: padding of layouts, before any other choice.
+_WHOLE = Choice(remat="none", policy=POLICIES["none"])
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
-BLOCK = 16_384
+BLOCK = 65_536
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
 RANKED = 6
+#: Accepted meshes, the nearest first, among which one that programs run is sought as an example.
+_EXAMPLES = 200
 #: Mesh shapes priced between two looks at whether those that are left can still matter.
 TOGETHER = 8
+
+
+#: Progress: (done, in all, a label).
+OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
     """The candidates that were priced, with expected step time and memory, [C, K].
 
-    ``allowed`` is False where sizes do not divide. ``searched`` counts all candidates, also those excluded by a bound.
+    ``allowed`` is False where sizes do not divide. ``limit_bytes`` is the memory within which the best is sought.
+    ``searched`` counts all candidates, also those excluded by a bound.
     """
 
     problem: Problem
@@ -58,22 +69,22 @@ class Sweep:
     expected_s: Floats
     memory_bytes: Floats
     allowed: npt.NDArray[np.bool_]
+    limit_bytes: float
     searched: int
-    even: bool
-    """True if the layouts split sequences and D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Candidates that are allowed and stay within the device's memory, [C, K]."""
-        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.problem.capacity)
+        """Candidates that are allowed and stay within ``limit_bytes``, [C, K]."""
+        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.limit_bytes)
         return fits
 
     @cached_property
     def best(self) -> tuple[int, int]:
-        """The fastest candidate that fits; if none does, the one that needs the least memory."""
+        """The fastest candidate that fits; if none does, the fastest of those that need the least memory."""
         if self.fits.any():
-            return self._least(np.where(self.fits, self.expected_s, np.inf))
-        return self._least(np.where(self.allowed, self.memory_bytes, np.inf))
+            # Among equals the one with less memory: a tie in time is common when nothing is exposed.
+            return _least(np.where(self.fits, self.expected_s, np.inf), self.memory_bytes)
+        return _least(np.where(self.allowed, self.memory_bytes, np.inf), self.expected_s)
 
     def alternatives(self, count: int) -> list[tuple[int, int]]:
         """The fastest candidate that fits of each other mesh shape, fastest first."""
@@ -92,69 +103,105 @@ class Sweep:
                     break
         return fastest
 
+    def plan(self, candidate: tuple[int, int]) -> TrainingPlan:
+        """The plan of one candidate."""
+        return plan_of(self.problem, self.strategies, candidate)
+
     def only(self, candidate: tuple[int, int]) -> Strategies:
         """One candidate as a strategy of its own."""
         layout, choice = candidate
         return Strategies(self.strategies.layouts[layout : layout + 1], (self.strategies.choices[choice],))
 
-    def _least(self, score: Floats) -> tuple[int, int]:
-        # Among equals the one with less memory: a tie in time is common when nothing is exposed.
-        least = score.min()
-        ties = np.argwhere(score <= least * (1 + 1e-9))
-        layout, choice = ties[np.argmin(self.memory_bytes[ties[:, 0], ties[:, 1]])]
-        return int(layout), int(choice)
+
+def _least(score: Floats, then: Floats) -> tuple[int, int]:
+    """The candidate of least ``score``, [C, K]; among equals that of the least of ``then``."""
+    ties = np.argwhere(score <= score.min() * (1 + 1e-9))
+    layout, choice = ties[np.argmin(then[ties[:, 0], ties[:, 1]])]
+    return int(layout), int(choice)
 
 
-def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
-    """Price candidates, best bound first; all of them if ``exhaustive``.
+def sweep(
+    problem: Problem,
+    *,
+    exhaustive: bool = False,
+    executable: bool = False,
+    axes: Sequence[str] = AXES,
+    within: Layouts | None = None,
+    ranked: int = RANKED,
+    roomy: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Sweep:
+    """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
+
+    ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
+    the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does.
 
     Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
-    layouts, even = searched_layouts(problem)
+    layouts = searched_layouts(problem, axes) if within is None else within
     options = searched_choices(problem, layouts)
-    order, starts = _by_shape(layouts)
-    layouts = layouts[order]
-    shapes = layouts[starts]
+    layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
+    shapes = layouts.devices[starts]
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = allowed_candidates(problem, whole, even)
+        allowed = allowed_candidates(problem, whole)
         seconds, memory_bytes = _evaluate(problem, whole)
+        if executable:
+            fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
+            allowed = allowed & ~_refused(problem, shapes[0], options, fitting)
         return Sweep(
             problem=problem,
             strategies=whole,
             expected_s=seconds,
             memory_bytes=memory_bytes,
             allowed=allowed,
+            limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
-            even=even,
         )
-    prices = {key: whole.price(*key) for key in _priced_collectives(problem, whole)}
-    whole = replace(whole, prices=prices)
-    cheapest = Strategies(
-        shapes, options, {key: price.map(lambda v: np.minimum.reduceat(v, starts)) for key, price in prices.items()}
-    )
-    allowed = allowed_candidates(problem, cheapest, even)
+    cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
+    allowed = allowed_candidates(problem, cheapest)
     bound_s, memory = _evaluate(problem, cheapest)
-    feasible = allowed & (memory <= problem.capacity)
+    limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
+    feasible = allowed & (memory <= limit)
     if not feasible.any():
         # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
         feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
     optimistic = np.where(feasible, bound_s, np.inf).min(axis=1)
-    ranked = np.argsort(optimistic, kind="stable")
+    in_order = np.argsort(optimistic, kind="stable")
     best: list[float] = []
     priced: list[tuple[Floats, Ints, Ints]] = []
-    for start in range(0, len(ranked), len(ranked) if exhaustive else TOGETHER):
-        near = ranked[start : start + (len(ranked) if exhaustive else TOGETHER)]
-        if not exhaustive and len(best) >= RANKED and sorted(best)[RANKED - 1] <= optimistic[near[0]]:
+    for start in range(0, len(in_order), len(in_order) if exhaustive else TOGETHER):
+        near = in_order[start : start + (len(in_order) if exhaustive else TOGETHER)]
+        if not exhaustive and len(best) >= ranked and sorted(best)[ranked - 1] <= optimistic[near[0]]:
             break
+        if on_progress is not None:
+            on_progress(start, len(in_order), f"mesh shapes on {problem.slice.name}")
+        if executable:
+            plain = replace(options[0], remat="none", microbatches=1)
+            runs = np.array([_runs(problem, shapes[shape], plain) for shape in near])
+            allowed[near[~runs]] = feasible[near[~runs]] = False
+            # One shape is priced in any case, so that there is an answer.
+            near = near[runs] if runs.any() or priced else near[:1]
+            if not len(near):
+                continue
         members = np.concatenate([np.arange(starts[shape], ends[shape]) for shape in near])
         of_shape = np.repeat(near, ends[near] - starts[near])
         seconds, _ = _evaluate(problem, whole[members], memory=False)
-        fitting = np.where(feasible[of_shape], seconds, np.inf).min(axis=1)
-        best += [float(fitting[of_shape == shape].min()) for shape in near]
+        fitting = np.where(feasible[of_shape], seconds, np.inf)
+        for shape in near:
+            by_choice = fitting[of_shape == shape].min(axis=0)
+            if executable:
+                refused = _refused(problem, shapes[shape], options, by_choice)
+                allowed[shape] &= ~refused
+                feasible[shape] &= ~refused
+                by_choice = np.where(refused, np.inf, by_choice)
+            best.append(float(by_choice.min()))
         priced.append((seconds, members, of_shape))
+    if executable and limit < problem.capacity and not np.isfinite(best).any():
+        # What leaves the compiler room is not run; what is run may still fit.
+        return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False)
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
         problem=problem,
@@ -162,9 +209,37 @@ def sweep(problem: Problem, *, exhaustive: bool = False) -> Sweep:
         expected_s=seconds,
         memory_bytes=memory[of_shape],
         allowed=allowed[of_shape],
+        limit_bytes=limit,
         searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
-        even=even,
     )
+
+
+def limit_bytes(problem: Problem, allowed: npt.NDArray[np.bool_], memory: Floats) -> float:
+    """Bytes of a device within which the best candidate is sought.
+
+    They leave the compiler room if an allowed candidate does; otherwise they are all that is usable.
+    """
+    return problem.roomy_bytes if np.any(allowed & (memory <= problem.roomy_bytes)) else problem.capacity
+
+
+def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
+    """True if a program runs a choice on a mesh of ``devices`` along each axis, [A]."""
+    sizes = dict(zip(AXES, map(int, devices), strict=True))
+    return next(obstacles(TRAINING, problem.spec(sizes, choice)), None) is None
+
+
+def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> npt.NDArray[np.bool_]:
+    """Choices that no program runs on a mesh of ``devices`` along each axis, [K].
+
+    Only choices that are faster than the first that is run are tried. ``seconds`` of the choices, [K], infinite where
+    one is not to be considered.
+    """
+    refused = np.zeros(len(seconds), np.bool_)
+    for choice in np.argsort(seconds, kind="stable"):
+        if not np.isfinite(seconds[choice]) or _runs(problem, devices, options[choice]):
+            break
+        refused[choice] = True
+    return refused
 
 
 def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[str, str]]:
@@ -174,14 +249,6 @@ def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[s
     return priced_collectives(training_work(step), step.rates)
 
 
-def _by_shape(layouts: Layouts) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """An order of layouts that groups equal axis sizes, and the start of each group."""
-    order = np.lexsort(layouts.devices.T)
-    ordered = layouts.devices[order]
-    new = np.any(ordered[1:] != ordered[:-1], axis=1)
-    return order, np.concatenate([[0], np.flatnonzero(new) + 1]).astype(np.intp)
-
-
 def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
     """Expected step time and memory of every candidate, [C, K], block by block."""
     shape = strategies.shape
@@ -189,54 +256,65 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
     rows = max(1, BLOCK // shape[1])
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
-        step = problem.step(strategies[part] if shape[0] > rows else strategies)
-        seconds = expected_s(training_work(step), step.strategies, step.rates, step.assumptions)
-        expected[part] = np.broadcast_to(seconds, expected[part].shape)
+        some = (strategies[part] if shape[0] > rows else strategies).factored()
+        step = problem.step(some)
+        expected[part] = some.flat(expected_s(training_work(step), some, step.rates, step.assumptions))
         if memory:
-            memory_bytes[part] = np.broadcast_to(problem.memory(step).total, expected[part].shape)
+            memory_bytes[part] = some.flat(problem.memory(step).total)
     return expected, memory_bytes
 
 
-def best_of(problem: Problem, within: Strategies) -> float:
-    """Expected step time of the best fitting candidate among given strategies; infinite if none fits."""
+def plan_of(problem: Problem, strategies: Strategies, candidate: tuple[int, int]) -> TrainingPlan:
+    """The plan of one of many strategies, a candidate (layout, choice)."""
+    layout, choice = candidate
+    return TrainingPlan(problem=problem, mesh=strategies.layouts.mesh(layout), choice=strategies.choices[choice])
+
+
+def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int]]:
+    """The best fitting candidate among given strategies, with its expected step time: infinite if none fits."""
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
-    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
-    return float(np.where(allowed & (memory <= problem.capacity), seconds, np.inf).min())
+    allowed = allowed_candidates(problem, within)
+    score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
+    layout, choice = np.unravel_index(np.argmin(score), score.shape)
+    return float(score[layout, choice]), (int(layout), int(choice))
 
 
-def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which the sequences of a step or D do not divide, [C]: no program runs them as they stand."""
-    batch, columns = layouts.along(*BATCH_AXES), layouts.along(*GATHER_AXES, *COLUMN_AXES)
-    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
-    return bad
+def wasteful(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """Candidates in which more than ``MOST_PADDING`` of the positions are padding, [C, K], but not those with least."""
+    padding = problem.step(strategies).padding
+    most: npt.NDArray[np.bool_] = padding > max(MOST_PADDING, float(padding.min()))
+    return most
 
 
-def searched_layouts(problem: Problem) -> tuple[Layouts, bool]:
-    """The layouts to be priced, and whether they split batch and model evenly.
+def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
+    """The layouts to be priced, of the axes ``among`` where they are searched.
 
     Raises RooftopError if a given mesh cannot be.
     """
     if problem.mesh is not None:
-        layouts = from_mesh(problem.mesh)
-        return layouts, not uneven(problem, layouts).any()
+        return from_mesh(problem.mesh)
     if problem.axes is not None:
-        layouts = _given(problem, problem.axes)
-        return layouts, not uneven(problem, layouts).any()
+        return _given(problem, problem.axes)
+    layouts = free_layouts(problem, among)
+    return layouts[~wasteful(problem, Strategies(layouts, (_WHOLE,)))[:, 0]]
+
+
+def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
+    """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
     axes, divides = _searched(problem)
-    layouts = enumerate_layouts(problem.slice, axes, divides)
-    layouts = layouts[_heads_split(problem.model, layouts)]
-    good = ~uneven(problem, layouts)
-    even = bool(good.any())
-    if even:
-        layouts = layouts[good]
-    return layouts, even
+    names = [name for name in axes if name in among]
+    layouts = enumerate_layouts(problem.slice, names, divides, _most(problem.model))
+    narrow = _padding(problem.model, layouts) <= MOST_PADDING
+    layouts = layouts[narrow] if narrow.any() else layouts
+    positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
+    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), float(positions.min(initial=0.0)))]
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes that are searched, and the size that each must divide."""
-    divides = dict.fromkeys(SEQUENCE_AXES, problem.workload.seq_len)
+    divides: dict[str, int] = {}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
             divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
@@ -248,11 +326,19 @@ def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
     return split.size(problem.spec({}, Choice(remat="none", policy=POLICIES["none"])))
 
 
-def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Key and value heads must split over tensor, or be copied a whole number of times."""
-    tensor = layouts.along(*COLUMN_AXES)
-    good: npt.NDArray[np.bool_] = (model.kv_heads % tensor == 0) | (tensor % model.kv_heads == 0)
-    return good
+def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
+    """The largest padding of a dim of the model over each layout, relative to its size, [C]."""
+    tensor, fsdp, expert = (layouts.along(*axes).astype(np.float64) for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES))
+    padding: Floats = np.asarray(Widths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
+    return padding
+
+
+def _most(model: ModelConfig) -> dict[str, int]:
+    """The most devices along the axes that split heads and experts: with more, padding would exceed MOST_PADDING."""
+    sizes = dict.fromkeys(COLUMN_AXES, model.heads)
+    if model.moe is not None:
+        sizes |= dict.fromkeys(EXPERT_AXES, model.moe.experts)
+    return {axis: int(size * (1 + MOST_PADDING)) for axis, size in sizes.items()}
 
 
 def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
@@ -263,16 +349,14 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
     if product != devices:
         raise RooftopError(
             "mesh", text, f"sizes whose product is the {devices} devices of {problem.slice.name} "
-            f"(yours is {product}), such as {_nearest(sizes, devices)}",
+            f"(yours is {product}){_such_as(problem, sizes)}",
         )  # fmt: skip
     for split in TRAINING_SPLITS:
         dim = _dim(problem, split) if split.planner == "refuses" else None
         size = ways(sizes, *split.axes)
         if dim is not None and dim[0] % size:
-            divisors = [n for n in range(1, dim[0] + 1) if dim[0] % n == 0]
-            near = sorted(divisors, key=lambda n: abs(n - size))[:2]
             name = " x ".join(axis for axis in split.axes if sizes.get(axis, 1) > 1)
-            raise RooftopError(f"mesh axis {name}", size, f"a divisor of the {dim[1]}: {sorted(near)}")
+            raise RooftopError(f"mesh axis {name}", size, f"a divisor of the {dim[1]}{_such_as(problem, sizes)}")
     names = [name for name in AXES if sizes.get(name, 1) > 1] or list(BATCH_AXES[:1])
     divides = {name: sizes.get(name, 1) for name in AXES}
     layouts = enumerate_layouts(problem.slice, names, divides)
@@ -283,28 +367,30 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
         raise RooftopError(
             "mesh",
             text,
-            f"axes that whole or split physical axes ({physical}) make up; over DCN only {' and '.join(DCN_AXES)}",
+            f"axes that whole or split physical axes ({physical}) make up; over DCN only {' and '.join(DCN_AXES)}"
+            f"{_such_as(problem, sizes)}",
         )
     return layouts
 
 
-def _nearest(sizes: Mapping[str, int], devices: int) -> str:
-    """The given mesh with its largest axis changed so that the product is right, the others rounded to divisors."""
-    largest = max(sizes, key=lambda name: sizes[name])
-    nearest: dict[str, int] = {}
-    left = devices
-    for name, size in sizes.items():
-        if name != largest:
-            nearest[name] = max(n for n in range(1, size + 1) if left % n == 0)
-            left //= nearest[name]
-    nearest[largest] = left
-    return ",".join(f"{name}={nearest[name]}" for name in sizes)
+def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
+    """The mesh nearest to ``sizes`` that is accepted, as an example; one that programs run, if there is one."""
+    devices = np.unique(free_layouts(replace(problem, axes=None)).devices, axis=0)
+    asked = np.array([sizes.get(name, 1) for name in AXES])
+    off = np.abs(np.log(devices / asked)).sum(axis=1)
+    near = devices[np.argsort(off, kind="stable")]
+    plain = Choice(remat="none", policy=POLICIES["none"], schedule=problem.schedule, chunks=problem.chunks)
+    accepted = next((mesh for mesh in near[:_EXAMPLES] if _runs(problem, mesh, plain)), near[0] if len(near) else None)
+    if accepted is None:
+        return ""
+    shown = ",".join(f"{name}={size}" for name, size in zip(AXES, accepted.tolist(), strict=True) if size > 1)
+    return f", such as {shown or 'data=1'}"
 
 
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     """The remat policies and microbatches to be priced, in the problem's schedule.
 
-    Raises RooftopError if a given number of microbatches does not divide the sequences.
+    Raises RooftopError for more microbatches than sequences.
     """
     if problem.remat is None:
         policies = {name: POLICIES[name] for name in SEARCHED}
@@ -312,9 +398,9 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
     if problem.microbatches is not None:
-        if problem.workload.batch_seqs % problem.microbatches:
+        if problem.microbatches > problem.workload.batch_seqs:
             raise RooftopError(
-                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+                "microbatches", problem.microbatches, f"at most the {problem.workload.batch_seqs} sequences"
             )
         counts = (problem.microbatches,)
     else:
@@ -324,32 +410,20 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
 
 
-def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
+def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """True where little is padding, and interleaved chunks divide the layers of a stage, [C, K].
 
     Raises RooftopError if no candidate does.
     """
     layouts = strategies.layouts
-    replicas = strategies.devices(*BATCH_AXES)
-    counts = strategies.microbatches
-    good = np.ones(strategies.shape, np.bool_)
-    if even:
-        good &= problem.workload.batch_seqs % (replicas * counts) == 0
-    else:
-        good &= counts == counts.min()
+    good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
+    even_parts: npt.NDArray[np.bool_] = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
     if not even_parts.any():
         most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
         fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    good &= even_parts
-    if not good.any():
-        raise RooftopError(
-            "microbatches",
-            int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of count replica",
-        )
-    return good
+    # Little padding matters less than a schedule that can be.
+    return good & even_parts if (good & even_parts).any() else np.broadcast_to(even_parts, strategies.shape)

@@ -6,9 +6,9 @@ candidates broadcasts and each formula is evaluated no more often than it varies
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
+from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
-from rooftop.plan.layouts import Layouts
+from rooftop.plan.layouts import Layouts, Ways
 from rooftop.roofline.collectives import Price, price
 from rooftop.scheduling.pipeline import PipelineSchedule
 
@@ -44,6 +45,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class _Ways:
+    """The ways in which one axis is laid, and the prices of collectives over them, by kind: computed once, [W]."""
+
+    ways: Ways
+    prices: dict[str, Price] = field(default_factory=dict)
+
+    def price(self, kind: str) -> Price:
+        if kind not in self.prices:
+            self.prices[kind] = price(kind, self.ways.spans)
+        return self.prices[kind]
+
+
+@dataclass(frozen=True)
 class Strategies:
     """C layouts times K choices."""
 
@@ -51,11 +65,55 @@ class Strategies:
     choices: Sequence[Choice]
     prices: Mapping[tuple[str, str], Price] = field(default_factory=dict)
     """Prices that are known beforehand, by (kind, axis), arrays [C, 1]; others follow from the layouts."""
+    policies: Sequence[Mapping[str, str]] | None = None
+    """Remat policies that all choices are combined with, in place of their own: an axis in front, [R, 1, 1]."""
 
     def __getitem__(self, index: Any) -> Strategies:
         """The strategies of the layouts at an index, with the prices that are known."""
         prices = {key: price.map(lambda value: value[index]) for key, price in self.prices.items()}
-        return Strategies(self.layouts[index], self.choices, prices)
+        some = Strategies(self.layouts[index], self.choices, prices, self.policies)
+        some._ways.update({axis: _Ways(ways.ways[index], ways.prices) for axis, ways in self._ways.items()})
+        return some
+
+    def cheapest(self, starts: Ints, kinds: Iterable[tuple[str, str]]) -> Strategies:
+        """One layout of each group, with the least price that any of the group has for each (kind, axis).
+
+        Groups begin at ``starts``.
+        """
+        group = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(self.layouts)))
+        prices = {}
+        for axis in {axis for _, axis in kinds}:
+            ways = self._ways_of(axis)
+            present = np.zeros((len(starts), len(ways.ways)), np.bool_)
+            present[group, ways.ways.of] = True
+            rows, columns = np.nonzero(present)
+            begin = np.searchsorted(rows, np.arange(len(starts)))
+            for kind in {kind for kind, other in kinds if other == axis}:
+                prices[kind, axis] = ways.price(kind).map(partial(_least, columns=columns, begin=begin))
+        return Strategies(self.layouts[starts], self.choices, prices)
+
+    def factored(self) -> Strategies:
+        """The same candidates with remat policies as an axis of their own, if these are combined with all the rest.
+
+        Few formulas have to do with remat: all others are then evaluated once for all policies. ``flat`` turns figures
+        of the result, which broadcast to [R, C, K / R], into [C, K].
+        """
+        policies, _ = self._policies
+        rest = self.choices[: len(self.choices) // len(policies)]
+        if list(self.choices) != [
+            replace(choice, remat=other.remat, policy=other.policy)
+            for other in self.choices[:: len(rest)]
+            for choice in rest
+        ]:
+            return self
+        factored = Strategies(self.layouts, rest, self._prices, policies)
+        factored._ways.update(self._ways)
+        return factored
+
+    def flat(self, values: Number) -> Floats:
+        """Figures of candidates, however they broadcast, as [C, K]."""
+        shape = len(self.policies or (None,)), *self.shape
+        return np.moveaxis(np.broadcast_to(values, shape), 0, 1).reshape(shape[1], -1)
 
     def with_policy(self, policy: Mapping[str, str]) -> Strategies:
         """The same layouts and prices with another remat policy."""
@@ -65,13 +123,13 @@ class Strategies:
         """Devices along the named axes together, [C, 1]."""
         return self.layouts.along(*names)[:, None].astype(np.float64)
 
-    def _distinct(self, axis: str) -> tuple[Ints, Ints]:
+    def _ways_of(self, axis: str) -> _Ways:
         if axis not in self._ways:
-            self._ways[axis] = self.layouts.distinct(axis)
+            self._ways[axis] = _Ways(self.layouts.ways(axis))
         return self._ways[axis]
 
     @cached_property
-    def _ways(self) -> dict[str, tuple[Ints, Ints]]:
+    def _ways(self) -> dict[str, _Ways]:
         return {}
 
     @cached_property
@@ -83,8 +141,8 @@ class Strategies:
         # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
         key = "all_gather" if kind == "reduce_scatter" else kind, axis
         if key not in self._prices:
-            first, like = self._distinct(axis)
-            self._prices[key] = price(key[0], self.layouts[first].span(axis)).map(lambda value: value[like][:, None])
+            ways = self._ways_of(axis)
+            self._prices[key] = ways.price(key[0]).map(lambda value: value[ways.ways.of][:, None])
         return self._prices[key]
 
     @cached_property
@@ -110,6 +168,8 @@ class Strategies:
     @cached_property
     def _policies(self) -> tuple[list[Mapping[str, str]], Ints]:
         """The different remat policies, and for each choice which of them it has, [K]."""
+        if self.policies is not None:
+            return list(self.policies), np.zeros(0, np.int64)
         policies: list[Mapping[str, str]] = []
         index = []
         for choice in self.choices:
@@ -120,24 +180,35 @@ class Strategies:
 
     def recomputed(self, name: str) -> Floats:
         """1 where the policy recomputes the named checkpoint and 0 where it is kept, [1, K]."""
-        policies, index = self._policies
-        again: Floats = np.array([float(policy[name] == "recompute") for policy in policies])[index][None]
-        return again
+        policies, _ = self._policies
+        return self._of_choices([float(policy[name] == "recompute") for policy in policies])
 
     def kept(self, action: str, config: ModelConfig, *, moe_layer: bool, names: Sequence[str] = CHECKPOINTS) -> Floats:
         """Elements per token and layer of the checkpoints ``names`` under ``action``, [1, K]."""
-        policies, index = self._policies
+        policies, _ = self._policies
         totals = []
         for policy in policies:
             widths = kept_widths(config, policy, moe_layer=moe_layer)
             totals.append(sum(widths[name] for name in names if policy[name] == action))
-        elements: Floats = np.array(totals, np.float64)[index][None]
-        return elements
+        return self._of_choices(totals)
+
+    def _of_choices(self, by_policy: Sequence[float]) -> Floats:
+        """A figure of every policy as one of every choice, [1, K], or where policies are an axis as [R, 1, 1]."""
+        figures, (_, index) = np.array(by_policy, np.float64), self._policies
+        if self.policies is None:
+            return figures[index][None]
+        return figures[:, None, None] if len(figures) > 1 else figures[None]
 
     @property
     def shape(self) -> tuple[int, int]:
         """(C, K)."""
         return len(self.layouts), len(self.choices)
+
+
+def _least(values: Floats, columns: Ints, begin: Ints) -> Floats:
+    """The least of the values at ``columns`` in each group, [groups, 1]; groups begin at ``begin``."""
+    least: Floats = np.minimum.reduceat(values[columns], begin)
+    return least[:, None]
 
 
 def choices(

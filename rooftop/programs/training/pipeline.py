@@ -357,8 +357,9 @@ class Stage:
         """The carry into the first slot."""
 
         def buffer(like: Any, kind: StageBuffer, *more: int) -> jax.Array:
-            # An extra place receives writes that are never read.
-            return self.zeros(like, like.dtype, where.sizes[kind] + 1, *more)
+            # An extra place receives what arrives for nobody. A stage's own tasks always have a place.
+            arrives = kind in (StageBuffer.INPUT, StageBuffer.GRADIENT)
+            return self.zeros(like, like.dtype, where.sizes[kind] + arrives, *more)
 
         n = jax.tree.leaves(self.stacks)[0].shape[1]
         losses = jax.eval_shape(self.finish, x, self.tables, _first(self.parts))

@@ -1,0 +1,139 @@
+"""Recommended plans drawn at random, beside their compiled programs: does what is recommended compile as planned?
+
+    python bench/compile_random.py --seed N [--count K] [--again]
+
+Models, slices, sequence lengths and batches are drawn; the search does the rest, and XLA:TPU compiles its answer ahead
+of time (no TPU; one at a time, a minute or several each). A draw whose plan does not fit, or that no program runs, is
+drawn again. Writes bench/results/compile_random.csv, a row at a time, and prints the table of docs/compile.md. Rows
+that the file has are not compiled again, except with ``--again``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from compile import COLUMNS, compiled_figures, read_rows, table, write_rows
+
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
+
+RESULTS = Path(__file__).parent / "results" / "compile_random.csv"
+MODELS = (
+    "deepseek-v2-lite", "gemma2-9b", "gemma3-4b", "gpt-oss-20b", "llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b",
+    "llama3.2-1b", "llama3.2-3b", "mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen2.5-32b", "qwen3-0.6b",
+    "qwen3-30b-a3b", "qwen3-8b", "qwen3-32b",
+)  # fmt: skip
+SLICES = {
+    "v5e": ("4x4", "4x8", "8x8", "8x16", "4x4@2"),
+    "v5p": ("2x2x2", "2x2x4", "4x4x4", "4x4x8"),
+    "v6e": ("2x4", "4x4", "4x8", "8x8", "4x4@2"),
+    "tpu7x": ("2x2x1", "2x2x2", "2x2x4", "4x4x4"),
+}
+LENGTHS = (2048, 4096, 8192, 16384)
+#: Tokens of a device and step.
+TOKENS = (1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The ``index``-th plan of a seed."""
+
+    seed: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+        return f"{self.seed}-{self.index}"
+
+    @cached_property
+    def plan(self) -> TrainingPlan:
+        """The recommended plan of the first job drawn that fits and that a program runs."""
+        numbers = random.Random(f"{self.seed}-{self.index}")
+        while True:
+            model, kind = load_model(numbers.choice(MODELS)), numbers.choice(list(SLICES))
+            slice_ = Slice.parse(f"{kind}:{numbers.choice(SLICES[kind])}")
+            length, tokens = numbers.choice(LENGTHS), numbers.choice(TOKENS) * slice_.devices
+            if length > model.max_seq_len:
+                continue
+            workload = Workload(batch_tokens=max(tokens, length), seq_len=length)
+            try:
+                plan = plan_training(Problem(model=model, slice=slice_, workload=workload), alternatives=0).plan
+            except RooftopError:
+                continue
+            if plan.fits and not plan.obstacles:
+                return plan
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """One line of the table: the plan and its compiled program."""
+        plan = self.plan
+        problem, summary = plan.problem, plan.summary
+        return {
+            "name": self.name,
+            "model": problem.model.name,
+            "slice": problem.slice.name,
+            "mesh": ",".join(f"{axis}={size}" for axis, size in summary.mesh.items()),
+            "remat": summary.remat,
+            "microbatches": summary.microbatches,
+            "sequences": problem.workload.batch_seqs,
+            "seq_len": problem.workload.seq_len,
+            "attention": problem.assumptions.attention,
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        } | compiled_figures(plan)
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Distribution of the figures over the rows, in a few lines."""
+    every = list(rows)
+    done = [line for line in every if line["compiled_s"]]
+    lines = [f"{len(every)} plans; {len(every) - len(done)} do not compile or do not fit."]
+    for name, what in (("flops", "matmul FLOPs"), ("peak_bytes", "peak memory"), ("s", "expected time")):
+        ratios = sorted(float(line[f"planned_{name}"]) / float(line[f"compiled_{name}"]) for line in done)
+        near = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
+        if ratios:
+            lines.append(
+                f"{what}: {ratios[0]:.3f} to {ratios[-1]:.3f}, median {median(ratios):.3f}; {near} of {len(ratios)} "
+                "within 5 %."
+            )
+    again = [line for line in done if float(line["rematerialised_s"] or 0) > 0.001 * float(line["compiled_s"])]
+    lines.append(f"{len(again)} with work that XLA repeats unasked.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Draw, compile and compare, one after another."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=12)
+    parser.add_argument("--again", action="store_true", help="compile rows that the file has already")
+    options = parser.parse_args()
+    rows = read_rows(RESULTS)
+    draws = [Draw(options.seed, index) for index in range(options.count)]
+    for draw in draws:
+        if options.again or draw.name not in rows:
+            rows[draw.name] = {column: "" for column in COLUMNS} | draw.row
+            line = rows[draw.name]
+            print(f"{draw.name}: {line['note'] or line['differs'] or 'as planned'}", file=sys.stderr, flush=True)
+            write_rows(RESULTS, COLUMNS, rows.values())
+    shown = [rows[draw.name] for draw in draws]
+    print(table(shown))
+    print(f"\n{summary(shown)}")
+
+
+if __name__ == "__main__":
+    main()
