@@ -27,10 +27,7 @@ from rooftop.core.scopes import Phase
 from rooftop.models.activations import POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.plan.pricing import Transfer, Work
-from rooftop.plan.shapes import (
-    mean_attended_pairs,
-    mlp_matmuls,
-)
+from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
@@ -92,7 +89,7 @@ def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
 def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
     model, element = step.model, step.element_bytes
-    rows = step.tokens * model.d_model * element / step.tensor
+    rows = step.tokens * step.widths.spread(model.d_model) * element / step.tensor
     exchange = (
         Transfer("all_to_all", GATHER_AXES, rows, "all_to_all"),
         Transfer("all_to_all", COLUMN_AXES, rows, "all_to_all"),
@@ -119,11 +116,9 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     model, tensor, tokens = step.model, step.tensor, step.tokens
     kind, shapes, kv_heads = attention_kind(model), step.attention, step.kv_heads
     d_qk, d_v = kind.head_sizes
-    heads = model.heads / tensor
+    heads = step.widths.heads
     reference = step.assumptions.attention == "reference"
-    block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
-    pairs = mean_attended_pairs(model, step.workload.seq_len, block)
-    scores = tokens * heads * pairs / step.workload.seq_len
+    scores = tokens * heads * step.pairs_per_token
     stream = tokens * model.d_model * step.element_bytes
     queries_keys = tokens * (heads + kv_heads) * d_qk * step.element_bytes
     values = tokens * (heads + kv_heads) * d_v * step.element_bytes
@@ -179,6 +174,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             tokens,
             gathered=gathered,
             again=recomputed("qkv"),
+            keys=True,
             arrays=3 if model.mla is None else len(shapes.into),
         ),
         rope,
@@ -197,7 +193,8 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
 
 def _mlp(step: TrainingStep, count: Number) -> list[Work]:
     recomputed = step.strategies.recomputed
-    up, down = mlp_matmuls(step.model, step.model.d_ff, step.tensor)
+    columns = step.columns(step.model.d_ff)
+    up, down = mlp_matmuls(step.model, columns)
     stream = step.tokens * step.model.d_model * step.element_bytes
     again = recomputed("mlp_down") * _post_norms(step)
     unstacked = _unstacked_bytes(step, _MLP_CHECKPOINTS, moe_layer=False)
@@ -213,7 +210,7 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
             again=recomputed("mlp_up"),
             arrays=step.model.mlp_matrices - 1,
         ),
-        *activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor, dense=True),
+        *activation(step, "layers/mlp/act", count, step.tokens * columns, dense=True),
         *matmuls(
             step,
             "layers/mlp/down",
@@ -234,20 +231,19 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     assert moe is not None
     recomputed, element = step.strategies.recomputed, step.element_bytes
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
-    routed = step.tokens * moe.active
-    sent = own * moe.active * model.d_model * element
+    # Experts that pad a shard have slots like any other.
+    slots = moe.active * (step.widths.experts * step.strategies.devices(*EXPERT_AXES) / moe.experts)
+    routed = step.tokens * slots
+    sent = own * slots * model.d_model * element
     again = recomputed("mlp_up")
     exchange = (Transfer("all_to_all", EXPERT_AXES, sent, "all_to_all"),)
     # Each pair's weight goes with it, in float32; the expert's output comes back weighed.
-    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * moe.active, "all_to_all"),)
-    up, down = mlp_matmuls(model, moe.d_ff, step.tensor)
+    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * slots, "all_to_all"),)
+    up, down = mlp_matmuls(model, step.columns(moe.d_ff))
     # Tokens of all expert shards meet here; each local expert sees its share of them.
-    local = moe.experts / step.strategies.devices(*EXPERT_AXES)
+    local = step.widths.experts
     per_expert = routed / local
     gathered = routed * model.d_model * element
-    router = MatmulShape(
-        float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor)
-    )
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=dispatch,
         formula="AllToAll of k T D bytes over expert, and of the weights of k experts",
@@ -264,7 +260,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor"),)
     work = [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
-        *matmuls(step, "layers/moe/router", count, [router], own, again=again),
+        *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
         move,
         recompute(move, recomputed("mlp_normed")),
         backward(move, 1.0),
@@ -283,7 +279,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         shares,
         recompute(shares, 1.0),
         replace(backward(shares, 1.0), collectives=scattered),
-        *activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
+        *activation(step, "layers/moe/experts", count, routed * step.columns(moe.d_ff)),
         *matmuls(
             step,
             "layers/moe/experts",
@@ -302,11 +298,12 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     ]
     if moe.shared_d_ff:
         stream = step.tokens * model.d_model * element
-        up, down = mlp_matmuls(model, moe.shared_d_ff, step.tensor)
+        columns = step.columns(moe.shared_d_ff)
+        up, down = mlp_matmuls(model, columns)
         scope = "layers/moe/shared"
         work += [
             *matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again, arrays=model.mlp_matrices - 1),
-            *activation(step, scope, count, step.tokens * moe.shared_d_ff / step.tensor),
+            *activation(step, scope, count, step.tokens * columns),
             *matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
         ]
     return work
@@ -315,9 +312,9 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 def _head(step: TrainingStep) -> list[Work]:
     """Final norm, unembedding and loss, once per microbatch; on the last stage of a pipeline."""
     model, count = step.model, step.strategies.microbatches
-    table = MatmulShape(model.d_model * np.ones_like(step.tensor), model.vocab / step.tensor)
+    table = MatmulShape(model.d_model * np.ones_like(step.tensor), np.asarray(step.widths.vocab))
     stream = step.tokens * model.d_model * step.element_bytes
-    logits = step.tokens * model.vocab / step.tensor
+    logits = step.tokens * step.widths.vocab
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
     sums = tuple(Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
@@ -414,6 +411,7 @@ def matmuls(
     scattered: Number | None = None,
     residual: bool = False,
     dims: tuple[str, ...] = ("embed",),
+    keys: bool = False,
     experts: Number = 1.0,
     arrays: int = 1,
     unstacked: Number = 0.0,
@@ -423,9 +421,10 @@ def matmuls(
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
     residual stream. ``dims`` are logical dims of the weights: axes that split none of them hold copies, whose
-    gradients are summed at once in pipeline stages, elsewhere once a step. Weights are
-    in ``arrays`` arrays, each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one.
-    ``unstacked`` are bytes of checkpoints that the backward pass moves before it.
+    gradients are summed at once in pipeline stages, elsewhere once a step. ``keys``: key and value heads are among the
+    columns, which are gathered over tensor too where devices have heads in common. Weights are in ``arrays`` arrays,
+    each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. ``unstacked`` are bytes of
+    checkpoints that the backward pass moves before it.
     """
     if not shapes:
         return []
@@ -442,15 +441,23 @@ def matmuls(
     quantised = (inputs + weights) * passes
     quantised_again = (inputs + 2 * outputs + weights) * passes
     stream = tokens * step.model.d_model * element / step.tensor
-    weights = weights * element
+    weights = (step.stored(shapes) - (step.own_keys if keys else 0.0)) * element
 
     forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
     dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in shapes), 0.0)
     dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in shapes), 0.0)
-    gather_weight = (Transfer("all_gather", GATHER_AXES, weights, "weight_gather", pieces=arrays / experts),)
-    scatter_weight: tuple[Transfer, ...] = (
-        Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=arrays / experts),
+    pieces = arrays / experts
+    gather_weight: tuple[Transfer, ...] = (
+        Transfer("all_gather", GATHER_AXES, weights, "weight_gather", pieces=pieces),
     )
+    scatter_weight: tuple[Transfer, ...] = (
+        Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=pieces),
+    )
+    if keys and np.any(step.copied_keys):
+        copied, when = step.copied_keys * element, step.widths.copied_keys
+        for axes, size in ((GATHER_AXES, copied / step.tensor), (COLUMN_AXES, copied)):
+            gather_weight += (Transfer("all_gather", axes, size, "weight_gather", when, pieces=2),)
+            scatter_weight += (Transfer("reduce_scatter", axes, size, "gradient_scatter", when, pieces=2),)
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)
