@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -64,11 +65,29 @@ def show_document(document: Document, written: Mapping[str, object] | None = Non
 
 
 @contextmanager
-def progress_bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Progress callback ``(done, total, label)`` that draws a bar on stderr; None if stderr is not a terminal."""
+def progress_bar(*, shown: bool, after_s: float = 0.0) -> Iterator[Callable[[int, int, str], None] | None]:
+    """Progress callback ``(done, total, label)`` that draws a bar on stderr; None if stderr is not a terminal.
+
+    The bar begins at the first call ``after_s`` seconds from now: short work shows none.
+    """
     if not (shown and sys.stderr.isatty()):
         yield None
         return
+    begin = time.monotonic() + after_s
+    with ExitStack() as stack:
+        bars: list[Callable[[int, int, str], None]] = []
+
+        def show_progress(done: int, total: int, what: str) -> None:
+            if not bars and time.monotonic() >= begin:
+                bars.append(stack.enter_context(_bar()))
+            for bar in bars:
+                bar(done, total, what)
+
+        yield show_progress
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int, str], None]]:
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

@@ -59,7 +59,7 @@ from rooftop.cli.options import (
     weights_dtype_option,
     xprof_option,
 )
-from rooftop.cli.output import VerbGroup, emit_json, show
+from rooftop.cli.output import VerbGroup, emit_json, progress_bar, show
 
 if TYPE_CHECKING:
     from rooftop.library.serving import ServingFrontResult, ServingPlanResult
@@ -76,14 +76,19 @@ def command() -> None:
     examples=(
         "rooftop plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --tokens 15T -o plan.json",
         "rooftop plan train qwen3-8b --on v5e:4x4 --batch-seqs 32 --mesh fsdp=16",
+        "rooftop plan train llama3-70b --on v5p,v6e,tpu7x --tokens 15T --days 60",
     ),
 )
 @click.argument("model", type=MODEL)
-@on_option(required=True, help="CHIP:SHAPE[@SLICES], such as v5p:16x16x16.")
+@on_option(required=True, help="CHIP:SHAPE[@SLICES], such as v5p:16x16x16; or slices and chips to compare: v5p,v6e.")
+@option("--chips", group=HARDWARE, type=COUNT, help="Compare slices of at most so many chips.")
+@option("--smallest", group=HARDWARE, is_flag=True, help="Recommend the smallest slice that fits and meets the limits.")
 @batch_tokens_option()
 @batch_seqs_option(help="Sequences of a step, instead of tokens.")
 @seq_option(default="4096")
 @option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens in all, for days and cost: 15T.")
+@option("--days", group=WORKLOAD, type=QUANTITY, help="Days for all tokens: recommend the cheapest slice in time.")
+@option("--budget", group=WORKLOAD, metavar="USD", help="Dollars for all tokens: recommend the fastest slice: 20M.")
 @mesh_option(help="Sizes of axes: fsdp=1024,tensor=4. Searched by default.")
 @layout_option(help="Pin axes to the torus: fsdp=x+y,tensor=z[1:4],context=z[4:4].")
 @remat_option()
@@ -117,7 +122,8 @@ def train(
     from rooftop.core.files import write_text
     from rooftop.library.planning import plan_training
 
-    result = plan_training(seq=seq_len, **options)
+    with progress_bar(shown=not as_json, after_s=1.0) as on_progress:
+        result = plan_training(seq=seq_len, on_progress=on_progress, **options)
     if output is not None:
         result.write_plan(output)
     if perfetto is not None:
@@ -143,9 +149,9 @@ _SERVING = (
 @command.command(name="serve", cls=VerbCommand, examples=_SERVING)
 @click.argument("model", default="llama3-70b", type=MODEL)
 @on_option(required=True, help="CHIP:SHAPE, such as v5e:4x4; or chips to search: v5e,v6e,h100.")
-@option("--prompt", group=WORKLOAD, default="8192", type=COUNT, help="Tokens of a prompt.")
+@option("--prompt", group=WORKLOAD, type=COUNT, help="Tokens of a prompt. Default: 8192, or what the model allows.")
 @option("--generate", group=WORKLOAD, default="512", type=COUNT, help="Tokens of an answer.")
-@batch_seqs_option(help="Sequences generated together. Searched by default.")
+@batch_seqs_option(help="Sequences generated together. Default: the knee, or the most within --tpot.")
 @option(
     "--context", group=WORKLOAD, type=COUNT,
     help="Tokens in the cache at the priced step. Default: prompt and half the answer.",

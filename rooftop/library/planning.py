@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES, STAGE_AXES
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.files import write_json, write_text
-from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
+from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype, parse_quantity
+from rooftop.core.records import field_values
 from rooftop.core.timelines import perfetto, xprof
-from rooftop.library.inputs import AxesLike, CountLike, ModelLike, SliceLike, axes_of, model_of, slice_of
+from rooftop.hardware import Chip, Slice, slice_sizes
+from rooftop.library.inputs import AxesLike, CountLike, ModelLike, SliceLike, axes_of, chip_of, model_of, slice_of
 from rooftop.library.results import Result, ledger_rows
 from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer
 from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.comparison import (
+    MOST_CHIPS,
+    Aim,
+    ComparedAnswerDocument,
+    Comparison,
+    Limits,
+    compare,
+    searched_on,
+)
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import OnProgress
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import device_stats
 from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
+
+#: Tokens of a step where slices are compared and no batch is given: that of the book's LLaMA-3 70B.
+_BATCH_TOKENS = 4 * 2**20
+#: A slice or several, or chips whose size is searched; or their text: 'v5p,v6e:16x16@8'.
+SlicesLike: TypeAlias = SliceLike | Chip | Sequence[SliceLike | Chip]
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
@@ -37,6 +55,8 @@ class TrainingPlanResult(Result):
     """The best plan of a training run, the runners-up, and the changes that would help."""
 
     answer: TrainingAnswer
+    comparison: Comparison | None = None
+    """The slices that were compared, if there was more than one slice or a limit."""
 
     @property
     def plan(self) -> TrainingPlan:
@@ -46,6 +66,10 @@ class TrainingPlanResult(Result):
     @cached_property
     def _data(self) -> dict[str, object]:
         data: dict[str, object] = self.answer.to_json()
+        if self.comparison is not None:
+            document = self.answer.document
+            compared = ComparedAnswerDocument(**field_values(document), comparison=self.comparison.document)
+            data = compared.to_json()
         return data | {"pipeline": of_plan(self.plan).to_json()} if self.plan.mesh.size(*STAGE_AXES) > 1 else data
 
     def to_json(self) -> dict[str, object]:
@@ -70,8 +94,10 @@ class TrainingPlanResult(Result):
         )
 
     def raise_if_infeasible(self) -> None:
-        """Raise Infeasible, with the missing bytes, if even the smallest plan does not fit."""
+        """Raise Infeasible, with the missing bytes or the nearest slice, if no plan fits or meets the limits."""
         self.answer.require_fit()
+        if self.comparison is not None:
+            self.comparison.require_met()
 
     @property
     def document(self) -> Document:
@@ -98,11 +124,15 @@ class TrainingPlanResult(Result):
 def plan_training(
     model: ModelLike,
     *,
-    on: SliceLike,
+    on: SlicesLike,
     batch_tokens: CountLike | None = None,
     batch_seqs: CountLike | None = None,
     seq: CountLike = 4096,
     tokens: CountLike | None = None,
+    days: float | str | None = None,
+    budget: float | str | None = None,
+    chips: CountLike | None = None,
+    smallest: bool = False,
     mesh: AxesLike | Mesh | None = None,
     layout: str | None = None,
     remat: str | None = None,
@@ -117,16 +147,25 @@ def plan_training(
     bounds: str = "usable",
     price: float | str | None = None,
     alternatives: CountLike = 5,
+    on_progress: OnProgress | None = None,
 ) -> TrainingPlanResult:
     """Plan a training run: search mesh, layout, remat and microbatches, and predict time, memory and cost.
 
+    With several slices, chips without a shape, or a limit, compare slices and plan the one that is recommended: the
+    cheapest that is in time; the fastest within ``budget`` or ``chips`` without ``days``; or the ``smallest``.
+
     Args:
         model: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
-        on: A slice, CHIP:SHAPE[@SLICES].
-        batch_tokens: Tokens of a step; give this or ``batch_seqs``.
+        on: A slice, CHIP:SHAPE[@SLICES]; or several, or chips whose size is searched: 'v5p,v6e:16x16@8'.
+        batch_tokens: Tokens of a step, rounded to whole sequences; give this or ``batch_seqs``. Where slices are
+            compared 4 Mi by default.
         batch_seqs: Sequences of a step.
         seq: Tokens of a sequence.
         tokens: Tokens in all, for days and cost.
+        days: Limit of the days for all tokens.
+        budget: Limit of the dollars for all tokens, at list prices.
+        chips: Limit of the chips.
+        smallest: Recommend the smallest slice that fits and meets the limits.
         mesh: Sizes of axes, or a Mesh with its layout; searched by default.
         layout: Axes pinned to the torus, 'fsdp=x+y,tensor=z', instead of ``mesh``.
         remat: none, matmuls, minimal, block, or changes such as 'block,qkv=offload'; searched by default.
@@ -141,11 +180,24 @@ def plan_training(
         bounds: 'usable' HBM and XLA's memory, or the 'book' arithmetic.
         price: Dollars per chip-hour, instead of the list price.
         alternatives: Runners-up to keep.
+        on_progress: Called with mesh shapes or slices priced, their number, and a label.
 
-    A plan that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError naming
-    the argument that is wrong.
+    A plan that does not fit or misses a limit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises
+    Infeasible if slices are compared and nothing fits any, and RooftopError naming the argument that is wrong.
     """
-    config, where = model_of(model), slice_of(on, price=price)
+    limits = Limits(
+        days=None if days is None else parse_quantity(days, "days"),
+        budget_usd=None if budget is None else parse_quantity(str(budget).removeprefix("$"), "budget"),
+        chips=None if chips is None else parse_count(chips, "chips"),
+    )
+    places, comparing = _places(on, price, limits, smallest)
+    config, where = model_of(model), next(iter(places.values()))[0]
+    if comparing:
+        for name, value in (("mesh", mesh), ("layout", layout)):
+            if value is not None:
+                raise RooftopError(name, value, "this with one slice, such as --on v5p:16x16x16, and no limits")
+        if batch_tokens is None and batch_seqs is None:
+            batch_seqs = max(1, round(_BATCH_TOKENS / parse_count(seq, "seq")))
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
     if layout is not None:
@@ -169,8 +221,41 @@ def plan_training(
         chunks=parse_count(chunks, "chunks"),
         bounds=one_of("bounds", bounds, BOUNDS),
     )
-    answer = training.plan_training(problem, alternatives=parse_count(alternatives, "alternatives"))
-    return TrainingPlanResult(answer=answer)
+    count = parse_count(alternatives, "alternatives")
+    if not comparing:
+        return TrainingPlanResult(answer=training.plan_training(problem, alternatives=count, on_progress=on_progress))
+    aim: Aim = "chips" if smallest else "time" if limits.days is None else "cost"
+    compared = compare(problem, places, limits, aim, on_progress)
+    answer = training.answer_of(searched_on(problem, compared.best), alternatives=count)
+    return TrainingPlanResult(answer=answer, comparison=compared)
+
+
+def _places(
+    on: SlicesLike, price: float | str | None, limits: Limits, smallest: bool
+) -> tuple[dict[str, list[Slice]], bool]:
+    """The slices that are meant, by the names that were given, and whether they are compared. Raises RooftopError."""
+    if isinstance(on, str):
+        names: Sequence[SliceLike | Chip] = [name.strip() for name in on.split(",")]
+    else:
+        names = on if isinstance(on, Sequence) else [on]
+    is_open = smallest or limits != Limits()
+    places = {}
+    for name in names:
+        is_chip = isinstance(name, Chip) or (isinstance(name, str) and ":" not in name)
+        if not smallest and not is_chip:
+            where = slice_of(cast(SliceLike, name), price=price)
+            places[where.name] = [where]
+            continue
+        spec = chip_of(cast("Chip | str", name)) if is_chip else slice_of(cast(SliceLike, name)).chip
+        if not is_open:
+            accepted = "with a shape, such as v5p:16x16x16; or with --days, --budget, --chips or --smallest"
+            raise RooftopError("on", spec.name, accepted)
+        spec = slice_of(Slice(spec, spec.slice_shapes[0]), price=price).chip
+        sizes = slice_sizes(spec, MOST_CHIPS if limits.chips is None else limits.chips)
+        if not sizes:
+            raise RooftopError("chips", limits.chips, f"at least the smallest slice of {spec.name}")
+        places[spec.name] = sizes
+    return places, is_open or len(places) > 1
 
 
 def _workload(
@@ -185,4 +270,4 @@ def _workload(
         both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
         raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
     total = None if tokens is None else float(parse_count(tokens, "tokens"))
-    return Workload(batch_tokens=batch, seq_len=length, tokens=total)
+    return Workload.nearest(batch_tokens=batch, seq_len=length, tokens=total)

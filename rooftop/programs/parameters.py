@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -159,13 +159,20 @@ class Batch(Generic[Leaf]):
     ``segments`` [B, T] int32: the document of each token. Tokens attend within their own segment, and a target of -1
     carries no loss (without segments every target does). The tokens of a segment are adjacent; segment 0 is padding.
     ``positions`` [B, T] int32: positions of the tokens; None: counted from the start of the segment, or of the
-    sequence.
+    sequence. In a ``padded`` batch without segments, tokens with a target of -1 are padding: the ends of sequences, or
+    whole ones.
     """
 
     tokens: Leaf
     targets: Leaf
     segments: Leaf | None = None
     positions: Leaf | None = None
+    padded: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def masked(self) -> bool:
+        """True if a target of -1 carries no loss; otherwise every target does."""
+        return self.padded or self.segments is not None
 
 
 @dataclass(frozen=True, kw_only=True)

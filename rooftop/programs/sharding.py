@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Shaped
@@ -180,7 +181,7 @@ def on_shards(
 def varying(tree: Any, axes: Collection[str]) -> Any:
     """Arrays as varying over manual axes, so that gradients are summed over these outside."""
 
-    def vary(array: jax.Array) -> jax.Array:
+    def vary(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         missing = tuple(axis for axis in axes if axis not in jax.typeof(array).manual_axis_type.varying)
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 

@@ -87,20 +87,20 @@ class TrainJob:
             ).compile()
 
     def without_stages(self) -> TrainJob:
-        """Return the job without pipeline stages and microbatches, if its batch divides: stages become copies.
+        """Return the job without pipeline stages and microbatches: stages become copies.
 
         Values inside a pipeline have no scopes of their own.
         """
-        forward = Forward(self.program, self.mesh)
-        if ways(self.mesh.shape, *STAGE_AXES) == 1 or self.program.batch % forward.rows:
+        if ways(self.mesh.shape, *STAGE_AXES) == 1:
             return self
         plain = replace(self.program, microbatches=1, schedule="1f1b", chunks=1)
-        return replace(self, program=plain, mesh=forward.own_mesh)
+        return replace(self, program=plain, mesh=Forward(self.program, self.mesh).own_mesh)
 
     def batch(self, data: Dataset, index: int) -> Batch[jax.Array]:
         """Return the global batch of a step, counted from 0."""
-        order = self.program.computation.context_order
-        return place(data.train, index, self.mesh, self.program.specs(self.mesh), order)
+        program, mesh = self.program, self.mesh
+        order = program.computation.context_order
+        return place(data.train, index, mesh, program.specs(mesh), order, padded=program.padded(mesh))
 
 
 @dataclass(frozen=True, kw_only=True)

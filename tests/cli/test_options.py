@@ -51,7 +51,7 @@ def test_every_command_has_groups_and_examples(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "function", "more"),
     [
-        ("plan train", library.plan_training, {"seq"}),
+        ("plan train", library.plan_training, {"seq", "on_progress"}),
         ("plan serve", library.plan_serving, set()),
         ("plan embed", library.plan_embedding, set()),
         ("simulate", library.simulate, {"on_progress"}),

@@ -6,7 +6,6 @@ from math import log
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +46,7 @@ def runs(plan: TrainingPlan) -> bool:
     return planned.fits and not planned.obstacles
 
 
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(
     st.sampled_from(["llama3-8b", "qwen3-8b", "mixtral-8x7b", "gemma2-9b"]),
     st.sampled_from(["v5e:2x2", "v5e:8x8", "v5e:16x16@3", "v5p:4x4x12", "v6e:8x8", "h100:8x3"]),
@@ -68,12 +67,9 @@ def test_the_nearest_plan_runs_and_fits(
     assert near is None or (near.fits and not near.obstacles and runs(near))
 
 
-@pytest.mark.parametrize("axes", ["fsdp=1120,tensor=8", None])
-def test_another_batch_uses_the_whole_pod(axes: str | None) -> None:
+def test_another_batch_uses_the_whole_pod() -> None:
     """1024 sequences cannot be dealt evenly to 8,960 chips; a batch that can be is nearer than half of the chips."""
-    answer = plan_training(
-        problem("llama3-70b", "v5p:16x20x28", 1024, axes=None if axes is None else parse_axes(axes)), alternatives=0
-    )
+    answer = plan_training(problem("llama3-70b", "v5p:16x20x28", 1024), alternatives=0)
     near = answer.nearest_executable
     if near is None:
         assert answer.plan.summary.executable
@@ -116,7 +112,7 @@ def test_a_mesh_that_does_not_fit_is_laid_as_well_as_one_that_does() -> None:
     assert {piece.axis for piece in searched.plan(searched.best).mesh.axes["tensor"]} == {"node"}
 
 
-@settings(max_examples=examples(8), deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 @given(
     st.sampled_from(["llama3-8b", "mixtral-8x7b", "gpt-oss-20b"]),
     st.sampled_from(["v5e:4x8", "v5p:4x4x4", "v6e:16x16@2"]),

@@ -8,11 +8,11 @@ from typing import Any
 from rooftop.core.errors import Infeasible
 from rooftop.core.records import field_values
 from rooftop.plan.training.advice import WhatIf, what_if
-from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refused_everywhere
+from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refusal
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.search import OnProgress, Sweep, sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +60,28 @@ class TrainingAnswer:
             )
 
 
-def plan_training(problem: Problem, *, alternatives: int = 5) -> TrainingAnswer:
+def plan_training(problem: Problem, *, alternatives: int = 5, on_progress: OnProgress | None = None) -> TrainingAnswer:
     """Search and answer: the best plan that programs run, or else the best of all and the nearest that programs run.
 
     Raises RooftopError on sizes that cannot be.
     """
-    return answer_of(search_of(problem), alternatives=alternatives)
+    return answer_of(search_of(problem, on_progress), alternatives=alternatives, on_progress=on_progress)
 
 
-def search_of(problem: Problem) -> Sweep:
+def search_of(problem: Problem, on_progress: OnProgress | None = None) -> Sweep:
     """The search among plans that programs run; among all if there is none, or if the mesh is not searched."""
     pinned = problem.axes is not None or problem.mesh is not None
-    if not pinned and not refused_everywhere(problem):
-        searched = sweep(problem, executable=True)
+    if not pinned and refusal(problem) is None:
+        searched = sweep(problem, executable=True, on_progress=on_progress)
         if searched.fits.any():
             return searched
-    return sweep(problem)
+    return sweep(problem, on_progress=on_progress)
 
 
-def answer_of(searched: Sweep, *, alternatives: int = 5) -> TrainingAnswer:
+def answer_of(searched: Sweep, *, alternatives: int = 5, on_progress: OnProgress | None = None) -> TrainingAnswer:
     """The answer that follows from a search."""
     best = searched.plan(searched.best)
-    near = nearest_executable(best) if best.obstacles or not best.fits else None
+    near = nearest_executable(best, on_progress) if best.obstacles or not best.fits else None
     return TrainingAnswer(
         plan=best,
         alternatives=[

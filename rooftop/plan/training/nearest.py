@@ -24,18 +24,20 @@ from rooftop.models.activations import POLICIES
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import Sweep, free_layouts, searched_layouts, sweep
+from rooftop.plan.training.search import OnProgress, Sweep, free_layouts, searched_layouts, sweep
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Numerics
 
 #: Mesh axes of searches over many slices: a stage rarely pays where these fit, and searching it takes most of the time.
 OUTLINE_AXES: tuple[str, ...] = tuple(name for name in AXES if name != "stage")
 #: The largest ratio of batches, and of chips, between the nearest plan and the one asked for.
-MOST_BATCH_RATIO, MOST_CHIPS_RATIO = 16, 1024
+MOST_BATCH_RATIO, MOST_CHIPS_RATIO = 16, 256
 #: Weight of the devices that move between mesh axes: a choice, so that of plans about as good the most alike wins.
 _MOVED = 1 / 16
-#: Meshes of a search, fastest first, of which the nearest is chosen.
-_MESHES = 6
+#: Slices on which meshes with stages are sought, where none without stages runs.
+_STAGED = 6
+#: Meshes of a search, fastest first, of which the one nearest to a mesh that was asked for is chosen.
+_MESHES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +66,22 @@ class NearestPlan(PlanSummary):
         )
 
 
-def nearest_executable(plan: TrainingPlan) -> TrainingPlan | None:
+def nearest_executable(plan: TrainingPlan, on_progress: OnProgress | None = None) -> TrainingPlan | None:
     """The nearest plan that is executable and fits; None if there is none, as for a kernel that a model cannot have."""
     problem = runnable(plan.problem)
-    if refused_everywhere(problem):
+    if refusal(problem) is not None:
         return None
-    search = _Search(plan=plan)
-    for asked in _relaxed(problem):
+    search = _Search(plan=plan, on_progress=on_progress)
+    state, own = smallest_chips(problem), problem.slice.chips
+    for asked in _relaxed(problem) if own >= state else ():
         search.own_slice(asked)
+    # A smaller slice does not fit where a larger one does not.
+    sizes = [size for size in _slices(problem.slice) if plan.fits or size.chips > own]
     free = replace(problem, axes=None, mesh=None, remat=None, microbatches=None)
-    search.other_slices(free, OUTLINE_AXES)
+    # Between slices only copies and stages run: without stages one slice has to hold the state.
+    search.other_slices(free, [size for size in sizes if size.chips // size.num_slices >= state], OUTLINE_AXES)
     if search.best is None:
-        search.other_slices(free, AXES)
+        search.other_slices(free, [size for size in sizes if size.chips >= state][:_STAGED], AXES)
     return search.best
 
 
@@ -93,9 +99,9 @@ def runnable(problem: Problem) -> Problem:
     return replace(problem, numerics=numerics)
 
 
-def refused_everywhere(problem: Problem) -> bool:
-    """True if programs refuse the problem on one device already, so that no mesh can help."""
-    return next(obstacles(TRAINING, problem.spec({}, _PLAIN)), None) is not None
+def refusal(problem: Problem) -> str | None:
+    """The reason why programs refuse a problem on one device already, so that no mesh can help; None if they do not."""
+    return next(obstacles(TRAINING, problem.spec({}, _PLAIN)), None)
 
 
 _PLAIN = Choice(remat="none", policy=POLICIES["none"])
@@ -115,8 +121,12 @@ def _relaxed(problem: Problem) -> Iterator[Problem]:
     yield problem
     if problem.remat is not None or problem.microbatches is not None:
         yield replace(problem, remat=None, microbatches=None)
-    if problem.axes is not None or problem.mesh is not None:
+    if _is_pinned(problem):
         yield replace(problem, axes=None, mesh=None, remat=None, microbatches=None)
+
+
+def _is_pinned(problem: Problem) -> bool:
+    return problem.axes is not None or problem.mesh is not None
 
 
 @dataclass(kw_only=True)
@@ -124,14 +134,20 @@ class _Search:
     """The nearest plan so far, and its distance: a sum of logarithms of ratios."""
 
     plan: TrainingPlan
+    on_progress: OnProgress | None
     best: TrainingPlan | None = None
     distance: float = inf
+
+    @property
+    def pinned(self) -> bool:
+        """True if the plan has a mesh that was asked for."""
+        return _is_pinned(self.plan.problem)
 
     def own_slice(self, problem: Problem) -> None:
         """Look at all batches near, the nearest first; a mesh that the problem has is kept."""
         own = problem.workload.batch_seqs
-        pinned = problem.axes is not None or problem.mesh is not None
-        layouts = searched_layouts(problem)[0] if pinned else free_layouts(problem, OUTLINE_AXES)
+        pinned = _is_pinned(problem)
+        layouts = searched_layouts(problem) if pinned else free_layouts(problem, OUTLINE_AXES)
         if pinned or problem != self.plan.problem:
             # Else the plan is what a search of this very problem has come to.
             self._look(problem)
@@ -143,42 +159,44 @@ class _Search:
             sized = replace(problem, workload=replace(problem.workload, batch_tokens=tokens))
             self._look(sized, within=layouts[batches[batch]])
 
-    def other_slices(self, problem: Problem, axes: Sequence[str]) -> None:
-        """Look at slices of the same chip with mesh ``axes``, the nearest in chips first.
-
-        Larger slices count only if the plan does not fit.
-        """
-        own = problem.slice.chips
-        sizes = [size for size in _slices(problem.slice) if size.chips >= smallest_chips(problem)]
-        for size in sorted(sizes, key=lambda size: (abs(log(size.chips / own)), size.chips)):
+    def other_slices(self, problem: Problem, sizes: Sequence[Slice], axes: Sequence[str]) -> None:
+        """Look at meshes of ``axes`` on ``sizes``, the nearest first, with the batch or one that is easier to split."""
+        own, batch = problem.slice.chips, problem.workload.batch_seqs
+        for size in sizes:
             if abs(log(size.chips / own)) >= self.distance:
                 break
-            if self.plan.fits or size.chips > own:
-                self._look(replace(problem, slice=size), axes=axes)
+            for seqs in dict.fromkeys((batch, _rounded(batch))):
+                workload = replace(problem.workload, batch_tokens=seqs * problem.workload.seq_len)
+                if self._look(replace(problem, slice=size, workload=workload), axes=axes):
+                    break
 
-    def _look(self, problem: Problem, within: Layouts | None = None, axes: Sequence[str] = AXES) -> None:
-        """Keep the nearest plan of a search, if it is nearer than the best."""
+    def _look(self, problem: Problem, within: Layouts | None = None, axes: Sequence[str] = AXES) -> bool:
+        """Keep the nearest plan of a search, if it is nearer than the best; True if a plan runs and fits."""
+        if self.on_progress is not None:
+            own, chips = problem.workload.batch_seqs, problem.slice.name
+            self.on_progress(0, 1, f"the nearest plan that runs: {own:,} sequences on {chips}")
         try:
-            searched = sweep(problem, executable=True, axes=axes, within=within, ranked=1)
+            # Of meshes that nobody asked for the fastest is the nearest.
+            searched = sweep(problem, executable=True, axes=axes, within=within, ranked=_MESHES if self.pinned else 1)
         except RooftopError:
             # Pinned microbatches that do not divide this batch, or a slice over which nothing divides.
-            return
+            return False
         if not searched.fits.any():
-            return
-        for candidate in (searched.best, *searched.alternatives(_MESHES)):
+            return False
+        for candidate in (searched.best, *searched.alternatives(_MESHES if self.pinned else 0)):
             if (distance := self._distance(searched, candidate)) < self.distance:
                 plan = searched.plan(candidate)
                 if plan.fits and not plan.obstacles:
                     self.best, self.distance = plan, distance
+        return True
 
     def _distance(self, searched: Sweep, candidate: tuple[int, int]) -> float:
         asked, own = self.plan.problem, searched.problem
         batches = own.workload.batch_tokens / asked.workload.batch_tokens
         chips = own.slice.chips / asked.slice.chips
         seconds = float(searched.expected_s[candidate]) / self.plan.expected_s
-        moved = 0.0
-        if asked.axes is not None or asked.mesh is not None:
-            moved = _moved(self.plan.mesh.shape, searched.strategies.layouts.devices[candidate[0]])
+        devices = searched.strategies.layouts.devices[candidate[0]]
+        moved = _moved(self.plan.mesh.shape, devices) if self.pinned else 0.0
         return abs(log(batches)) + abs(log(chips)) + _MOVED * moved + max(0.0, log(seconds * chips / batches))
 
 
@@ -198,10 +216,17 @@ def _batches(layouts: Layouts, own: int, *, smaller: bool) -> dict[int, npt.NDAr
     return {batch: np.unique(np.concatenate(parts)) for batch, parts in members.items()}
 
 
+def _rounded(batch: int) -> int:
+    """A batch within an eighth, in sequences, that more meshes split: the nearest of three or four binary digits."""
+    unit = 1 << max(0, batch.bit_length() - 3)
+    return (2 * batch + unit) // (2 * unit) * unit
+
+
 def _slices(own: Slice) -> list[Slice]:
-    """Other slices of the same chip."""
+    """Other slices of the same chip, the nearest in chips first."""
     sizes = slice_sizes(own.chip, own.chips * MOST_CHIPS_RATIO)
-    return [size for size in sizes if size.name != own.name and size.chips * MOST_CHIPS_RATIO >= own.chips]
+    others = [size for size in sizes if size.name != own.name and size.chips * MOST_CHIPS_RATIO >= own.chips]
+    return sorted(others, key=lambda size: (abs(log(size.chips / own.chips)), size.chips))
 
 
 def _moved(sizes: Mapping[str, int], devices: Ints) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import KERNEL_OF_CHIP, TrainingSpec
+from rooftop.capabilities import TrainingSpec
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
@@ -66,13 +67,12 @@ class Problem:
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
         """The train step that a program is asked for, on a mesh with these ``axes``."""
         assumptions, numerics, chip = self.assumptions, self.numerics, self.slice.chip
-        reference = assumptions.attention == "reference"
         return TrainingSpec(
             model=self.model,
             axes=axes,
             sequences=self.workload.batch_seqs,
             seq_len=self.workload.seq_len,
-            kernel="reference" if reference else KERNEL_OF_CHIP[chip.kind],
+            kernel=assumptions.kernel(chip.kind),
             attention_block=assumptions.attention_block or Rates.of(chip).attention_block,
             microbatches=choice.microbatches,
             remat=choice.remat,
@@ -84,5 +84,11 @@ class Problem:
             weights=numerics.weights,
             moments=numerics.moments,
             gradients=numerics.gradients,
-            rules=Rules().only(axes),
+            rules=_rules(tuple(axes)),
         )
+
+
+@cache
+def _rules(axes: tuple[str, ...]) -> Rules:
+    """The rules over the axes of a mesh: the same for all meshes of a search."""
+    return Rules().only(dict.fromkeys(axes, 1))

@@ -7,10 +7,11 @@ them. Layouts are priced in the order of that bound, until none that is left cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,6 @@ from rooftop.arrays.rules import (
     DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
-    RESIDUAL_AXES,
-    SEQUENCE_AXES,
     STAGE_AXES,
     ways,
 )
@@ -41,14 +40,20 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
+#: The batch in one piece: padding of layouts, before any other choice.
+_WHOLE = Choice(remat="none", policy=POLICIES["none"])
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
-BLOCK = 16_384
+BLOCK = 65_536
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
 RANKED = 6
 #: Accepted meshes, the nearest first, among which one that programs run is sought as an example.
 _EXAMPLES = 200
 #: Mesh shapes priced between two looks at whether those that are left can still matter.
 TOGETHER = 8
+
+
+#: Progress: (done, in all, a label).
+OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +71,6 @@ class Sweep:
     allowed: npt.NDArray[np.bool_]
     limit_bytes: float
     searched: int
-    even: bool
-    """True if the layouts split sequences evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -125,13 +128,17 @@ def sweep(
     axes: Sequence[str] = AXES,
     within: Layouts | None = None,
     ranked: int = RANKED,
+    roomy: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> Sweep:
     """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
 
     ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
-    the layouts to price, in place of all. Raises RooftopError if a given mesh or number of microbatches cannot be.
+    the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does.
+
+    Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
-    layouts, even = searched_layouts(problem, axes) if within is None else (within, _even(problem, within))
+    layouts = searched_layouts(problem, axes) if within is None else within
     options = searched_choices(problem, layouts)
     layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
@@ -139,7 +146,7 @@ def sweep(
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = allowed_candidates(problem, whole, even)
+        allowed = allowed_candidates(problem, whole)
         seconds, memory_bytes = _evaluate(problem, whole)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
@@ -152,12 +159,11 @@ def sweep(
             allowed=allowed,
             limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
-            even=even,
         )
     cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
-    allowed = allowed_candidates(problem, cheapest, even)
+    allowed = allowed_candidates(problem, cheapest)
     bound_s, memory = _evaluate(problem, cheapest)
-    limit = limit_bytes(problem, allowed, memory)
+    limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
     feasible = allowed & (memory <= limit)
     if not feasible.any():
         # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
@@ -170,6 +176,8 @@ def sweep(
         near = in_order[start : start + (len(in_order) if exhaustive else TOGETHER)]
         if not exhaustive and len(best) >= ranked and sorted(best)[ranked - 1] <= optimistic[near[0]]:
             break
+        if on_progress is not None:
+            on_progress(start, len(in_order), f"mesh shapes on {problem.slice.name}")
         if executable:
             plain = replace(options[0], remat="none", microbatches=1)
             runs = np.array([_runs(problem, shapes[shape], plain) for shape in near])
@@ -191,6 +199,9 @@ def sweep(
                 by_choice = np.where(refused, np.inf, by_choice)
             best.append(float(by_choice.min()))
         priced.append((seconds, members, of_shape))
+    if executable and limit < problem.capacity and not np.isfinite(best).any():
+        # What leaves the compiler room is not run; what is run may still fit.
+        return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False)
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
         problem=problem,
@@ -200,7 +211,6 @@ def sweep(
         allowed=allowed[of_shape],
         limit_bytes=limit,
         searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
-        even=even,
     )
 
 
@@ -219,9 +229,10 @@ def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
 
 
 def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> npt.NDArray[np.bool_]:
-    """Choices on a mesh of ``devices`` along each axis that no program runs, [K], until the fastest that one runs.
+    """Choices that no program runs on a mesh of ``devices`` along each axis, [K].
 
-    ``seconds`` of the choices, [K], infinite where one is not to be considered.
+    Only choices that are faster than the first that is run are tried. ``seconds`` of the choices, [K], infinite where
+    one is not to be considered.
     """
     refused = np.zeros(len(seconds), np.bool_)
     for choice in np.argsort(seconds, kind="stable"):
@@ -264,43 +275,30 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
-    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
+    allowed = allowed_candidates(problem, within)
     score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
     layout, choice = np.unravel_index(np.argmin(score), score.shape)
     return float(score[layout, choice]), (int(layout), int(choice))
 
 
-def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which sequences or their positions do not divide, [C]: no program runs them as they stand."""
-    batch, positions = layouts.along(*BATCH_AXES), layouts.along(*RESIDUAL_AXES)
-    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (
-        problem.workload.seq_len % positions != 0
-    )
-    return bad
+def wasteful(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """Candidates in which more than ``MOST_PADDING`` of the positions are padding, [C, K], but not those with least."""
+    padding = problem.step(strategies).padding
+    most: npt.NDArray[np.bool_] = padding > max(MOST_PADDING, float(padding.min()))
+    return most
 
 
-def _even(problem: Problem, layouts: Layouts) -> bool:
-    """True if the layouts split the batch evenly."""
-    return not uneven(problem, layouts).any()
-
-
-def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> tuple[Layouts, bool]:
-    """The layouts to be priced, of the axes ``among`` where they are searched, and whether they split evenly.
+def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
+    """The layouts to be priced, of the axes ``among`` where they are searched.
 
     Raises RooftopError if a given mesh cannot be.
     """
     if problem.mesh is not None:
-        layouts = from_mesh(problem.mesh)
-        return layouts, _even(problem, layouts)
+        return from_mesh(problem.mesh)
     if problem.axes is not None:
-        layouts = _given(problem, problem.axes)
-        return layouts, _even(problem, layouts)
+        return _given(problem, problem.axes)
     layouts = free_layouts(problem, among)
-    good = ~uneven(problem, layouts)
-    even = bool(good.any())
-    if even:
-        layouts = layouts[good]
-    return layouts, even
+    return layouts[~wasteful(problem, Strategies(layouts, (_WHOLE,)))[:, 0]]
 
 
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
@@ -309,12 +307,14 @@ def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     names = [name for name in axes if name in among]
     layouts = enumerate_layouts(problem.slice, names, divides, _most(problem.model))
     narrow = _padding(problem.model, layouts) <= MOST_PADDING
-    return layouts[narrow] if narrow.any() else layouts
+    layouts = layouts[narrow] if narrow.any() else layouts
+    positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
+    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), float(positions.min(initial=0.0)))]
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes that are searched, and the size that each must divide."""
-    divides = dict.fromkeys(SEQUENCE_AXES, problem.workload.seq_len)
+    divides: dict[str, int] = {}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
             divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
@@ -393,7 +393,7 @@ def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     """The remat policies and microbatches to be priced, in the problem's schedule.
 
-    Raises RooftopError if a given number of microbatches does not divide the sequences.
+    Raises RooftopError for more microbatches than sequences.
     """
     if problem.remat is None:
         policies = {name: POLICIES[name] for name in SEARCHED}
@@ -401,9 +401,9 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
     if problem.microbatches is not None:
-        if problem.workload.batch_seqs % problem.microbatches:
+        if problem.microbatches > problem.workload.batch_seqs:
             raise RooftopError(
-                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+                "microbatches", problem.microbatches, f"at most the {problem.workload.batch_seqs} sequences"
             )
         counts = (problem.microbatches,)
     else:
@@ -413,32 +413,20 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
 
 
-def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
+def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """True where little is padding, and interleaved chunks divide the layers of a stage, [C, K].
 
     Raises RooftopError if no candidate does.
     """
     layouts = strategies.layouts
-    replicas = strategies.devices(*BATCH_AXES)
-    counts = strategies.microbatches
-    good = np.ones(strategies.shape, np.bool_)
-    if even:
-        good &= problem.workload.batch_seqs % (replicas * counts) == 0
-    else:
-        good &= counts == counts.min()
+    good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
+    even_parts: npt.NDArray[np.bool_] = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
     if not even_parts.any():
         most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
         fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    good &= even_parts
-    if not good.any():
-        raise RooftopError(
-            "microbatches",
-            int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of count replica",
-        )
-    return good
+    # Little padding matters less than a schedule that can be.
+    return good & even_parts if (good & even_parts).any() else np.broadcast_to(even_parts, strategies.shape)

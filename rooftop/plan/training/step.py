@@ -15,7 +15,18 @@ from functools import cached_property
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES, TOKEN_AXES, Rules, copy_axes
+from rooftop.arrays.rules import (
+    BATCH_AXES,
+    COLUMN_AXES,
+    EXPERT_AXES,
+    GATHER_AXES,
+    RESIDUAL_AXES,
+    SEQUENCE_AXES,
+    STAGE_AXES,
+    Rules,
+    copy_axes,
+)
+from rooftop.capabilities import block_size, padded_positions, padded_sequences
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
@@ -23,7 +34,7 @@ from rooftop.models import ModelConfig, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.segments import layers_alone
 from rooftop.models.widths import Widths
-from rooftop.plan.shapes import mlp_matmuls
+from rooftop.plan.shapes import mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -72,10 +83,50 @@ class TrainingStep:
         return self.strategies.devices(*COLUMN_AXES)
 
     @cached_property
+    def positions(self) -> Floats:
+        """Positions of a sequence as programs run it, [C, 1]: padded where a mesh does not divide them."""
+        positions: Floats = padded_positions(
+            self.workload.seq_len,
+            ring=self.strategies.layouts.along(*SEQUENCE_AXES)[:, None],
+            residual=self.strategies.layouts.along(*RESIDUAL_AXES)[:, None],
+            kernel=self.assumptions.kernel(self.slice.chip.kind),
+        ).astype(np.float64)
+        return positions
+
+    @cached_property
     def tokens(self) -> Floats:
-        """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context."""
-        spread = self.strategies.devices(*TOKEN_AXES)
-        return self.workload.batch_tokens / spread / self.strategies.microbatches
+        """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context.
+
+        Those of the busiest device: devices with fewer sequences, or the end of one, get padding.
+        """
+        parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
+        sequences = padded_sequences(self.workload.batch_seqs, parts) / parts
+        tokens: Floats = sequences * (self.positions / self.strategies.devices(*SEQUENCE_AXES))
+        return tokens
+
+    @cached_property
+    def padding(self) -> Floats:
+        """Share of a step's positions that hold no token, [C, K]."""
+        parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
+        padded: Floats = padded_sequences(self.workload.batch_seqs, parts) * self.positions
+        return 1 - self.workload.batch_tokens / padded
+
+    @cached_property
+    def pairs_per_token(self) -> Floats:
+        """(Query, key) pairs that the attention kernel executes per token and head, averaged over layers, [C, 1]."""
+        kernel = self.assumptions.kernel(self.slice.chip.kind)
+        largest = self.assumptions.attention_block or self.rates.attention_block
+        own = self.positions / self.strategies.devices(*SEQUENCE_AXES)
+        # Few layouts differ in these lengths.
+        lengths, index = np.unique(self.positions + 1j * own, return_inverse=True)
+        pairs = []
+        for positions, on_device in ((int(length.real), int(length.imag)) for length in lengths):
+            block = largest
+            if kernel != "cudnn":
+                block = positions if kernel == "reference" else block_size(on_device, largest)
+            pairs.append(mean_attended_pairs(self.model, positions, block) / positions)
+        per_token: Floats = np.array(pairs)[index].reshape(own.shape)
+        return per_token
 
     @cached_property
     def staged(self) -> Floats:

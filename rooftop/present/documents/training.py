@@ -53,13 +53,15 @@ def training_plan(data: Mapping[str, Any]) -> Document:
         verdict=ShownVerdict(
             subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}"
             + (" (not executable)" if data["obstacles"] else ""),
-            no="" if memory["fits"] else "; ".join((_shortfall(memory), *_nearest(data))),
+            no=_refusal(data),
             details=(
                 f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}",
+                *_rounded(data["workload"]),
             ),
         ),
         figures=tuple(_figures(data, classes)),
         charts=(
+            *_comparison(data),
             *obstacles(data, *(_nearest(data) if memory["fits"] else ())),
             _where(ledger, step["expected_s"]),
             ledger_bars(ledger),
@@ -71,6 +73,84 @@ def training_plan(data: Mapping[str, Any]) -> Document:
             *_changes(data),
         ),
         sources=written_by(data),
+    )
+
+
+def _rounded(workload: Mapping[str, Any]) -> Iterator[str]:
+    """The batch, if it is not the one that was asked for."""
+    if workload.get("asked_tokens") is not None:
+        tokens, seq_len = workload["batch_tokens"], workload["seq_len"]
+        yield (
+            f"{workload['asked_tokens']:,} tokens a step are rounded to {tokens // seq_len:,} sequences of "
+            f"{seq_len:,}: {tokens:,} tokens"
+        )
+
+
+def _padding(data: Mapping[str, Any]) -> str:
+    """The padding of a batch that the mesh splits unevenly."""
+    padding, seq_len = data["padding"], data["workload"]["seq_len"]
+    parts = []
+    if empty := padding["empty_sequences"]:
+        parts.append(f"{empty:,} empty sequences next to {padding['sequences'] - empty:,}")
+    if padding["sequence_tokens"]:
+        parts.append(f"{padding['sequence_tokens']:,} tokens after the {seq_len:,} of a sequence")
+    return f"of all positions: {', '.join(parts)}; they take time, and count in no rate"
+
+
+def _refusal(data: Mapping[str, Any]) -> str:
+    """The reason of a plan that is no answer, with the nearest that is; empty if it is one."""
+    if not data["memory"]["fits"]:
+        return "; ".join((_shortfall(data["memory"]), *_nearest(data)))
+    compared = data.get("comparison")
+    if compared is None or compared["best"]["meets"]:
+        return ""
+    return f"no slice meets the limits; nearest is {compared['best']['slice']}: {compared['best']['why']}"
+
+
+def _comparison(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """The slices that were compared, the recommended one first."""
+    if (compared := data.get("comparison")) is None:
+        return ()
+    aim = {"cost": "fewest dollars", "time": "least time", "chips": "fewest chips"}[compared["aim"]]
+    own = data["workload"]
+    best = compared["best"]
+
+    def rank(offer: Mapping[str, Any]) -> str:
+        return "" if offer is not best else "recommended" if best["meets"] else "nearest"
+
+    rows = [
+        (
+            offer["slice"],
+            f"{offer['chips']:,}",
+            mesh_text(offer["mesh"]),
+            format_count(offer["tokens_per_s"]),
+            "" if offer["days"] is None else f"{offer['days']:,.1f}",
+            "" if offer["cost_usd"] is None else f"{offer['cost_usd']:,.0f}",
+            f"{offer['mfu']:.1%}",
+            offer["bound"],
+            "; ".join(filter(None, (rank(offer), offer["why"]))),
+        )
+        for offer in (best, *compared["others"])
+    ]
+    rows += [(entry["name"], *[""] * 7, entry["why"]) for entry in compared["left_out"]]
+    names = ("slice", "chips", "mesh", "tok/s", "days", "dollars", "MFU", "bound", "")
+    # Without tokens there are no days, and without a price no dollars.
+    shown = [at for at, name in enumerate(names) if name not in ("days", "dollars") or any(row[at] for row in rows)]
+    text = ("slice", "mesh", "bound", "")
+    return (
+        Table(
+            title=f"Slices compared: {aim} first ({compared['planned']} planned)",
+            section="Slices",
+            about=f"Each with {own['batch_tokens'] / own['seq_len']:,.0f} sequences of {own['seq_len']:,} tokens a "
+            "step, on the best mesh that programs run and memory holds.",
+            columns=tuple(
+                TableColumn(
+                    name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=int(name == "tok/s")
+                )
+                for name in (names[at] for at in shown)
+            ),
+            rows=tuple(tuple(row[at] for at in shown) for row in rows),
+        ),
     )
 
 
@@ -101,6 +181,8 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])} a device: {classes_text}")  # fmt: skip
+    if (padding := data.get("padding")) is not None and padding["share"]:
+        yield ShownFigure("padding", "padding", padding["share"], "%", "expected", note=_padding(data))
     exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
     yield ShownFigure("exposed_s", "not hidden", sum(exposed.values()), "s", "expected",
         note=exposed_text(exposed, step["expected_s"]) or "no collectives")  # fmt: skip

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.arrays.rules import Rules, ways
 from rooftop.capabilities import KERNELS
@@ -251,10 +251,13 @@ def _core(
 def feed_forward(
     x: Float[Array, "B T D"],
     layer: MLP[jax.Array] | MoEWeights[jax.Array],
-    segments: Int[Array, "B T"] | None,
+    real: Bool[Array, "B T"] | None,
     how: Computation,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
-    """The MLP or the mixture of experts on the residual stream, added to it; and the experts' load."""
+    """The MLP or the mixture of experts on the residual stream, added to it; and the experts' load.
+
+    Experts leave out tokens that are False in ``real``.
+    """
     model, specs = how.model, how.specs
     with named_scope("mlp"), named_scope("norm"):
         normed = norm(x, layer.norm, model, specs)
@@ -271,7 +274,7 @@ def feed_forward(
             matmul=how.expert_matmul,
             capacity_factor=how.expert_capacity,
             measured=how.balance_loss > 0,
-            segments=segments,
+            real=real,
         )
     with named_scope("mlp"):
         if layer.post_norm is not None:

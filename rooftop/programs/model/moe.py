@@ -53,16 +53,16 @@ def moe_mlp(
     capacity_factor: float | None,
     matmul: str = "batched",
     measured: bool = False,
-    segments: Int[Array, "B T"] | None = None,
+    real: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
     """The experts and the shared experts of one layer, on the normalised residual stream.
 
     x and the result are split as the residual stream. ``layer`` has no leading dim of layers; the caller applies its
     norms. Its weights are at rest and are gathered here. Matmuls run in x's dtype; the router's scores are float32. For
     ``capacity_factor`` see ``capacity``; ``matmul`` is one of EXPERT_MATMULS. If ``measured``, the second result is the
-    ``rooftop.programs.model.moe.load`` of each device that splits tokens, split over them, without tokens of padding
-    (segment 0 of ``segments``). Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the checkpoint
-    names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
+    ``rooftop.programs.model.moe.load`` of each device that splits tokens, split over them. Tokens of padding, False in
+    ``real``, go to no expert and do not count. Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the
+    checkpoint names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
 
     Raises RooftopError if the axes of experts or hidden columns do not split tokens, if the factor is not positive, and
     for an unknown ``matmul``.
@@ -82,7 +82,7 @@ def moe_mlp(
     per_shard = experts_stored // shards
 
     def local(
-        x: jax.Array, used_weights: dict[str, jax.Array], segments: jax.Array | None
+        x: jax.Array, used_weights: dict[str, jax.Array], real: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         def linear(rows: jax.Array, name: str, groups: RowGroups | None = None) -> jax.Array:
             """Rows [E, rows, d] times a weight: [E, d, f] of the experts, or [d, f] of the shared ones."""
@@ -120,8 +120,10 @@ def moe_mlp(
                 logits = logits + used_weights["router_bias"]
             logits = checkpoint_name(logits, "mlp_up")
             weights, chosen = route(logits, used_weights.get("correction_bias"), moe)
-            of_tokens = None if segments is None else segments.reshape(-1)
+            of_tokens = None if real is None else real.reshape(-1)
             measures = load(logits, chosen, of_tokens, moe)[None] if measured else None
+            if of_tokens is not None:
+                chosen = jnp.where(of_tokens[:, None], chosen, moe.experts)
         with named_scope("dispatch"):
             shard = chosen if per_shard == 1 else chosen // per_shard
             slots = ExpertSlots.of(shard, shards, capacity(len(tokens), moe, capacity_factor, shards))
@@ -162,14 +164,13 @@ def moe_mlp(
                 used_weights[name] = axes.gather_weight(weight)
         places = {name: jax.typeof(weight).sharding.spec for name, weight in used_weights.items()}
         stream = specs.residual
-        padding = None
-        if measured and segments is not None:
-            padding = reshard(segments, P(*stream.partitions[:2]))
+        if real is not None:
+            real = reshard(real, P(*stream.partitions[:2]))
         return on_shards(
             local,
-            in_specs=(stream, places, None if padding is None else P(*stream.partitions[:2])),
+            in_specs=(stream, places, None if real is None else P(*stream.partitions[:2])),
             out_specs=(stream, P(axes.residual or None) if measured else None),
-        )(x, used_weights, padding)
+        )(x, used_weights, real)
 
 
 def no_load(model: ModelConfig, specs: Specs) -> Float32[Array, "devices 3 E"]:
@@ -338,16 +339,17 @@ class ExpertSlots:
 
     @classmethod
     def of(cls, chosen: Int[Array, "n k"], experts: int, capacity: int) -> ExpertSlots:
-        """Fill C slots of each expert in the order of pairs; ``chosen`` are ids of experts."""
+        """Fill C slots of each expert in the order of pairs; ``chosen`` are ids of experts, or E for no expert."""
         pair, size = jnp.arange(chosen.size, dtype=jnp.int32), chosen.size
-        if size * experts >= 2**31:
-            raise RooftopError("pairs of token and expert on a device", size, f"fewer than 2**31 / {experts}")
+        if size * (experts + 1) >= 2**31:
+            raise RooftopError("pairs of token and expert on a device", size, f"fewer than 2**31 / {experts + 1}")
         # A single key without a payload is the ranking that XLA:TPU compiles fastest.
         expert, order = jnp.divmod(lax.sort(chosen.reshape(-1) * size + pair, is_stable=False), size)
         count = jnp.sum(one_hot(chosen.reshape(-1), experts), axis=0, dtype=jnp.int32)
         first = jnp.cumsum(count) - count
         place = jnp.arange(capacity, dtype=jnp.int32)
-        rank = pair - first[expert]
+        # Pairs of no expert come last: their rank is at least the number of all.
+        rank = pair - first.at[expert].get(mode="fill", fill_value=-size)
         slot = jnp.where(rank < capacity, expert * capacity + rank, experts * capacity)
         return cls(
             pairs=jnp.where(place < count[:, None], order.at[first[:, None] + place].get(mode="clip"), size),
@@ -412,18 +414,18 @@ def route(
 
 
 def load(
-    logits: Float32[Array, "n E"], chosen: Int[Array, "n k"], segments: Int[Array, " n"] | None, moe: models.MoE
+    logits: Float32[Array, "n E"], chosen: Int[Array, "n k"], real: Bool[Array, " n"] | None, moe: models.MoE
 ) -> Float32[Array, "3 E"]:
     """Load of the experts: for each, the choices of n tokens, the sum of their probabilities, and n.
 
     Probabilities are the router's scores of ``logits`` divided by their sum (1 for a softmax); only they have a
-    gradient. Tokens of segment 0 are padding and do not count. Loads of layers and devices add up.
+    gradient. Tokens of padding, False in ``real``, do not count. Loads of layers and devices add up.
     """
     scores = jax.nn.softmax(logits) if moe.scoring == "softmax" else jax.nn.sigmoid(logits)
     probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True) if moe.scoring == "sigmoid" else scores
     choices = jnp.sum(one_hot(chosen, moe.experts), axis=1, dtype=jnp.float32)
     counts = jnp.stack([choices, probabilities, jnp.ones_like(probabilities)])
-    return jnp.sum(counts if segments is None else jnp.where((segments > 0)[:, None], counts, 0.0), axis=1)
+    return jnp.sum(counts if real is None else jnp.where(real[:, None], counts, 0.0), axis=1)
 
 
 def balance(load: Float32[Array, "3 E"]) -> Float32[Array, ""]:

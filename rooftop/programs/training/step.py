@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic
@@ -140,29 +139,19 @@ def repadded(
 
 
 def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of one global batch; over a context axis its sequences are in ``context_order``.
+    """Shapes and shardings of one global batch, padded where the program's own does not divide over ``mesh``.
 
-    Raises RooftopError if it does not divide over the mesh, microbatches or chunks.
+    Over a context axis its sequences are in ``context_order``. Raises RooftopError if positions do not divide into
+    chunks of the loss.
     """
-    specs = program.specs(mesh)
-    axes = specs.rules.activations
-    for name, dim, size, parts in (
-        ("batch", "batch", program.batch, 1),
-        ("microbatches", "batch", program.batch, program.microbatches),
-        ("seq_len", "residual_seq", program.seq_len, 1),
-        ("loss_chunks", "seq", program.seq_len, program.loss_chunks),
-    ):
-        ways = math.prod(mesh.shape[axis] for axis in axes[dim])
-        if size % (ways * parts):
-            over = f" (mesh axes {', '.join(axes[dim])})" if axes[dim] else ""
-            if parts == 1:
-                raise RooftopError(name, size, f"a multiple of {ways}{over}")
-            whole = "sequences" if dim == "batch" else "positions"
-            raise RooftopError(name, parts, f"a divisor of the {size // ways} {whole} of a device{over}")
-    ids = jax.ShapeDtypeStruct(
-        (program.batch, program.seq_len), jnp.int32, sharding=NamedSharding(mesh, specs.activation("batch", "seq"))
-    )
-    return Batch(tokens=ids, targets=ids, **({"segments": ids, "positions": ids} if program.packed else {}))
+    specs, shape = program.specs(mesh), program.padded(mesh)
+    on_device = shape[1] // ways(mesh.shape, *specs.rules.activations["seq"])
+    if on_device % program.loss_chunks:
+        raise RooftopError("loss_chunks", program.loss_chunks, f"a divisor of the {on_device} positions of a device")
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, specs.activation("batch", "seq")))
+    if program.packed:
+        return Batch(tokens=ids, targets=ids, segments=ids, positions=ids)
+    return Batch(tokens=ids, targets=ids, padded=shape != (program.batch, program.seq_len))
 
 
 _Terms = dict[str, jax.Array]
@@ -172,7 +161,7 @@ _Step = Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax
 def train_step(program: TrainProgram, specs: Specs) -> _Step:
     """The step: (state, batch) -> (state, metrics). Jit it under ``jax.set_mesh``, with the state donated.
 
-    Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
+    Means of a packed or padded batch are over the tokens of all its microbatches and devices that carry loss.
     """
     how = replace(program.computation, specs=specs)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
@@ -183,7 +172,11 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
         state: TrainState[jax.Array], batch: Batch[jax.Array]
     ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
         described = describe(program.model, specs.ways(jax.sharding.get_abstract_mesh().shape))
-        counted = None if batch.segments is None else count_loss_tokens(batch.targets)
+        counted = None
+        if batch.segments is not None:
+            counted = count_loss_tokens(batch.targets)
+        elif batch.padded:
+            counted = jnp.float32(program.batch * program.seq_len)
         per_microbatch = None if counted is None else counted / program.microbatches
 
         def share(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> tuple[jax.Array, _Terms]:
@@ -221,7 +214,8 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
         with named_scope("loss"):
             for name, mean in terms.items():
                 value = value - getattr(how, name) * mean
-        metrics = StepMetrics(loss=value, **terms, tokens=counted, gradient_norm=norm)
+        tokens = None if batch.segments is None else counted
+        metrics = StepMetrics(loss=value, **terms, tokens=tokens, gradient_norm=norm)
         return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), metrics
 
     return step

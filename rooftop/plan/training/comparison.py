@@ -1,0 +1,413 @@
+"""Chips and slices for a training job: which, how many, how long and how much, within days, dollars and chips.
+
+Each slice is planned by a search of its own, and only plans that programs run and memory holds are recommended. Where
+the size of a chip is left open, sizes are searched over all mesh axes but stages (with them where the state needs
+several slices), in ascending order:
+
+- for the fewest dollars within some days, from the smallest that could be in time at peak rate to twice the smallest
+  that is, as efficiency falls with more chips; or until four in a row are no faster;
+- for the fewest days within dollars, until four in a row are too dear;
+- for the fewest days on some chips, from the largest down, until none left could be faster at peak rate;
+- for the fewest chips, until one meets the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Literal, get_args
+
+from rooftop.arrays.rules import AXES
+from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.quantities import format_seconds
+from rooftop.core.records import Record, field_values
+from rooftop.hardware import Slice
+from rooftop.models import flops_per_token
+from rooftop.plan.training.answer import TrainingAnswerDocument
+from rooftop.plan.training.nearest import OUTLINE_AXES, refusal, smallest_chips
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.reasons import shortfall
+from rooftop.plan.training.search import OnProgress, Sweep, sweep
+from rooftop.roofline.achievable import NO_MEASUREMENT
+from rooftop.roofline.rates import Rates
+
+#: The aim of a comparison among slices that meet all limits: fewest dollars, days or chips.
+Aim = Literal["cost", "time", "chips"]
+AIMS: tuple[Aim, ...] = get_args(Aim)
+#: Sizes in a row that are too dear, or no faster, before larger ones are left out: one may be slow for its shape alone.
+_IN_A_ROW = 4
+#: The largest slice of a chip that is looked at, in chips.
+MOST_CHIPS = 2**15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Record):
+    """Limits of a training job: days and dollars for all tokens, and chips; None: no limit."""
+
+    days: float | None = None
+    budget_usd: float | None = None
+    chips: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A slice with its best plan; ``plan`` is None where no program runs the job on it, or it does not fit."""
+
+    slice: Slice
+    plan: TrainingPlan | None
+    axes: Sequence[str]
+    """The mesh axes that were searched."""
+    excess: float
+    """The largest ratio of a figure to its limit: at most 1 if all limits are met; infinite without a plan."""
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token; infinite without a plan."""
+        return inf if self.plan is None else 1 / self.plan.tokens_per_s
+
+    @property
+    def days(self) -> float | None:
+        """Days for all tokens; None without a plan or without tokens."""
+        return None if self.plan is None else self.plan.days
+
+    @property
+    def cost_usd(self) -> float | None:
+        """List price for all tokens; None without a plan, a price or tokens."""
+        return None if self.plan is None else self.plan.cost_usd
+
+    @property
+    def is_bound(self) -> bool:
+        """True if nothing was measured on the chip: its times are bounds, and flatter it."""
+        return Rates.of(self.slice.chip).fractions.sources["hbm"] == NO_MEASUREMENT
+
+    def score(self, aim: Aim) -> tuple[float, float, int]:
+        """Sort key of slices that meet all limits: the figure to minimise, then time and chips."""
+        cost = inf if self.cost_usd is None else self.cost_usd
+        first = {"cost": cost, "time": self.token_s, "chips": float(self.slice.chips)}[aim]
+        return first, self.token_s, self.slice.chips
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferDocument(PlanSummary):
+    """A slice of a comparison with its best plan as JSON; ``why`` it is not the one that is recommended."""
+
+    chip: str
+    slice: str
+    chips: int
+    bound: str
+    tokens_per_s: float
+    days: float | None
+    cost_usd: float | None
+    meets: bool
+    is_bound: bool
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut(Record):
+    """A chip or slice on which nothing runs, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonDocument(Record):
+    """A comparison of slices as JSON: the best first. If it does not meet the limits, it comes nearest to them."""
+
+    aim: Aim
+    limits: Limits
+    best: OfferDocument
+    others: tuple[OfferDocument, ...]
+    left_out: tuple[LeftOut, ...]
+    planned: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedAnswerDocument(TrainingAnswerDocument):
+    """plan.json of the recommended slice, with the comparison that it comes from."""
+
+    comparison: ComparisonDocument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The slice that meets all limits at the least of the aim, or comes nearest; the best of every other chip next.
+
+    ``others``: the best of the other chips, then the sizes next to the best, each with a plan.
+    """
+
+    aim: Aim
+    limits: Limits
+    best: Offer
+    others: Sequence[Offer]
+    left_out: Sequence[LeftOut]
+    planned: int
+
+    @property
+    def meets(self) -> bool:
+        """True if the best meets all limits."""
+        return self.best.excess <= 1
+
+    @property
+    def document(self) -> ComparisonDocument:
+        """The comparison as a record."""
+        return ComparisonDocument(
+            aim=self.aim,
+            limits=self.limits,
+            best=self._described(self.best),
+            others=tuple(map(self._described, self.others)),
+            left_out=tuple(self.left_out),
+            planned=self.planned,
+        )
+
+    def require_met(self) -> None:
+        """Raise Infeasible with the nearest slice if none meets all limits."""
+        if not self.meets:
+            limits = " and ".join(_limit_texts(self.limits))
+            assert self.best.plan is not None
+            raise Infeasible(
+                f"no slice trains {self.best.plan.problem.model.name} within {limits}",
+                f"nearest is {self.best.slice.name}: {self.why(self.best)}",
+            )
+
+    def why(self, offer: Offer) -> str:
+        """The reason why an offer is not the one that is recommended: limits that it misses, or what it costs more."""
+        bound = ["its times are bounds"] if offer.is_bound else []
+        return "; ".join([*self._worse(offer), *bound])
+
+    def _worse(self, offer: Offer) -> list[str]:
+        """The limits that an offer misses, or its figures next to the best ones; nothing for the best itself."""
+        missed = list(_missed(offer, self.limits))
+        if missed or offer is self.best:
+            return missed
+        ours, its = self.best.score(self.aim), offer.score(self.aim)
+        if its[0] == inf:
+            return ["no price is published"]
+        name = {"cost": "dollars", "time": "time", "chips": "chips"}[self.aim]
+        more = f"{its[0] / ours[0] - 1:+.0%} {name}"
+        if self.aim != "time" and offer.token_s < self.best.token_s:
+            return [f"{more}, {offer.token_s / self.best.token_s - 1:+.0%} time"]
+        if self.aim == "time" and offer.cost_usd is not None and self.best.cost_usd is not None:
+            return [f"{more}, {offer.cost_usd / self.best.cost_usd - 1:+.0%} dollars"]
+        return [more]
+
+    def _described(self, offer: Offer) -> OfferDocument:
+        plan = offer.plan
+        assert plan is not None
+        return OfferDocument(
+            chip=offer.slice.chip.name,
+            slice=offer.slice.name,
+            chips=offer.slice.chips,
+            bound=plan.bound,
+            tokens_per_s=plan.tokens_per_s,
+            days=plan.days,
+            cost_usd=plan.cost_usd,
+            meets=offer.excess <= 1,
+            is_bound=offer.is_bound,
+            why=self.why(offer),
+            **field_values(plan.summary),
+        )
+
+
+def compare(
+    problem: Problem,
+    where: Mapping[str, Sequence[Slice]],
+    limits: Limits,
+    aim: Aim,
+    on_progress: OnProgress | None = None,
+) -> Comparison:
+    """Plan a job on slices and recommend one. ``where``: for each name that was asked for the slices it may be.
+
+    A name with one slice is planned as it is; of a name with several the sizes that matter are. Raises Infeasible if
+    nothing fits and runs, and RooftopError on limits that need tokens that the workload has not.
+    """
+    if problem.workload.tokens is None and (limits.days is not None or limits.budget_usd is not None):
+        name = "days" if limits.days is not None else "budget"
+        raise RooftopError(name, limits.days or limits.budget_usd, "this with --tokens, the tokens of the whole run")
+    looker = _Looker(
+        problem=problem, limits=limits, aim=aim, on_progress=on_progress, total=sum(map(len, where.values()))
+    )
+    bests: list[Offer] = []
+    left_out: list[LeftOut] = []
+    of_best: dict[str, list[Offer]] = {}
+    for name, sizes in where.items():
+        offers = [offer for offer in looker.offers(sizes) if offer.plan is not None]
+        if offers:
+            bests.append(_best(offers, aim))
+            of_best[bests[-1].slice.name] = offers
+        else:
+            left_out.append(LeftOut(name=name, why=_nothing(problem, sizes, limits)))
+    if not bests:
+        names = ", ".join(where)
+        raise Infeasible(f"{problem.model.name} cannot be trained on {names}", "; ".join(e.why for e in left_out))
+    bests.sort(key=lambda offer: _order(offer, aim))
+    best = bests[0]
+    by_size = sorted(of_best[best.slice.name], key=lambda offer: offer.slice.chips)
+    at = by_size.index(best)
+    return Comparison(
+        aim=aim,
+        limits=limits,
+        best=best,
+        others=[*bests[1:], *by_size[max(0, at - 1) : at], *by_size[at + 1 : at + 2]],
+        left_out=left_out,
+        planned=looker.planned,
+    )
+
+
+def searched_on(problem: Problem, offer: Offer) -> Sweep:
+    """The search of which an offer is the best, with its alternatives."""
+    return sweep(replace(problem, slice=offer.slice), executable=True, axes=offer.axes)
+
+
+@dataclass(kw_only=True)
+class _Looker:
+    """Plans of one job on slices, those that matter."""
+
+    problem: Problem
+    limits: Limits
+    aim: Aim
+    on_progress: OnProgress | None
+    total: int
+    planned: int = 0
+    passed: int = field(default=0)
+
+    def offers(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
+        """Offers of ascending sizes of a chip, or of one slice."""
+        begun = self.passed
+        if len(sizes) == 1:
+            yield self._offer(sizes[0], AXES)
+        elif self.aim == "chips":
+            yield from self._first(self._possible(sizes))
+        elif self.limits.days is not None:
+            yield from self._in_time(self._possible(sizes))
+        elif self.limits.budget_usd is not None:
+            yield from self._within_budget(self._possible(sizes))
+        else:
+            yield from self._fastest(self._possible(sizes))
+        self.passed = begun + len(sizes)
+
+    def _possible(self, sizes: Sequence[Slice]) -> list[Slice]:
+        """Sizes that are large enough for the state, and could be in time at peak rate; ascending."""
+        state = smallest_chips(replace(self.problem, slice=sizes[0]))
+        tokens, days = self.problem.workload.tokens, self.limits.days
+        most = inf if days is None or tokens is None else days * 86400 / tokens
+        large = [size for size in sizes if size.chips >= state]
+        # If none could be in time, the largest comes nearest.
+        return [size for size in large if self._least_token_s(size) <= most] or large[-1:]
+
+    def _first(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
+        for size in sizes:
+            offer = self._offer(size)
+            yield offer
+            if offer.excess <= 1:
+                return
+
+    def _in_time(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
+        most, least, slower = inf, inf, 0
+        for size in sizes:
+            if size.chips > most or slower == _IN_A_ROW:
+                return
+            offer = self._offer(size)
+            yield offer
+            if offer.excess <= 1:
+                most = min(most, 2 * size.chips)
+            if offer.plan is not None:
+                slower = 0 if offer.token_s < least else slower + 1
+                least = min(least, offer.token_s)
+
+    def _within_budget(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
+        dear = 0
+        for size in sizes:
+            offer = self._offer(size)
+            yield offer
+            if offer.plan is not None:
+                dear = dear + 1 if offer.excess > 1 else 0
+            if dear == _IN_A_ROW:
+                return
+
+    def _fastest(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
+        least = inf
+        for size in reversed(sizes):
+            if self._least_token_s(size) >= least:
+                return
+            offer = self._offer(size)
+            yield offer
+            least = min(least, offer.token_s)
+
+    def _least_token_s(self, size: Slice) -> float:
+        """Seconds of a token's FLOPs at the peak of all chips."""
+        flops = float(flops_per_token(self.problem.model, self.problem.workload.seq_len).total)
+        return flops / size.flops_per_s(self.problem.numerics.matmul)
+
+    def _offer(self, size: Slice, axes: Sequence[str] = ()) -> Offer:
+        if self.on_progress is not None:
+            self.on_progress(self.passed, self.total, size.name)
+        self.passed += 1
+        self.planned += 1
+        problem = replace(self.problem, slice=size)
+        # Between slices only copies and stages run.
+        axes = axes or (OUTLINE_AXES if size.chips // size.num_slices >= smallest_chips(problem) else AXES)
+        nothing = Offer(slice=size, plan=None, axes=axes, excess=inf)
+        try:
+            searched = sweep(problem, executable=True, axes=axes, ranked=1)
+        except RooftopError:
+            # Nothing divides over this slice.
+            return nothing
+        if not searched.fits.any() or (plan := searched.plan(searched.best)).obstacles:
+            return nothing
+        offer = replace(nothing, plan=plan)
+        return replace(offer, excess=_excess(offer, self.limits))
+
+
+def _excess(offer: Offer, limits: Limits) -> float:
+    """The largest ratio of a figure to its limit. A price that is not known exceeds any budget."""
+    figures = ((offer.days, limits.days), (offer.cost_usd, limits.budget_usd), (offer.slice.chips, limits.chips))
+    ratios = (inf if figure is None else figure / limit for figure, limit in figures if limit is not None)
+    return max(ratios, default=0.0)
+
+
+def _missed(offer: Offer, limits: Limits) -> Iterator[str]:
+    """The limits that an offer misses, in words."""
+    if limits.days is not None and offer.days is not None and offer.days > limits.days:
+        yield f"{offer.days:,.1f} days, not {limits.days:g}"
+    if limits.budget_usd is not None:
+        if offer.cost_usd is None:
+            yield "no price is published"
+        elif offer.cost_usd > limits.budget_usd:
+            yield f"${offer.cost_usd:,.0f}, not ${limits.budget_usd:,.0f}"
+    if limits.chips is not None and offer.slice.chips > limits.chips:
+        yield f"{offer.slice.chips:,} chips, not {limits.chips:,}"
+
+
+def _limit_texts(limits: Limits) -> Iterator[str]:
+    if limits.days is not None:
+        yield format_seconds(limits.days * 86400)
+    if limits.budget_usd is not None:
+        yield f"${limits.budget_usd:,.0f}"
+    if limits.chips is not None:
+        yield f"{limits.chips:,} chips"
+
+
+def _order(offer: Offer, aim: Aim) -> tuple[float, float, float, int]:
+    """Sort key: offers within the limits by the aim, then the others by their excess."""
+    return (1.0, *offer.score(aim)) if offer.excess <= 1 else (offer.excess, *offer.score(aim))
+
+
+def _best(offers: Sequence[Offer], aim: Aim) -> Offer:
+    return min(offers, key=lambda offer: _order(offer, aim))
+
+
+def _nothing(problem: Problem, sizes: Sequence[Slice], limits: Limits) -> str:
+    """The reason why no slice runs a job."""
+    in_time = "" if limits.days is None else f", that could take {limits.days:g} days"
+    largest = replace(problem, slice=max(sizes, key=lambda size: size.chips))
+    if (refused := refusal(largest)) is not None:
+        return refused
+    if len(sizes) > 1:
+        return f"nothing that programs run fits, up to {largest.slice.name}{in_time}"
+    searched = sweep(largest)
+    plan = searched.plan(searched.best)
+    return plan.obstacles[0] if plan.fits and plan.obstacles else f"does not fit: {shortfall(largest, plan.memory)}"
