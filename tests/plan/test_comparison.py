@@ -138,6 +138,12 @@ def test_slices_are_compared_and_the_best_is_planned() -> None:
     assert data["executable"] and data["memory"]["fits"]
 
 
+@pytest.mark.parametrize(("tokens", "batch"), [(None, 4), ("2T", 4), ("15T", 16)])
+def test_a_usual_batch_keeps_a_run_to_a_million_steps(tokens: str | None, batch: int) -> None:
+    compared = rooftop.plan_training("qwen3-0.6b", on="v6e:4x4,v6e:8x8", tokens=tokens, alternatives=1)
+    assert compared.plan.problem.workload.batch_tokens == batch * 2**20
+
+
 def test_progress_names_each_slice() -> None:
     calls: list[tuple[int, int, str]] = []
     rooftop.plan_training("llama3-8b", on="v5e:8x8,v6e:8x8", on_progress=lambda *call: calls.append(call))
