@@ -27,7 +27,7 @@ from rooftop.plan.training.comparison import (
     MOST_CHIPS,
     Aim,
     ComparedAnswerDocument,
-    Comparison,
+    SliceComparison,
     Limits,
     compare,
     searched_on,
@@ -56,7 +56,7 @@ class TrainingPlanResult(Result):
     """The best plan of a training run, the runners-up, and the changes that would help."""
 
     answer: TrainingAnswer
-    comparison: Comparison | None = None
+    comparison: SliceComparison | None = None
     """The slices that were compared, if there was more than one slice or a limit."""
 
     @property

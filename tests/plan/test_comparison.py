@@ -13,7 +13,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, chip, slice_sizes
 from rooftop.library.planning import TrainingPlanResult
 from rooftop.models import load_model
-from rooftop.plan.training.comparison import Comparison, Limits, compare
+from rooftop.plan.training.comparison import SliceComparison, Limits, compare
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from tests.support.examples import examples
@@ -28,7 +28,7 @@ def sizes(*names: str, most: int = 256) -> dict[str, list[Slice]]:
     return {name: slice_sizes(chip(name), most) for name in names}
 
 
-def figures(compared: Comparison) -> tuple[float, float]:
+def figures(compared: SliceComparison) -> tuple[float, float]:
     """Days and dollars of the recommended slice."""
     best = compared.best
     assert best.days is not None and best.cost_usd is not None
