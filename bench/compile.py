@@ -84,6 +84,8 @@ CASES = (
     _case("v5e-matmuls", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "matmuls", 8),
     _case("v5e-two-slices", "llama3-8b", "v5e:4x4@2", "data=2,fsdp=4,tensor=4", "block", 32),
     _case("v5e-microbatches", "llama3-8b", "v5e:8x8", "fsdp=16,tensor=4", "block", 64, microbatches=2),
+    _case("v5e-padded", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 13, seq_len=4000, layers=8, microbatches=2),
+    _case("v5e-padded-context", "llama3-8b", "v5e:4x4", "fsdp=4,context=4", "block", 3, seq_len=30000, layers=4),
     _case("v6e-fsdp", "llama3-8b", "v6e:4x4", "fsdp=16", "minimal", 16),
     _case("v6e-fsdp-block", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32),
     _case("v6e-fsdp-tensor", "llama3-8b", "v6e:4x4", "fsdp=4,tensor=4", "matmuls", 16),

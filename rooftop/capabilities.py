@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
+
+import numpy as np
 
 from rooftop.arrays.rules import (
     BATCH_AXES,
     COLUMN_AXES,
     EXPERT_AXES,
-    GATHER_AXES,
     REPLICA_AXES,
     RESIDUAL_AXES,
     SEQUENCE_AXES,
@@ -51,6 +52,8 @@ RING_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked", "splash")
 LANES = 128
 #: Pieces of the sequence on each device of a context axis: one from either end, so that causal work is balanced.
 CONTEXT_CHUNKS = 2
+#: Blocks of positions that the splash kernel should not have to go below where padding decides its length, in LANES.
+_LEAST_BLOCK, _MOST_BLOCK = 4, 8
 #: Transfers that only a program written in another way could overlap with computation, and what is missing.
 UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no layer has collective matmuls yet"})
 
@@ -70,6 +73,42 @@ KV_SPLITS: tuple[KvSplit, ...] = ("batch", "seq")
 PAGE_TOKENS = 16
 
 Spec = TypeVar("Spec")
+
+
+def block_size(length: int, block: int) -> int:
+    """Positions in a block of an attention kernel: the largest divisor of ``length`` up to ``block``.
+
+    It is a multiple of ``LANES`` if ``length`` is one.
+    """
+    step = LANES if length % LANES == 0 and block >= LANES else 1
+    return max(size for size in range(step, min(block, length) + 1, step) if length % size == 0)
+
+
+def padded_sequences(sequences: Any, parts: Any) -> Any:
+    """Sequences of a step with empty ones added, so that all ``parts`` (devices times microbatches) get as many.
+
+    Numbers, or arrays that broadcast.
+    """
+    return -(-sequences // parts) * parts
+
+
+def padded_positions(seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS) -> Any:
+    """Positions of a sequence with padding at its end, so that devices get equal parts: ``seq_len`` if they do anyway.
+
+    ``ring`` devices split the sequence in attention, in ``chunks`` chunks each, and ``residual`` devices split it
+    between matmuls. The splash kernel takes chunks of whole ``LANES``; where padding decides their length, it has a
+    divisor of 4 to 8 ``LANES``, a block in which the kernel is fast. Whole numbers, or arrays of them that broadcast.
+    """
+    pieces = np.where(np.asarray(ring) > 1, chunks * np.asarray(ring), 1)
+    unit = np.lcm(pieces * (LANES if kernel == "splash" else 1), residual)
+    padded = padded_sequences(seq_len, unit)
+    if kernel != "splash":
+        return padded
+    lanes, step = padded // (pieces * LANES), unit // (pieces * LANES)
+    for _ in range(_LEAST_BLOCK - 1):
+        slow = (lanes > _MOST_BLOCK) & np.all([lanes % n != 0 for n in range(_LEAST_BLOCK, _MOST_BLOCK + 1)], axis=0)
+        lanes = np.where(slow & (padded != seq_len), lanes + step, lanes)
+    return lanes * pieces * LANES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +142,15 @@ class TrainingSpec:
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
         return ways(self.axes, *axes)
 
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Sequences of a step and positions of a sequence as a program runs them: padded where they are uneven."""
+        axes = self.rules.activations
+        positions = padded_positions(
+            self.seq_len, ring=self.ways(*axes["seq"]), residual=self.ways(*axes["residual_seq"]), kernel=self.kernel
+        )
+        return padded_sequences(self.sequences, self.ways(*axes["batch"]) * self.microbatches), int(positions)
+
     def runnable(self) -> TrainingSpec:
         """The spec with dtypes and an optimizer that programs have, where it asks for others."""
 
@@ -122,16 +170,19 @@ class TrainingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSpec:
-    """The engine that is asked for: the model, sizes of mesh ``axes``, ``batch`` sequences at a time, and formats.
+    """The engine that is asked for: the model, sizes of mesh ``axes``, and formats. Any batch is padded to its slots.
 
-    Dtypes: ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column),
-    ``kv`` of the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model
-    guesses tokens.
+    ``tokens`` of the longest sequence (None: as many as the model allows). ``prefill_axes`` are those of a server that
+    prefills alone (None: the same); with ``prefill_ring`` its context axis splits sequences, not columns. Dtypes:
+    ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column), ``kv`` of
+    the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model guesses.
     """
 
     model: ModelConfig
     axes: Mapping[str, int]
-    batch: int
+    tokens: int | None = None
+    prefill_axes: Mapping[str, int] | None = None
+    prefill_ring: bool = False
     kv_split: KvSplit = "batch"
     weights: str = "bf16"
     weight_group: int | None = None
@@ -195,64 +246,13 @@ class EvenSplit:
         return f"JAX shards evenly: {sized[1]} cannot be split {split} ways over {self.divisor}"
 
 
-def _batch(spec: TrainingSpec) -> tuple[int, str]:
-    return spec.sequences, f"{spec.sequences} sequences"
-
-
 def _layer_parts(spec: TrainingSpec) -> tuple[int, str]:
     parts, name = stage_parts(spec.model)
     return parts, f"{parts} {name}"
 
 
-def _dense_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    return (spec.model.d_ff, f"an F of {spec.model.d_ff}") if spec.model.dense_layers else None
-
-
-def _expert_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    moe = spec.model.moe
-    return None if moe is None else (moe.d_ff, f"an F of {moe.d_ff} of experts")
-
-
-def _shared_columns(spec: TrainingSpec) -> tuple[int, str] | None:
-    moe = spec.model.moe
-    return (moe.shared_d_ff, f"an F of {moe.shared_d_ff} of shared experts") if moe and moe.shared_d_ff else None
-
-
-def _experts(spec: TrainingSpec) -> tuple[int, str]:
-    experts = 1 if spec.model.moe is None else spec.model.moe.experts
-    return experts, f"{experts} experts"
-
-
-def _kv_heads(spec: TrainingSpec) -> tuple[int, str] | None:
-    return (spec.model.kv_heads, f"{spec.model.kv_heads} key/value heads") if spec.model.mla is None else None
-
-
-def _latents(spec: TrainingSpec) -> tuple[int, str] | None:
-    mla = spec.model.mla
-    if mla is None:
-        return None
-    common = gcd(mla.kv_rank, mla.q_rank or 0)
-    return common, f"latents of sizes with a common divisor of {common}"
-
-
-def _outputs(spec: TrainingSpec) -> tuple[int, str]:
-    outputs = spec.model.heads * spec.model.d_value
-    return outputs, f"{outputs} outputs of all heads"
-
-
 #: Sizes of a train step that must divide over axes of its mesh.
 TRAINING_SPLITS: tuple[EvenSplit, ...] = (
-    EvenSplit(dim="sequences of a step", axes=BATCH_AXES, size=_batch),
-    EvenSplit(
-        dim="D",
-        axes=(*GATHER_AXES, *COLUMN_AXES),
-        size=lambda spec: (spec.model.d_model, f"a D of {spec.model.d_model}"),
-    ),
-    EvenSplit(
-        dim="positions of a sequence",
-        axes=RESIDUAL_AXES,
-        size=lambda spec: (spec.seq_len, f"sequences of {spec.seq_len}"),
-    ),
     EvenSplit(
         dim="layers that stages share, or periods of them",
         axes=STAGE_AXES,
@@ -262,30 +262,11 @@ TRAINING_SPLITS: tuple[EvenSplit, ...] = (
         parts=lambda spec: spec.chunks,
     ),
     EvenSplit(
-        dim="sequences of a microbatch",
-        axes=BATCH_AXES,
-        size=lambda spec: None if spec.sequences % spec.ways(*BATCH_AXES) else _batch(spec),
-        over=f"{' x '.join(BATCH_AXES)} and microbatches",
-        parts=lambda spec: spec.microbatches,
-    ),
-    EvenSplit(
-        dim="attention heads",
-        axes=COLUMN_AXES,
-        size=lambda spec: (spec.model.heads, f"{spec.model.heads} attention heads"),
+        dim="experts of a dense model, 1",
+        axes=EXPERT_AXES,
+        size=lambda spec: (1, "1 experts") if spec.model.moe is None else None,
         planner="refuses",
     ),
-    EvenSplit(dim="key/value heads", axes=COLUMN_AXES, size=_kv_heads),
-    EvenSplit(dim="outputs of all heads", axes=COLUMN_AXES, stored=GATHER_AXES, size=_outputs),
-    EvenSplit(dim="F of an MLP", axes=COLUMN_AXES, stored=GATHER_AXES, size=_dense_columns, planner="avoids"),
-    EvenSplit(dim="F of experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_expert_columns, planner="avoids"),
-    EvenSplit(dim="F of shared experts", axes=COLUMN_AXES, stored=GATHER_AXES, size=_shared_columns),
-    EvenSplit(
-        dim="vocabulary",
-        axes=COLUMN_AXES,
-        size=lambda spec: (spec.model.vocab, f"a vocabulary of {spec.model.vocab}"),
-    ),
-    EvenSplit(dim="latents of MLA", axes=GATHER_AXES, size=_latents),
-    EvenSplit(dim="experts", axes=EXPERT_AXES, size=_experts, planner="refuses"),
 )
 
 
@@ -332,18 +313,11 @@ def _context(spec: TrainingSpec) -> str | None:
     ring = spec.ways(*SEQUENCE_AXES)
     if ring > 1 and spec.kernel not in RING_KERNELS:
         return f"the {spec.kernel} kernel cannot attend to keys of other devices: no context axis with it"
-    if ring > 1 and spec.seq_len % (CONTEXT_CHUNKS * ring):
-        return f"a context axis of {ring} needs sequences of a multiple of {CONTEXT_CHUNKS * ring}, not {spec.seq_len}"
     return None
 
 
 def _kernel(spec: TrainingSpec) -> str | None:
-    model, ring = spec.model, spec.ways(*SEQUENCE_AXES)
-    if spec.kernel == "splash":
-        pieces = CONTEXT_CHUNKS * ring if ring > 1 else 1
-        if spec.seq_len % (pieces * LANES):
-            multiple = pieces * LANES
-            return f"the splash kernel needs sequences of a multiple of {multiple} here, not {spec.seq_len}"
+    model = spec.model
     if spec.kernel == "cudnn":
         for feature, present in (
             ("a softcap of attention logits", model.attn_softcap is not None),
@@ -361,6 +335,10 @@ def _positions(spec: TrainingSpec) -> str | None:
     return None
 
 
+def _runs(spec: TrainingSpec) -> None:
+    """No obstacle: programs run every value of the property."""
+
+
 #: What a train step can be, in the order in which obstacles are listed.
 TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(name="offload", accepted="any checkpoint of a layer; none over a stage axis", obstacle=_offload),
@@ -374,9 +352,24 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted="a multiple of the stages, or no more than there are stages",
         obstacle=_interleaved,
     ),
+    Capability(
+        name="sequences of a step",
+        accepted=f"any number, padded to a multiple of {' x '.join(BATCH_AXES)} x microbatches",
+        obstacle=_runs,
+    ),
+    Capability(
+        name="positions of a sequence",
+        accepted=f"any number, padded to a multiple of {' x '.join(RESIDUAL_AXES)}",
+        obstacle=_runs,
+    ),
     *(
         Capability(name=split.dim, accepted=f"a multiple of {split.divisor}", obstacle=split.obstacle)
         for split in TRAINING_SPLITS
+    ),
+    Capability(
+        name="D, F, heads, key/value heads, latents, vocabulary, experts",
+        accepted="any: padded with zeros where a mesh does not divide them",
+        obstacle=lambda spec: None,
     ),
     Capability(name="matmul dtype", accepted="as activations", obstacle=_matmul_dtype),
     Capability(
@@ -387,40 +380,24 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(name="optimizer", accepted=", ".join(OPTIMIZERS), obstacle=_optimizer),
     Capability(
         name="context axis",
-        accepted=f"kernels {', '.join(RING_KERNELS)}; sequences of a multiple of {CONTEXT_CHUNKS} x context",
+        accepted=f"kernels {', '.join(RING_KERNELS)}; any length, padded to a multiple of {CONTEXT_CHUNKS} x context",
         obstacle=_context,
     ),
     Capability(
         name="attention kernel",
-        accepted=f"splash (TPU): multiples of {LANES} positions, {CONTEXT_CHUNKS} x context times as many over "
-        "a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
+        accepted=f"splash (TPU): any length, padded to a multiple of {LANES} positions, {CONTEXT_CHUNKS} x context "
+        "times as many over a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
         obstacle=_kernel,
     ),
     Capability(name="sequence length", accepted="any; at most the table's with learned positions", obstacle=_positions),
 )
 
 
-def _even_batch(spec: ServingSpec) -> str | None:
-    spread = spec.ways(*BATCH_AXES) * (spec.ways(*SEQUENCE_AXES) if spec.kv_split == "batch" else 1)
-    if spec.batch % spread:
-        return f"JAX shards evenly: {spec.batch} sequences cannot be split {spread} ways"
-    return None
-
-
 def _engine_axes(spec: ServingSpec) -> str | None:
     for axis, size in spec.axes.items():
         if size > 1 and axis not in ENGINE_AXES:
-            return f"no engine splits a model over {axis}: {engine_mesh_hint(spec.axes)}"
+            return f"no engine splits a model over {axis}: {', '.join(ENGINE_AXES)}"
     return None
-
-
-def engine_mesh_hint(axes: Mapping[str, int]) -> str:
-    """A sentence on the axes that an engine has, with a mesh that splits as much as ``axes``."""
-    # With hidden columns split in place of D, each device reads as little, and sends a little more.
-    sizes = {name: size for name, size in axes.items() if size > 1 and name in ENGINE_AXES}
-    sizes["context"] = sizes.get("context", 1) * prod(n for name, n in axes.items() if name not in ENGINE_AXES)
-    again = ",".join(f"{name}={size}" for name, size in sizes.items())
-    return f"an engine's axes are {', '.join(ENGINE_AXES)}; plan again, perhaps with --mesh {again}"
 
 
 def _engine_weights(spec: ServingSpec) -> str | None:
@@ -428,6 +405,39 @@ def _engine_weights(spec: ServingSpec) -> str | None:
         return None
     scales = "a scale for each column" if spec.weight_group is None else f"groups of {spec.weight_group}"
     return f"no engine has weights in {spec.weights} with {scales}: {_weight_formats()}"
+
+
+def _weight_groups(spec: ServingSpec) -> str | None:
+    group = spec.weight_group
+    if group is None or spec.weights == "bf16" or spec.engine_weights is None:
+        return None
+    for axes in (spec.axes, spec.prefill_axes or {}):
+        for name, inputs in _matmul_inputs(spec.model, ways(axes, *COLUMN_AXES, *SEQUENCE_AXES)):
+            if inputs % group:
+                return f"groups of {group} weights do not divide the {inputs:g} {name} that a device sums over"
+    return None
+
+
+def _matmul_inputs(model: ModelConfig, split: int) -> Iterator[tuple[str, float]]:
+    """Inputs of the layers' matmuls on one device, with their names; columns of heads and MLPs are ``split``."""
+    yield "of D", model.d_model
+    yield "outputs of heads", model.heads * model.d_value / split
+    if model.mla is not None:
+        yield "of the latent", model.mla.kv_rank
+        if model.mla.q_rank is not None:
+            yield "of the queries' latent", model.mla.q_rank
+    for name, hidden in _hidden_columns(model):
+        yield name, hidden / split
+
+
+def _hidden_columns(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """F of each kind of MLP that the model has."""
+    if model.dense_layers:
+        yield "columns of an MLP", model.d_ff
+    if model.moe is not None:
+        yield "columns of an expert", model.moe.d_ff
+        if model.moe.shared_d_ff:
+            yield "columns of shared experts", model.moe.shared_d_ff
 
 
 def _weight_formats() -> str:
@@ -455,7 +465,7 @@ def _pages(spec: ServingSpec) -> str | None:
 
 def _draft(spec: ServingSpec) -> str | None:
     if spec.drafted and spec.disaggregated:
-        return "no engine sends a draft model's cache to a generate server: plan with --mode interleaved"
+        return "no engine sends a draft model's cache to a generate server: plan with --batching interleaved"
     return None
 
 
@@ -467,16 +477,52 @@ def _copies(spec: ServingSpec) -> str | None:
 
 
 def engine_mesh_errors(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[RooftopError]:
-    """Errors of mesh ``axes`` over which an engine cannot split a model: its experts, query or key/value heads."""
+    """Errors of mesh ``axes`` over which an engine cannot split a model: its experts, heads, columns or tables."""
     expert, tensor, context = (ways(axes, *names) for names in (EXPERT_AXES, COLUMN_AXES, SEQUENCE_AXES))
     if model.moe is None and expert > 1:
         yield RooftopError("mesh axis expert", expert, f"1: {model.name} has no experts")
+    if model.moe is not None and model.moe.experts % expert:
+        yield RooftopError("mesh axis expert", expert, f"a divisor of the {model.moe.experts} experts")
     if model.heads % (tensor * context):
         accepted = f"a divisor of the {model.heads} query heads"
         yield RooftopError("mesh axes tensor and context", tensor * context, accepted)
     if model.mla is None and model.kv_heads % tensor and tensor % model.kv_heads:
         accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
         yield RooftopError("mesh axis tensor", tensor, accepted)
+    for name, hidden in _hidden_columns(model):
+        if hidden % (tensor * context):
+            yield RooftopError("mesh axes tensor and context", tensor * context, f"a divisor of the {hidden} {name}")
+    table = prod(size for _, size in vocabulary_axes(model, (("tensor", tensor), ("context", context))))
+    if model.d_model % table:
+        # A table is split over D by the axes that split the vocabulary: a lookup exchanges no rows.
+        yield RooftopError("mesh axes tensor and context", table, f"a divisor of a D of {model.d_model}")
+
+
+def vocabulary_axes(model: ModelConfig, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The longest prefix of mesh ``axes``, (name, size), that divides the vocabulary."""
+    while model.vocab % prod(size for _, size in axes):
+        axes = axes[:-1]
+    return axes
+
+
+def _engine_tokens(spec: ServingSpec) -> str | None:
+    if spec.tokens is None or spec.tokens <= spec.model.max_seq_len:
+        return None
+    return f"{spec.model.name} was made for {spec.model.max_seq_len:,} tokens, not {spec.tokens:,}"
+
+
+def _prefill(spec: ServingSpec) -> str | None:
+    axes, model = spec.prefill_axes, spec.model
+    if axes is None:
+        return None
+    if spec.prefill_ring and ways(axes, *SEQUENCE_AXES) > 1:
+        return "no engine splits a prompt over context in a ring: plan without --prefill-mesh"
+    for error in engine_mesh_errors(model, axes):
+        return f"no engine prefills over {error.field} of {error.given}, only {error.accepted}"
+    copies = [max(model.kv_heads, ways(sizes, *COLUMN_AXES)) for sizes in (axes, spec.axes)]
+    if model.mla is None and copies[0] != copies[1]:
+        return f"a cache of {copies[0]} key/value heads, copies included, cannot be sent to one of {copies[1]}"
+    return None
 
 
 def _engine_mesh(spec: ServingSpec) -> str | None:
@@ -486,13 +532,13 @@ def _engine_mesh(spec: ServingSpec) -> str | None:
 
 #: What an engine can be, in the order in which obstacles are listed.
 SERVING: tuple[Capability[ServingSpec], ...] = (
-    Capability(
-        name="batch",
-        accepted="a multiple of data x expert, times context where it splits the batch",
-        obstacle=_even_batch,
-    ),
     Capability(name="mesh axes", accepted=", ".join(ENGINE_AXES), obstacle=_engine_axes),
     Capability(name="weights", accepted=_weight_formats(), obstacle=_engine_weights),
+    Capability(
+        name="groups of weights",
+        accepted="a divisor of the inputs of every matmul on a device: D, heads and F over tensor x context",
+        obstacle=_weight_groups,
+    ),
     Capability(name="KV cache", accepted=", ".join(ENGINE_CACHES), obstacle=_engine_cache),
     Capability(name="matmul dtype", accepted="bf16", obstacle=_engine_matmuls),
     Capability(name="layers that share a cache", accepted="1", obstacle=_kv_sharing),
@@ -504,10 +550,16 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
     Capability(name="draft model", accepted="interleaved batching", obstacle=_draft),
     Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
     Capability(
-        name="heads and experts",
-        accepted="query heads a multiple of tensor x context; key/value heads a multiple or a divisor of tensor; "
-        "expert 1 without experts",
+        name="heads, columns and experts",
+        accepted="query heads, F and D a multiple of tensor x context; key/value heads a multiple or a divisor of "
+        "tensor; experts a multiple of expert",
         obstacle=_engine_mesh,
+    ),
+    Capability(name="sequence length", accepted="at most the model's longest", obstacle=_engine_tokens),
+    Capability(
+        name="prefill on its own server",
+        accepted="columns over tensor x context, as in generation; as many copies of key/value heads",
+        obstacle=_prefill,
     ),
 )
 

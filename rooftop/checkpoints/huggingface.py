@@ -10,8 +10,8 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ import numpy as np
 from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from rooftop.checkpoints.huggingface_files import Checkpoint, CheckpointTensor, write_checkpoint
 from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, tensor_shape
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.config import MoE
+from rooftop.models.widths import PaddedDim
 from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import axes_of
 
@@ -40,28 +42,32 @@ def load_weights(
     model: ModelConfig,
     abstract: Transformer[jax.ShapeDtypeStruct],
     *,
+    described: Transformer[Parameter] | None = None,
     placed: Callable[[Parameter, jax.Array], Any] = lambda parameter, array: array,
 ) -> Transformer[Any]:
     """The weights of ``model`` from the safetensors in ``folder`` (one file, or several with an index).
 
     ``abstract`` has shapes, dtypes and shardings, as returned by ``rooftop.programs.parameters.abstract``; values are
-    cast to those dtypes on the device. Tensors that the model does not have are ignored. ``placed`` converts each array
-    to its stored form, before the next one is read.
+    cast to those dtypes on the device. ``described`` says how dims are padded; by default none is. Tensors that the
+    model does not have are ignored. ``placed`` converts each array to its stored form, before the next one is read.
 
     Raises RooftopError for a file or tensor that is missing, damaged, quantised or of another shape than the model's.
     """
-    checkpoint, described = Checkpoint.open(folder), describe(model)
-    parameters = _by_path(described)
+    checkpoint, parameters = Checkpoint.open(folder), _by_path(describe(model))
+    padded = parameters if described is None else _by_path(described)
     places = defaultdict[str, dict[tuple[int, ...], Entry]](dict)
     for entry in entries(model):
         entry = replace(entry, name=_published(entry.name, model, checkpoint))
         checkpoint.check(entry.name, tensor_shape(parameters[entry.leaf], entry))
         places[entry.leaf][entry.index] = entry
     leaves = [
-        placed(parameters[path], _load(checkpoint, places[path], parameters[path], leaf))
+        placed(
+            parameters[path],
+            _load(checkpoint, places[path], _Source(parameter=parameters[path], padding=padded[path].padding), leaf),
+        )
         for path, leaf in _by_path(abstract).items()
     ]
-    weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(described), leaves)
+    weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return weights
 
 
@@ -72,12 +78,14 @@ def save_weights(
     *,
     source: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    described: Transformer[Parameter] | None = None,
 ) -> None:
     """Write ``weights``, arrays of JAX or NumPy, as a published checkpoint: safetensors and config.json.
 
     ``source``: the folder that the weights once came from. Its config.json is copied byte for byte, and each tensor
     gets its dtype there. Files have at most ``shard_bytes`` bytes of tensors, or one tensor. All processes call this
-    function; the first one writes. ``folder`` appears once it is complete.
+    function; the first one writes. ``folder`` appears once it is complete. ``described`` says how dims of ``weights``
+    are padded, which tensors of a checkpoint never are; by default none is.
 
     Raises RooftopError if ``folder`` exists already or cannot be written, if the config of ``source`` is of another
     model, and if no config.json of the family can describe ``model``.
@@ -85,6 +93,7 @@ def save_weights(
     config = _config(model, source)
     origin = None if source is None else Checkpoint.open(source)
     arrays, parameters = _by_path(weights), _by_path(describe(model))
+    padded = parameters if described is None else _by_path(described)
     parts = defaultdict[str, list[Entry]](list)
     for entry in sorted(entries(model), key=lambda entry: _layers_in_order(entry.name)):
         parts[entry.name if origin is None else _published(entry.name, model, origin)].append(entry)
@@ -104,7 +113,10 @@ def save_weights(
         whole = np.empty(tensor.shape, tensor.dtype)
         for entry in parts[tensor.name]:
             parameter = parameters[entry.leaf]
-            part = matrix(_fetch(arrays[entry.leaf], entry.index, tensor.dtype), parameter, entry)
+            part = _fetch(arrays[entry.leaf], entry.index, tensor.dtype)
+            for at, dim in enumerate(padded[entry.leaf].padding[len(entry.index) :]):
+                part = part if dim is None else part.take(dim.positions, axis=at)
+            part = matrix(part, parameter, entry)
             if entry.parts == 1:
                 return part
             whole[region(parameter, entry, (slice(None),) * len(parameter.shape))] = part
@@ -143,8 +155,38 @@ def _by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A parameter as a checkpoint has it, and the ``padding`` of its dims on the devices."""
+
+    parameter: Parameter
+    padding: tuple[PaddedDim | None, ...]
+
+    def read(
+        self, checkpoint: Checkpoint, places: Mapping[tuple[int, ...], Entry], spans: Sequence[tuple[int, int]]
+    ) -> Array:
+        """The elements of stored ``spans``, in the checkpoint's layout, zeros where they are padding."""
+        if not self.padding:
+            return _read(checkpoint, places, self.parameter, tuple(slice(*span) for span in spans))
+        inside, true = list[NDArray[np.int64]](), list[slice]()
+        for (start, stop), dim in zip(spans, self.padding, strict=True):
+            positions = np.arange(start, stop) if dim is None else dim.positions
+            first, last = np.searchsorted(positions, (start, stop)) + (start if dim is None else 0)
+            inside.append((positions if dim is None else positions[first:last]) - start)
+            true.append(slice(int(first), int(last)))
+        entry = next(iter(places.values()))
+        depth, shape = len(entry.index), tuple(stop - start for start, stop in spans)
+        elements = np.zeros(shape, checkpoint.dtype(entry.name))
+        if all(len(positions) for positions in inside):
+            part = _read(checkpoint, places, self.parameter, tuple(true))
+            part = part.swapaxes(-1, -2) if entry.transposed else part
+            elements[np.ix_(*inside)] = part.reshape([len(positions) for positions in inside])
+        rows = [matrix(elements[at], self.parameter, entry) for at in np.ndindex(*shape[:depth])]
+        return np.stack(rows).reshape(*shape[:depth], *rows[0].shape)
+
+
 def _load(
-    checkpoint: Checkpoint, places: Mapping[tuple[int, ...], Entry], parameter: Parameter, leaf: jax.ShapeDtypeStruct
+    checkpoint: Checkpoint, places: Mapping[tuple[int, ...], Entry], source: _Source, leaf: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """One of our arrays, in its shards.
 
@@ -170,7 +212,7 @@ def _load(
         for spans, devices in replicas.items():
             if stacked:
                 spans = ((spans[0][0] + layer, spans[0][0] + layer + 1), *spans[1:])
-            host = _read(checkpoint, places, parameter, tuple(slice(*span) for span in spans))
+            host = source.read(checkpoint, places, spans)
             # Wait, so that the host has one shard of one layer at a time.
             rows |= {device: jax.block_until_ready(jax.device_put(host, device)) for device in devices}
         first, *rest = next(iter(rows.values())).shape

@@ -310,7 +310,9 @@ figure_option = _shared(
 )
 
 batch_seqs_option = _shared("--batch-seqs", group=WORKLOAD, type=COUNT, help="Sequences of a step.")
-batch_tokens_option = _shared("--batch-tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step: 4M, 4Mi.")
+batch_tokens_option = _shared(
+    "--batch-tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step: 4M, 4Mi. Rounded to whole sequences."
+)
 batch_samples_option = _shared("--batch-samples", group=WORKLOAD, type=COUNT, help="Samples of a step, on all devices.")
 seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Tokens of a sequence.")
 duration_option = _shared("--duration", group=WORKLOAD, type=TIME, help="Time span of drawn requests: 10m.")

@@ -149,9 +149,9 @@ _SERVING = (
 @command.command(name="serve", cls=VerbCommand, examples=_SERVING)
 @click.argument("model", default="llama3-70b", type=MODEL)
 @on_option(required=True, help="CHIP:SHAPE, such as v5e:4x4; or chips to search: v5e,v6e,h100.")
-@option("--prompt", group=WORKLOAD, default="8192", type=COUNT, help="Tokens of a prompt.")
+@option("--prompt", group=WORKLOAD, type=COUNT, help="Tokens of a prompt. Default: 8192, or what the model allows.")
 @option("--generate", group=WORKLOAD, default="512", type=COUNT, help="Tokens of an answer.")
-@batch_seqs_option(help="Sequences generated together. Searched by default.")
+@batch_seqs_option(help="Sequences generated together. Default: the knee, or the most within --tpot.")
 @option(
     "--context", group=WORKLOAD, type=COUNT,
     help="Tokens in the cache at the priced step. Default: prompt and half the answer.",

@@ -27,8 +27,8 @@ from rooftop.plan.training.comparison import (
     MOST_CHIPS,
     Aim,
     ComparedAnswerDocument,
-    SliceComparison,
     Limits,
+    SliceComparison,
     compare,
     searched_on,
 )
@@ -158,8 +158,8 @@ def plan_training(
     Args:
         model: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
         on: A slice, CHIP:SHAPE[@SLICES]; or several, or chips whose size is searched: 'v5p,v6e:16x16@8'.
-        batch_tokens: Tokens of a step; give this or ``batch_seqs``. Where slices are compared, by default
-            at least 4 Mi and so many that a run takes at most a million steps.
+        batch_tokens: Tokens of a step, rounded to whole sequences; give this or ``batch_seqs``. Where slices are
+            compared, by default at least 4 Mi and so many that a run takes at most a million steps.
         batch_seqs: Sequences of a step.
         seq: Tokens of a sequence.
         tokens: Tokens in all, for days and cost.
@@ -279,4 +279,4 @@ def _workload(
         both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
         raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
     total = None if tokens is None else float(parse_count(tokens, "tokens"))
-    return Workload(batch_tokens=batch, seq_len=length, tokens=total)
+    return Workload.nearest(batch_tokens=batch, seq_len=length, tokens=total)

@@ -67,6 +67,8 @@ DtypesLike: TypeAlias = str | Sequence[str]
 #: A progress callback: units done, units in all, and a label.
 Progress: TypeAlias = Callable[[int, int, str], None]
 
+#: Tokens of a prompt by default, of models made for as many and an answer.
+PROMPT = 8192
 #: Number formats that a search over chips tries by default.
 _SEARCHED = ("int8", "bf16")
 
@@ -173,7 +175,7 @@ def plan_serving(
     model: ModelLike = "llama3-70b",
     *,
     on: ServersLike,
-    prompt: CountLike = 8192,
+    prompt: CountLike | None = None,
     generate: CountLike = 512,
     batch_seqs: CountLike | None = None,
     context: CountLike | None = None,
@@ -209,7 +211,7 @@ def plan_serving(
     Args:
         model: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
         on: A slice, CHIP:SHAPE, or chips to search, such as 'v5e,v6e'.
-        prompt: Tokens of a prompt.
+        prompt: Tokens of a prompt; by default 8,192, or as many as the model's longest sequence leaves.
         generate: Tokens of an answer.
         batch_seqs: Sequences generated together; searched by default.
         context: Tokens cached at the step that is priced; by default the prompt and half of the answer.
@@ -261,8 +263,10 @@ def plan_serving(
     plan = best.best.plan
     answer = ServingAnswer(
         plan=plan,
+        rule="fleet",
+        extremes=None,
         smallest=smallest_slice(plan.problem, plan.batch),
-        front=pareto(plan.problem, plan.problem.generate_placements(), sizes),
+        front=pareto(plan.problem, plan.problem.nearest_engines(plan.problem.generate_placements()), sizes),
         searched=best.searched,
     )
     return ServingPlanResult(answer=answer, recommendation=best)
@@ -272,7 +276,7 @@ def serving_front(
     model: ModelLike = "llama3-70b",
     *,
     on: ServersLike,
-    prompt: CountLike = 8192,
+    prompt: CountLike | None = None,
     generate: CountLike = 512,
     context: CountLike | None = None,
     draft: ModelLike | None = None,
@@ -309,7 +313,7 @@ def _question(
     model: ModelLike,
     *,
     on: ServersLike,
-    prompt: CountLike,
+    prompt: CountLike | None,
     generate: CountLike,
     batch_seqs: CountLike | None = None,
     context: CountLike | None,
@@ -363,12 +367,14 @@ def _question(
     ]
     modes = [one_of("batching", batching, MODES)] if batching is not None else list(MODES if searching else MODES[:1])
     assumptions = ServingAssumptions(mfu=None if mfu is None else parse_share(mfu, "mfu"))
+    config, answer_tokens = model_of(model), parse_count(generate, "generate")
+    longest_prompt = max(1, config.max_seq_len - answer_tokens)
     problem = ServingProblem(
-        model=model_of(model),
+        model=config,
         slice=first,
         workload=ServingWorkload(
-            prompt=parse_count(prompt, "prompt"),
-            generate=parse_count(generate, "generate"),
+            prompt=min(PROMPT, longest_prompt) if prompt is None else parse_count(prompt, "prompt"),
+            generate=answer_tokens,
             batch_seqs=None if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
             context=None if context is None else parse_count(context, "context"),
             requests_per_second=rate_of(requests_per_second),

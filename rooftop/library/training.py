@@ -411,7 +411,7 @@ def _finish(request: TrainRequest, ready: ReadyRun, outcome: Outcome) -> tuple[s
         texts = sample(job.program, job.mesh, weights, tokenizer, options)
     if request.export is not None:
         folder = Path(request.export)
-        save_weights(folder, job.program.model, weights, source=job.init)
+        save_weights(folder, job.program.model, weights, source=job.init, described=job.described)
         if jax.process_index() == 0 and tokenizer is not None:
             tokenizer.save(folder)
     return tuple(texts)

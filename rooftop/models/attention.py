@@ -125,8 +125,8 @@ class AttentionKind(Protocol):
         """Name and size of the norms inside attention."""
         ...
 
-    def matmuls(self, ways: Size, kv_heads: Size) -> AttentionMatmuls:
-        """The projections on a device that has 1/``ways`` of the heads and ``kv_heads`` key/value heads."""
+    def matmuls(self, heads: Size, kv_heads: Size) -> AttentionMatmuls:
+        """The projections on a device that has ``heads`` query heads and ``kv_heads`` key/value heads."""
         ...
 
 
@@ -197,12 +197,12 @@ class GroupedQueries:
         if self.config.qk_norm:
             yield from ((f"{name}_norm", self.config.d_head) for name in ("q", "k"))
 
-    def matmuls(self, ways: Size, kv_heads: Size) -> AttentionMatmuls:
+    def matmuls(self, heads: Size, kv_heads: Size) -> AttentionMatmuls:
         """See ``AttentionKind``."""
         import numpy as np
 
         config = self.config
-        d, heads = config.d_model * np.ones_like(ways), config.heads / ways
+        d = config.d_model * np.ones_like(heads)
         return AttentionMatmuls(
             into=(MatmulShape(d, (heads + 2 * kv_heads) * config.d_head),),
             out=(MatmulShape(heads * config.d_head, d),),
@@ -280,12 +280,11 @@ class LatentKeys:
         if self.mla.q_rank is not None:
             yield "q_norm", self.mla.q_rank
 
-    def matmuls(self, ways: Size, kv_heads: Size) -> AttentionMatmuls:
+    def matmuls(self, heads: Size, kv_heads: Size) -> AttentionMatmuls:
         """See ``AttentionKind``: down-projections have no heads, every device has them whole."""
         import numpy as np
 
-        mla, d, one = self.mla, float(self.config.d_model), np.ones_like(ways)
-        heads = self.config.heads / ways
+        mla, d, one = self.mla, float(self.config.d_model), np.ones_like(heads)
         queries = heads * (mla.d_nope + mla.d_rope)
         latent = [MatmulShape(d * one, (mla.kv_rank + mla.d_rope) * one)]
         into = [MatmulShape(mla.kv_rank * one, heads * (mla.d_nope + mla.d_v))]

@@ -148,8 +148,12 @@ def from_mesh(mesh: Mesh) -> Layouts:
     )
 
 
-def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, int]) -> Layouts:
+def enumerate_layouts(
+    slice_: Slice, axes: Sequence[str], divides: Mapping[str, int], most: Mapping[str, int] | None = None
+) -> Layouts:
     """All layouts of ``axes`` on ``slice_`` in which the devices along each axis divide ``divides[name]`` (if given).
+
+    An axis has at most ``most[name]`` devices (if given).
 
     Over DCN only ``DCN_AXES`` run; every physical axis is divided among at most ``MAX_SHARING`` logical
     axes, in either order. Physical axes that are alike (same length and links) are interchangeable: one of the
@@ -159,13 +163,14 @@ def enumerate_layouts(slice_: Slice, axes: Sequence[str], divides: Mapping[str, 
     divisions = [_division(axis, tuple(name for name in axes if _may_run(name, axis))) for axis in physical]
     # Zero is divided by everything: no limit.
     whole = np.array([divides.get(name, 0) for name in AXES])
+    limit = np.array([(most or {}).get(name, slice_.devices) for name in AXES])
     # The product is built one physical axis at a time, without layouts that do not divide: it never grows large. What
     # divides depends on the shape of the mesh alone.
     shapes = np.ones((1, len(AXES)), np.int64)
     divided, shape_of = np.zeros((1, 0), np.int32), np.zeros(1, np.int32)
     for position, (axis, division) in enumerate(zip(physical, divisions, strict=True)):
         grown = shapes[:, None] * division.size
-        good = np.all(whole % grown == 0, axis=-1)
+        good = np.all((whole % grown == 0) & (grown <= limit), axis=-1)
         keep = good[shape_of]
         if position and _alike(axis, physical[position - 1]):
             keep &= divided[:, -1:] <= np.arange(len(division.size))

@@ -49,6 +49,7 @@ class Transfer:
     """A collective to be priced, over its axes; kind 'permute_ring' is a full rotation.
 
     ``hides`` names the assumption that it falls under; ``when`` is 1 where it takes place and 0 where it does not.
+    ``pieces`` start one by one; less than 1 piece is a part of one that starts once.
     """
 
     kind: TransferKind
@@ -56,6 +57,7 @@ class Transfer:
     payload: Number
     hides: Hiding
     when: Number = ALWAYS
+    pieces: Number = 1.0
 
     @property
     def priced_as(self) -> CollectiveKind:

@@ -1,7 +1,7 @@
 """The matmuls of an MLP as one device sees them, and the (query, key) pairs that attention executes.
 
 Every matmul is [tokens, k] x [k, n] in the forward pass; its backward pass is dX = [tokens, n] x [n, k] and
-dW = [k, tokens] x [tokens, n]. Sizes may be arrays over strategies: ``tensor`` splits heads and hidden columns.
+dW = [k, tokens] x [tokens, n]. Sizes may be arrays over strategies.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rooftop.models.attention import MatmulShape
 from rooftop.models.config import ModelConfig
 
 
-def mlp_matmuls(config: ModelConfig, hidden: float, tensor: Floats) -> tuple[list[MatmulShape], list[MatmulShape]]:
-    """The matmuls into an MLP of ``hidden`` columns (gate and up together) and out of it."""
-    d, columns = config.d_model * np.ones_like(tensor), hidden / tensor
+def mlp_matmuls(config: ModelConfig, columns: Floats) -> tuple[list[MatmulShape], list[MatmulShape]]:
+    """The matmuls into the ``columns`` of an MLP that a device has (gate and up together) and out of them."""
+    d = config.d_model * np.ones_like(columns)
     return [MatmulShape(d, (config.mlp_matrices - 1) * columns)], [MatmulShape(columns, d)]
 
 

@@ -7,19 +7,24 @@ kind that a scan runs over. A tree holds arrays, their shapes or their shardings
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+import numpy as np
+from jax import P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, auto_axes, reshard
 from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
 
 from rooftop.core.errors import RooftopError
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
 from rooftop.models.segments import LayerKind, segments, shared_segment
+from rooftop.models.widths import HeadSplit, PaddedDim, share
 from rooftop.programs.sharding import Dim, Specs, axes_of
 
 Leaf = TypeVar("Leaf")
@@ -154,22 +159,30 @@ class Batch(Generic[Leaf]):
     ``segments`` [B, T] int32: the document of each token. Tokens attend within their own segment, and a target of -1
     carries no loss (without segments every target does). The tokens of a segment are adjacent; segment 0 is padding.
     ``positions`` [B, T] int32: positions of the tokens; None: counted from the start of the segment, or of the
-    sequence.
+    sequence. In a ``padded`` batch without segments, tokens with a target of -1 are padding: the ends of sequences, or
+    whole ones.
     """
 
     tokens: Leaf
     targets: Leaf
     segments: Leaf | None = None
     positions: Leaf | None = None
+    padded: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def masked(self) -> bool:
+        """True if a target of -1 carries no loss; otherwise every target does."""
+        return self.padded or self.segments is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """Shape, logical dims and initial value of a parameter.
+    """Shape as stored, logical dims and initial value of a parameter.
 
-    ``fan_in`` is None for scales, biases and sinks: they start as ``value`` and have no weight decay. ``sequence`` is
-    the logical dim that splits the tokens at the parameter's place: ``seq`` inside matmuls, ``residual_seq`` between
-    them. A ``stacked`` parameter has several layers along its first dim.
+    ``padding`` has an entry for each dim that is stored with zeros, None for others; () without any. ``fan_in`` is None
+    for scales, biases and sinks: they start as ``value`` and have no weight decay. ``sequence`` is the logical dim that
+    splits the tokens at the parameter's place: ``seq`` inside matmuls, ``residual_seq`` between them. A ``stacked``
+    parameter has several layers along its first dim.
     """
 
     shape: tuple[int, ...]
@@ -178,35 +191,103 @@ class Parameter:
     value: float = 0.0
     sequence: str = "seq"
     stacked: bool = False
+    padding: tuple[PaddedDim | None, ...] = ()
+    reads_padding: bool = False
+    """True if the weight meets values in its padding, and so has a gradient there, which is to be dropped."""
+
+    @property
+    def pads_inside(self) -> bool:
+        """True if some padding is not at the end of its dim."""
+        return any(dim is not None and any(parts > 1 for parts, _ in dim.steps) for dim in self.padding)
+
+    @property
+    def true_shape(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        dims = self.padding or (None,) * len(self.shape)
+        return tuple(size if dim is None else dim.size for size, dim in zip(self.shape, dims, strict=True))
+
+    def padded(self, padding: tuple[PaddedDim | None, ...]) -> Parameter:
+        """The parameter, which has none yet, with ``padding``."""
+        if not any(padding):
+            return self
+        shape = (size if dim is None else dim.stored for size, dim in zip(self.shape, padding, strict=True))
+        return replace(self, shape=tuple(shape), padding=padding)
 
 
-def describe(model: ModelConfig) -> Transformer[Parameter]:
+def describe(model: ModelConfig, ways: Mapping[str, int] | None = None) -> Transformer[Parameter]:
     """The one description of the weights, which gives shapes, shardings and initial values.
+
+    ``ways`` are devices that split each logical dim (``Specs.ways``): dims that they do not divide are stored padded
+    (``rooftop.models.widths``). Without it no dim is.
 
     Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay thick
     enough for the hardware's tiles. Tables are split over D only: a lookup exchanges no rows. Layers that pipeline
     stages share (``shared_segment``) are split over the stages; all stages have the few other layers.
     """
+    ways = ways or {}
     d, v = model.d_model, model.vocab
     table = (None, ("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
     learned = model.positions == "learned"
     unembed = Parameter(shape=(d, v), dims=("embed", "vocab"), fan_in=d)
     shared = shared_segment(model)
-    return Transformer(
+    described = Transformer(
         embed=Parameter(shape=(v, d), dims=table, fan_in=d),
         positions=Parameter(shape=(model.max_seq_len, d), dims=table, fan_in=d) if learned else None,
         layers=tuple(
-            tuple(_layer(model, kind, segment.repeats, "layers" if at == shared else None) for kind in segment.kinds)
+            tuple(
+                _layer(model, kind, segment.repeats, "layers" if at == shared else None, ways) for kind in segment.kinds
+            )
             for at, segment in enumerate(segments(model))
         ),
         final_norm=_norm(model, ()),
         unembed=None if model.tied_embeddings else unembed,
     )
+    rows = share(v, ways.get("vocab", 1)) * ways.get("vocab", 1)
+    padded: Transformer[Parameter] = jax.tree.map(lambda parameter: _padded(parameter, model, ways), described)
+    # The rows of a tied table are split too, where it is the unembedding.
+    return replace(padded, embed=_padded_rows(padded.embed, rows)) if model.tied_embeddings else padded
 
 
-def _layer(model: ModelConfig, kind: LayerKind, n: int, dim: Dim) -> Layer[Parameter]:
+def _padded_rows(table: Parameter, rows: int) -> Parameter:
+    """A table [V, D] with its first dim padded to ``rows``."""
+    dim = PaddedDim.of(table.shape[0], (1, rows))
+    if dim is None:
+        return table
+    return replace(table, shape=(rows, *table.shape[1:]), padding=(dim, *(table.padding[1:] or (None,))))
+
+
+def _padded(parameter: Parameter, model: ModelConfig, ways: Mapping[str, int]) -> Parameter:
+    """A parameter with every dim padded that the devices along its axes do not divide."""
+    return parameter.padded(
+        tuple(
+            _padded_dim(size, axes_of(dim), model, ways)
+            for size, dim in zip(parameter.shape, parameter.dims, strict=True)
+        )
+    )
+
+
+def _padded_dim(size: int, names: tuple[str, ...], model: ModelConfig, ways: Mapping[str, int]) -> PaddedDim | None:
+    """The padding of a dim of ``size`` that the logical dims ``names`` split, outermost first."""
+    if not names or names == ("layers",):
+        return None
+    first, split = names[0], {name: ways.get(name, 1) for name in names}
+    if first == "embed" or names == ("vocab", "embed"):
+        # D, or a latent, is whole in a matmul: what is added for all of its axes is cut off after the gather.
+        spread = math.prod(split.values())
+        return PaddedDim.of(size, (1, share(size, spread) * spread))
+    columns = split[first]
+    if first in ("heads", "kv_heads"):
+        used = HeadSplit.of(model, columns).padded(size // (model.heads if first == "heads" else model.kv_heads))
+    else:
+        used = PaddedDim.of(size, (1, share(size, columns) * columns))
+    part = (size if used is None else used.stored) // columns
+    embed = split.get("embed", 1)
+    return PaddedDim.of(size, *(() if used is None else used.steps), (columns, share(part, embed) * embed))
+
+
+def _layer(model: ModelConfig, kind: LayerKind, n: int, dim: Dim, ways: Mapping[str, int]) -> Layer[Parameter]:
     layer = Layer(
-        attn=_attention(model, n) if model.mla is None else _latent(model, model.mla, n),
+        attn=_attention(model, n, ways) if model.mla is None else _latent(model, model.mla, n),
         mlp=_mixture(model, model.moe, n) if kind.moe and model.moe is not None else _mlp(model, n),
     )
     return jax.tree.map(lambda weight: replace(weight, dims=(dim, *weight.dims[1:]), stacked=True), layer)
@@ -228,22 +309,32 @@ def _vector(shape: tuple[int, ...], *dims: Dim, sequence: str = "seq", value: fl
     return Parameter(shape=shape, dims=dims, value=value, sequence=sequence)
 
 
-def _attention(model: ModelConfig, n: int) -> Attention[Parameter]:
+def _attention(model: ModelConfig, n: int, ways: Mapping[str, int]) -> Attention[Parameter]:
     d, h, heads, kv_heads = model.d_model, model.d_head, model.heads, model.kv_heads
+    copied = HeadSplit.of(model, ways.get("kv_heads", 1)).copies_keys
     head_scale = _vector((n, h), sequence="residual_seq", value=0.0 if model.norm_offset else 1.0)
 
     def into(name: str, heads: int) -> Parameter:
-        return Parameter(shape=(n, d, heads, h), dims=(None, "embed", name, None), fan_in=d)
+        parameter = Parameter(shape=(n, d, heads, h), dims=(None, "embed", name, None), fan_in=d)
+        if name == "heads" or not copied:
+            return parameter
+        # Devices choose their heads from all, which are gathered from all devices along these axes.
+        return replace(parameter, dims=(None, ("embed", name), None, None), sequence="residual_seq")
 
     def bias(name: str, heads: int) -> Parameter | None:
-        return _vector((n, heads, h), name, None) if model.qkv_bias else None
+        if not model.qkv_bias:
+            return None
+        if name == "kv_heads" and copied:
+            return _vector((n, heads, h), sequence="residual_seq")
+        return _vector((n, heads, h), name, None)
 
     return Attention(
         norm=_norm(model, (n,)),
         q=into("heads", heads),
         k=into("kv_heads", kv_heads),
         v=into("kv_heads", kv_heads),
-        out=_rows(n, heads * h, d, "heads"),
+        # A padded query head has no weights, and so reads the mean of the values that others read too.
+        out=replace(_rows(n, heads * h, d, "heads"), reads_padding=kv_heads < heads),
         q_bias=bias("heads", heads),
         k_bias=bias("kv_heads", kv_heads),
         v_bias=bias("kv_heads", kv_heads),
@@ -324,6 +415,59 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
     )
 
 
+def stored(array: Shaped[Array, "*true"], parameter: Parameter) -> Shaped[Array, "*stored"]:
+    """The parameter's array with zeros for its padding."""
+    for at, dim in enumerate(parameter.padding):
+        for parts, filled in () if dim is None else dim.steps:
+            array = _refilled(array, at, parts, filled)
+    return array
+
+
+def padding_last(array: Shaped[Array, "*stored"], parameter: Parameter) -> Shaped[Array, "*stored"]:
+    """The stored array with all padding moved to the ends of its dims, as another mesh can read it."""
+    for at, dim in enumerate(parameter.padding):
+        if dim is not None:
+            sizes = [dim.size, *(parts * filled for parts, filled in dim.steps)]
+            for (parts, _), size in reversed(list(zip(dim.steps, sizes, strict=False))):
+                array = _refilled(array, at, parts, size // parts)
+            array = _refilled(array, at, 1, dim.stored)
+    return array
+
+
+def padding_in_parts(array: Shaped[Array, "*stored"], parameter: Parameter) -> Shaped[Array, "*stored"]:
+    """The inverse of ``padding_last``."""
+    for at, dim in enumerate(parameter.padding):
+        if dim is not None:
+            array = _refilled(array, at, 1, dim.size)
+    return stored(array, parameter)
+
+
+def without_padding(array: Shaped[Array, "*stored"], parameter: Parameter) -> Shaped[Array, "*stored"]:
+    """The array with zeros for its padding, which it may have values in: see ``Parameter.reads_padding``."""
+    if not parameter.reads_padding:
+        return array
+    spec = jax.typeof(array).sharding.spec
+    for at, dim in enumerate(parameter.padding):
+        if dim is not None:
+            true = np.zeros(dim.stored, np.bool_)
+            true[dim.positions] = True
+            here = reshard(jnp.asarray(true), P(spec.partitions[at]))
+            here = jax.lax.broadcast_in_dim(here, array.shape, (at,), out_sharding=P(*spec.partitions))
+            array = jnp.where(here, array, 0)
+    return array
+
+
+def _refilled(array: Shaped[Array, "*dims"], at: int, parts: int, size: int) -> Shaped[Array, "*filled"]:
+    """The array with each of the equal ``parts`` of a dim filled up with zeros, or cut, to ``size``."""
+    before, after = array.shape[:at], array.shape[at + 1 :]
+    split = array.reshape(*before, parts, -1, *after)
+    if (missing := size - split.shape[at + 1]) > 0:
+        split = jnp.pad(split, [(0, missing if dim == at + 1 else 0) for dim in range(split.ndim)])
+    else:
+        split = jax.lax.slice_in_dim(split, 0, size, axis=at + 1)
+    return split.reshape(*before, parts * size, *after)
+
+
 def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs) -> Transformer[NamedSharding]:
     """Sharding of every weight at rest. Raises RooftopError if a dim does not divide over its axes."""
 
@@ -342,7 +486,7 @@ def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, spec
 def abstract(
     described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs, dtype: DTypeLike
 ) -> Transformer[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the weights, without memory."""
+    """Stored shapes and shardings of the weights, without memory."""
     return jax.tree.map(
         lambda parameter, sharding: jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=sharding),
         described,
@@ -355,16 +499,20 @@ def initialise(
 ) -> Transformer[jax.Array]:
     """Initial weights, each created in its shards: normal with deviation fan_in**-0.5, or constant without a fan-in.
 
-    The values depend on ``key`` and not on the mesh.
+    Padding is zero. The values depend on ``key`` and not on the mesh.
     """
     sharding_leaves = jax.tree.leaves(shardings(described, mesh, specs))
     parameters, tree = jax.tree.flatten(described)
 
     def initial(parameter: Parameter, key: jax.Array, sharding: NamedSharding) -> jax.Array:
-        if parameter.fan_in is None:
-            return jnp.full(parameter.shape, parameter.value, dtype, out_sharding=sharding)
-        normal = jax.random.normal(key, parameter.shape, jnp.float32, out_sharding=sharding)
-        return (normal * parameter.fan_in**-0.5).astype(dtype)
+        def create(key: jax.Array) -> jax.Array:
+            if parameter.fan_in is None:
+                return stored(jnp.full(parameter.true_shape, parameter.value, dtype), parameter)
+            normal = jax.random.normal(key, parameter.true_shape, jnp.float32)
+            return stored((normal * parameter.fan_in**-0.5).astype(dtype), parameter)
+
+        # Before it is padded, an array need not divide.
+        return auto_axes(create, out_sharding=sharding)(key)
 
     @jax.jit
     def create(key: jax.Array) -> list[jax.Array]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Shaped
 
-from rooftop.arrays.rules import Rules
+from rooftop.arrays.rules import Rules, ways
 from rooftop.core.errors import RooftopError, unknown
 
 #: A dim of an array, as the logical dims whose mesh axes split it, in order: one, several, or none.
@@ -61,6 +62,10 @@ class Specs:
         axes = {kind: frozenset(table[dim]) for kind, dim in pending.items() if dim is not None}
         return P(*_spec("rules.activations", table, dims), **axes)
 
+    def ways(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Devices that split each logical dim of parameters, on a mesh with axes of these ``sizes``."""
+        return {dim: ways(sizes, *axes) for dim, axes in self.rules.parameters.items()}
+
     @property
     def residual(self) -> P:
         """The residual stream [B, T, D] between matmuls."""
@@ -104,9 +109,28 @@ def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:
     return named_reshard(rows, folded(spec)).reshape(batch, seq_len, width, out_sharding=spec)
 
 
-def gather(weight: Float[Array, "*dims"], specs: Specs, *dims: Dim, sequence: str = "seq") -> Float[Array, "*dims"]:
-    """AllGather of a weight over its ``embed`` axes (fsdp); in the backward pass, ReduceScatter of its gradient."""
-    return reshard(weight, specs.in_use(*dims, sequence=sequence))
+def gather(
+    weight: Float[Array, " stored *dims"], specs: Specs, *dims: Dim, rows: int, sequence: str = "seq"
+) -> Float[Array, " rows *dims"]:
+    """AllGather of a weight over its ``embed`` axes (fsdp); in the backward pass, ReduceScatter of its gradient.
+
+    The first dim has ``rows`` in the matmul. Those that were added for the axes are cut off.
+    """
+    return first_rows(reshard(weight, specs.in_use(*dims, sequence=sequence)), rows)
+
+
+def first_rows(weight: Float[Array, " stored *dims"], rows: int) -> Float[Array, " rows *dims"]:
+    """The first rows that each device has of a weight, so that there are ``rows`` in all."""
+    if weight.shape[0] == rows:
+        return weight
+    spec, rest = jax.typeof(weight).sharding.spec, weight.shape[1:]
+    parts = ways(jax.sharding.get_abstract_mesh().shape, *axes_of(spec.partitions[0]))
+    first, *others = spec.partitions
+    by_device = weight.reshape(
+        parts, -1, *rest, out_sharding=P(first, None, *others, reduced=spec.reduced, unreduced=spec.unreduced)
+    )
+    cut = jax.lax.slice_in_dim(by_device, 0, rows // parts, axis=1)
+    return cut.reshape(rows, *rest, out_sharding=spec)
 
 
 def on_shards(
@@ -157,7 +181,7 @@ def on_shards(
 def varying(tree: Any, axes: Collection[str]) -> Any:
     """Arrays as varying over manual axes, so that gradients are summed over these outside."""
 
-    def vary(array: jax.Array) -> jax.Array:
+    def vary(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         missing = tuple(axis for axis in axes if axis not in jax.typeof(array).manual_axis_type.varying)
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 

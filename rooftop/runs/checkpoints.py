@@ -120,8 +120,11 @@ class Checkpoints:
         """Steps of the complete checkpoints, ascending. ``verify`` tells if one is damaged."""
         return tuple(sorted(self._complete()))
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], *, unpadded: Any = None) -> None:
         """Save ``state``, any pytree of arrays, and ``extra``, plain JSON values (those of the first process).
+
+        ``unpadded`` is the state as ShapeDtypeStructs without zeros at the ends of its dims, which a mesh needs. By
+        default the state has none.
 
         Returns once the arrays are copied to the host, so that they may be donated; a thread writes them. A checkpoint
         of the same step is replaced; those of later steps belong to an abandoned course and are removed.
@@ -132,7 +135,7 @@ class Checkpoints:
         self._saves += 1
         writing = self.folder / f"{step}.writing"
         leaves = _leaves(state)
-        arrays = {name: _kind(leaf) for name, leaf in leaves.items()}
+        arrays = {name: _kind(leaf) for name, leaf in (leaves if unpadded is None else _leaves(unpadded)).items()}
         try:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -160,22 +163,25 @@ class Checkpoints:
             self._checkpointer.close()
             logging.getLogger("absl").removeFilter(_is_no_orbax_error)
 
-    def restore(self, abstract: Any, step: int | None = None) -> Restored:
+    def restore(self, abstract: Any, step: int | None = None, *, unpadded: Any = None) -> Restored:
         """Restore the state of ``step``, by default of the newest undamaged checkpoint.
 
         ``abstract`` is the state as ShapeDtypeStructs, whose shardings may be of any mesh, number of devices and number
-        of processes. The values are those that were saved, bit for bit.
+        of processes. ``unpadded`` is as for ``save``: zeros at the ends of dims may be others than were saved. The
+        values are those that were saved, bit for bit.
 
         Raises RooftopError if there is no checkpoint, if ``step`` is damaged, or if shapes or dtypes differ.
         """
         checkpoint, manifest, refused = self._newest(step)
         leaves = _leaves(abstract)
-        for name in sorted(leaves.keys() | manifest.arrays.keys()):
-            expected = _kind(leaves[name]) if name in leaves else "no such array"
+        wanted = leaves if unpadded is None else _leaves(unpadded)
+        for name in sorted(wanted.keys() | manifest.arrays.keys()):
+            expected = _kind(wanted[name]) if name in wanted else "no such array"
             stored = manifest.arrays.get(name, "no such array")
             if expected != stored:
                 raise RooftopError(f"checkpoint {checkpoint}: {name}", stored, f"{expected}, as the program has it")
-        restored = self._checkpointer.restore(checkpoint / _STATE, leaves)
+        # Not strict: Orbax adds zeros, or cuts them off, where padding differs.
+        restored = self._checkpointer.restore(checkpoint / _STATE, leaves, strict=False)
         state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in leaves])
         return Restored(step=manifest.step, state=state, extra=manifest.extra, refused=refused)
 

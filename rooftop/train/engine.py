@@ -17,9 +17,25 @@ from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.profile.microbench.timing import usable_bytes
-from rooftop.programs.parameters import Batch
+from rooftop.programs.parameters import (
+    Batch,
+    Parameter,
+    Transformer,
+    describe,
+    padding_in_parts,
+    padding_last,
+)
 from rooftop.programs.training.program import TrainProgram
-from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
+from rooftop.programs.training.step import (
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    described_state,
+    init_state,
+    repadded,
+    train_step,
+    unpadded,
+)
 from rooftop.runs.checkpoints import Checkpoints
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.records import Records
@@ -53,8 +69,13 @@ class TrainJob:
         del state
         with jax.set_mesh(self.mesh):
             abstract = abstract_state(self.program, self.mesh).weights
-            weights = load_weights(self.init, self.program.model, abstract)
+            weights = load_weights(self.init, self.program.model, abstract, described=self.described)
         return TrainState(step=first, weights=weights, optimizer=moments)
+
+    @property
+    def described(self) -> Transformer[Parameter]:
+        """The weights as the mesh stores them."""
+        return describe(self.program.model, self.program.specs(self.mesh).ways(self.mesh.shape))
 
     @cached_property
     def step(self) -> jax.stages.Compiled:
@@ -66,20 +87,20 @@ class TrainJob:
             ).compile()
 
     def without_stages(self) -> TrainJob:
-        """Return the job without pipeline stages and microbatches, if its batch divides: stages become copies.
+        """Return the job without pipeline stages and microbatches: stages become copies.
 
         Values inside a pipeline have no scopes of their own.
         """
-        forward = Forward(self.program, self.mesh)
-        if ways(self.mesh.shape, *STAGE_AXES) == 1 or self.program.batch % forward.rows:
+        if ways(self.mesh.shape, *STAGE_AXES) == 1:
             return self
         plain = replace(self.program, microbatches=1, schedule="1f1b", chunks=1)
-        return replace(self, program=plain, mesh=forward.own_mesh)
+        return replace(self, program=plain, mesh=Forward(self.program, self.mesh).own_mesh)
 
     def batch(self, data: Dataset, index: int) -> Batch[jax.Array]:
         """Return the global batch of a step, counted from 0."""
-        order = self.program.computation.context_order
-        return place(data.train, index, self.mesh, self.program.specs(self.mesh), order)
+        program, mesh = self.program, self.mesh
+        order = program.computation.context_order
+        return place(data.train, index, mesh, program.specs(mesh), order, padded=program.padded(mesh))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +133,13 @@ class TrainEngine:
         """
         if not self.checkpoints.steps():
             return 0, self.job.initial()
-        restored = self.checkpoints.restore(abstract_state(self.job.program, self.job.mesh))
+        abstract = abstract_state(self.job.program, self.job.mesh)
+        described = described_state(self.job.program, self.job.mesh)
+        restored = self.checkpoints.restore(abstract, unpadded=unpadded(abstract, described))
         for damage in restored.refused:
             self.watch.on_message(f"checkpoint left out: {damage}")
-        return restored.step, restored.state
+        with jax.set_mesh(self.job.mesh):
+            return restored.step, repadded(restored.state, described, padding_in_parts)
 
     def train(self, signals: Signals) -> Outcome:
         """Train to the last step or to a signal, and save the state.
@@ -185,7 +209,13 @@ class TrainEngine:
         return evaluation
 
     def _save(self, step: int, state: TrainState[jax.Array]) -> None:
-        self.checkpoints.save(step, state, {"data": self.data.digest, "seed": self.job.seed})
+        described = described_state(self.job.program, self.job.mesh)
+        self.checkpoints.save(
+            step,
+            repadded(state, described, padding_last),
+            {"data": self.data.digest, "seed": self.job.seed},
+            unpadded=unpadded(state, described),
+        )
 
     def _origin(self, failed: StepRecord) -> str:
         """Find the operation that made the first NaN: repeat the run from its last checkpoint to that step."""

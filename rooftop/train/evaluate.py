@@ -64,17 +64,18 @@ class Forward:
         devices = self.mesh.devices.transpose(order).reshape(shape)
         return Mesh(devices, names, axis_types=(AxisType.Explicit,) * len(names))
 
-    @property
-    def rows(self) -> int:
-        """The number that a batch must be a multiple of."""
-        axes = self.program.specs(self.own_mesh).rules.activations["batch"]
-        return math.prod(self.own_mesh.shape[axis] for axis in axes)
+    def padded(self, sequences: int, positions: int) -> tuple[int, int]:
+        """Sequences and positions of a batch that holds this many: see ``TrainProgram.padded``."""
+        return replace(self.program, batch=sequences, seq_len=positions, microbatches=1).padded(self.own_mesh)
 
     def weights(self, weights: Transformer[jax.Array]) -> Transformer[jax.Array]:
         """Return the weights of the training mesh laid out for this one; the same arrays if no axis moves."""
         if not self._moves:
             return weights
-        places = shardings(describe(self.program.model), self.own_mesh, self.program.specs(self.own_mesh))
+        specs = self.program.specs(self.own_mesh)
+        # Axes that become data split no padded dim: padding is the same on both meshes.
+        described = describe(self.program.model, specs.ways(self.own_mesh.shape))
+        places = shardings(described, self.own_mesh, specs)
         moved: Transformer[jax.Array] = jax.device_put(weights, places)
         return moved
 
@@ -109,18 +110,19 @@ class Forward:
         return jax.jit(next_)
 
     def evaluate(self, weights: Transformer[jax.Array], held_out: Loader, *, most: int) -> Evaluation:
-        """Return the cross-entropy of the documents of ``held_out``, in batches of at least its own size.
+        """Return the cross-entropy of the documents of ``held_out``, in its batches with what padding the mesh needs.
 
         Of more than ``most`` batches that many are used, evenly spread and always the same.
         """
-        loader = replace(held_out, batch=-(-held_out.batch // self.rows) * self.rows)
+        padded = self.padded(held_out.batch, held_out.packing.seq_len)
+        loader = replace(held_out, batch=padded[0])
         specs, order = self.program.specs(self.own_mesh), self.program.computation.context_order
         weights = self.weights(weights)
         total, count = 0.0, 0
         with jax.set_mesh(self.own_mesh):
             steps = loader.steps_per_epoch
             for step in range(steps) if steps <= most else np.linspace(0, steps - 1, most).astype(int).tolist():
-                batch = place(loader, step, self.own_mesh, specs, order)
+                batch = place(loader, step, self.own_mesh, specs, order, padded=padded)
                 tokens = int(jnp.sum(batch.targets >= 0))
                 total += float(self._mean(weights, batch)) * tokens
                 count += tokens
@@ -164,11 +166,7 @@ def sample(
     if longest <= len(prompt):
         raise RooftopError("prompt", f"{len(prompt)} tokens", f"fewer than the model's {longest}")
     forward = Forward(program, mesh, (*STAGE_AXES, *SEQUENCE_AXES))
-    rows = -(-how.count // forward.rows) * forward.rows
-    ways = math.prod(
-        forward.own_mesh.shape[axis] for axis in program.specs(forward.own_mesh).rules.activations["residual_seq"]
-    )
-    ids = np.zeros((rows, -(-longest // ways) * ways), np.int32)
+    ids = np.zeros(forward.padded(how.count, longest), np.int32)
     ids[:, : len(prompt)] = prompt
     laid, random = forward.weights(weights), np.random.default_rng(how.seed)
     for length in range(len(prompt), longest):

@@ -160,13 +160,14 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
         computation=computation,
         batch=batch,
         seq_len=seq_len,
-        loss_chunks=loss_chunks(-(-batch // parts), max(1, seq_len // ways(axes, *SEQUENCE_AXES))),
         microbatches=microbatches,
         chunks=2 if request.schedule == "interleaved" else 1,
         schedule=request.schedule or "1f1b",
         compute_dtype=compute,
     )
-    return program, mesh, f"on {here.name}: mesh {write_axes(axes)}"
+    sequences, positions = program.padded(mesh)
+    chunks = loss_chunks(sequences // parts, positions // ways(axes, *SEQUENCE_AXES))
+    return replace(program, loss_chunks=chunks), mesh, f"on {here.name}: mesh {write_axes(axes)}"
 
 
 def _model(request: TrainRequest) -> ModelConfig:
@@ -273,8 +274,7 @@ def shrunk_plan(spec: TrainingSpec, devices: int) -> TrainingSpec:
     """
     small = replace(spec, axes=shrink(spec.axes, devices))
     batch_axes = spec.rules.activations["batch"]
-    on_device = max(spec.sequences // spec.ways(*batch_axes) // spec.microbatches, 1) * spec.microbatches
-    return replace(small, sequences=on_device * small.ways(*batch_axes))
+    return replace(small, sequences=spec.padded[0] // spec.ways(*batch_axes) * small.ways(*batch_axes))
 
 
 def map_plan(plan: TrainingPlan, here: Local, *, as_is: bool, shrink: bool) -> tuple[TrainingSpec, str]:

@@ -26,7 +26,7 @@ from rooftop.models import ModelConfig
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Workload
+from rooftop.plan.training.workload import Numerics, Workload
 
 MESH = Mesh.from_layout(Slice.parse("v5e:4x4"), "fsdp=x,tensor=y")
 TOY = ModelConfig(
@@ -276,10 +276,10 @@ def test_the_request_is_the_plan() -> None:
 
 
 def test_a_plan_that_cannot_run_is_refused() -> None:
-    workload = Workload(batch_tokens=3 * 512, seq_len=512)
-    uneven = Problem(model=TOY, slice=Slice.parse("v5e:2x2"), workload=workload, axes={"fsdp": 4})
-    with pytest.raises(RooftopError, match="cannot be split 4 ways"):
-        request(plan_training(uneven, alternatives=0).plan)
+    workload, numerics = Workload(batch_tokens=4 * 512, seq_len=512), Numerics(matmul="int8")
+    narrow = Problem(model=TOY, slice=Slice.parse("v5e:2x2"), workload=workload, numerics=numerics)
+    with pytest.raises(RooftopError, match="no program multiplies in int8"):
+        request(plan_training(narrow, alternatives=0).plan)
 
 
 # ---- any JAX function ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, chip, slice_sizes
 from rooftop.library.planning import TrainingPlanResult
 from rooftop.models import load_model
-from rooftop.plan.training.comparison import SliceComparison, Limits, compare
+from rooftop.plan.training.comparison import Limits, SliceComparison, compare
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from tests.support.examples import examples

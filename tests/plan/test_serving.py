@@ -17,7 +17,9 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
 from rooftop.plan.serving.answer import plan_serving
 from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.batches import search_batches
 from rooftop.plan.serving.fleet import LOAD, candidate_slices, front, recommend
+from rooftop.plan.serving.nearest import nearest_plans
 from rooftop.plan.serving.placement import Placement, together
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import ServingProblem
@@ -358,9 +360,71 @@ def test_a_target_of_tpot_bounds_the_batch() -> None:
     fast = plan_serving(problem(batch=None, tpot_s=0.010)).plan
     free = plan_serving(problem(batch=None)).plan
     assert fast.tpot_s <= 0.010 < free.tpot_s
-    assert fast.batch < free.batch == free.max_batch
+    assert fast.batch < free.batch < free.max_batch
     with pytest.raises(Infeasible, match=r"misses its TPOT of 1 ms: nearest is"):
         plan_serving(problem(batch=None, tpot_s=0.001)).plan.require_targets()
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_the_knee_is_the_last_doubling_that_pays(model: str) -> None:
+    """Twice the batch raises tokens/s by a smaller factor than TPOT, half of it has a worse ratio of the two."""
+    given = problem(load_model(model), batch=None, prompt=2048, generate=512)
+    plans = search_batches(given).plans
+    knee = search_batches(given).knee
+
+    def ratio(batch: int) -> float:
+        plan = min(plans, key=lambda plan: abs(plan.batch - batch))
+        return plan.batch / plan.tpot_s**2
+
+    assert ratio(knee.batch) >= ratio(knee.batch // 2)
+    assert 2 * knee.batch > plans[-1].batch or ratio(2 * knee.batch) < ratio(knee.batch)
+
+
+#: Fields of small models whose heads, columns and experts divide over some meshes and not over others.
+MODELS = st.builds(
+    lambda base, heads, kv, columns, vocab: replace(
+        load_model(base), heads=heads * kv, kv_heads=kv, d_ff=columns, vocab=vocab, layers=4
+    ),
+    st.sampled_from(["llama3-8b", "qwen3-8b"]), st.integers(1, 8), st.integers(1, 8),
+    st.sampled_from([1408, 4096, 5504, 14336]), st.sampled_from([32000, 50257]),
+)  # fmt: skip
+
+
+@settings(max_examples=examples(150, quick=12), deadline=None)
+@given(
+    model=MODELS | st.sampled_from(["mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b", "llama3-70b"]).map(load_model),
+    on=st.sampled_from(["v5e:2x2", "v5e:4x4", "v6e:2x4", "v5p:2x2x2"]),
+    mode=st.sampled_from(["disaggregated", "interleaved"]),
+    tpot_s=st.sampled_from([None, 0.005, 0.05]),
+    batch=st.sampled_from([None, None, 7, 470]),
+    rate=st.sampled_from([None, 5.0]),
+)
+def test_what_is_recommended_is_executable_and_so_is_the_nearest(
+    model: ModelConfig, on: str, mode: str, tpot_s: float | None, batch: int | None, rate: float | None
+) -> None:
+    asked = problem(model, on, batch, mode=mode, prompt=2048, generate=256, tpot_s=tpot_s, requests_per_second=rate)
+    try:
+        if rate is None:
+            answer = plan_serving(asked)
+        else:
+            best = recommend(asked, {"chip": [asked.slice]}, [INT8], [mode]).best
+            assert best.plan.fits and not best.plan.obstacles
+            return
+    except (Infeasible, RooftopError):
+        return
+    plan = answer.plan
+    possible = any(
+        float(server_memory(asked, place, float(batch or 1))) <= asked.capacity and not asked.obstacles(place)
+        for place in asked.generate_placements()
+    )
+    assert (plan.fits and not plan.obstacles) == possible
+    if possible:
+        assert not answer.nearest
+        assert batch is not None or plan.batch % plan.generate_on.spread == 0 or plan.batch < plan.generate_on.spread
+        return
+    # What does not fit or has no engine says so, and every plan that it names has one.
+    for near in nearest_plans(plan):
+        assert near.fits and not near.obstacles
 
 
 def test_the_front_falls_nowhere() -> None:
@@ -414,7 +478,7 @@ def test_the_nearest_is_as_near_as_servers_can_make_it() -> None:
     with pytest.raises(Infeasible) as error:
         _recommend(requests_per_second=40.0, ttft_s=5e-3)
     given = problem(on="v6e:8x8")
-    _, fastest = best_prefill(given, given.prefill_placements())
+    _, fastest = best_prefill(given, given.engine_prefills())
     reached = float(error.value.by.split("TTFT ")[1].split(" ms")[0]) / 1e3
     # Ten times the servers that the load needs: the mean wait is a twentieth of a prefill, and a bit.
     assert fastest < reached < 1.1 * fastest

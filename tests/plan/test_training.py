@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, parse_axes
+from rooftop.capabilities import KERNELS, LANES, AttentionKernel, block_size, padded_positions
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import schema
 from rooftop.hardware import Slice
@@ -22,7 +25,7 @@ from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan.shapes import attended_pairs
 from rooftop.plan.training.answer import TrainingAnswerDocument, plan_training
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import Sweep, sweep
 from rooftop.plan.training.workload import Numerics, Workload
@@ -331,7 +334,8 @@ def test_nothing_fits_says_by_how_much_and_where() -> None:
         ({"fsdp": 16, "tensor": 3}, r"64 devices.*48.*such as fsdp="),
         ({"fsdp": 1000}, r"64 devices.*such as fsdp=64"),
         ({"fsdp": 2, "tensor": 32}, None),
-        ({"fsdp": 1, "tensor": 64}, r"divisor of the 32 attention heads, such as context=8,tensor=8"),
+        ({"fsdp": 1, "tensor": 64}, None),
+        ({"fsdp": 32, "expert": 2}, r"divisor of the 1 experts, such as"),
     ],
 )
 def test_a_mesh_that_does_not_divide_names_the_nearest_that_does(axes: dict[str, int], message: str | None) -> None:
@@ -340,6 +344,44 @@ def test_a_mesh_that_does_not_divide_names_the_nearest_that_does(axes: dict[str,
         return
     with pytest.raises(RooftopError, match=message):
         sweep(problem(axes=axes))
+
+
+def test_uneven_sequences_are_priced_on_the_busiest_device() -> None:
+    """13 sequences over 16 devices take as long as 16; model FLOPs and tokens are those of the 13."""
+    how: dict[str, Any] = {"on": "v5e:4x4", "axes": {"fsdp": 16}, "remat": "block", "microbatches": 1}
+    some, all_ = (best(sweep(problem("llama3-8b", seqs=seqs, seq_len=4000, **how))) for seqs in (13, 16))
+    assert some.expected_s == pytest.approx(all_.expected_s)
+    assert some.memory_bytes == all_.memory_bytes
+    assert some.mfu == pytest.approx(all_.mfu * 13 / 16)
+    assert some.padding == Padding(
+        sequences=16, positions=4096, empty_sequences=3, sequence_tokens=96, share=1 - 13 * 4000 / (16 * 4096)
+    )
+    assert some.padding.share == pytest.approx(float(some.step.padding[0, 0]))
+    assert not some.obstacles
+
+
+@settings(max_examples=examples(300, quick=60), deadline=None)
+@given(st.integers(1, 9000), st.integers(1, 40), st.integers(1, 12), st.sampled_from(KERNELS), st.integers(1, 2))
+def test_padded_positions_divide(seq_len: int, ring: int, tensor: int, kernel: AttentionKernel, chunks: int) -> None:
+    padded = int(padded_positions(seq_len, ring=ring, residual=ring * tensor, kernel=kernel, chunks=chunks))
+    unit = chunks * ring if ring > 1 else 1
+    unit = math.lcm(unit * (LANES if kernel == "splash" else 1), ring * tensor)
+    assert padded >= seq_len and padded % unit == 0
+    if padded != seq_len:
+        # At most three units more than division asks for, so that the kernel's blocks are large.
+        assert padded - seq_len < (4 if kernel == "splash" else 1) * unit
+    if kernel == "splash" and padded != seq_len:
+        chunk = padded // (chunks * ring if ring > 1 else 1)
+        assert block_size(chunk, 1024) >= min(chunk, 512)
+
+
+def test_long_sequences_use_the_whole_pod() -> None:
+    """The book's pod has 2^8 x 5 x 7 chips: 128 sequences of 128 Ki tokens are split 35 ways."""
+    pod = problem("llama3.1-405b", "v5p:16x20x28", seqs=128, seq_len=2**17)
+    plan = best(sweep(pod))
+    assert plan.fits and not plan.obstacles
+    assert plan.mesh.shape["context"] == 35
+    assert 0 < plan.padding.share < 0.05
 
 
 @settings(max_examples=examples(30), deadline=None)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import P
 
+from rooftop.capabilities import block_size
 from rooftop.compiler.hlo import text as hlo
 from rooftop.core.errors import RooftopError
 from rooftop.core.scopes import scope_and_phase
@@ -24,7 +25,6 @@ from rooftop.programs.attention.attend import attend
 from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, context_attend, sequence_order
 from rooftop.programs.attention.scores import (
     Scores,
-    block_size,
     declared,
     executed_pairs,
     kernel_flops,

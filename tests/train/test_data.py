@@ -267,6 +267,22 @@ def test_a_batch_is_placed_as_the_program_expects_it(
         assert array.sharding.spec == specs.activation("batch", "seq")
 
 
+def test_padding_follows_the_batch_of_the_loader() -> None:
+    store = counting([5, 30, 7, 7, 90, 2])
+    loader = Loader(store=store, packing=pack(store, 9), batch=5, seed=0)
+    expected = loader.rows(3, slice(None))
+    mesh, specs = on_devices((4, 2), ("fsdp", "context"))
+    batch = place(loader, 3, mesh, specs, "zigzag", padded=(8, 12))
+    tokens, targets, segments = (
+        np.asarray(array)[:, np.argsort(sequence_order(12, 2, "zigzag"))]
+        for array in (batch.tokens, batch.targets, batch.segments)
+    )
+    assert np.array_equal(tokens[:5, :9], expected.tokens)
+    assert np.array_equal(targets[:5, :9], expected.targets)
+    for array, padding in ((tokens, 0), (targets, -1), (segments, 0)):
+        assert (array[5:] == padding).all() and (array[:, 9:] == padding).all()
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     store = counting([9] * 9)
     mesh, specs = on_devices((4, 2), ("fsdp", "context"))

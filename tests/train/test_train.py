@@ -233,6 +233,25 @@ def test_a_run_goes_from_two_processes_to_one_and_back(corpus: Path) -> None:
     assert found == pytest.approx(straight, abs=1e-6, rel=0)
 
 
+@pytest.mark.slow
+def test_padding_changes_no_loss(corpus: Path) -> None:
+    """5 sequences of 30 tokens on one device, and on meshes that divide neither."""
+    sizes = {"batch_seqs": 5, "seq": 30, "eval_every": 4, "save_every": 4}
+    alone, padded = corpus / "unpadded", corpus / "padded"
+    assert run(command(corpus, alone, steps=8, mesh="data=1", **sizes)).status == 0
+    for steps, mesh, devices in ((4, "fsdp=2,context=2,tensor=2", 8), (8, "data=3,tensor=2", 6)):
+        done = run(command(corpus, padded, steps=steps, devices=devices, mesh=mesh, **sizes))
+        assert done.status == 0, done.err
+    assert losses(padded) == pytest.approx(losses(alone), abs=1e-5, rel=0)
+    assert evaluations(padded) == pytest.approx(evaluations(alone), abs=1e-5, rel=0)
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    """Step -> loss of the documents held out."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["eval_loss"] for record in records if "eval_loss" in record}
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_lost_process_ends_the_other_with_one_line(corpus: Path, victim: int) -> None:
     folder = corpus / f"lost{victim}"

@@ -25,10 +25,11 @@ from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import Mode, ServingProblem
 from rooftop.plan.serving.search import (
     FrontPoint,
+    PrefillSweep,
     batch_grid,
-    best_prefill,
-    most_sequences,
+    most_of_each,
     pareto,
+    price_prompts,
     slices_of,
     sweep_generate,
 )
@@ -265,15 +266,20 @@ def recommend(
 
 
 def _placements(problem: ServingProblem, slice_: Slice, mode: Mode) -> tuple[list[Placement], list[Placement]]:
-    """Placements of generation on this slice and, on a server of its own, of prefill."""
+    """Placements of generation on this slice and, on a server of its own, of prefill: those of engines."""
     sized = replace(problem, slice=slice_, mode=mode)
-    return sized.generate_placements(), sized.prefill_placements() if mode == "disaggregated" else []
+    generate = sized.generate_placements()
+    return sized.nearest_engines(generate) if generate else [], (
+        sized.engine_prefills() if mode == "disaggregated" else []
+    )
 
 
-def _order(fleet: Fleet, objective: Objective) -> tuple[float, float, float]:
-    """Sort key: fleets within the targets by the objective, then the others by their excess."""
+def _order(fleet: Fleet, objective: Objective) -> tuple[float, bool, float, float]:
+    """Sort key: fleets within the targets, those that engines run first, by the objective; others by their excess."""
     excess = _excess(fleet)
-    return (1.0, fleet.score(objective), fleet.chips) if excess <= 1 else (excess, 0.0, 0.0)
+    if excess > 1:
+        return excess, True, 0.0, 0.0
+    return 1.0, bool(fleet.plan.obstacles), fleet.score(objective), fleet.chips
 
 
 def _excess(fleet: Fleet) -> float:
@@ -323,7 +329,7 @@ def front(
         sized = replace(problem, slice=slice_, numerics=kinds)
         points += [
             FleetPoint(**vars(point), slice=slice_.name, weights=kinds.weights, kv=kinds.kv)
-            for point in pareto(sized, sized.generate_placements())
+            for point in pareto(sized, sized.nearest_engines(sized.generate_placements()))
         ]
     undominated = []
     least = inf
@@ -340,18 +346,22 @@ Placed = Sequence[tuple[Slice, list[Placement], list[Placement]]]
 
 
 def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
-    prefills: list[_FleetServer] = []
-    generates: list[_FleetServer] = []
+    # An engine sends a cache to another only if both have as many key/value heads, copies included.
+    prefills: dict[int, list[_FleetServer]] = {}
+    generates: dict[int, list[_FleetServer]] = {}
     work = problem.workload
     rate = work.requests_per_second
     for slice_, generate, prefill in placed:
         sized = replace(problem, slice=slice_)
-        if prefill:
-            placement, seconds = best_prefill(sized, prefill)
+        swept = PrefillSweep.of(sized, prefill)
+        for copies in {sized.cache_heads(placement) for placement in prefill}:
+            best = swept.best(copies)
+            assert best is not None
+            placement, seconds = best
             memory = sized.memory(placement, 1.0, prefilling=True, generating=False)
             if float(memory.total) <= sized.capacity:
                 count, wait = _prefill_servers(seconds, rate, work.ttft_s)
-                prefills.append(
+                prefills.setdefault(copies, []).append(
                     _FleetServer(
                         problem=sized,
                         placement=placement,
@@ -361,39 +371,41 @@ def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
                         latency_s=seconds + wait,
                     )
                 )
-        generates += [
-            _FleetServer(
-                problem=sized, placement=place, batch=batch, seconds=seconds, latency_s=seconds,
-                count=_whole((rate or 1.0) * work.generate * seconds / (LOAD * batch), rate),
+        for place, batch, seconds in _steps(sized, generate):
+            generates.setdefault(sized.cache_heads(place), []).append(
+                _FleetServer(
+                    problem=sized, placement=place, batch=batch, seconds=seconds, latency_s=seconds,
+                    count=_whole((rate or 1.0) * work.generate * seconds / (LOAD * batch), rate),
+                )
+            )  # fmt: skip
+    for copies, servers in generates.items():
+        if copies not in prefills:
+            continue
+        before = _best(prefills[copies], work.ttft_s)
+        for first, second in product(before, _best(servers, work.tpot_s)):
+            joint = replace(second.problem, prefill_slice=first.placement.slice)
+            plan = ServingPlan(
+                problem=joint, generate_on=second.placement, prefill_on=first.placement, batch=second.batch
             )
-            for place, batch, seconds in _steps(sized, generate)
-        ]  # fmt: skip
-    if not prefills or not generates:
-        return
-    before = _best(prefills, work.ttft_s)
-    after = _best(generates, work.tpot_s)
-    for first, second in product(before, after):
-        joint = replace(second.problem, prefill_slice=first.placement.slice)
-        plan = ServingPlan(problem=joint, generate_on=second.placement, prefill_on=first.placement, batch=second.batch)
-        yield Fleet(
-            plan=plan,
-            prefill_servers=first.count,
-            generate_servers=second.count,
-            ttft_s=first.latency_s,
-            tpot_s=plan.tpot_s,
-        )
+            yield Fleet(
+                plan=plan,
+                prefill_servers=first.count,
+                generate_servers=second.count,
+                ttft_s=first.latency_s,
+                tpot_s=plan.tpot_s,
+            )
 
 
 def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
     work = problem.workload
     for slice_, generate, _ in placed:
         sized = replace(problem, slice=slice_)
-        shared: dict[int, tuple[Placement, float]] = {}
-        for place, batch, seconds in _steps(sized, generate):
-            if id(place) not in shared:
-                on = sized.shared_prefill(place)
-                shared[id(place)] = on, sized.prompt_s(on)
-            on, prefill = shared[id(place)]
+        steps = list(_steps(sized, generate))
+        prefills = [sized.shared_prefill(place) for place, _, _ in steps]
+        different = list({id(on): on for on in prefills}.values())
+        seconds_of = dict(zip(map(id, different), price_prompts(sized, different).tolist(), strict=True))
+        for (place, batch, seconds), on in zip(steps, prefills, strict=True):
+            prefill = seconds_of[id(on)]
             between = interleaved_token_s(seconds, prefill, batch, work.generate)
             served = LOAD * batch / (work.generate * between)
             wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + seconds / 2
@@ -404,19 +416,18 @@ def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
 
 def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[tuple[Placement, int, float]]:
     """The fastest placement of every batch that fits, with the seconds between two tokens."""
-    room = [(placement, most) for placement in placements if (most := most_sequences(problem, placement))]
-    if not room:
+    most = max(most_of_each(problem, placements), default=0)
+    if not most:
         return
     batch_seqs = problem.workload.batch_seqs
-    batches = batch_grid(max(most for _, most in room))
+    batches = batch_grid(most)
     # A third of the grid: steps of a quarter in the batch are fine enough to compare fleets.
     chosen = batches[sorted({*range(0, len(batches), 3), len(batches) - 1})]
-    swept = sweep_generate(
-        problem, [placement for placement, _ in room], chosen if batch_seqs is None else np.array([float(batch_seqs)])
-    )
-    for at, batch in enumerate(swept.batches):
-        if np.isfinite(swept.fastest_s[at]):
-            yield swept.best(at), int(batch), float(swept.fastest_s[at])
+    swept = sweep_generate(problem, placements, chosen if batch_seqs is None else np.array([float(batch_seqs)]))
+    if batch_seqs is None:
+        yield from ((choice.placement, choice.batch, choice.seconds) for choice in swept.choices())
+    elif np.isfinite(swept.fastest_s[0]):
+        yield swept.best(0), batch_seqs, float(swept.fastest_s[0])
 
 
 def _prefill_servers(seconds: float, rate: float | None, target_s: float | None) -> tuple[float, float]:

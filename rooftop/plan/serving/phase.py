@@ -71,7 +71,7 @@ class Phase:
     @property
     def columns(self) -> tuple[str, ...]:
         """The mesh axes that split heads and hidden columns."""
-        return _columns(generating=self.generating)
+        return _columns(ring=not self.generating)
 
     @cached_property
     def split(self) -> Number:
@@ -101,7 +101,7 @@ class Phase:
 
     @cached_property
     def _projections(self) -> AttentionMatmuls:
-        return self.kind.matmuls(np.float64(self.split), np.float64(self.kv_heads))  # type: ignore[arg-type]
+        return self.kind.matmuls(np.float64(self.model.heads / self.split), np.float64(self.kv_heads))  # type: ignore[arg-type]
 
     @cached_property
     def attention(self) -> list[MatmulShape]:
@@ -115,7 +115,7 @@ class Phase:
 
     def mlp(self, hidden: float) -> tuple[list[MatmulShape], list[MatmulShape]]:
         """Matmuls into an MLP of ``hidden`` columns, and out of it, on one device."""
-        return mlp_matmuls(self.model, hidden, np.float64(self.split))  # type: ignore[arg-type]
+        return mlp_matmuls(self.model, np.float64(hidden / self.split))  # type: ignore[arg-type]
 
     @cached_property
     def experts_read(self) -> Number:
@@ -216,15 +216,18 @@ def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number,
     return plain * scales / (numerics.kv_sharing if stored else 1)
 
 
-def _columns(*, generating: bool) -> tuple[str, ...]:
-    return (*SEQUENCE_AXES, *COLUMN_AXES) if generating else COLUMN_AXES
+def _columns(*, ring: bool) -> tuple[str, ...]:
+    return COLUMN_AXES if ring else (*SEQUENCE_AXES, *COLUMN_AXES)
 
 
-def serving_rules(*, generating: bool) -> Rules:
-    """Sharding rules of a serving program. D of a weight is on fsdp, where it stays (2-D weight-stationary)."""
-    columns = _columns(generating=generating)
+def serving_rules(*, generating: bool, ring: bool = False) -> Rules:
+    """Sharding rules of a serving program. D of a weight is on fsdp, where it stays (2-D weight-stationary).
+
+    ``context`` splits columns, or the sequence of a prefill in a ``ring``.
+    """
+    columns = _columns(ring=ring)
     split = {"heads": columns, "kv_heads": COLUMN_AXES, "mlp": columns, "vocab": columns, "expert": EXPERT_AXES}
-    sequence = () if generating else (*EXPERT_AXES, *SEQUENCE_AXES)
+    sequence = () if generating else (*EXPERT_AXES, *(SEQUENCE_AXES if ring else ()))
     return Rules(
         parameters={"embed": GATHER_AXES, **split},
         activations={"batch": (*REPLICA_AXES, *EXPERT_AXES), "seq": sequence, **split},

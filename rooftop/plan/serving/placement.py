@@ -16,7 +16,7 @@ import numpy as np
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, span
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
+from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
 from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
@@ -52,10 +52,14 @@ class Placed(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The mesh of a phase, and the part of the cache that ``context`` splits: 'batch' or 'seq'."""
+    """The mesh of a phase, and the part of the cache that ``context`` splits: 'batch' or 'seq'.
+
+    ``joined_of`` is the mesh of the engine whose context and tensor axes are joined in this one.
+    """
 
     mesh: Mesh
     kv_split: KvSplit = "batch"
+    joined_of: Mesh | None = None
 
     def __post_init__(self) -> None:
         if self.kv_split not in KV_SPLITS:
@@ -65,6 +69,16 @@ class Placement:
     def slice(self) -> Slice:
         """The slice under the mesh."""
         return self.mesh.slice
+
+    @property
+    def engine_mesh(self) -> Mesh:
+        """The mesh as an engine has it."""
+        return self.joined_of or self.mesh
+
+    @property
+    def spread(self) -> int:
+        """Groups of devices over which whole sequences of a generate server's cache are spread."""
+        return self.ways(BATCH_AXES) * (1 if self.kv_split == "seq" else self.ways(SEQUENCE_AXES))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -94,7 +108,16 @@ class Placement:
 
     def joined(self) -> Placement:
         """See ``Placed``."""
-        return Placement(mesh=_joined(self.mesh))
+        return self._joined
+
+    @cached_property
+    def _joined(self) -> Placement:
+        return Placement(mesh=_joined(self.mesh), joined_of=self.engine_mesh)
+
+    @cached_property
+    def groups(self) -> dict[tuple[int, ...], Placements]:
+        """Groups that begin with this placement, by the identities of their members: prices are computed once."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,22 +127,26 @@ class Placements:
     All or none of them split D over ``fsdp``, and all or none have an ``expert`` axis.
     """
 
-    meshes: Sequence[Mesh]
-    kv_split: KvSplit = "batch"
+    members: Sequence[Placement]
 
     @property
     def slice(self) -> Slice:
         """The slice under the meshes."""
-        return self.meshes[0].slice
+        return self.members[0].slice
+
+    @property
+    def kv_split(self) -> KvSplit:
+        """The part of the cache that ``context`` splits, in all of them."""
+        return self.members[0].kv_split
 
     @cached_property
     def _pieces(self) -> dict[str, tuple[Ints, Ints]]:
         """Sizes and strides of each mesh axis along the physical axes, [P, physical]; 1 where it is not used."""
         position = {axis.name: at for at, axis in enumerate(self.slice.physical_axes)}
-        shape = len(self.meshes), len(position)
+        shape = len(self.members), len(position)
         pieces_of: dict[str, tuple[Ints, Ints]] = {}
-        for row, mesh in enumerate(self.meshes):
-            for name, pieces in mesh.axes.items():
+        for row, placement in enumerate(self.members):
+            for name, pieces in placement.mesh.axes.items():
                 if name not in pieces_of:
                     pieces_of[name] = np.ones(shape, np.int64), np.ones(shape, np.int64)
                 for piece in pieces:
@@ -131,7 +158,7 @@ class Placements:
         """``Mesh.span`` of every mesh, arrays [P, physical]."""
         physical = self.slice.physical_axes
         length = np.array([axis.size for axis in physical])
-        size = np.ones((len(self.meshes), len(physical)), np.int64)
+        size = np.ones((len(self.members), len(physical)), np.int64)
         first, end = np.broadcast_to(length, size.shape), np.ones_like(size)
         for own, stride in (self._pieces[name] for name in axes if name in self._pieces):
             size = size * own
@@ -152,7 +179,7 @@ class Placements:
         """See ``Placed``; [P, 1]."""
         if axes not in self._ways:
             sizes = [np.prod(self._pieces[axis][0], axis=-1) for axis in axes if axis in self._pieces]
-            self._ways[axes] = prod(sizes, start=np.ones(len(self.meshes)))[:, None]
+            self._ways[axes] = prod(sizes, start=np.ones(len(self.members)))[:, None]
         return self._ways[axes]
 
     def price(self, kind: str, axes: tuple[str, ...]) -> Price:
@@ -164,21 +191,29 @@ class Placements:
 
     def joined(self) -> Placements:
         """See ``Placed``."""
-        return Placements(meshes=[_joined(mesh) for mesh in self.meshes])
+        return self._joined
+
+    @cached_property
+    def _joined(self) -> Placements:
+        return Placements(members=[placement.joined() for placement in self.members])
 
 
 def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
     """Group placements of one slice that can be priced together: indices and the group."""
-    groups: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
+    alike: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
     for at, placement in enumerate(placements):
         kind = placement.ways(GATHER_AXES) > 1, placement.ways(EXPERT_AXES) > 1
-        groups.setdefault(kind, {}).setdefault(placement.kv_split, []).append(at)
-    for splits in groups.values():
-        for split, members in splits.items():
+        alike.setdefault(kind, {}).setdefault(placement.kv_split, []).append(at)
+    for splits in alike.values():
+        for members in splits.values():
             if len(members) == 1:
                 yield members, placements[members[0]]
             else:
-                yield members, Placements(meshes=[placements[at].mesh for at in members], kv_split=split)
+                chosen = [placements[at] for at in members]
+                key, groups = tuple(map(id, chosen)), chosen[0].groups
+                if key not in groups:
+                    groups[key] = Placements(members=chosen)
+                yield members, groups[key]
 
 
 def _priced_as(kind: str) -> str:

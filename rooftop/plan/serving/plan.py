@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from rooftop import __version__
 from rooftop.arrays.mesh import MeshLayout
-from rooftop.arrays.rules import Rules
-from rooftop.capabilities import SERVING, KvSplit, ServingSpec, obstacles
+from rooftop.arrays.rules import SEQUENCE_AXES, Rules
+from rooftop.capabilities import KvSplit
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger, Resource, Row
 from rooftop.core.quantities import format_bytes, format_seconds
@@ -98,7 +98,10 @@ class PlannedGenerate(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPrefill(Record):
-    """The prefill of one prompt, and the server that does it."""
+    """The prefill of one prompt, and the server that does it.
+
+    The context axis of its mesh splits columns, or the sequence in a ``ring``.
+    """
 
     seconds: float
     lower_s: float
@@ -106,6 +109,7 @@ class PlannedPrefill(Record):
     tokens_per_s: float
     slice: str
     mesh: MeshLayout
+    ring: bool
     rules: Rules
     ledger: tuple[Row, ...]
 
@@ -212,10 +216,11 @@ class ServingPlanDocument(Record):
             prefill_slice=None if prefill_slice == slice_ else prefill_slice,
             draft=draft,
         )
+        prefill_on = Placement(mesh=self.prefill.mesh.on(prefill_slice))
         return ServingPlan(
             problem=problem,
             generate_on=Placement(mesh=self.mesh.on(slice_), kv_split=self.kv_split),
-            prefill_on=Placement(mesh=self.prefill.mesh.on(prefill_slice)),
+            prefill_on=prefill_on if self.prefill.ring else prefill_on.joined(),
             batch=self.generate.batch,
         )
 
@@ -254,7 +259,7 @@ class ServingPlan:
     @cached_property
     def prefill_s(self) -> float:
         """Expected seconds of one prompt's prefill: the cached part is read, a draft model prefills too."""
-        return self.problem.prompt_s(self.prefill_on)
+        return float(self.problem.prompt_s(self.prefill_on))
 
     @cached_property
     def token_s(self) -> float:
@@ -342,29 +347,10 @@ class ServingPlan:
         return serving_reasons(self.problem, self.generate_on, self.batch, self.generate)
 
     @cached_property
-    def spec(self) -> ServingSpec:
-        """The engine that the plan asks for."""
-        problem, numerics = self.problem, self.problem.numerics
-        return ServingSpec(
-            model=problem.model,
-            axes=self.generate_on.mesh.shape,
-            batch=self.batch,
-            kv_split=self.generate_on.kv_split,
-            weights=numerics.weights,
-            weight_group=numerics.weight_group,
-            kv=numerics.kv,
-            matmul=numerics.flops,
-            kv_sharing=numerics.kv_sharing,
-            disaggregated=problem.mode == "disaggregated",
-            drafted=problem.draft is not None,
-        )
-
-    @cached_property
     def obstacles(self) -> list[str]:
         """Reasons why no program runs the plan as it stands; empty if one does."""
-        if self.problem.book:
-            return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
-        return list(obstacles(SERVING, self.spec))
+        apart = self.problem.mode == "disaggregated"
+        return self.problem.obstacles(self.generate_on, self.prefill_on if apart else None)
 
     def step_times(self) -> PlannedTimes:
         """Seconds of any step of these servers, for a simulation of requests.
@@ -471,8 +457,9 @@ class ServingPlan:
                 bound=_bound(self.prefill),
                 tokens_per_s=work.prompt / self.prefill_s,
                 slice=problem.prefill_server.name,
-                mesh=self.prefill_on.mesh.described,
-                rules=serving_rules(generating=False).only(self.prefill_on.mesh.shape),
+                mesh=self.prefill_on.engine_mesh.described,
+                ring=self._ring,
+                rules=serving_rules(generating=False, ring=self._ring).only(self.prefill_on.engine_mesh.shape),
                 ledger=self.prefill.rows,
             ),
             ttft_s=self.ttft_s,
@@ -496,6 +483,10 @@ class ServingPlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values; ``ServingAnswer`` adds the results of the search."""
         return self.document.to_json()
+
+    @property
+    def _ring(self) -> bool:
+        return self.prefill_on.joined_of is None and self.prefill_on.ways(SEQUENCE_AXES) > 1
 
     def _draft(self) -> PlannedDraft | None:
         problem, draft = self.problem, self.problem.draft
@@ -522,7 +513,8 @@ class ServingPlan:
     def prefix_cache(self) -> PlannedPrefixCache:
         """The gain of the prefix cache, and its capacity."""
         problem = self.problem
-        cold = replace(problem, workload=replace(problem.workload, hit_rate=0.0)).prompt_s(self.prefill_on)
+        without = replace(problem, workload=replace(problem.workload, hit_rate=0.0))
+        cold = float(without.prompt_s(self.prefill_on))
         memory = None if problem.host_bytes is None else problem.host_bytes * problem.prefill_server.hosts
         return PlannedPrefixCache(
             hit_rate=problem.workload.hit_rate,

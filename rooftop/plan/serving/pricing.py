@@ -31,30 +31,58 @@ class _Duration:
         return self.latency_s + self.bytes_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Expected seconds of pieces of work: streams through HBM, transfers, and shares of transfers that hide.
+
+    ``latency`` is the share of starts and hops that passes while weights are read.
+    """
+
+    streams: Sequence[Number]
+    durations: Sequence[Sequence[_Duration]]
+    latency: Number
+    bytes: float
+    ring: float
+
+    @classmethod
+    def of(cls, work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> _Steps:
+        names: tuple[ServingShare, ...] = ("hbm_read", "latency", "bytes", "ring")
+        share = {name: assumptions.share(name, rates.chip) for name in names}
+        rate = rates.hbm_bytes_per_s * share["hbm_read"]
+        streams = [item.hbm_bytes / rate for item in work]
+        lines: dict[tuple[str, tuple[str, ...]], tuple[Number, Number]] = {}
+        durations = [[_duration(part, placement, rates, lines) for part in item.collectives] for item in work]
+        streaming = sum((item.count * stream_s for item, stream_s in zip(work, streams, strict=True)), 0.0)
+        waits = sum(
+            (item.count * part.latency_s for item, parts in zip(work, durations, strict=True) for part in parts), 0.0
+        )
+        # Starts and hops hide behind streams, of which there are only so many.
+        room = np.minimum(1.0, streaming / np.where(np.asarray(waits) > 0, waits, 1.0))
+        return cls(
+            streams=streams,
+            durations=durations,
+            latency=share["latency"] * room,
+            bytes=share["bytes"],
+            ring=share["ring"],
+        )
+
+    def exposed_s(self, item: Work, transfer: Transfer, duration: _Duration, stream_s: Number) -> Number:
+        """Seconds of a transfer that nothing hides."""
+        if transfer.hides == "ring":
+            # A transfer overlaps attention to the previous block: the shorter of the two is hidden.
+            hidden: Number = np.minimum(self.ring * duration.total_s, np.maximum(item.matmul_s, stream_s))
+            return duration.total_s - hidden
+        return (1 - self.latency) * duration.latency_s + (1 - self.bytes) * duration.bytes_s
+
+
 def price_serving(work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> Ledger:
     """The ledger of ``work``; figures are scalars, or arrays over batch sizes."""
-    names: tuple[ServingShare, ...] = ("hbm_read", "latency", "bytes", "ring")
-    share = {name: assumptions.share(name, rates.chip) for name in names}
-    rate = rates.hbm_bytes_per_s * share["hbm_read"]
-    durations = [[_duration(transfer, placement, rates) for transfer in item.collectives] for item in work]
-    streams = sum((item.count * item.hbm_bytes / rate for item in work), 0.0)
-    waits = sum(
-        (item.count * part.latency_s for item, parts in zip(work, durations, strict=True) for part in parts), 0.0
-    )
-    # Starts and hops hide behind streams, of which there are only so many.
-    room = np.minimum(1.0, streams / np.where(np.asarray(waits) > 0, waits, 1.0))
-    latency = share["latency"] * room
+    steps = _Steps.of(work, placement, rates, assumptions)
     rows = []
-    for item, parts in zip(work, durations, strict=True):
-        stream_s = item.hbm_bytes / rate
+    for item, stream_s, parts in zip(work, steps.streams, steps.durations, strict=True):
         collectives = []
         for transfer, duration in zip(item.collectives, parts, strict=True):
-            if transfer.hides == "ring":
-                # A transfer overlaps attention to the previous block: the shorter of the two is hidden.
-                hidden = np.minimum(share["ring"] * duration.total_s, np.maximum(item.matmul_s, stream_s))
-                exposed = duration.total_s - hidden
-            else:
-                exposed = (1 - latency) * duration.latency_s + (1 - share["bytes"]) * duration.bytes_s
+            exposed = steps.exposed_s(item, transfer, duration, stream_s)
             price = placement.price(transfer.priced_as, transfer.axes)
             collectives.append(transfer.collective([price], duration.total_s, exposed))
         exposed_s, paid = paid_s(collectives)
@@ -70,9 +98,28 @@ def price_serving(work: Sequence[Work], placement: Placed, rates: Rates, assumpt
     return Ledger(tuple(rows))
 
 
-def _duration(transfer: Transfer, placement: Placed, rates: Rates) -> _Duration:
-    price = placement.price(transfer.priced_as, transfer.axes)
-    efficiency = rates.network_efficiency(transfer.priced_as)
-    latency = price.expected_s(0.0, efficiency, rates.collective_start_s)
-    total = price.expected_s(transfer.payload, efficiency, rates.collective_start_s)
-    return _Duration(latency_s=latency, bytes_s=total - latency)
+def serving_s(work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> Number:
+    """Expected seconds of ``price_serving``'s ledger, without its rows."""
+    steps = _Steps.of(work, placement, rates, assumptions)
+    total: Number = 0.0
+    for item, stream_s, parts in zip(work, steps.streams, steps.durations, strict=True):
+        seconds = np.maximum(item.matmul_s, stream_s)
+        for transfer, duration in zip(item.collectives, parts, strict=True):
+            seconds = seconds + steps.exposed_s(item, transfer, duration, stream_s)
+        total = total + item.count * seconds
+    return total
+
+
+def _duration(
+    transfer: Transfer,
+    placement: Placed,
+    rates: Rates,
+    lines: dict[tuple[str, tuple[str, ...]], tuple[Number, Number]],
+) -> _Duration:
+    """``lines`` are the latency and the seconds per byte of collectives that are known."""
+    key = transfer.priced_as, transfer.axes
+    if key not in lines:
+        efficiency = rates.network_efficiency(transfer.priced_as)
+        lines[key] = placement.price(*key).expected_line(efficiency, rates.collective_start_s)
+    latency_s, seconds_per_byte = lines[key]
+    return _Duration(latency_s=latency_s, bytes_s=transfer.payload * seconds_per_byte)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -12,17 +12,18 @@ import numpy as np
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES, SERVING_AXES, ways
-from rooftop.capabilities import KV_SPLITS, KvSplit
+from rooftop.capabilities import KV_SPLITS, SERVING, KvSplit, ServingSpec, obstacles
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
+from rooftop.models.attention import attention_kind
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.plan.pricing import BOUNDS, Bounds
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
-from rooftop.plan.serving.pricing import price_serving
+from rooftop.plan.serving.pricing import price_serving, serving_s
 from rooftop.plan.serving.rows import generate_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline.rates import Rates
@@ -165,8 +166,17 @@ class ServingProblem:
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
         return price_serving(generate_work(phase, tokens), placement, self.rates, self.assumptions)
 
+    def generate_s(
+        self, placement: Placed, batch: Number, *, model: ModelConfig | None = None, guesses: int = 0
+    ) -> Number:
+        """Expected seconds of such a step, without its rows."""
+        if self.book:
+            return self.generate(placement, batch).expected_s
+        phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
+        return serving_s(generate_work(phase, self.step_context), placement, self.rates, self.assumptions)
+
     def prefill(
-        self, placement: Placement, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
+        self, placement: Placed, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
     ) -> Ledger:
         """The ledger of a prefill of ``tokens`` tokens of one sequence, after ``before`` tokens whose KV is there."""
         if self.book or self.assumptions.mfu is not None:
@@ -175,13 +185,19 @@ class ServingProblem:
         phase = self.phase("prefill", placement, float(tokens), model)
         return price_serving(prefill_work(phase, before), placement, self.rates, self.assumptions)
 
-    def prompt_s(self, placement: Placement) -> float:
+    def prompt_s(self, placement: Placed) -> Number:
         """Expected seconds until a prompt is prefilled: the cached part is read, then the models run."""
         new = float(self.workload.new_prompt_tokens)
         before = self.workload.prompt - new
         models = [self.model] if self.draft is None else [self.model, self.draft.model]
-        seconds = sum(float(self.prefill(placement, new, before, model=model).expected_s) for model in models)
-        return seconds + self.prefix_read_s
+        return sum((self._prefill_s(placement, new, before, model) for model in models), 0.0) + self.prefix_read_s
+
+    def _prefill_s(self, placement: Placed, tokens: float, before: float, model: ModelConfig) -> Number:
+        """Expected seconds of a prefill, without its rows."""
+        if self.book or self.assumptions.mfu is not None:
+            return self.prefill(placement, tokens, before, model=model).expected_s
+        phase = self.phase("prefill", placement, tokens, model)
+        return serving_s(prefill_work(phase, before), placement, self.rates, self.assumptions)
 
     @cached_property
     def prompt_kv_bytes(self) -> float:
@@ -219,6 +235,42 @@ class ServingProblem:
         plain = kv / (1 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes)
         return ServingMemory(weights=weights, scales=scales + kv - plain, kv=plain, activations=activations)
 
+    def spec(self, generate: Placement, prefill: Placement | None = None) -> ServingSpec:
+        """The engine of these placements; without ``prefill`` one that prefills where it generates."""
+        numerics = self.numerics
+        return ServingSpec(
+            model=self.model,
+            axes=generate.mesh.shape,
+            tokens=self.workload.held_tokens,
+            prefill_axes=None if prefill is None else prefill.engine_mesh.shape,
+            prefill_ring=prefill is not None and prefill.joined_of is None,
+            kv_split=generate.kv_split,
+            weights=numerics.weights,
+            weight_group=numerics.weight_group,
+            kv=numerics.kv,
+            matmul=numerics.flops,
+            kv_sharing=numerics.kv_sharing,
+            disaggregated=self.mode == "disaggregated",
+            drafted=self.draft is not None,
+        )
+
+    def obstacles(self, generate: Placement, prefill: Placement | None = None) -> list[str]:
+        """Reasons why no engine has these placements; empty if one does."""
+        if self.book:
+            return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
+        return list(obstacles(SERVING, self.spec(generate, prefill)))
+
+    def cache_heads(self, placement: Placement) -> int:
+        """Key/value heads of an engine's cache, copies included; 1 for latents, which all devices have."""
+        if attention_kind(self.model).cached_heads is None:
+            return 1
+        return max(self.model.kv_heads, ways(placement.engine_mesh.shape, *COLUMN_AXES))
+
+    def nearest_engines(self, placements: Sequence[Placement]) -> list[Placement]:
+        """The placements of generation with the fewest obstacles: those that engines have, if there are any."""
+        counts = [len(self.obstacles(placement)) for placement in placements]
+        return [placement for placement, count in zip(placements, counts, strict=True) if count == min(counts)]
+
     def generate_placements(self) -> list[Placement]:
         """Placements of a step, fewest ways first: every split of the slice that divides heads and hidden columns."""
         if self.book:
@@ -232,12 +284,21 @@ class ServingProblem:
         return placements
 
     def prefill_placements(self) -> list[Placement]:
-        """Placements of a prefill: tensor, expert and sequence sharding."""
+        """Placements of a prefill: tensor, expert and sequence sharding, the last in a ring that no engine has."""
         if self.book or self.assumptions.mfu is not None:
             return [Placement(mesh=_alone(self.prefill_server))]
         axes = tuple(axis for axis in _SPLIT_AXES if axis not in GATHER_AXES)
         sizes = self._sizes(self.prefill_server, self.prefill_axes, axes, self._divides_prefill)
         return [Placement(mesh=_lay(self.prefill_server, item)) for item in sizes]
+
+    def engine_prefills(self) -> list[Placement]:
+        """Placements of a prefill in engines: as a generate server's, with columns over context and tensor together."""
+        if self.book or self.prefill_axes is not None:
+            return self.prefill_placements()
+        axes = tuple(axis for axis in _SPLIT_AXES if axis not in GATHER_AXES)
+        sizes = self._sizes(self.prefill_server, None, axes, self._divides_generate)
+        engines = self.nearest_engines([Placement(mesh=_lay(self.prefill_server, item)) for item in sizes])
+        return [engine.joined() for engine in engines]
 
     def shared_prefill(self, placement: Placement) -> Placement:
         """The placement of a prefill on a generate server: on the same weights, whose columns stay in place."""

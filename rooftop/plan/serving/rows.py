@@ -103,7 +103,7 @@ def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work
     d_qk, d_v = phase.kind.head_sizes
     heads, ring = model.heads / phase.split, phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)
     new = float(phase.tokens) / sequences
-    here = float(np.ceil(sequences / phase.ways(*REPLICA_AXES)))
+    here = np.ceil(sequences / phase.ways(*REPLICA_AXES))
     pairs = here * chunk_pairs(model, new, before, phase.rates.attention_block)
     scores = pairs / ring * heads
     chip = phase.placement.slice.chip

@@ -19,6 +19,8 @@ from rooftop.plan.serving.problem import ServingProblem
 
 #: The largest batch that is looked at.
 MOST_SEQUENCES = 2**20
+#: Batches that are tried at once when the largest that fits is sought.
+_AT_A_TIME = 2**7
 
 
 def batch_grid(most: int) -> Floats:
@@ -55,19 +57,63 @@ class GenerateSweep:
             return self.placements[int(np.argmin(np.where(self.fits[:, at], self.expected_s[:, at], np.inf)))]
         return self.placements[int(np.argmin(self.memory_bytes[:, at]))]
 
+    def choices(self) -> list[BatchChoice]:
+        """The fastest placement of every batch that fits, smallest batch first.
+
+        A batch of more sequences than groups of devices is rounded down to a multiple of the groups: other slots of an
+        engine would stay empty.
+        """
+        sizes: dict[int, set[int]] = {}
+        for at in np.flatnonzero(np.isfinite(self.fastest_s)):
+            place = int(np.argmin(np.where(self.fits[:, at], self.expected_s[:, at], np.inf)))
+            sizes.setdefault(place, set()).add(even_batch(int(self.batches[at]), self.placements[place]))
+        fastest: dict[int, BatchChoice] = {}
+        places = [self.placements[place] for place in sizes]
+        every = sorted(set().union(*sizes.values()))
+        priced = price_generate(self.problem, places, np.array(every, np.float64))
+        for placement, batches, seconds in zip(places, sizes.values(), priced.tolist(), strict=True):
+            for batch, step_s in zip(every, seconds, strict=True):
+                if batch in batches and (batch not in fastest or step_s < fastest[batch].seconds):
+                    fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=step_s)
+        return [fastest[batch] for batch in sorted(fastest)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChoice:
+    """A batch, its placement, and the seconds between two tokens of a sequence."""
+
+    placement: Placement
+    batch: int
+    seconds: float
+
+
+def even_batch(batch: int, placement: Placement) -> int:
+    """The batch, rounded down to a multiple of the groups of devices that share it if it has more sequences."""
+    return batch - batch % placement.spread if batch > placement.spread else batch
+
 
 def sweep_generate(problem: ServingProblem, placements: Sequence[Placement], batches: Floats) -> GenerateSweep:
     """Price every placement with every batch. With a draft model a step is a round over the tokens that it yields."""
-    shape = len(placements), len(batches)
-    expected, memory = np.empty(shape), np.empty(shape)
-    # One batch is priced with plain numbers, which are several times as fast as arrays of one.
-    sizes = float(batches[0]) if len(batches) == 1 else batches
+    memory = np.empty((len(placements), len(batches)))
     for rows, some in together(placements):
-        expected[rows] = token_s(problem, some, sizes)
-        memory[rows] = server_memory(problem, some, sizes)
+        memory[rows] = server_memory(problem, some, _sizes(batches))
+    expected = price_generate(problem, placements, batches)
     return GenerateSweep(
         problem=problem, placements=placements, batches=batches, expected_s=expected, memory_bytes=memory
     )
+
+
+def price_generate(problem: ServingProblem, placements: Sequence[Placement], batches: Floats) -> Floats:
+    """``token_s`` of every placement with every batch, [P, B]."""
+    expected = np.empty((len(placements), len(batches)))
+    for rows, some in together(placements):
+        expected[rows] = token_s(problem, some, _sizes(batches))
+    return expected
+
+
+def _sizes(batches: Floats) -> float | Floats:
+    # One batch is priced with plain numbers, which are several times as fast as arrays of one.
+    return float(batches[0]) if len(batches) == 1 else batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +133,15 @@ def round_times(problem: ServingProblem, placement: Placed, batch: Any) -> Round
     """Seconds of the draft model and of the large one in a round. The problem has a draft."""
     draft = problem.draft
     assert draft is not None
-    guess = problem.generate(placement, batch, model=draft.model).expected_s
-    check = problem.generate(placement, batch, guesses=draft.length).expected_s
+    guess = problem.generate_s(placement, batch, model=draft.model)
+    check = problem.generate_s(placement, batch, guesses=draft.length)
     return RoundTimes(guess_s=draft.length * guess, check_s=check)
 
 
 def token_s(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
     """Expected seconds between two tokens of a sequence while nothing else runs: a step, or a round's share."""
     if problem.draft is None:
-        return problem.generate(placement, batch).expected_s
+        return problem.generate_s(placement, batch)
     return round_times(problem, placement, batch).round_s / problem.draft.tokens_per_round
 
 
@@ -106,29 +152,75 @@ def server_memory(problem: ServingProblem, placement: Placed, batch: Any) -> Any
 
 def most_sequences(problem: ServingProblem, placement: Placement) -> int:
     """The largest batch that fits a server, up to MOST_SEQUENCES; 0 if not one sequence does."""
-    # Memory does not fall with the batch: the last that fits is sought among 1024 at a time, ever closer together.
-    fitting, above = 0, MOST_SEQUENCES + 1
-    while above - fitting > 1:
-        apart = max(1, (above - fitting) // 1024)
-        batches = np.arange(fitting + apart, above, apart, dtype=np.float64)
-        fits = np.broadcast_to(server_memory(problem, placement, batches) <= problem.capacity, batches.shape)
-        count = int(np.count_nonzero(fits))
-        if count < len(batches):
-            above = int(batches[count])
-        if count:
-            fitting = int(batches[count - 1])
-    return fitting
+    return most_of_each(problem, [placement])[0]
+
+
+def most_of_each(problem: ServingProblem, placements: Sequence[Placement]) -> list[int]:
+    """``most_sequences`` of every placement."""
+    most = [0] * len(placements)
+    for rows, some in together(placements):
+        # Memory does not fall with the batch: the last that fits is sought among so many at a time, ever closer.
+        fitting, apart = np.zeros((len(rows), 1)), MOST_SEQUENCES
+        while apart > 1:
+            apart = -(-apart // _AT_A_TIME)
+            batches = fitting + apart * np.arange(1.0, _AT_A_TIME + 1)
+            fits = (server_memory(problem, some, batches) <= problem.capacity) & (batches <= MOST_SEQUENCES)
+            fitting = fitting + apart * np.count_nonzero(fits, axis=-1, keepdims=True)
+        for row, count in zip(rows, fitting[:, 0].tolist(), strict=True):
+            most[row] = int(count)
+    return most
+
+
+def price_prompts(problem: ServingProblem, placements: Sequence[Placement]) -> Floats:
+    """Seconds of a prompt under every placement, [P]."""
+    seconds = np.empty((len(placements), 1))
+    for rows, some in together(placements):
+        seconds[rows] = problem.prompt_s(some)
+    return seconds[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSweep:
+    """Every placement of a prefill, [P]: seconds of a prompt and bytes of a device."""
+
+    problem: ServingProblem
+    placements: Sequence[Placement]
+    seconds: Floats
+    memory_bytes: Floats
+
+    @classmethod
+    def of(cls, problem: ServingProblem, placements: Sequence[Placement]) -> PrefillSweep:
+        """Price the placements."""
+        memory_bytes = np.empty((len(placements), 1))
+        for rows, some in together(placements):
+            memory_bytes[rows] = problem.memory(some, 1.0, prefilling=True, generating=False).total
+        return cls(
+            problem=problem,
+            placements=placements,
+            seconds=price_prompts(problem, placements),
+            memory_bytes=memory_bytes[:, 0],
+        )
+
+    def best(self, copies: int | None = None) -> tuple[Placement, float] | None:
+        """The fastest placement that fits (that needs the least memory if none does), and its seconds.
+
+        ``copies``: only those whose cache has so many key/value heads, copies included; None if there are none.
+        """
+        among = [at for at, place in enumerate(self.placements) if copies in (None, self.problem.cache_heads(place))]
+        if not among:
+            return None
+        seconds, memory = self.seconds[among], self.memory_bytes[among]
+        fits = memory <= self.problem.capacity
+        at = among[int(np.argmin(np.where(fits, seconds, np.inf) if fits.any() else memory))]
+        return self.placements[at], float(self.seconds[at])
 
 
 def best_prefill(problem: ServingProblem, placements: Sequence[Placement]) -> tuple[Placement, float]:
-    """The fastest placement of a prefill that fits (that needs the least memory if none does), and its seconds."""
-    seconds = np.array([problem.prompt_s(placement) for placement in placements])
-    memory = np.array(
-        [float(problem.memory(place, 1.0, prefilling=True, generating=False).total) for place in placements]
-    )
-    fits = memory <= problem.capacity
-    at = int(np.argmin(np.where(fits, seconds, np.inf) if fits.any() else memory))
-    return placements[at], float(seconds[at])
+    """The best placement of a prefill, and its seconds. Raises RooftopError if there are none to choose from."""
+    best = PrefillSweep.of(problem, placements).best()
+    if best is None:
+        raise RooftopError("slice", problem.prefill_server.name, f"one that splits the {problem.model.heads} heads")
+    return best
 
 
 def smallest_slice(problem: ServingProblem, batch: int) -> Slice | None:
@@ -136,7 +228,7 @@ def smallest_slice(problem: ServingProblem, batch: int) -> Slice | None:
     for slice_ in slices_of(problem.slice):
         try:
             candidate = replace(problem, slice=slice_, axes=None, prefill_axes=None)
-            placements = candidate.generate_placements()
+            placements = candidate.nearest_engines(candidate.generate_placements())
         except RooftopError:
             continue
         for placement in placements:
@@ -181,26 +273,26 @@ def pareto(
     price = problem.slice.price_usd_per_hour
     for sized in [problem] if contexts is None else [at_context(problem, context) for context in contexts]:
         context = sized.step_context
-        most = max(most_sequences(sized, placement) for placement in placements)
+        most = max(most_of_each(sized, placements))
         if most == 0:
             continue
         swept = sweep_generate(sized, placements, batch_grid(most))
         best_rate = 0.0
-        for at in np.argsort(swept.fastest_s, kind="stable"):
-            seconds, batch = float(swept.fastest_s[at]), float(swept.batches[at])
-            rate = batch / seconds
-            if not np.isfinite(seconds) or rate <= best_rate:
+        for choice in sorted(swept.choices(), key=lambda choice: choice.seconds):
+            seconds = choice.seconds
+            rate = choice.batch / seconds
+            if rate <= best_rate:
                 continue
             best_rate = rate
             points.append(
                 FrontPoint(
                     context=context,
-                    batch=int(batch),
+                    batch=choice.batch,
                     step_s=seconds,
                     tokens_per_s=rate,
                     tokens_per_s_per_chip=rate / problem.slice.chips,
                     usd_per_million_tokens=None if price is None else price / 3600 / rate * 1e6,
-                    mesh={name: size for name, size in swept.best(int(at)).mesh.shape.items() if size > 1},
+                    mesh={name: size for name, size in choice.placement.mesh.shape.items() if size > 1},
                 )
             )
     return points

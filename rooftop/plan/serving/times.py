@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.rules import BATCH_AXES, EXPERT_AXES, REPLICA_AXES, SEQUENCE_AXES
+from rooftop.arrays.rules import EXPERT_AXES, REPLICA_AXES, SEQUENCE_AXES
 from rooftop.capabilities import PAGE_TOKENS
 from rooftop.models.attention import attention_kind
 from rooftop.plan.serving.assumptions import ServingAssumptions
@@ -44,7 +44,7 @@ class PlannedTimes:
             if problem.mode == "interleaved"
             else _PrefillTimes(problem, problem.shared_prefill(generate))
         )
-        self._spread = 1 if problem.book else _batch_spread(generate)
+        self._spread = 1 if problem.book else generate.spread
         self._windows = _windows(problem)
         # With no latency hidden a step is affine in the context; the smaller of latency and streams is hidden.
         shares = dict(problem.assumptions.shares)
@@ -203,12 +203,6 @@ class _PrefillTimes:
         d_qk, d_v = attention_kind(problem.model).head_sizes
         scores = problem.model.heads / phase.split / phase.ways(*EXPERT_AXES, *SEQUENCE_AXES) * problem.model.layers
         return float(problem.rates.attention_s(scores, d_qk, d_v, backward=False))
-
-
-def _batch_spread(placement: Placement) -> int:
-    """Ways in which whole sequences are spread over devices."""
-    spread = placement.mesh.size(*BATCH_AXES)
-    return spread if placement.kv_split == "seq" else spread * placement.mesh.size(*SEQUENCE_AXES)
 
 
 def _windows(problem: ServingProblem) -> list[tuple[float, int | None]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
+from rooftop.capabilities import KERNEL_OF_CHIP, AttentionKernel
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record
 from rooftop.plan.pricing import parse_shares, require_shares
@@ -54,6 +55,10 @@ class Assumptions(Record):
             raise RooftopError("attention_block", self.attention_block, "a positive whole number")
         if self.calibration <= 0:
             raise RooftopError("calibration", self.calibration, "a positive factor")
+
+    def kernel(self, chip_kind: str) -> AttentionKernel:
+        """The attention kernel of programs for a kind of chip, 'tpu' or 'gpu'."""
+        return "reference" if self.attention == "reference" else KERNEL_OF_CHIP[chip_kind]
 
     def shares(self, schedule: Overlap) -> dict[str, float]:
         """The share of each transfer that may hide: as given, else by the compiler's schedule, else ``HIDDEN``."""

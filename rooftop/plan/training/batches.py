@@ -21,9 +21,11 @@ from rooftop.models.activations import parse_policy
 from rooftop.plan.layouts import Layouts, enumerate_layouts
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_ledger
-from rooftop.plan.training.search import BLOCK
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
+
+#: Layouts and batches that are all priced: of more layouts the fastest at the job's own batch are drawn.
+MOST_PRICED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapp
     choice = Choice(remat=remat, policy=parse_policy(remat), microbatches=problem.microbatches or 1)
     layouts, starts = _of_shapes(problem, meshes)
     own = problem.workload.batch_tokens
-    if len(layouts) * (len(batches) + 1) > BLOCK // 4:
+    if len(layouts) * (len(batches) + 1) > MOST_PRICED:
         # Too many to price at every batch: those that are fastest at the job's own.
         alone = _priced(problem, layouts, choice, [own])
         layouts, starts = layouts[_fastest(alone.expected_s[:, 0], starts)], np.arange(len(starts))

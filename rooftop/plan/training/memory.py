@@ -109,9 +109,32 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     padding = -(-d_v // lanes) * lanes / d_v - 1
     more = padding * strategies.kept(action, model, moe_layer=False, names=("attn_core",))
     return (
-        strategies.kept(action, model, moe_layer=False) + more if model.dense_layers else 0.0,
-        strategies.kept(action, model, moe_layer=True) + more if model.moe_layers else 0.0,
+        strategies.kept(action, model, moe_layer=False) + more + _padding(step, action, moe_layer=False)
+        if model.dense_layers
+        else 0.0,
+        strategies.kept(action, model, moe_layer=True) + more + _padding(step, action, moe_layer=True)
+        if model.moe_layers
+        else 0.0,
     )
+
+
+def _padding(step: TrainingStep, action: str, *, moe_layer: bool) -> Number:
+    """Elements per token of a layer under ``action`` that are padding, or copies of key/value heads, [C, K]."""
+    model, moe, tensor = step.model, step.model.moe, step.tensor
+    heads, kv_heads = step.widths.heads * tensor, step.kv_heads * tensor
+    hidden, columns = model.d_ff, step.columns(model.d_ff) * tensor
+    if moe_layer and moe is not None:
+        hidden = moe.active * moe.d_ff + moe.shared_d_ff
+        columns = (moe.active * step.columns(moe.d_ff) + step.columns(moe.shared_d_ff)) * tensor
+    padded: Number = 0.0
+    for names, size, true in (
+        (("qkv", "rope"), heads + 2 * kv_heads, model.heads + 2 * model.kv_heads),
+        (("attn_core",), heads, model.heads),
+        (("mlp_up", "mlp_act"), columns, hidden),
+    ):
+        if np.any(size != true):
+            padded = padded + (size / true - 1) * step.strategies.kept(action, model, moe_layer=moe_layer, names=names)
+    return padded
 
 
 def in_flight(step: TrainingStep) -> Number:
@@ -147,21 +170,24 @@ def _layer_backward(step: TrainingStep) -> Number:
     residual stream is split; queries, keys, values and output of attention; tokens sent to experts and back.
     """
     model, sizes, moe = step.model, step.layer_parameters, step.model.moe
-    weights, hidden, sent = sizes["attn"], 0.0, 0.0
+    weights, sent = sizes["attn"], 0.0
     matrix: Number = 0.0
+    hidden: Number = 0.0
     if model.dense_layers:
-        weights, hidden = weights + sizes["mlp"], float(model.d_ff)
-        matrix = model.d_model * model.d_ff / step.tensor
+        weights, hidden = weights + sizes["mlp"], step.columns(model.d_ff) * step.tensor
+        matrix = model.d_model * step.columns(model.d_ff)
     if moe is not None:
         weights = np.maximum(weights, sizes["attn"] + sizes["experts"] + sizes["shared"])
-        hidden = max(hidden, float(moe.active * moe.d_ff + moe.shared_d_ff))
+        columns = moe.active * step.columns(moe.d_ff) + step.columns(moe.shared_d_ff)
+        hidden = np.maximum(hidden, columns * step.tensor)
         sent = 2.0 * moe.active * model.d_model
         matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
+    heads, kv_heads = step.widths.heads * step.tensor, step.kv_heads * step.tensor
     gathered = np.where(step.strategies.devices(*GATHER_AXES) > 1, weights + matrix, 0.0)
     d_qk, d_v = attention_kind(model).head_sizes
-    queries_and_keys = d_qk * (model.heads + model.kv_heads) + d_v * (model.heads + model.kv_heads)
+    queries_and_keys = d_qk * (heads + kv_heads) + d_v * (heads + kv_heads)
     # A ring also has its running sums, and the keys and values in transit.
-    ring = np.where(step.strategies.devices(*SEQUENCE_AXES) > 1, 5.0 * model.heads * d_v, 0.0)
+    ring = np.where(step.strategies.devices(*SEQUENCE_AXES) > 1, 5.0 * heads * d_v, 0.0)
     inside = 3.0 * hidden + queries_and_keys + ring + sent
     streams = (5.0 * step.tensor + 4.0) * model.d_model
     return (gathered + _own(step) * (inside + streams)) * step.element_bytes
@@ -169,7 +195,7 @@ def _layer_backward(step: TrainingStep) -> Number:
 
 def _loss(step: TrainingStep) -> Number:
     """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient."""
-    table = step.model.d_model * step.model.vocab / step.tensor
-    chunk = np.minimum(step.tokens, LOSS_CHUNK) * step.model.vocab / step.tensor
+    table = step.model.d_model * step.widths.vocab
+    chunk = np.minimum(step.tokens, LOSS_CHUNK) * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
     return (2.0 * table + streams) * step.element_bytes + 4.0 * chunk

@@ -147,7 +147,7 @@ class _Search:
         """Look at all batches near, the nearest first; a mesh that the problem has is kept."""
         own = problem.workload.batch_seqs
         pinned = _is_pinned(problem)
-        layouts = searched_layouts(problem)[0] if pinned else free_layouts(problem, OUTLINE_AXES)
+        layouts = searched_layouts(problem) if pinned else free_layouts(problem, OUTLINE_AXES)
         if pinned or problem != self.plan.problem:
             # Else the plan is what a search of this very problem has come to.
             self._look(problem)

@@ -105,6 +105,21 @@ class PlannedStep(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Padding(Record):
+    """Sequences of a step and positions of a sequence as a program runs them, padded where the mesh splits unevenly.
+
+    ``share`` of all positions hold no token; ``sequence_tokens`` of them are at the end of each sequence, and
+    ``empty_sequences`` have none.
+    """
+
+    sequences: int
+    positions: int
+    empty_sequences: int
+    sequence_tokens: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanSummary(Record):
     """The fields in which alternatives differ: mesh, remat, microbatches, time and memory."""
 
@@ -129,6 +144,7 @@ class TrainingPlanDocument(Record):
     model: PlannedModel
     slice: PlannedSlice
     workload: Workload
+    padding: Padding
     mesh: MeshLayout
     rules: Rules
     dtypes: Dtypes
@@ -229,6 +245,18 @@ class TrainingPlan:
         return max(self.lower_s, key=lambda name: self.lower_s[name])
 
     @property
+    def padding(self) -> Padding:
+        """The padding of the batch on the plan's mesh."""
+        (sequences, positions), workload = self.spec.padded, self.problem.workload
+        return Padding(
+            sequences=sequences,
+            positions=positions,
+            empty_sequences=sequences - workload.batch_seqs,
+            sequence_tokens=positions - workload.seq_len,
+            share=1 - workload.batch_tokens / (sequences * positions),
+        )
+
+    @property
     def flops_per_token(self) -> float:
         """Training FLOPs per token in the convention of MFU."""
         return float(flops_per_token(self.problem.model, self.problem.workload.seq_len).total)
@@ -319,6 +347,7 @@ class TrainingPlan:
             model=PlannedModel.of(problem.model),
             slice=PlannedSlice.of(problem.slice),
             workload=problem.workload,
+            padding=self.padding,
             mesh=self.mesh.described,
             rules=self.spec.rules,
             dtypes=numerics.dtypes,

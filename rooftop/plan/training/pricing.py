@@ -48,7 +48,7 @@ class _Durations:
     def transfer_s(self, transfer: Transfer) -> Number:
         """Seconds of a transfer."""
         fixed_s, seconds_per_byte = self._line(transfer.priced_as, transfer.axes)
-        seconds = fixed_s + transfer.payload * seconds_per_byte
+        seconds = transfer.pieces * fixed_s + transfer.payload * seconds_per_byte
         return seconds if transfer.when is ALWAYS else transfer.when * seconds
 
     def _line(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[Number, Number]:

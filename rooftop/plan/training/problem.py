@@ -8,7 +8,7 @@ from functools import cache
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import KERNEL_OF_CHIP, TrainingSpec
+from rooftop.capabilities import TrainingSpec
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
@@ -67,13 +67,12 @@ class Problem:
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
         """The train step that a program is asked for, on a mesh with these ``axes``."""
         assumptions, numerics, chip = self.assumptions, self.numerics, self.slice.chip
-        reference = assumptions.attention == "reference"
         return TrainingSpec(
             model=self.model,
             axes=axes,
             sequences=self.workload.batch_seqs,
             seq_len=self.workload.seq_len,
-            kernel="reference" if reference else KERNEL_OF_CHIP[chip.kind],
+            kernel=assumptions.kernel(chip.kind),
             attention_block=assumptions.attention_block or Rates.of(chip).attention_block,
             microbatches=choice.microbatches,
             remat=choice.remat,

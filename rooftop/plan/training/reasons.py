@@ -9,7 +9,9 @@ import numpy as np
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.hardware import Slice
-from rooftop.models import ModelConfig, count_params
+from rooftop.models import ModelConfig, count_params, flops_per_token
+from rooftop.models.attention import parameters
+from rooftop.models.widths import MOST_PADDING
 from rooftop.plan.documents import Balance, Reason
 from rooftop.plan.pricing import scalar
 from rooftop.plan.training.problem import Problem
@@ -174,6 +176,18 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             limit=4 * (stages - 1),
             text=f"{stages:.0f} stages and {counts:.0f} microbatches: idle {(stages - 1) / counts:.1%} of busy time.",
         )
+    padded = {name: (size, float(np.ravel(stored)[0])) for name, (size, stored) in step.widths.padded.items()}
+    if wide := [f"{name} {size} as {stored:.0f}" for name, (size, stored) in padded.items() if stored > size]:
+        flops = _padded_flops(step)
+        yield Reason(
+            rule="padded widths",
+            source="JAX shards evenly",
+            formula="FLOPs of the widths / FLOPs of padded ones >= 1 / 1.2",
+            value=1 / (1 + flops),
+            limit=1 / (1 + MOST_PADDING),
+            text=f"The mesh does not divide all widths, which are padded ({', '.join(wide)}): {flops:.1%} more FLOPs "
+            "with the weights of layers.",
+        )
     if model.moe is not None:
         batch = rules.critical_batch(step.rates.flops_per_s[problem.numerics.compute], step.rates.hbm_bytes_per_s)
         need = rules.critical_moe_tokens(batch, model.moe.experts, model.moe.active)
@@ -186,6 +200,21 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             limit=need,
             text=f"The experts of a group see {format_count(group)} tokens; {format_count(need)} keep them busy.",
         )
+
+
+def _padded_flops(step: TrainingStep) -> float:
+    """FLOPs with the layers' weights that are padding or copies of heads, relative to those of the true widths."""
+    model, moe, tensor = step.model, step.model.moe, step.tensor
+    attention = parameters(step.attention.latent) + tensor * parameters(step.attention.into + step.attention.out)
+    columns = model.dense_layers * step.columns(model.d_ff)
+    routers = 0
+    if moe is not None:
+        experts = step.widths.experts * step.strategies.devices(*EXPERT_AXES) / moe.experts
+        active = moe.active * experts * step.columns(moe.d_ff) + step.columns(moe.shared_d_ff)
+        columns, routers = columns + model.moe_layers * active, model.moe_layers * moe.experts
+    used = model.layers * attention + model.d_model * (model.mlp_matrices * columns * tensor + routers)
+    true = flops_per_token(model, step.workload.seq_len, attention="none", embeddings=False).matmul / 2
+    return float(np.ravel(used)[0]) / float(true) - 1
 
 
 def shortfall(problem: Problem, classes: dict[str, float]) -> str:

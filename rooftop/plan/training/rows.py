@@ -6,7 +6,7 @@ in the backward pass; that gather is part of the recompute phase, as a compiler 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,16 +21,13 @@ from rooftop.arrays.rules import (
     TOKEN_AXES,
     copy_axes,
 )
-from rooftop.core.ledger import Ledger, Number
+from rooftop.core.ledger import CollectiveKind, Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
 from rooftop.models.activations import POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.plan.pricing import Transfer, Work
-from rooftop.plan.shapes import (
-    mean_attended_pairs,
-    mlp_matmuls,
-)
+from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
@@ -92,7 +89,7 @@ def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
 def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
     model, element = step.model, step.element_bytes
-    rows = step.tokens * model.d_model * element / step.tensor
+    rows = step.tokens * step.widths.spread(model.d_model) * element / step.tensor
     exchange = (
         Transfer("all_to_all", GATHER_AXES, rows, "all_to_all"),
         Transfer("all_to_all", COLUMN_AXES, rows, "all_to_all"),
@@ -119,17 +116,17 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     model, tensor, tokens = step.model, step.tensor, step.tokens
     kind, shapes, kv_heads = attention_kind(model), step.attention, step.kv_heads
     d_qk, d_v = kind.head_sizes
-    heads = model.heads / tensor
+    heads = step.widths.heads
     reference = step.assumptions.attention == "reference"
-    block = step.workload.seq_len if reference else step.assumptions.attention_block or step.rates.attention_block
-    pairs = mean_attended_pairs(model, step.workload.seq_len, block)
-    scores = tokens * heads * pairs / step.workload.seq_len
+    scores = tokens * heads * step.pairs_per_token
     stream = tokens * model.d_model * step.element_bytes
     queries_keys = tokens * (heads + kv_heads) * d_qk * step.element_bytes
     values = tokens * (heads + kv_heads) * d_v * step.element_bytes
     keys_values = tokens * kv_heads * (d_qk + d_v) * step.element_bytes
 
     ring = step.strategies.devices(*SEQUENCE_AXES)
+
+    unstacked = _unstacked_bytes(step, _ATTENTION_CHECKPOINTS, moe_layer=False)
 
     # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
     per_score = 12.0 if reference else 0.0
@@ -144,6 +141,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             flops={step.numerics.compute: per_pair * scores if reference else 0.0},
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
+            elementwise_bytes=unstacked if phase == "backward" else 0.0,
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
             collectives=(Transfer("permute_ring", SEQUENCE_AXES, exchanged * keys_values * ring, "context"),),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
@@ -168,7 +166,17 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     return [
         *norm(step, "layers/attn/norm", count, recomputed("attn_normed")),
         *matmuls(step, "layers/attn/qkv", count, shapes.latent, tokens / tensor, again=recomputed("qkv")),
-        *matmuls(step, "layers/attn/qkv", count, shapes.into, tokens, gathered=gathered, again=recomputed("qkv")),
+        *matmuls(
+            step,
+            "layers/attn/qkv",
+            count,
+            shapes.into,
+            tokens,
+            gathered=gathered,
+            again=recomputed("qkv"),
+            keys=True,
+            arrays=3 if model.mla is None else len(shapes.into),
+        ),
         rope,
         recompute(rope, recomputed("rope")),
         backward(rope, 2.0),
@@ -185,14 +193,35 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
 
 def _mlp(step: TrainingStep, count: Number) -> list[Work]:
     recomputed = step.strategies.recomputed
-    up, down = mlp_matmuls(step.model, step.model.d_ff, step.tensor)
+    columns = step.columns(step.model.d_ff)
+    up, down = mlp_matmuls(step.model, columns)
     stream = step.tokens * step.model.d_model * step.element_bytes
     again = recomputed("mlp_down") * _post_norms(step)
+    unstacked = _unstacked_bytes(step, _MLP_CHECKPOINTS, moe_layer=False)
     return [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
-        *matmuls(step, "layers/mlp/up", count, up, step.tokens, gathered=stream, again=recomputed("mlp_up")),
-        *activation(step, "layers/mlp/act", count, step.tokens * step.model.d_ff / step.tensor),
-        *matmuls(step, "layers/mlp/down", count, down, step.tokens, scattered=stream, again=again, residual=True),
+        *matmuls(
+            step,
+            "layers/mlp/up",
+            count,
+            up,
+            step.tokens,
+            gathered=stream,
+            again=recomputed("mlp_up"),
+            arrays=step.model.mlp_matrices - 1,
+        ),
+        *activation(step, "layers/mlp/act", count, step.tokens * columns, dense=True),
+        *matmuls(
+            step,
+            "layers/mlp/down",
+            count,
+            down,
+            step.tokens,
+            scattered=stream,
+            again=again,
+            residual=True,
+            unstacked=unstacked,
+        ),
         *offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
     ]
 
@@ -202,20 +231,19 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     assert moe is not None
     recomputed, element = step.strategies.recomputed, step.element_bytes
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
-    routed = step.tokens * moe.active
-    sent = own * moe.active * model.d_model * element
+    # Experts that pad a shard have slots like any other.
+    slots = moe.active * (step.widths.experts * step.strategies.devices(*EXPERT_AXES) / moe.experts)
+    routed = step.tokens * slots
+    sent = own * slots * model.d_model * element
     again = recomputed("mlp_up")
     exchange = (Transfer("all_to_all", EXPERT_AXES, sent, "all_to_all"),)
     # Each pair's weight goes with it, in float32; the expert's output comes back weighed.
-    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * moe.active, "all_to_all"),)
-    up, down = mlp_matmuls(model, moe.d_ff, step.tensor)
+    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * slots, "all_to_all"),)
+    up, down = mlp_matmuls(model, step.columns(moe.d_ff))
     # Tokens of all expert shards meet here; each local expert sees its share of them.
-    local = moe.experts / step.strategies.devices(*EXPERT_AXES)
+    local = step.widths.experts
     per_expert = routed / local
     gathered = routed * model.d_model * element
-    router = MatmulShape(
-        float(model.d_model) * np.ones_like(step.tensor), float(moe.experts) * np.ones_like(step.tensor)
-    )
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=dispatch,
         formula="AllToAll of k T D bytes over expert, and of the weights of k experts",
@@ -232,7 +260,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor"),)
     work = [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
-        *matmuls(step, "layers/moe/router", count, [router], own, again=again),
+        *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
         move,
         recompute(move, recomputed("mlp_normed")),
         backward(move, 1.0),
@@ -245,11 +273,13 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             gathered=gathered / local,
             again=again,
             dims=("embed", "expert"),
+            experts=local,
+            arrays=model.mlp_matrices - 1,
         ),
         shares,
         recompute(shares, 1.0),
         replace(backward(shares, 1.0), collectives=scattered),
-        *activation(step, "layers/moe/experts", count, routed * moe.d_ff / step.tensor),
+        *activation(step, "layers/moe/experts", count, routed * step.columns(moe.d_ff)),
         *matmuls(
             step,
             "layers/moe/experts",
@@ -259,6 +289,8 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             scattered=gathered / local,
             again=0.0,
             dims=("embed", "expert"),
+            experts=local,
+            unstacked=_unstacked_bytes(step, _EXPERT_CHECKPOINTS, moe_layer=True) / local,
         ),
         back,
         backward(back, 1.0),
@@ -266,11 +298,12 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     ]
     if moe.shared_d_ff:
         stream = step.tokens * model.d_model * element
-        up, down = mlp_matmuls(model, moe.shared_d_ff, step.tensor)
+        columns = step.columns(moe.shared_d_ff)
+        up, down = mlp_matmuls(model, columns)
         scope = "layers/moe/shared"
         work += [
-            *matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again),
-            *activation(step, scope, count, step.tokens * moe.shared_d_ff / step.tensor),
+            *matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again, arrays=model.mlp_matrices - 1),
+            *activation(step, scope, count, step.tokens * columns),
             *matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
         ]
     return work
@@ -279,9 +312,9 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 def _head(step: TrainingStep) -> list[Work]:
     """Final norm, unembedding and loss, once per microbatch; on the last stage of a pipeline."""
     model, count = step.model, step.strategies.microbatches
-    table = MatmulShape(model.d_model * np.ones_like(step.tensor), model.vocab / step.tensor)
+    table = MatmulShape(model.d_model * np.ones_like(step.tensor), np.asarray(step.widths.vocab))
     stream = step.tokens * model.d_model * step.element_bytes
-    logits = step.tokens * model.vocab / step.tensor
+    logits = step.tokens * step.widths.vocab
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
     sums = tuple(Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
@@ -378,13 +411,20 @@ def matmuls(
     scattered: Number | None = None,
     residual: bool = False,
     dims: tuple[str, ...] = ("embed",),
+    keys: bool = False,
+    experts: Number = 1.0,
+    arrays: int = 1,
+    unstacked: Number = 0.0,
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
 
     ``gathered`` is the bytes of the input once gathered over tensor, ``scattered`` those of the partial sums that
     are scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the
     residual stream. ``dims`` are logical dims of the weights: axes that split none of them hold copies, whose
-    gradients are summed at once in pipeline stages, elsewhere once a step.
+    gradients are summed at once in pipeline stages, elsewhere once a step. ``keys``: key and value heads are among the
+    columns, which are gathered over tensor too where devices have heads in common. Weights are in ``arrays`` arrays,
+    each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. ``unstacked`` are bytes of
+    checkpoints that the backward pass moves before it.
     """
     if not shapes:
         return []
@@ -401,21 +441,33 @@ def matmuls(
     quantised = (inputs + weights) * passes
     quantised_again = (inputs + 2 * outputs + weights) * passes
     stream = tokens * step.model.d_model * element / step.tensor
-    weights = weights * element
+    weights = (step.stored(shapes) - (step.own_keys if keys else 0.0)) * element
 
     forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
     dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in shapes), 0.0)
     dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in shapes), 0.0)
-    gather_weight = (Transfer("all_gather", GATHER_AXES, weights, "weight_gather"),)
-    scatter_weight: tuple[Transfer, ...] = (Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter"),)
+    pieces = arrays / experts
+    gather_weight: tuple[Transfer, ...] = (
+        Transfer("all_gather", GATHER_AXES, weights, "weight_gather", pieces=pieces),
+    )
+    scatter_weight: tuple[Transfer, ...] = (
+        Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=pieces),
+    )
+    if keys and np.any(step.copied_keys):
+        copied, when = step.copied_keys * element, step.widths.copied_keys
+        for axes, size in ((GATHER_AXES, copied / step.tensor), (COLUMN_AXES, copied)):
+            gather_weight += (Transfer("all_gather", axes, size, "weight_gather", when, pieces=2),)
+            scatter_weight += (Transfer("reduce_scatter", axes, size, "gradient_scatter", when, pieces=2),)
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)
         scatter_weight += (Transfer("all_reduce", copies, own, "gradient_scatter", step.staged),)
-    gather_input = () if gathered is None else (Transfer("all_gather", COLUMN_AXES, gathered, "tensor"),)
-    scatter_output = () if scattered is None else (Transfer("reduce_scatter", COLUMN_AXES, scattered, "tensor"),)
-    gather_output = () if scattered is None else (Transfer("all_gather", COLUMN_AXES, scattered, "tensor"),)
-    scatter_input = () if gathered is None else (Transfer("reduce_scatter", COLUMN_AXES, gathered, "tensor"),)
+
+    def exchange(kind: CollectiveKind, payload: Number | None) -> tuple[Transfer, ...]:
+        return () if payload is None else (Transfer(kind, COLUMN_AXES, payload, "tensor", pieces=1 / experts),)
+
+    gather_input, scatter_input = exchange("all_gather", gathered), exchange("reduce_scatter", gathered)
+    scatter_output, gather_output = exchange("reduce_scatter", scattered), exchange("all_gather", scattered)
     terms = " + ".join("2 T k n" for _ in shapes)
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
@@ -426,7 +478,7 @@ def matmuls(
     )  # fmt: skip
     backward = Work(
         scope=scope, phase="backward", count=count, flops={dtype: 2 * flops},
-        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again,
+        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again + unstacked,
         collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({terms})",
     )  # fmt: skip
     # In the backward pass weights, and inputs that are kept as shards, are gathered whether or not the matmul is
@@ -453,13 +505,22 @@ def norm(step: TrainingStep, scope: str, count: Number, again: Number) -> list[W
     return [forward, recompute(forward, again), backward(forward, 2.0)]
 
 
-def activation(step: TrainingStep, scope: str, count: Number, hidden: Number) -> list[Work]:
-    """Vector work on T F elements; its traffic is that of the matmuls that it is fused into."""
+def activation(step: TrainingStep, scope: str, count: Number, hidden: Number, *, dense: bool = False) -> list[Work]:
+    """Vector work on T F elements; its traffic is that of the matmuls that it is fused into.
+
+    A result of a ``dense`` layer that is kept, of several sequences, has passes of its own: its inputs are read and it
+    is written; in the backward pass a copy has the layout of the gradient's matmul.
+    """
+    again = step.strategies.recomputed("mlp_act")
+    sequences = step.tokens * step.strategies.devices(*SEQUENCE_AXES) / step.workload.seq_len
+    passed = dense * (1 - again) * (sequences > 1) * hidden * step.element_bytes
     forward = Work(
         scope=scope, phase="forward", count=count, vector_flops=VECTOR_OPS["act"] * hidden,
-        formula="T F elements, fused into the matmuls around them",
+        elementwise_bytes=step.model.mlp_matrices * passed,
+        formula="T F elements, fused into the matmuls around them unless it is kept",
     )  # fmt: skip
-    return [forward, recompute(forward, step.strategies.recomputed("mlp_act")), backward(forward, 2.0)]
+    back = replace(backward(forward, 2.0), elementwise_bytes=2.0 * passed)
+    return [forward, recompute(replace(forward, elementwise_bytes=0.0), again), back]
 
 
 def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
@@ -475,6 +536,18 @@ def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, mo
                 for phase in ("forward", "backward")
             ]
     return work
+
+
+def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bool) -> Number:
+    """Bytes that a layer's backward pass moves to have the named checkpoints, as counted in compiled programs.
+
+    Layers are scanned, so that checkpoints of all are stacked. XLA copies a layer's out of the stack (a read and a
+    write), and does not fuse that with what reads them. A stage takes a microbatch's out of its buffer in the same way.
+    The layer's input is counted with the norms.
+    """
+    names = [name for name in scopes if name != "layer_input"]
+    kept = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
+    return 2.0 * (1.0 + step.staged) * kept * step.tokens / step.tensor * step.element_bytes
 
 
 def recompute(work: Work, repeated: Number) -> Work:

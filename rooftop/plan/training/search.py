@@ -24,7 +24,6 @@ from rooftop.arrays.rules import (
     DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
-    SEQUENCE_AXES,
     STAGE_AXES,
     ways,
 )
@@ -33,6 +32,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
+from rooftop.models.widths import MOST_PADDING, Widths
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives
@@ -40,8 +40,10 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
 
+#: The batch in one piece: padding of layouts, before any other choice.
+_WHOLE = Choice(remat="none", policy=POLICIES["none"])
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
-BLOCK = 16_384
+BLOCK = 65_536
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
 RANKED = 6
 #: Accepted meshes, the nearest first, among which one that programs run is sought as an example.
@@ -69,8 +71,6 @@ class Sweep:
     allowed: npt.NDArray[np.bool_]
     limit_bytes: float
     searched: int
-    even: bool
-    """True if the layouts split sequences and D evenly, as a program needs."""
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -138,7 +138,7 @@ def sweep(
 
     Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
-    layouts, even = searched_layouts(problem, axes) if within is None else (within, _even(problem, within))
+    layouts = searched_layouts(problem, axes) if within is None else within
     options = searched_choices(problem, layouts)
     layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
@@ -146,7 +146,7 @@ def sweep(
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = allowed_candidates(problem, whole, even)
+        allowed = allowed_candidates(problem, whole)
         seconds, memory_bytes = _evaluate(problem, whole)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
@@ -159,10 +159,9 @@ def sweep(
             allowed=allowed,
             limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
-            even=even,
         )
     cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
-    allowed = allowed_candidates(problem, cheapest, even)
+    allowed = allowed_candidates(problem, cheapest)
     bound_s, memory = _evaluate(problem, cheapest)
     limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
     feasible = allowed & (memory <= limit)
@@ -213,7 +212,6 @@ def sweep(
         allowed=allowed[of_shape],
         limit_bytes=limit,
         searched=searched,
-        even=even,
     )
 
 
@@ -278,53 +276,46 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     seconds, memory = _evaluate(problem, within)
-    allowed = allowed_candidates(problem, within, even=not uneven(problem, within.layouts).any())
+    allowed = allowed_candidates(problem, within)
     score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
     layout, choice = np.unravel_index(np.argmin(score), score.shape)
     return float(score[layout, choice]), (int(layout), int(choice))
 
 
-def uneven(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Layouts over which the sequences of a step or D do not divide, [C]: no program runs them as they stand."""
-    batch, columns = layouts.along(*BATCH_AXES), layouts.along(*GATHER_AXES, *COLUMN_AXES)
-    bad: npt.NDArray[np.bool_] = (problem.workload.batch_seqs % batch != 0) | (problem.model.d_model % columns != 0)
-    return bad
+def wasteful(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """Candidates in which more than ``MOST_PADDING`` of the positions are padding, [C, K], but not those with least."""
+    padding = problem.step(strategies).padding
+    most: npt.NDArray[np.bool_] = padding > max(MOST_PADDING, float(padding.min()))
+    return most
 
 
-def _even(problem: Problem, layouts: Layouts) -> bool:
-    """True if the layouts split batch and model evenly."""
-    return not uneven(problem, layouts).any()
-
-
-def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> tuple[Layouts, bool]:
-    """The layouts to be priced, of the axes ``among`` where they are searched, and whether they split evenly.
+def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
+    """The layouts to be priced, of the axes ``among`` where they are searched.
 
     Raises RooftopError if a given mesh cannot be.
     """
     if problem.mesh is not None:
-        layouts = from_mesh(problem.mesh)
-        return layouts, _even(problem, layouts)
+        return from_mesh(problem.mesh)
     if problem.axes is not None:
-        layouts = _given(problem, problem.axes)
-        return layouts, _even(problem, layouts)
+        return _given(problem, problem.axes)
     layouts = free_layouts(problem, among)
-    good = ~uneven(problem, layouts)
-    even = bool(good.any())
-    if even:
-        layouts = layouts[good]
-    return layouts, even
+    return layouts[~wasteful(problem, Strategies(layouts, (_WHOLE,)))[:, 0]]
 
 
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
     axes, divides = _searched(problem)
-    layouts = enumerate_layouts(problem.slice, [name for name in axes if name in among], divides)
-    return layouts[_heads_split(problem.model, layouts)]
+    names = [name for name in axes if name in among]
+    layouts = enumerate_layouts(problem.slice, names, divides, _most(problem.model))
+    narrow = _padding(problem.model, layouts) <= MOST_PADDING
+    layouts = layouts[narrow] if narrow.any() else layouts
+    positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
+    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), float(positions.min(initial=0.0)))]
 
 
 def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
     """The axes that are searched, and the size that each must divide."""
-    divides = dict.fromkeys(SEQUENCE_AXES, problem.workload.seq_len)
+    divides: dict[str, int] = {}
     for split in TRAINING_SPLITS:
         if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
             divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
@@ -336,11 +327,19 @@ def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
     return split.size(problem.spec({}, Choice(remat="none", policy=POLICIES["none"])))
 
 
-def _heads_split(model: ModelConfig, layouts: Layouts) -> npt.NDArray[np.bool_]:
-    """Key and value heads must split over tensor, or be copied a whole number of times."""
-    tensor = layouts.along(*COLUMN_AXES)
-    good: npt.NDArray[np.bool_] = (model.kv_heads % tensor == 0) | (tensor % model.kv_heads == 0)
-    return good
+def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
+    """The largest padding of a dim of the model over each layout, relative to its size, [C]."""
+    tensor, fsdp, expert = (layouts.along(*axes).astype(np.float64) for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES))
+    padding: Floats = np.asarray(Widths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
+    return padding
+
+
+def _most(model: ModelConfig) -> dict[str, int]:
+    """The most devices along the axes that split heads and experts: with more, padding would exceed MOST_PADDING."""
+    sizes = dict.fromkeys(COLUMN_AXES, model.heads)
+    if model.moe is not None:
+        sizes |= dict.fromkeys(EXPERT_AXES, model.moe.experts)
+    return {axis: int(size * (1 + MOST_PADDING)) for axis, size in sizes.items()}
 
 
 def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
@@ -392,7 +391,7 @@ def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     """The remat policies and microbatches to be priced, in the problem's schedule.
 
-    Raises RooftopError if a given number of microbatches does not divide the sequences.
+    Raises RooftopError for more microbatches than sequences.
     """
     if problem.remat is None:
         policies = {name: POLICIES[name] for name in SEARCHED}
@@ -400,9 +399,9 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
     if problem.microbatches is not None:
-        if problem.workload.batch_seqs % problem.microbatches:
+        if problem.microbatches > problem.workload.batch_seqs:
             raise RooftopError(
-                "microbatches", problem.microbatches, f"a divisor of the {problem.workload.batch_seqs} sequences"
+                "microbatches", problem.microbatches, f"at most the {problem.workload.batch_seqs} sequences"
             )
         counts = (problem.microbatches,)
     else:
@@ -412,32 +411,20 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
 
 
-def allowed_candidates(problem: Problem, strategies: Strategies, even: bool) -> npt.NDArray[np.bool_]:
-    """True where microbatches divide a replica's sequences, and interleaved chunks the layers of a stage, [C, K].
+def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+    """True where little is padding, and interleaved chunks divide the layers of a stage, [C, K].
 
     Raises RooftopError if no candidate does.
     """
     layouts = strategies.layouts
-    replicas = strategies.devices(*BATCH_AXES)
-    counts = strategies.microbatches
-    good = np.ones(strategies.shape, np.bool_)
-    if even:
-        good &= problem.workload.batch_seqs % (replicas * counts) == 0
-    else:
-        good &= counts == counts.min()
+    good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    even_parts = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
+    even_parts: npt.NDArray[np.bool_] = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
     if not even_parts.any():
         most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
         fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
         accepted = ", ".join(map(str, fitting)) or "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
-    good &= even_parts
-    if not good.any():
-        raise RooftopError(
-            "microbatches",
-            int(counts.max()),
-            f"a divisor of the {problem.workload.batch_seqs} sequences of count replica",
-        )
-    return good
+    # Little padding matters less than a schedule that can be.
+    return good & even_parts if (good & even_parts).any() else np.broadcast_to(even_parts, strategies.shape)

@@ -8,20 +8,33 @@ tensor axis (AllGather before a matmul, ReduceScatter after it), ring attention 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES, TOKEN_AXES, Rules, copy_axes
+from rooftop.arrays.rules import (
+    BATCH_AXES,
+    COLUMN_AXES,
+    EXPERT_AXES,
+    GATHER_AXES,
+    RESIDUAL_AXES,
+    SEQUENCE_AXES,
+    STAGE_AXES,
+    Rules,
+    copy_axes,
+)
+from rooftop.capabilities import block_size, padded_positions, padded_sequences
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
-from rooftop.models.attention import AttentionMatmuls, attention_kind, parameters
+from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.segments import layers_alone
-from rooftop.plan.shapes import mlp_matmuls
+from rooftop.models.widths import Widths
+from rooftop.plan.shapes import mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -70,10 +83,50 @@ class TrainingStep:
         return self.strategies.devices(*COLUMN_AXES)
 
     @cached_property
+    def positions(self) -> Floats:
+        """Positions of a sequence as programs run it, [C, 1]: padded where a mesh does not divide them."""
+        positions: Floats = padded_positions(
+            self.workload.seq_len,
+            ring=self.strategies.layouts.along(*SEQUENCE_AXES)[:, None],
+            residual=self.strategies.layouts.along(*RESIDUAL_AXES)[:, None],
+            kernel=self.assumptions.kernel(self.slice.chip.kind),
+        ).astype(np.float64)
+        return positions
+
+    @cached_property
     def tokens(self) -> Floats:
-        """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context."""
-        spread = self.strategies.devices(*TOKEN_AXES)
-        return self.workload.batch_tokens / spread / self.strategies.microbatches
+        """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context.
+
+        Those of the busiest device: devices with fewer sequences, or the end of one, get padding.
+        """
+        parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
+        sequences = padded_sequences(self.workload.batch_seqs, parts) / parts
+        tokens: Floats = sequences * (self.positions / self.strategies.devices(*SEQUENCE_AXES))
+        return tokens
+
+    @cached_property
+    def padding(self) -> Floats:
+        """Share of a step's positions that hold no token, [C, K]."""
+        parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
+        padded: Floats = padded_sequences(self.workload.batch_seqs, parts) * self.positions
+        return 1 - self.workload.batch_tokens / padded
+
+    @cached_property
+    def pairs_per_token(self) -> Floats:
+        """(Query, key) pairs that the attention kernel executes per token and head, averaged over layers, [C, 1]."""
+        kernel = self.assumptions.kernel(self.slice.chip.kind)
+        largest = self.assumptions.attention_block or self.rates.attention_block
+        own = self.positions / self.strategies.devices(*SEQUENCE_AXES)
+        # Few layouts differ in these lengths.
+        lengths, index = np.unique(self.positions + 1j * own, return_inverse=True)
+        pairs = []
+        for positions, on_device in ((int(length.real), int(length.imag)) for length in lengths):
+            block = largest
+            if kernel != "cudnn":
+                block = positions if kernel == "reference" else block_size(on_device, largest)
+            pairs.append(mean_attended_pairs(self.model, positions, block) / positions)
+        per_token: Floats = np.array(pairs)[index].reshape(own.shape)
+        return per_token
 
     @cached_property
     def staged(self) -> Floats:
@@ -107,36 +160,77 @@ class TrainingStep:
         return dtype_bytes(self.numerics.compute)
 
     @cached_property
+    def widths(self) -> Widths:
+        """Sizes of the model's dims on the busiest device, [C, 1], padded where devices do not divide them."""
+        devices = self.strategies.devices
+        return Widths(
+            model=self.model, tensor=self.tensor, fsdp=devices(*GATHER_AXES), expert=devices(*EXPERT_AXES)
+        )  # fmt: skip
+
+    @cached_property
     def kv_heads(self) -> Floats:
-        """Key and value heads on a device, [C, 1]: copied where there are fewer heads than ways."""
-        return np.maximum(self.model.kv_heads / self.tensor, 1.0)
+        """Key and value heads on a device, [C, 1]: copied where devices have heads in common."""
+        return np.asarray(self.widths.kv_heads, np.float64)
 
     @cached_property
     def attention(self) -> AttentionMatmuls:
         """The projections of a layer's attention on a device, sizes [C, 1]."""
-        return attention_kind(self.model).matmuls(self.tensor, self.kv_heads)
+        return attention_kind(self.model).matmuls(np.asarray(self.widths.heads), self.kv_heads)
+
+    def columns(self, hidden: int) -> Floats:
+        """Columns of an MLP of ``hidden`` ones on a device, [C, 1]."""
+        return np.asarray(self.widths.columns(hidden))
+
+    def stored(self, shapes: Iterable[MatmulShape]) -> Floats:
+        """Elements of the gathered weights of ``shapes`` as they are stored, [C, 1]: with rows that fsdp pads."""
+        padded = (MatmulShape(np.asarray(self.widths.stored(shape.k)), shape.n) for shape in shapes)
+        return parameters(padded)
+
+    @cached_property
+    def copied_keys(self) -> Floats:
+        """Elements of a layer's key and value weights that devices gather over tensor too, [C, 1]; mostly 0."""
+        model, widths = self.model, self.widths
+        elements = widths.copied_keys * widths.spread(model.d_model) * 2.0 * model.kv_heads * model.d_head
+        return np.asarray(elements)
+
+    @cached_property
+    def own_keys(self) -> Floats:
+        """Elements of those weights that a device uses, [C, 1], as ``stored`` counts them."""
+        shape = MatmulShape(self.model.d_model * np.ones_like(self.tensor), 2.0 * self.kv_heads * self.model.d_head)
+        elements: Floats = self.widths.copied_keys * self.stored([shape])
+        return elements
 
     @cached_property
     def layer_parameters(self) -> dict[str, Floats]:
-        """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard)."""
+        """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard).
+
+        They are counted as stored.
+        """
         sizes = {
-            "attn": parameters(self.attention.every),
+            "attn": self.stored(self.attention.every) - self.own_keys + self.copied_keys / self.tensor,
             "mlp": np.zeros_like(self.tensor),
             "experts": np.zeros_like(self.tensor),
         }
         moe = self.model.moe
         if moe is None or moe.dense_layers:
-            up, down = mlp_matmuls(self.model, self.model.d_ff, self.tensor)
-            sizes["mlp"] = parameters(up + down)
+            up, down = mlp_matmuls(self.model, self.columns(self.model.d_ff))
+            sizes["mlp"] = self.stored(up + down)
         if moe is not None:
-            up, down = mlp_matmuls(self.model, moe.d_ff, self.tensor)
-            sizes["experts"] = parameters(up + down) * moe.experts / self.strategies.devices(*EXPERT_AXES)
-            shared = self.model.d_model * moe.experts * np.ones_like(self.tensor)
+            up, down = mlp_matmuls(self.model, self.columns(moe.d_ff))
+            sizes["experts"] = self.stored(up + down) * self.widths.experts
+            shared = self.stored([self.router])
             if moe.shared_d_ff:
-                up, down = mlp_matmuls(self.model, moe.shared_d_ff, self.tensor)
-                shared = shared + parameters(up + down)
+                up, down = mlp_matmuls(self.model, self.columns(moe.shared_d_ff))
+                shared = shared + self.stored(up + down)
             sizes["shared"] = shared
         return sizes
+
+    @cached_property
+    def router(self) -> MatmulShape:
+        """The matrix of a layer's router, [C, 1]."""
+        assert self.model.moe is not None
+        one = np.ones_like(self.tensor)
+        return MatmulShape(float(self.model.d_model) * one, float(self.model.moe.experts) * one)
 
     @cached_property
     def dense_layers(self) -> Floats:
@@ -154,13 +248,16 @@ class TrainingStep:
     def held_parameters(self) -> dict[str, Floats]:
         """Parameters in one device's shards, [C, 1]: 'dense' (copied over expert), 'experts', and 'vocab'."""
         sizes, share = self.layer_parameters, self.dense_share
-        fsdp = self.strategies.devices(*GATHER_AXES)
+        fsdp, one = self.strategies.devices(*GATHER_AXES), np.ones_like(self.tensor)
+        rows = self.widths.vocab * self.tensor if self.model.tied_embeddings else self.model.vocab
+        vocab = rows * self.widths.spread(self.model.d_model) / self.tensor
+        if not self.model.tied_embeddings:
+            vocab = vocab + self.stored([MatmulShape(self.model.d_model * one, np.asarray(self.widths.vocab))])
         dense = sizes["attn"] + share * sizes["mlp"] + (1 - share) * sizes.get("shared", 0.0)
-        tables = 1 if self.model.tied_embeddings else 2
         return {
             "dense": self.layers * dense / fsdp,
             "experts": self.layers * (1 - share) * sizes["experts"] / fsdp,
-            "vocab": tables * self.model.vocab * self.model.d_model / self.tensor / fsdp,
+            "vocab": vocab / fsdp,
         }
 
     @cached_property
@@ -193,8 +290,7 @@ class TrainingStep:
 
         Routers and the down-projections of MLA: their gradients are summed over tensor too.
         """
-        latent = parameters(self.attention.latent)
-        moe = self.model.moe
-        router = 0.0 if moe is None else (1 - self.dense_share) * self.model.d_model * moe.experts
+        latent = self.stored(self.attention.latent)
+        router = 0.0 if self.model.moe is None else (1 - self.dense_share) * self.stored([self.router])
         elements: Floats = self.layers * (latent + router) / self.strategies.devices(*GATHER_AXES)
         return elements

@@ -15,13 +15,25 @@ MOST_TOKENS = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Record):
-    """A training job: ``batch_tokens`` a step in sequences of ``seq_len``, ``tokens`` in all."""
+    """A training job: ``batch_tokens`` a step in sequences of ``seq_len``, ``tokens`` in all.
+
+    ``asked_tokens`` is the batch that was asked for, where ``batch_tokens`` are the nearest whole sequences.
+    """
 
     closed = True
 
     batch_tokens: int
     seq_len: int
     tokens: float | None = None
+    asked_tokens: int | None = None
+
+    @classmethod
+    def nearest(cls, *, batch_tokens: int, seq_len: int, tokens: float | None = None) -> Workload:
+        """The job with the number of whole sequences, at least one, that is nearest to ``batch_tokens``."""
+        if batch_tokens < 1 or seq_len < 1 or batch_tokens % seq_len == 0:
+            return cls(batch_tokens=batch_tokens, seq_len=seq_len, tokens=tokens)
+        sequences = max(1, (2 * batch_tokens + seq_len) // (2 * seq_len))
+        return cls(batch_tokens=sequences * seq_len, seq_len=seq_len, tokens=tokens, asked_tokens=batch_tokens)
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "seq_len"):
@@ -102,6 +114,9 @@ class Numerics(Dtypes):
 
     @property
     def update_bytes(self) -> float:
-        """HBM traffic of the update per parameter: state read and written, gradient read, compute copy written."""
-        copy = dtype_bytes(self.compute) if self.compute != self.weights else 0.0
+        """HBM traffic of the update per parameter: state read and written, gradient read, compute copy made.
+
+        The copy is cast in a pass of its own, which reads the weight again.
+        """
+        copy = dtype_bytes(self.weights) + dtype_bytes(self.compute) if self.compute != self.weights else 0.0
         return 2 * (dtype_bytes(self.weights) + self.optimizer_bytes) + self.gradient_bytes + copy

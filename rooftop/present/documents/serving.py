@@ -63,14 +63,14 @@ def serving_plan(data: Mapping[str, Any]) -> Document:
     return Document(
         title=f"{data['model']['name']} on {where}: a serving plan",
         verdict=ShownVerdict(
-            subject=subject if fleet is None else f"Recommended: {fleet['best']['name']}",
-            no=_shortfall(data["memory"]),
+            subject=subject if fleet is None else f"{_recommended(data)}: {fleet['best']['name']}",
+            no=_no(data),
             details=(*_fleet(data), *(() if fleet is None else (subject,)), *_layouts(data)),
         ),
         figures=tuple(_figures(data)),
         charts=(
             *_others(fleet),
-            *obstacles(data),
+            *obstacles(data, *_nearest(data)),
             _where(generate["ledger"], "Where a generate step goes (ms on one device)", "Generate"),
             *_pictures(generate["ledger"], where, "a generate step", ""),
             _where(prefill["ledger"], "Where a prefill goes (ms on one device)", "Prefill"),
@@ -78,7 +78,7 @@ def serving_plan(data: Mapping[str, Any]) -> Document:
             memory_bars({"planned": {name: memory[name] for name in _CLASSES}}, memory["capacity"]),
             reasons(data),
             front_chart(data["pareto"], generate),
-            _front(data["pareto"], "Batches worth having"),
+            _front(data["pareto"], _front_title(data)),
         ),
         sources=written_by(data),
     )
@@ -93,10 +93,47 @@ def front(data: Mapping[str, Any]) -> Document:
     )
 
 
-def _shortfall(memory: Mapping[str, Any]) -> str:
-    if memory["fits"]:
+def _no(data: Mapping[str, Any]) -> str:
+    """The reason why the plan cannot be, with the nearest that can; empty if it can."""
+    memory = data["memory"]["per_device"]
+    if not data["memory"]["fits"]:
+        reason = f"does not fit: {format_bytes(memory['total'])} of {format_bytes(memory['capacity'])} a device"
+    elif data["obstacles"] and data["assumptions"]["bounds"] != "book":
+        reason = f"not executable: {data['obstacles'][0]}"
+    else:
         return ""
-    return f"does not fit: {format_bytes(memory['total'])} of {format_bytes(memory['capacity'])} a device"
+    near = [_near(data, item) for item in data["nearest"]]
+    return reason + (f"; nearest: {', or '.join(near)}" if near else "; no slice of this chip has a plan that runs")
+
+
+def _near(data: Mapping[str, Any], near: Mapping[str, Any]) -> str:
+    """The nearest plan, by its batch and all else in which it differs from the one asked for."""
+    work, dtypes = data["workload"], data["dtypes"]
+    parts = [f"batch {near['batch']} on {near['slice']}"]
+    if near["prompt"] != work["prompt"] or near["generate"] != work["generate"]:
+        parts.append(f"{near['prompt']} + {near['generate']} tokens")
+    if (near["weights"], near["weight_group"]) != (dtypes["weights"], dtypes["weight_group"]):
+        group = "" if near["weight_group"] is None else f" in groups of {near['weight_group']}"
+        parts.append(f"{near['weights']} weights{group}")
+    if near["kv"] != dtypes["kv"]:
+        parts.append(f"{near['kv']} KV")
+    if near["matmul"] != dtypes["flops"]:
+        parts.append(f"{near['matmul']} matmuls")
+    if near["mode"] != data["mode"]:
+        parts.append(near["mode"])
+    return " with ".join((parts[0], " and ".join(parts[1:]))) if parts[1:] else parts[0]
+
+
+def _nearest(data: Mapping[str, Any]) -> Iterator[str]:
+    """A line on each of the nearest plans that run."""
+    for near in data["nearest"]:
+        mesh = ",".join(f"{name}={size}" for name, size in near["mesh"].items())
+        latency = format_seconds(near["tpot_s"])
+        yield f"nearest that runs: {_near(data, near)}, as {mesh or 'one device'}: TPOT {latency}"
+
+
+def _recommended(data: Mapping[str, Any]) -> str:
+    return "Recommended" if data["executable"] else "Cheapest, but no program runs it"
 
 
 def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
@@ -157,8 +194,7 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     classes = ", ".join(f"{name} {format_bytes(memory[name])}" for name in _CLASSES)
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])}: {classes}")  # fmt: skip
-    yield ShownFigure("max_batch", "largest batch", data["max_batch"], shown=str(data["max_batch"]),
-        note=f"here; this one fits {data['smallest_slice'] or 'no slice'} at the smallest")  # fmt: skip
+    yield from _batches(data)
     transfer = data["kv_transfer"]
     yield ShownFigure("prefill_per_generate", "prefill", data["prefill_per_generate"], level="expected",
         shown=f"{data['prefill_per_generate']:.3g} servers",
@@ -177,6 +213,35 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         yield ShownFigure("prefix_cache", "prefix cache", cache["speedup"], level="expected",
             shown=f"{cache['speedup']:.2f}x",
             note=f"faster prefill at {cache['hit_rate']:.0%} hits{host_text}")  # fmt: skip
+
+
+def _batches(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
+    """The batch, how it was chosen, and the smallest and the largest of the search next to it."""
+    rules = {
+        "knee": "the knee: the largest whose last doubling raised tokens/s by more than TPOT",
+        "target": f"the most tokens/s within TPOT {format_seconds(data['workload']['tpot_s'] or 0.0)}",
+    }
+    if (rule := rules.get(data["batch_rule"])) is not None and data["memory"]["fits"]:
+        beside = [
+            f"batch {point['batch']} has a TPOT of {format_seconds(point['tpot_s'])} and "
+            f"{point['tokens_per_s_per_chip']:.4g} tok/s a chip"
+            for point in (data["smallest_batch"], data["largest_batch"])
+            if point["batch"] != data["generate"]["batch"]
+        ]
+        yield ShownFigure("batch", "batch", data["generate"]["batch"], shown=str(data["generate"]["batch"]),
+            note="; ".join((rule, *beside)))  # fmt: skip
+    smallest = data["smallest_slice"]
+    holds = "no slice holds this one" if smallest is None else f"this one fits {smallest} at the smallest"
+    yield ShownFigure("max_batch", "largest batch", data["max_batch"], shown=str(data["max_batch"]),
+        note=f"on this mesh; {holds}")  # fmt: skip
+
+
+def _front_title(data: Mapping[str, Any]) -> str:
+    """The title of the front, with a warning on contexts for which the model was not made."""
+    reason = next(item for item in data["reasons"] if item["source"] == "the model's config")
+    if all(point["context"] <= reason["value"] for point in data["pareto"]):
+        return "Batches worth having"
+    return f"Batches worth having (the model was made for contexts up to {reason['value']:,.0f})"
 
 
 def _where(ledger: Sequence[Mapping[str, Any]], title: str, section: str) -> Table:

@@ -56,6 +56,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
             no=_refusal(data),
             details=(
                 f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}",
+                *_rounded(data["workload"]),
             ),
         ),
         figures=tuple(_figures(data, classes)),
@@ -73,6 +74,27 @@ def training_plan(data: Mapping[str, Any]) -> Document:
         ),
         sources=written_by(data),
     )
+
+
+def _rounded(workload: Mapping[str, Any]) -> Iterator[str]:
+    """The batch, if it is not the one that was asked for."""
+    if workload.get("asked_tokens") is not None:
+        tokens, seq_len = workload["batch_tokens"], workload["seq_len"]
+        yield (
+            f"{workload['asked_tokens']:,} tokens a step are rounded to {tokens // seq_len:,} sequences of "
+            f"{seq_len:,}: {tokens:,} tokens"
+        )
+
+
+def _padding(data: Mapping[str, Any]) -> str:
+    """The padding of a batch that the mesh splits unevenly."""
+    padding, seq_len = data["padding"], data["workload"]["seq_len"]
+    parts = []
+    if empty := padding["empty_sequences"]:
+        parts.append(f"{empty:,} empty sequences next to {padding['sequences'] - empty:,}")
+    if padding["sequence_tokens"]:
+        parts.append(f"{padding['sequence_tokens']:,} tokens after the {seq_len:,} of a sequence")
+    return f"of all positions: {', '.join(parts)}; they take time, and count in no rate"
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
@@ -159,6 +181,8 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])} a device: {classes_text}")  # fmt: skip
+    if (padding := data.get("padding")) is not None and padding["share"]:
+        yield ShownFigure("padding", "padding", padding["share"], "%", "expected", note=_padding(data))
     exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
     yield ShownFigure("exposed_s", "not hidden", sum(exposed.values()), "s", "expected",
         note=exposed_text(exposed, step["expected_s"]) or "no collectives")  # fmt: skip

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from rooftop.capabilities import block_size
 from rooftop.programs.attention.scores import (
     Absent,
     KeyRun,
@@ -32,7 +33,6 @@ from rooftop.programs.attention.scores import (
     Values,
     WideOutputs,
     add_sinks,
-    block_size,
     runs,
     sink_gradients,
 )

@@ -29,7 +29,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rooftop.capabilities import CONTEXT_CHUNKS, RING_KERNELS
+from rooftop.capabilities import CONTEXT_CHUNKS, RING_KERNELS, block_size
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.programs.attention.attend import attend, attend_block, block_gradients
 from rooftop.programs.attention.scores import (
@@ -43,7 +43,6 @@ from rooftop.programs.attention.scores import (
     TokenSegments,
     Values,
     add_sinks,
-    block_size,
     merge,
     sink_gradients,
 )
@@ -370,7 +369,7 @@ def _gathered(
     scores, size, chunks = ring.scores, ring.size, ring.chunks
     chunk, here = q.shape[1] // chunks, lax.axis_index(ring.axis)
     # Index on the devices of each chunk of the sequence.
-    sorted_chunks = sequence_order(size * chunks, size, order).argsort()
+    sorted_chunks = jnp.asarray(sequence_order(size * chunks, size, order).argsort())
 
     def gathered(x: jax.Array) -> jax.Array:
         whole = lax.all_gather(x, ring.axis, axis=1, tiled=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from rooftop.capabilities import LANES
+from rooftop.capabilities import block_size
 from rooftop.models import ModelConfig
 from rooftop.roofline.achievable import KERNEL_MATMULS
 
@@ -182,12 +182,6 @@ def runs(*, q_len: int, kv_len: int, window: int | None, offset: int, block: int
             start = result.pop().queries.start
         result.append(KeyRun(queries=slice(start, end), keys=keys))
     return result
-
-
-def block_size(length: int, block: int) -> int:
-    """The largest divisor of ``length`` up to ``block``, and a multiple of 128 if ``length`` is one."""
-    step = LANES if length % LANES == 0 and block >= LANES else 1
-    return max(size for size in range(step, min(block, length) + 1, step) if length % size == 0)
 
 
 def kernel_scope(flops: Mapping[str, float]) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float
 
-from rooftop.capabilities import LANES
+from rooftop.capabilities import LANES, block_size
 from rooftop.core.errors import RooftopError
 from rooftop.programs.attention.scores import (
     Absent,
@@ -28,7 +28,6 @@ from rooftop.programs.attention.scores import (
     Segments,
     Sinks,
     Values,
-    block_size,
     declared,
 )
 

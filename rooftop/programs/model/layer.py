@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.arrays.rules import Rules, ways
 from rooftop.capabilities import KERNELS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.activations import parse_policy
 from rooftop.models.config import ModelConfig
+from rooftop.models.widths import HeadSplit
 from rooftop.programs.attention.attend import attend
 from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, ORDERS, context_attend, sequence_order
 from rooftop.programs.attention.scores import BLOCK, Scores
@@ -31,7 +32,7 @@ from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
 from rooftop.programs.model.operations import add_bias, norm, project, project_left, scale_norm
 from rooftop.programs.model.positions import rotate, within_segments
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoEWeights
-from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
+from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence, varying
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +167,16 @@ def qkv(
         h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
         # Not ``project``: with one head on a device, XLA:TPU would turn the gradient's ReduceScatter into an AllReduce.
         into = project_left if how.weights_left else partial(jnp.einsum, "btd,dnh->btnh")
-        q = into(h, gather(layer.q, specs, "embed", "heads", None))
-        k = into(h, gather(layer.k, specs, "embed", "kv_heads", None))
-        v = into(h, gather(layer.v, specs, "embed", "kv_heads", None))
+        q = into(h, gather(layer.q, specs, "embed", "heads", None, rows=model.d_model))
         q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
-        k = checkpoint_name(add_bias(k, layer.k_bias, kv_heads), "qkv")
-        v = checkpoint_name(add_bias(v, layer.v_bias, kv_heads), "qkv")
+        tensor = ways(jax.sharding.get_abstract_mesh().shape, *specs.rules.parameters["kv_heads"])
+        if layer.k.shape[1] % tensor:
+            k, v = (_of_own_heads(h, *weights, how) for weights in ((layer.k, layer.k_bias), (layer.v, layer.v_bias)))
+        else:
+            k = into(h, gather(layer.k, specs, "embed", "kv_heads", None, rows=model.d_model))
+            v = into(h, gather(layer.v, specs, "embed", "kv_heads", None, rows=model.d_model))
+            k, v = add_bias(k, layer.k_bias, kv_heads), add_bias(v, layer.v_bias, kv_heads)
+        k, v = checkpoint_name(k, "qkv"), checkpoint_name(v, "qkv")
         if layer.q_norm is not None and layer.k_norm is not None:
             q = scale_norm(q, layer.q_norm, model, heads)
             k = scale_norm(k, layer.k_norm, model, kv_heads)
@@ -180,6 +185,36 @@ def qkv(
     with named_scope("rope"):
         q, k = (checkpoint_name(rotate(x, turns, interleaved=model.rope_interleaved), "rope") for x in (q, k))
         return q, k, v
+
+
+def _of_own_heads(
+    h: Float[Array, "B T D"], weight: Float[Array, "stored K H"], bias: Float[Array, "K H"] | None, how: Computation
+) -> Float[Array, "B T S H"]:
+    """Keys or values, on each device of the key/value heads that its query heads read: see ``HeadSplit``.
+
+    All devices gather the weight of all heads, and choose from it.
+    """
+    specs = how.specs
+    axes = specs.rules.parameters["kv_heads"]
+    table = HeadSplit.of(how.model, ways(jax.sharding.get_abstract_mesh().shape, *axes)).key_table()
+    whole = gather(weight, specs, "embed", None, None, rows=how.model.d_model, sequence="residual_seq")
+    spec = jax.typeof(h).sharding.spec
+
+    def local(h: jax.Array, whole: jax.Array, bias: jax.Array | None) -> jax.Array:
+        own = jnp.asarray(table, jnp.int32)[jax.lax.axis_index(axes)]
+
+        def chosen(array: jax.Array, axis: int) -> jax.Array:
+            array = varying(array, specs.token_axes("residual_seq"))
+            heads = [jax.lax.dynamic_slice_in_dim(array, head, 1, axis) for head in own]
+            return jnp.concatenate(heads, axis)
+
+        y = jnp.einsum("btd,dkh->btkh", varying(h, axes), chosen(whole, 1))
+        return y if bias is None else y + chosen(bias, 0)
+
+    weights = (whole, bias)
+    places = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, weights)
+    out = specs.activation("batch", "seq", "kv_heads", None)
+    return on_shards(local, in_specs=(spec, *places), out_specs=out)(h, *weights)
 
 
 def _core(
@@ -216,10 +251,13 @@ def _core(
 def feed_forward(
     x: Float[Array, "B T D"],
     layer: MLP[jax.Array] | MoEWeights[jax.Array],
-    segments: Int[Array, "B T"] | None,
+    real: Bool[Array, "B T"] | None,
     how: Computation,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
-    """The MLP or the mixture of experts on the residual stream, added to it; and the experts' load."""
+    """The MLP or the mixture of experts on the residual stream, added to it; and the experts' load.
+
+    Experts leave out tokens that are False in ``real``.
+    """
     model, specs = how.model, how.specs
     with named_scope("mlp"), named_scope("norm"):
         normed = norm(x, layer.norm, model, specs)
@@ -236,7 +274,7 @@ def feed_forward(
             matmul=how.expert_matmul,
             capacity_factor=how.expert_capacity,
             measured=how.balance_loss > 0,
-            segments=segments,
+            real=real,
         )
     with named_scope("mlp"):
         if layer.post_norm is not None:
@@ -252,7 +290,7 @@ def _mlp(x: Float[Array, "B T D"], layer: MLP[jax.Array], how: Computation) -> F
     hidden = specs.activation("batch", "seq", "mlp")
 
     def into(h: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = (project_left if how.weights_left else project)(h, gather(weight, specs, "embed", "mlp"))
+        y = (project_left if how.weights_left else project)(h, gather(weight, specs, "embed", "mlp", rows=h.shape[-1]))
         return checkpoint_name(add_bias(y, bias, hidden), "mlp_up")
 
     with named_scope("up"):
@@ -272,7 +310,7 @@ def _scattered(
     """x times a weight whose rows are split over ``dim``; partial sums are scattered into the stream's sharding."""
     specs = how.specs
     if how.weights_left:
-        return project_left(x, gather(weight, specs, (dim, "embed"), None))
+        return project_left(x, gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1]))
     partial_sums = specs.activation("batch", "seq", None, unreduced=dim)
-    y = project(x, gather(weight, specs, (dim, "embed"), None), partial_sums)
+    y = project(x, gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1]), partial_sums)
     return split_sequence(y, specs.residual)

@@ -14,7 +14,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.programs.model.operations import project, project_left
-from rooftop.programs.sharding import Specs, in_parts, named_reshard, split_sequence, varying_as, whole
+from rooftop.programs.sharding import Specs, first_rows, in_parts, named_reshard, split_sequence, varying_as, whole
 
 
 def count_loss_tokens(targets: Int[Array, "B T"]) -> Float32[Array, ""]:
@@ -24,15 +24,27 @@ def count_loss_tokens(targets: Int[Array, "B T"]) -> Float32[Array, ""]:
 
 
 def logits(
-    x: Float[Array, "B T D"], matrix: Float[Array, "D V"], softcap: float | None, *, left: bool = False
+    x: Float[Array, "B T D"],
+    matrix: Float[Array, "D V"],
+    softcap: float | None,
+    *,
+    vocab: int | None = None,
+    left: bool = False,
 ) -> Float32[Array, "B T V"]:
     """x @ matrix in float32, bent by ``softcap`` c to c tanh(y/c).
 
-    With ``left`` the matrix is the left operand, as in ``project_left``.
+    Logits from ``vocab`` on, of columns that pad the matrix, are minus infinity. With ``left`` the matrix is the left
+    operand, as in ``project_left``.
     """
     with named_scope("unembed"):
         y = (project_left if left else project)(x, matrix, dtype=jnp.float32)
-        return y if softcap is None else softcap * jnp.tanh(y / softcap)
+        y = y if softcap is None else softcap * jnp.tanh(y / softcap)
+        return y if vocab is None or vocab == y.shape[-1] else jnp.where(_ids(y) < vocab, y, -jnp.inf)
+
+
+def _ids(logits: Float32[Array, "B T V"]) -> Int[Array, "B T V"]:
+    """The token of each logit."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2, out_sharding=jax.typeof(logits).sharding)
 
 
 def head(
@@ -46,7 +58,7 @@ def head(
         x = split_sequence(x, specs.activation("batch", "seq", None, reduced="vocab"))
         if tied:
             unembed = reshard(unembed, specs.at_rest("vocab", "embed")).T
-        return x, named_reshard(unembed, specs.in_use("embed", "vocab"))
+        return x, first_rows(named_reshard(unembed, specs.in_use("embed", "vocab")), x.shape[-1])
 
 
 def cross_entropy(
@@ -58,6 +70,7 @@ def cross_entropy(
     tied: bool,
     chunks: int,
     softcap: float | None,
+    vocab: int,
     z_loss: float = 0.0,
     counted: Float32[Array, ""] | None = None,
 ) -> tuple[Float32[Array, ""], Float32[Array, ""] | None]:
@@ -65,7 +78,8 @@ def cross_entropy(
 
     With a coefficient ``z_loss``, the first result also has ``z_loss`` times the mean of (log Z)**2, where Z is the
     softmax's denominator. The second result is that mean, which is not differentiable. Means are over all tokens; with
-    ``counted`` they are sums over the tokens whose target is not negative, divided by it.
+    ``counted`` they are sums over the tokens whose target is not negative, divided by it. V is ``vocab``; columns of
+    the matrix from there on are padding.
 
     T is processed in ``chunks``. The gradients of a chunk are computed with its logits, so that the backward pass does
     not recompute these.
@@ -74,14 +88,14 @@ def cross_entropy(
     # keeps that gradient unreduced until the end.
     x, unembed = jax.lax.optimization_barrier((x, unembed))
     x, matrix = head(x, unembed, specs, tied=tied)
-    return _chunked(x, matrix, targets, counted, chunks, softcap, z_loss)
+    return _chunked(x, matrix, targets, counted, chunks, softcap, vocab, z_loss)
 
 
 #: The loss, and (log Z)**2 if it is a part of the loss: of each token, or their means.
 _Losses = tuple[jax.Array, jax.Array | None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _chunked(
     x: Float[Array, "B T D"],
     matrix: Float[Array, "D V"],
@@ -89,10 +103,11 @@ def _chunked(
     counted: Float32[Array, ""] | None,
     chunks: int,
     softcap: float | None,
+    vocab: int,
     z_loss: float,
 ) -> _Losses:
     def body(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, _Losses]:
-        return None, _token_losses(chunk[0], matrix, chunk[1], counted is not None, softcap, z_loss)
+        return None, _token_losses(chunk[0], matrix, chunk[1], counted is not None, softcap, vocab, z_loss)
 
     _, losses = jax.lax.scan(body, None, (in_parts(x, chunks, dim=1), in_parts(targets, chunks, dim=1)))
     with named_scope("loss"):
@@ -112,13 +127,14 @@ def _forward(
     counted: jax.Array | None,
     chunks: int,
     softcap: float | None,
+    vocab: int,
     z_loss: float,
 ) -> tuple[_Losses, tuple[jax.Array, jax.Array]]:
     def body(d_matrix: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[_Losses, jax.Array]]:
         rows, labels = chunk
 
         def of(rows: jax.Array, matrix: jax.Array) -> _Losses:
-            return _token_losses(rows, matrix, labels, counted is not None, softcap, z_loss)
+            return _token_losses(rows, matrix, labels, counted is not None, softcap, vocab, z_loss)
 
         losses, pull, squares = jax.vjp(of, rows, matrix, has_aux=True)
         with named_scope("loss"):
@@ -138,7 +154,12 @@ def _forward(
 
 
 def _backward(
-    chunks: int, softcap: float | None, z_loss: float, gradients: tuple[jax.Array, jax.Array], cotangents: _Losses
+    chunks: int,
+    softcap: float | None,
+    vocab: int,
+    z_loss: float,
+    gradients: tuple[jax.Array, jax.Array],
+    cotangents: _Losses,
 ) -> tuple[jax.Array, jax.Array, None, None]:
     def scaled(gradient: jax.Array) -> jax.Array:
         axes = jax.typeof(gradient).sharding.spec.unreduced
@@ -158,19 +179,19 @@ def _token_losses(
     targets: Int[Array, "B T"],
     masked: bool,
     softcap: float | None,
+    vocab: int,
     z_loss: float,
 ) -> _Losses:
     """-log softmax(x @ matrix)[target] + z_loss (log Z)**2, and (log Z)**2 if there is a z_loss: [B, T] float32 each.
 
     ``masked``: zeros where the target is negative.
     """
-    y = logits(x, matrix, softcap)
+    y = logits(x, matrix, softcap, vocab=vocab)
     with named_scope("loss"):
         top = jax.lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True))
         total = jnp.sum(jnp.exp(y - top), axis=-1)
         # Selected by comparison: an index into the split V would need a gather.
-        ids = jax.lax.broadcasted_iota(jnp.int32, y.shape, 2, out_sharding=jax.typeof(y).sharding)
-        label = jnp.sum(jnp.where(ids == targets[..., None], y, 0.0), axis=-1)
+        label = jnp.sum(jnp.where(_ids(y) == targets[..., None], y, 0.0), axis=-1)
         log_z = jnp.log(total) + top[..., 0]
         losses, squares = log_z - label, jnp.square(log_z) if z_loss else None
         if squares is not None:

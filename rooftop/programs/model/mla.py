@@ -37,9 +37,8 @@ def latent_qkv(
     heads = specs.activation("batch", "seq", "heads", None)
     q, latent, shared = latents(x, layer, turns, model, mla, specs)
     with named_scope("qkv"):
-        kv = checkpoint_name(
-            jnp.einsum("btr,rnh->btnh", latent, gather(layer.kv_up, specs, "embed", "heads", None)), "qkv"
-        )
+        kv_up = gather(layer.kv_up, specs, "embed", "heads", None, rows=mla.kv_rank)
+        kv = checkpoint_name(jnp.einsum("btr,rnh->btnh", latent, kv_up), "qkv")
     with named_scope("rope"):
 
         def expand(kv: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +66,7 @@ def latents(
     gathered = specs.activation("batch", "seq", None, reduced="heads")
 
     def down(weight: jax.Array) -> jax.Array:
-        matrix = gather(weight, specs, "embed", None, sequence="residual_seq")
+        matrix = gather(weight, specs, "embed", None, rows=x.shape[-1], sequence="residual_seq")
         return checkpoint_name(project(x, matrix), "qkv")
 
     with named_scope("qkv"):
@@ -75,7 +74,8 @@ def latents(
         if layer.q_down is not None and layer.q_norm is not None:
             queries = scale_norm(down(layer.q_down), layer.q_norm, model, specs.residual)
         queries = split_sequence(queries, gathered)
-        q = checkpoint_name(jnp.einsum("btr,rnh->btnh", queries, gather(layer.q, specs, "embed", "heads", None)), "qkv")
+        q_up = gather(layer.q, specs, "embed", "heads", None, rows=queries.shape[-1])
+        q = checkpoint_name(jnp.einsum("btr,rnh->btnh", queries, q_up), "qkv")
         latent, shared = jnp.split(down(layer.kv_down), [mla.kv_rank], axis=-1)
         latent = scale_norm(latent, layer.kv_norm, model, specs.residual)
     with named_scope("rope"):

@@ -34,6 +34,7 @@ from rooftop import models
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.models import ModelConfig
+from rooftop.models.widths import share
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul
 from rooftop.programs.parameters import MoEWeights
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
@@ -52,19 +53,19 @@ def moe_mlp(
     capacity_factor: float | None,
     matmul: str = "batched",
     measured: bool = False,
-    segments: Int[Array, "B T"] | None = None,
+    real: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
     """The experts and the shared experts of one layer, on the normalised residual stream.
 
     x and the result are split as the residual stream. ``layer`` has no leading dim of layers; the caller applies its
     norms. Its weights are at rest and are gathered here. Matmuls run in x's dtype; the router's scores are float32. For
     ``capacity_factor`` see ``capacity``; ``matmul`` is one of EXPERT_MATMULS. If ``measured``, the second result is the
-    ``rooftop.programs.model.moe.load`` of each device that splits tokens, split over them, without tokens of padding
-    (segment 0 of ``segments``). Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the checkpoint
-    names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
+    ``rooftop.programs.model.moe.load`` of each device that splits tokens, split over them. Tokens of padding, False in
+    ``real``, go to no expert and do not count. Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the
+    checkpoint names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
 
-    Raises RooftopError if experts or hidden columns do not divide over their mesh axes, if the axes of experts do not
-    split tokens, if the factor is not positive, and for an unknown ``matmul``.
+    Raises RooftopError if the axes of experts or hidden columns do not split tokens, if the factor is not positive, and
+    for an unknown ``matmul``.
     """
     if matmul not in EXPERT_MATMULS:
         raise unknown("expert_matmul", matmul, EXPERT_MATMULS)
@@ -72,22 +73,25 @@ def moe_mlp(
     if moe is None:
         raise RooftopError("model.moe", None, "a mixture of experts")
     axes = _Axes.of(specs)
-    axes.check(moe)
+    axes.check()
     weights = {name: weight for name, weight in field_values(layer).items() if isinstance(weight, jax.Array)}
 
-    shards = _ways(axes.expert) if matmul == "grouped" else moe.experts
-    per_shard = moe.experts // shards
+    # As stored: with experts that nothing is sent to, where shards do not divide them.
+    experts_stored = layer.up.shape[0]
+    shards = _ways(axes.expert) if matmul == "grouped" else experts_stored
+    per_shard = experts_stored // shards
 
     def local(
-        x: jax.Array, used_weights: dict[str, jax.Array], segments: jax.Array | None
+        x: jax.Array, used_weights: dict[str, jax.Array], real: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         def linear(rows: jax.Array, name: str, groups: RowGroups | None = None) -> jax.Array:
             """Rows [E, rows, d] times a weight: [E, d, f] of the experts, or [d, f] of the shared ones."""
+            weight = used_weights[name]
+            # The rest are rows that pad the weight at rest.
+            weight = weight[..., : rows.shape[-1], :]
             if groups is not None:
-                return grouped_matmul(rows[0], used_weights[name], groups)[None]
-            return jnp.einsum(
-                "erd,edf->erf" if used_weights[name].ndim == 3 else "erd,df->erf", rows, used_weights[name]
-            )
+                return grouped_matmul(rows[0], weight, groups)[None]
+            return jnp.einsum("erd,edf->erf" if weight.ndim == 3 else "erd,df->erf", rows, weight)
 
         def bias_of(name: str, experts: jax.Array | None) -> jax.Array:
             """Bias of each row: [E, 1, f], or [1, rows, f] for rows of ``experts`` [1, rows, 1]."""
@@ -110,13 +114,16 @@ def moe_mlp(
 
         tokens = x.reshape(-1, x.shape[-1])
         with named_scope("router"):
-            logits = jnp.einsum("nd,de->ne", tokens, used_weights["router"], preferred_element_type=jnp.float32)
+            router = used_weights["router"][: tokens.shape[-1]]
+            logits = jnp.einsum("nd,de->ne", tokens, router, preferred_element_type=jnp.float32)
             if "router_bias" in used_weights:
                 logits = logits + used_weights["router_bias"]
             logits = checkpoint_name(logits, "mlp_up")
             weights, chosen = route(logits, used_weights.get("correction_bias"), moe)
-            of_tokens = None if segments is None else segments.reshape(-1)
+            of_tokens = None if real is None else real.reshape(-1)
             measures = load(logits, chosen, of_tokens, moe)[None] if measured else None
+            if of_tokens is not None:
+                chosen = jnp.where(of_tokens[:, None], chosen, moe.experts)
         with named_scope("dispatch"):
             shard = chosen if per_shard == 1 else chosen // per_shard
             slots = ExpertSlots.of(shard, shards, capacity(len(tokens), moe, capacity_factor, shards))
@@ -157,14 +164,13 @@ def moe_mlp(
                 used_weights[name] = axes.gather_weight(weight)
         places = {name: jax.typeof(weight).sharding.spec for name, weight in used_weights.items()}
         stream = specs.residual
-        padding = None
-        if measured and segments is not None:
-            padding = reshard(segments, P(*stream.partitions[:2]))
+        if real is not None:
+            real = reshard(real, P(*stream.partitions[:2]))
         return on_shards(
             local,
-            in_specs=(stream, places, None if padding is None else P(*stream.partitions[:2])),
+            in_specs=(stream, places, None if real is None else P(*stream.partitions[:2])),
             out_specs=(stream, P(axes.residual or None) if measured else None),
-        )(x, used_weights, padding)
+        )(x, used_weights, real)
 
 
 def no_load(model: ModelConfig, specs: Specs) -> Float32[Array, "devices 3 E"]:
@@ -240,14 +246,11 @@ class _Axes:
             summed=specs.token_axes("residual_seq"),
         )  # fmt: skip
 
-    def check(self, moe: models.MoE) -> None:
-        """Raise RooftopError unless experts and columns divide, and the exchanged and gathered axes split tokens."""
+    def check(self) -> None:
+        """Raise RooftopError unless the exchanged and gathered axes split tokens."""
         for name, axes in (("expert", self.expert), ("mlp", self.tensor)):
             if missing := [axis for axis in axes if axis not in self.residual]:
                 raise RooftopError(f"rules.parameters.{name}", axes, f"axes that split tokens, not {missing[0]}")
-        for name, axes in (("experts", self.expert), ("d_ff", self.tensor), ("shared_d_ff", self.tensor)):
-            if (size := getattr(moe, name)) % (ways := _ways(axes)):
-                raise RooftopError(f"moe.{name}", size, f"a multiple of {ways} (mesh axes {', '.join(axes)})")
 
     def gather_weight(self, weight: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """AllGather over the axes of ``embed``; in the backward pass, a ReduceScatter.
@@ -312,15 +315,16 @@ def _ways(axes: Axes) -> int:
 def capacity(tokens: int, moe: models.MoE, factor: float | None, shards: int) -> int:
     """Slots C of a device of ``tokens`` n for each of ``shards`` X of the experts: ``factor`` n k / X, and at most all.
 
-    All, which None means too, is n min(k, E/X). Evenly chosen experts need a factor of 1, and plans assume it. Raises
-    RooftopError if it is not positive.
+    A shard has E/X experts, rounded up. All, which None means too, is n min(k, E/X). Evenly chosen experts need a
+    factor of 1, and plans assume it. Raises RooftopError if it is not positive.
     """
-    largest = tokens * min(moe.active, moe.experts // shards)
+    per_shard = share(moe.experts, shards)
+    largest = tokens * min(moe.active, per_shard)
     if factor is None:
         return largest
     if not factor > 0:
         raise RooftopError("capacity_factor", factor, "a positive number, or none to drop nothing")
-    return min(largest, math.ceil(factor * tokens * moe.active / shards))
+    return min(largest, math.ceil(factor * tokens * moe.active / (moe.experts / per_shard)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,16 +339,17 @@ class ExpertSlots:
 
     @classmethod
     def of(cls, chosen: Int[Array, "n k"], experts: int, capacity: int) -> ExpertSlots:
-        """Fill C slots of each expert in the order of pairs; ``chosen`` are ids of experts."""
+        """Fill C slots of each expert in the order of pairs; ``chosen`` are ids of experts, or E for no expert."""
         pair, size = jnp.arange(chosen.size, dtype=jnp.int32), chosen.size
-        if size * experts >= 2**31:
-            raise RooftopError("pairs of token and expert on a device", size, f"fewer than 2**31 / {experts}")
+        if size * (experts + 1) >= 2**31:
+            raise RooftopError("pairs of token and expert on a device", size, f"fewer than 2**31 / {experts + 1}")
         # A single key without a payload is the ranking that XLA:TPU compiles fastest.
         expert, order = jnp.divmod(lax.sort(chosen.reshape(-1) * size + pair, is_stable=False), size)
         count = jnp.sum(one_hot(chosen.reshape(-1), experts), axis=0, dtype=jnp.int32)
         first = jnp.cumsum(count) - count
         place = jnp.arange(capacity, dtype=jnp.int32)
-        rank = pair - first[expert]
+        # Pairs of no expert come last: their rank is at least the number of all.
+        rank = pair - first.at[expert].get(mode="fill", fill_value=-size)
         slot = jnp.where(rank < capacity, expert * capacity + rank, experts * capacity)
         return cls(
             pairs=jnp.where(place < count[:, None], order.at[first[:, None] + place].get(mode="clip"), size),
@@ -409,18 +414,18 @@ def route(
 
 
 def load(
-    logits: Float32[Array, "n E"], chosen: Int[Array, "n k"], segments: Int[Array, " n"] | None, moe: models.MoE
+    logits: Float32[Array, "n E"], chosen: Int[Array, "n k"], real: Bool[Array, " n"] | None, moe: models.MoE
 ) -> Float32[Array, "3 E"]:
     """Load of the experts: for each, the choices of n tokens, the sum of their probabilities, and n.
 
     Probabilities are the router's scores of ``logits`` divided by their sum (1 for a softmax); only they have a
-    gradient. Tokens of segment 0 are padding and do not count. Loads of layers and devices add up.
+    gradient. Tokens of padding, False in ``real``, do not count. Loads of layers and devices add up.
     """
     scores = jax.nn.softmax(logits) if moe.scoring == "softmax" else jax.nn.sigmoid(logits)
     probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True) if moe.scoring == "sigmoid" else scores
     choices = jnp.sum(one_hot(chosen, moe.experts), axis=1, dtype=jnp.float32)
     counts = jnp.stack([choices, probabilities, jnp.ones_like(probabilities)])
-    return jnp.sum(counts if segments is None else jnp.where((segments > 0)[:, None], counts, 0.0), axis=1)
+    return jnp.sum(counts if real is None else jnp.where(real[:, None], counts, 0.0), axis=1)
 
 
 def balance(load: Float32[Array, "3 E"]) -> Float32[Array, ""]:

@@ -33,8 +33,9 @@ from rooftop.programs.model.positions import rotation
 from rooftop.programs.parameters import Batch, Layer, Transformer
 from rooftop.programs.sharding import on_shards
 
-#: Inputs of layers other than the stream: rotary angles of windowed layers (True) and of others, and the segments.
-Places = tuple[dict[bool, jax.Array], jax.Array | None]
+#: Inputs of layers other than the stream: rotary angles of windowed layers (True) and of others, the segments, and for
+#: layers of experts the tokens that are no padding (None: all).
+Places = tuple[dict[bool, jax.Array], jax.Array | None, jax.Array | None]
 #: Apply the layers of a period to the residual stream, given their weights and places; also return experts' loads.
 Period = Callable[[jax.Array, tuple[Layer[jax.Array], ...], Places], tuple[jax.Array, list[jax.Array]]]
 
@@ -56,8 +57,8 @@ def objective(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The training objective, and the means that it adds to the cross-entropy; float32 scalars.
 
-    Mean cross-entropy is in nats, over the tokens that carry loss: all B*T, or in a packed batch those whose target is
-    not negative; ``counted`` is their number (None: counted here). The means come by name and without their
+    Mean cross-entropy is in nats, over the tokens that carry loss: all B*T, or in a packed or padded batch those whose
+    target is not negative; ``counted`` is their number (None: counted here). The means come by name and without their
     coefficients: ``z_loss``, the mean over the same tokens of (log Z)**2 with Z the denominator of the softmax (PaLM
     paper, section 5); and ``balance_loss``, ``rooftop.programs.model.moe.balance`` of all layers.
 
@@ -83,7 +84,7 @@ def head_loss(
     """``objective`` of the stream x after all layers, without the terms that layers add."""
     x = final_norm(x, weights, how)
     matrix = weights.embed if weights.unembed is None else weights.unembed
-    if batch.segments is not None and counted is None:
+    if batch.masked and counted is None:
         counted = losses.count_loss_tokens(batch.targets)
     value, squares = losses.cross_entropy(
         x,
@@ -93,6 +94,7 @@ def head_loss(
         chunks=chunks,
         softcap=how.model.final_softcap,
         tied=weights.unembed is None,
+        vocab=how.model.vocab,
         z_loss=how.z_loss,
         counted=counted,
     )
@@ -109,12 +111,12 @@ def balanced(
 
 
 def logits(weights: Transformer[jax.Array], tokens: Int[Array, "B T"], how: Computation) -> Float32[Array, "B T V"]:
-    """Logits, V split over tensor; see ``objective``."""
+    """Logits, V split over tensor; see ``objective``. Those of a padded vocabulary's padding are minus infinity."""
     tied = weights.unembed is None
     matrix = weights.embed if weights.unembed is None else weights.unembed
     stream, _ = _stream(weights, Batch(tokens=tokens, targets=tokens), how)
     x, matrix = losses.head(final_norm(stream, weights, how), matrix, how.specs, tied=tied)
-    return losses.logits(x, matrix, how.model.final_softcap)
+    return losses.logits(x, matrix, how.model.final_softcap, vocab=how.model.vocab)
 
 
 def _stream(
@@ -148,10 +150,15 @@ def _stream(
 
 
 def places(batch: Batch[jax.Array], how: Computation) -> Places:
-    """Rotary angles and segments of the batch's tokens, as all layers read them."""
+    """Rotary angles, segments and padding of the batch's tokens, as all layers read them."""
     with named_scope("attn"), named_scope("rope"):
         positions = how.positions(batch)
-        return {local: rotation(how.model, positions, local=local) for local in (False, True)}, batch.segments
+        turns = {local: rotation(how.model, positions, local=local) for local in (False, True)}
+    real = None
+    if how.model.moe is not None and batch.masked:
+        with named_scope("moe"), named_scope("router"):
+            real = batch.targets >= 0 if batch.segments is None else batch.segments > 0
+    return turns, batch.segments, real
 
 
 def period(segment: Segment, how: Computation) -> Period:
@@ -171,13 +178,13 @@ def period(segment: Segment, how: Computation) -> Period:
     def layer(
         kind: LayerKind, x: jax.Array, weights: Layer[jax.Array], at: Places
     ) -> tuple[jax.Array, jax.Array | None]:
-        turns, ids = at
+        turns, ids, real = at
         x = checkpoint_name(x, "layer_input")
         local = kind.window is not None and how.model.rope_local_theta is not None
         with named_scope("attn"):
             heads = partial(causal, layer=weights.attn, turns=turns[local], window=kind.window, segments=ids, how=how)
             x = attention(x, weights.attn, how, heads)
-        return feed_forward(x, weights.mlp, ids, how)
+        return feed_forward(x, weights.mlp, real, how)
 
     blocks = [jax.checkpoint(partial(layer, kind), policy=policy) for kind in segment.kinds]
 
@@ -214,6 +221,8 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     sequences, *_ = specs.residual
     x = reshard(x, P(copies, residual_seq, fsdp) if model.tied_embeddings else P(sequences, seq, tensor))
     x = reshard(x, specs.residual)
+    if x.shape[-1] != model.d_model:
+        x = jax.lax.slice_in_dim(x, 0, model.d_model, axis=-1)
     if model.embed_scale != 1.0:
         x = x * jnp.asarray(model.embed_scale, x.dtype)
     if weights.positions is None:
@@ -227,4 +236,7 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
         return x + jax.lax.pcast(table, tuple(everywhere.reduced), to="varying")[positions]
 
     add = on_shards(local, in_specs=(specs.residual, everywhere, position_spec), out_specs=specs.residual)
-    return add(x, reshard(weights.positions, everywhere), positions)
+    table = reshard(weights.positions, everywhere)
+    if table.shape[-1] != model.d_model:
+        table = jax.lax.slice_in_dim(table, 0, model.d_model, axis=-1)
+    return add(x, table, positions)

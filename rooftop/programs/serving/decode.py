@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from rooftop.arrays.rules import Rules
+from rooftop.capabilities import vocabulary_axes
 from rooftop.models import ModelConfig
 from rooftop.models.segments import LayerKind, segments
 from rooftop.programs.attention.scores import Scores
@@ -92,21 +93,15 @@ class Decoder:
         parameters, activations = dict(rules.parameters), dict(rules.activations)
         # Neighbours along context have query heads of the same key/value head.
         columns = tuple(axis for axis in ("tensor", "context") if axis in dict(self.sizes))
+        vocab = vocabulary_axes(self.model, tuple((axis, dict(self.sizes)[axis]) for axis in columns))
         for table in (parameters, activations):
-            table |= dict.fromkeys(("heads", "mlp"), columns) | {"vocab": self._dividing(columns, self.model.vocab)}
+            table |= dict.fromkeys(("heads", "mlp"), columns) | {"vocab": tuple(axis for axis, _ in vocab)}
         if self.model.kv_heads % self.tensor:
             parameters["kv_heads"] = activations["kv_heads"] = ()
         # Devices along expert have their own sequences, in attention too.
         activations["batch"], activations["seq"] = (), activations["expert"] if self.model.moe is not None else ()
         activations["residual_seq"] = activations["seq"] + activations["heads"] if self.model.moe is not None else ()
         return Specs(Rules(parameters=parameters, activations=activations))
-
-    def _dividing(self, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-        """The longest prefix of ``axes`` that divides a dim of ``size``."""
-        sizes = dict(self.sizes)
-        while size % math.prod(sizes[axis] for axis in axes):
-            axes = axes[:-1]
-        return axes
 
     @cached_property
     def groups(self) -> DeviceGroups:

@@ -12,13 +12,22 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from rooftop.arrays.rules import STAGE_AXES
-from rooftop.capabilities import OPTIMIZERS, STATE_DTYPES, TRAINING, TrainingSpec, require
+from rooftop.arrays.rules import STAGE_AXES, ways
+from rooftop.capabilities import (
+    OPTIMIZERS,
+    STATE_DTYPES,
+    TRAINING,
+    TrainingSpec,
+    padded_positions,
+    padded_sequences,
+    require,
+)
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.parameters import Parameter, Transformer
 from rooftop.programs.sharding import Specs
@@ -94,7 +103,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainProgram:
-    """A train step, its mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T.
+    """A train step, its mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T, before padding (``padded``).
 
     ``computation`` describes the forward pass. Its specs come from all rules; a step takes the ``specs`` of its mesh.
     Each of the ``microbatches`` has an equal part of the batch, and of each device's sequences; their gradients are
@@ -165,7 +174,7 @@ class TrainProgram:
         obstacle of the spec, if there is one; ``accepted`` says what to give instead.
         """
         require(TRAINING, spec, accepted)
-        sequences = spec.sequences // spec.microbatches // spec.ways(*spec.rules.activations["batch"])
+        axes, (sequences, positions) = spec.rules.activations, spec.padded
         computation = Computation(
             model=spec.model,
             specs=Specs(spec.rules),
@@ -182,12 +191,29 @@ class TrainProgram:
             microbatches=spec.microbatches,
             schedule=spec.schedule,
             chunks=spec.chunks,
-            loss_chunks=loss_chunks(sequences, spec.seq_len // spec.ways(*spec.rules.activations["seq"])),
+            loss_chunks=loss_chunks(
+                sequences // spec.microbatches // spec.ways(*axes["batch"]), positions // spec.ways(*axes["seq"])
+            ),
             compute_dtype=spec.compute,
             weights_dtype=spec.weights,
             gradient_dtype=spec.gradients,
             optimizer=Optimizer(name=spec.optimizer, moments=spec.moments),
         )
+
+    def padded(self, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
+        """Sequences and positions of a batch on ``mesh``: with empty sequences, and padding at the end of each.
+
+        Every device, and in it every microbatch, has as many sequences, and every device equal parts of them.
+        """
+        axes, how = self.specs(mesh).rules.activations, self.computation
+        positions = padded_positions(
+            self.seq_len,
+            ring=ways(mesh.shape, *axes["seq"]),
+            residual=ways(mesh.shape, *axes["residual_seq"]),
+            kernel=how.attention,
+            chunks=chunks_of(how.context_order),
+        )
+        return padded_sequences(self.batch, ways(mesh.shape, *axes["batch"]) * self.microbatches), int(positions)
 
     def specs(self, mesh: Mesh | AbstractMesh) -> Specs:
         """The specs of arrays on ``mesh``: the rules without axes of size 1."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic
@@ -11,14 +10,23 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import P, named_scope
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, auto_axes, reshard
 from jax.typing import DTypeLike
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
 from rooftop.programs.model.loss import count_loss_tokens
 from rooftop.programs.model.transformer import objective
-from rooftop.programs.parameters import Batch, Leaf, Parameter, Transformer, abstract, describe, initialise
+from rooftop.programs.parameters import (
+    Batch,
+    Leaf,
+    Parameter,
+    Transformer,
+    abstract,
+    describe,
+    initialise,
+    without_padding,
+)
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
 from rooftop.programs.training.pipeline import pipelined
 from rooftop.programs.training.program import DTYPES, TrainProgram
@@ -54,7 +62,7 @@ class StepMetrics(Generic[Leaf]):
 
 def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
     """The state before the first step, every array created in its shards."""
-    described = describe(program.model)
+    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
     weights = initialise(described, key, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     with jax.set_mesh(mesh):
         optimizer_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
@@ -67,7 +75,7 @@ def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[
 
 def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
     """Shapes and shardings of the state, without memory."""
-    described = describe(program.model)
+    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
     weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     transformation = program.optimizer.transformation(described)
 
@@ -90,30 +98,60 @@ def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainSta
     return TrainState(step=step, weights=weights, optimizer=optimizer)
 
 
-def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of one global batch; over a context axis its sequences are in ``context_order``.
+def described_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[Parameter]:
+    """The state as parameters, which say how its arrays are padded."""
+    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    scalar = Parameter(shape=(), dims=())
+    structure: Any = jax.tree.structure(described)
 
-    Raises RooftopError if it does not divide over the mesh, microbatches or chunks.
-    """
-    specs = program.specs(mesh)
-    axes = specs.rules.activations
-    for name, dim, size, parts in (
-        ("batch", "batch", program.batch, 1),
-        ("microbatches", "batch", program.batch, program.microbatches),
-        ("seq_len", "residual_seq", program.seq_len, 1),
-        ("loss_chunks", "seq", program.seq_len, program.loss_chunks),
-    ):
-        ways = math.prod(mesh.shape[axis] for axis in axes[dim])
-        if size % (ways * parts):
-            over = f" (mesh axes {', '.join(axes[dim])})" if axes[dim] else ""
-            if parts == 1:
-                raise RooftopError(name, size, f"a multiple of {ways}{over}")
-            whole = "sequences" if dim == "batch" else "positions"
-            raise RooftopError(name, parts, f"a divisor of the {size // ways} {whole} of a device{over}")
-    ids = jax.ShapeDtypeStruct(
-        (program.batch, program.seq_len), jnp.int32, sharding=NamedSharding(mesh, specs.activation("batch", "seq"))
+    def is_moments(node: Any) -> bool:
+        return bool(structure == jax.tree.structure(node))
+
+    weights = jax.tree.map(lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.float32), described)
+    shapes = jax.eval_shape(program.optimizer.transformation(described).init, weights)
+    optimizer = jax.tree.map(lambda node: described if is_moments(node) else scalar, shapes, is_leaf=is_moments)
+    return TrainState(step=scalar, weights=described, optimizer=optimizer)
+
+
+def unpadded(state: TrainState[Any], described: TrainState[Parameter]) -> TrainState[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the state without padding."""
+    return jax.tree.map(
+        lambda leaf, parameter: jax.ShapeDtypeStruct(parameter.true_shape, leaf.dtype), state, described
     )
-    return Batch(tokens=ids, targets=ids, **({"segments": ids, "positions": ids} if program.packed else {}))
+
+
+def repadded(
+    state: TrainState[jax.Array],
+    described: TrainState[Parameter],
+    how: Callable[[jax.Array, Parameter], jax.Array],
+) -> TrainState[jax.Array]:
+    """The state with its padding moved by ``how``: ``padding_last``, or back by ``padding_in_parts``.
+
+    Runs under ``jax.set_mesh``.
+    """
+
+    def moved(leaf: jax.Array, parameter: Parameter) -> jax.Array:
+        if not parameter.pads_inside:
+            return leaf
+        return jax.jit(auto_axes(lambda array: how(array, parameter), out_sharding=leaf.sharding))(leaf)
+
+    return jax.tree.map(moved, state, described)
+
+
+def abstract_batch(program: TrainProgram, mesh: Mesh | AbstractMesh) -> Batch[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of one global batch, padded where the program's own does not divide over ``mesh``.
+
+    Over a context axis its sequences are in ``context_order``. Raises RooftopError if positions do not divide into
+    chunks of the loss.
+    """
+    specs, shape = program.specs(mesh), program.padded(mesh)
+    on_device = shape[1] // ways(mesh.shape, *specs.rules.activations["seq"])
+    if on_device % program.loss_chunks:
+        raise RooftopError("loss_chunks", program.loss_chunks, f"a divisor of the {on_device} positions of a device")
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, specs.activation("batch", "seq")))
+    if program.packed:
+        return Batch(tokens=ids, targets=ids, segments=ids, positions=ids)
+    return Batch(tokens=ids, targets=ids, padded=shape != (program.batch, program.seq_len))
 
 
 _Terms = dict[str, jax.Array]
@@ -123,17 +161,22 @@ _Step = Callable[[TrainState[jax.Array], Batch[jax.Array]], tuple[TrainState[jax
 def train_step(program: TrainProgram, specs: Specs) -> _Step:
     """The step: (state, batch) -> (state, metrics). Jit it under ``jax.set_mesh``, with the state donated.
 
-    Means of a packed batch are over the tokens of all its microbatches and devices that carry loss.
+    Means of a packed or padded batch are over the tokens of all its microbatches and devices that carry loss.
     """
-    described, how = describe(program.model), replace(program.computation, specs=specs)
+    how = replace(program.computation, specs=specs)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
-    transformation = program.optimizer.transformation(described)
+    transformation = program.optimizer.transformation(describe(program.model))
 
     def step(
         state: TrainState[jax.Array], batch: Batch[jax.Array]
     ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
-        counted = None if batch.segments is None else count_loss_tokens(batch.targets)
+        described = describe(program.model, specs.ways(jax.sharding.get_abstract_mesh().shape))
+        counted = None
+        if batch.segments is not None:
+            counted = count_loss_tokens(batch.targets)
+        elif batch.padded:
+            counted = jnp.float32(program.batch * program.seq_len)
         per_microbatch = None if counted is None else counted / program.microbatches
 
         def share(weights: Transformer[jax.Array], batch: Batch[jax.Array]) -> tuple[jax.Array, _Terms]:
@@ -162,6 +205,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
                 (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
         with named_scope("gradients"):
             gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+            gradients = jax.tree.map(without_padding, gradients, described)
             norm = optax.tree.norm(gradients) if program.gradient_norm else None
             gradients = program.optimizer.clip(gradients)
         with named_scope("optimizer"):
@@ -170,7 +214,8 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
         with named_scope("loss"):
             for name, mean in terms.items():
                 value = value - getattr(how, name) * mean
-        metrics = StepMetrics(loss=value, **terms, tokens=counted, gradient_norm=norm)
+        tokens = None if batch.segments is None else counted
+        metrics = StepMetrics(loss=value, **terms, tokens=tokens, gradient_norm=norm)
         return TrainState(step=state.step + 1, weights=weights, optimizer=optimizer), metrics
 
     return step

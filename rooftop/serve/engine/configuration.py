@@ -15,7 +15,6 @@ from rooftop.capabilities import (
     KV_SPLITS,
     PAGE_TOKENS,
     KvSplit,
-    engine_mesh_hint,
 )
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.scheduling.serving.scheduler import ROLES, Policy
@@ -175,7 +174,10 @@ def configuration_of(plan: Mapping[str, Any]) -> Configuration:
     axes = {name: size for name, size in plan["mesh"]["axes"].items() if size > 1}
     for axis, size in axes.items():
         if axis not in ENGINE_AXES:
-            raise RooftopError(f"plan mesh axis {axis}", size, f"1: {engine_mesh_hint(axes)}")
+            near = [item["mesh"] for item in plan.get("nearest", ()) if item["slice"] == plan["slice"]["name"]]
+            again = "".join(f"; plan with --mesh {','.join(f'{k}={n}' for k, n in mesh.items())}" for mesh in near[:1])
+            accepted = f"1: an engine's axes are {', '.join(ENGINE_AXES)}{again}"
+            raise RooftopError(f"plan mesh axis {axis}", size, accepted)
     # The workload's own batch is null if the plan searched for one.
     batch = int(plan["generate"]["batch"])
     planned = plan["dtypes"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from time import perf_counter
@@ -128,14 +127,18 @@ class Loader:
         return fill(self.store, self.packing, places)
 
 
-def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Batch[jax.Array]:
+def place(
+    loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str, *, padded: tuple[int, int] | None = None
+) -> Batch[jax.Array]:
     """Return the global batch of ``step`` on ``mesh``, [B, T] each; a process makes the rows of its own devices.
 
     ``specs`` are those of the program on this mesh, and ``order`` its ``context_order``, in which a sequence lies over
-    the mesh axis that splits it. Raises RooftopError where batch or sequence do not divide over the mesh.
+    the mesh axis that splits it. ``padded`` are the sequences and positions that the program has there
+    (``TrainProgram.padded``), None for those of the loader: padding follows the loader's own. Raises RooftopError where
+    they do not divide over the mesh.
     """
-    spec, seq_len = specs.activation("batch", "seq"), loader.packing.seq_len
-    for name, size, entry in zip(("batch", "seq_len"), (loader.batch, seq_len), spec, strict=True):
+    spec, (batch, seq_len) = specs.activation("batch", "seq"), padded or (loader.batch, loader.packing.seq_len)
+    for name, size, entry in zip(("batch", "seq_len"), (batch, seq_len), spec, strict=True):
         if size % (parts := ways(mesh.shape, *axes_of(entry))):
             raise RooftopError(name, size, f"a multiple of {parts} (mesh axes {', '.join(axes_of(entry))})")
     sharding = NamedSharding(mesh, spec)
@@ -147,15 +150,25 @@ def place(loader: Loader, step: int, mesh: Mesh, specs: Specs, order: str) -> Ba
         def shard(index: tuple[slice, ...] | None) -> npt.NDArray[np.int32]:
             rows, span = index or (slice(None), slice(None))
             # Devices that differ in tensor or context have the same rows: these are made once.
-            key = rows.indices(loader.batch)
+            key = rows.indices(batch)
             if key not in by_shape:
-                by_shape[key] = loader.rows(step, rows)
+                own = range(loader.batch)[slice(*key)]
+                by_shape[key] = _with_padding(loader.rows(step, own), len(range(*key)), seq_len)
             shard: npt.NDArray[np.int32] = getattr(by_shape[key], name)[:, columns[span]]
             return shard
 
-        return jax.make_array_from_callback((loader.batch, seq_len), sharding, shard)
+        return jax.make_array_from_callback((batch, seq_len), sharding, shard)
 
-    return Batch(**{field.name: array(field.name) for field in dataclasses.fields(Batch)})
+    return Batch(
+        tokens=array("tokens"), targets=array("targets"), segments=array("segments"), positions=array("positions")
+    )
+
+
+def _with_padding(batch: Batch[npt.NDArray[np.int32]], rows: int, seq_len: int) -> Batch[npt.NDArray[np.int32]]:
+    """A packed batch with padding at the end of its sequences, and sequences of padding: [rows, seq_len]."""
+    more = [(0, rows - batch.tokens.shape[0]), (0, seq_len - batch.tokens.shape[1])]
+    padded: Batch[npt.NDArray[np.int32]] = jax.tree.map(lambda ids: np.pad(ids, more), batch)
+    return replace(padded, targets=np.pad(batch.targets, more, constant_values=-1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,217 @@
+"""Sizes of a model's dims on the devices of a mesh that does not divide them: padding, in one place.
+
+JAX shards evenly. A dim that does not divide over its axes is stored with zeros, and programs multiply by the padded
+sizes of heads, hidden columns, experts and the vocabulary. Weights split over ``embed`` axes (FSDP) are padded at rest
+only: what is added for these axes is cut off after the gather, so that the residual stream keeps its D.
+
+Zeros stay zeros: a padded column of an MLP, a padded head or expert contributes nothing and gets no gradient, and a
+padded logit is left out of the softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, TypeVar
+
+from rooftop.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from rooftop.core.ledger import Number
+
+    Ways = TypeVar("Ways", int, Number)
+
+#: The largest padding of a dim that a search considers, relative to its size.
+MOST_PADDING = 0.2
+
+
+def share(size: Ways, ways: Ways) -> Ways:
+    """The part of ``size`` that the busiest of ``ways`` devices has."""
+    return -(-size // ways)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedDim:
+    """A dim of ``size`` elements as it is stored: cut into equal parts, each filled up with zeros at its end.
+
+    ``steps`` are numbers of parts, each with the size of a part once it is filled, in the order of filling.
+    """
+
+    size: int
+    steps: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, size: int, *steps: tuple[int, int]) -> PaddedDim | None:
+        """The dim after ``steps``, of which those that add nothing are left out; None if none is left."""
+        useful, stored = list[tuple[int, int]](), size
+        for parts, filled in steps:
+            if parts * filled != stored:
+                useful.append((parts, filled))
+                stored = parts * filled
+        return cls(size=size, steps=tuple(useful)) if useful else None
+
+    @property
+    def stored(self) -> int:
+        """Elements that are stored."""
+        return prod(self.steps[-1])
+
+    @cached_property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The stored position of each element, ascending, [size]."""
+        import numpy as np
+
+        positions = np.arange(self.size)
+        stored = self.size
+        for parts, filled in self.steps:
+            part = stored // parts
+            positions = positions // part * filled + positions % part
+            stored = parts * filled
+        return positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSplit:
+    """Query heads N and key/value heads K over ``ways`` devices.
+
+    Each device has as many query heads as any other. If every key/value head has its own devices, the query heads that
+    read it are padded together; otherwise all are padded at the end.
+    """
+
+    heads: int
+    kv_heads: int
+    ways: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, ways: int) -> HeadSplit:
+        """The heads of a model over ``ways`` devices."""
+        return cls(heads=model.heads, kv_heads=model.kv_heads, ways=ways)
+
+    @property
+    def queries(self) -> int:
+        """Query heads on a device."""
+        return share(self.heads, self.ways)
+
+    @property
+    def keys(self) -> int:
+        """Key/value heads on a device, each read by equally many of its query heads."""
+        return int(key_heads(self.heads, self.kv_heads, self.ways))
+
+    @property
+    def copies_keys(self) -> bool:
+        """True if devices have key/value heads in common: their weights are stored once, and chosen from on use.
+
+        Without groups of query heads nothing is in common, and key/value heads are padded as query heads are.
+        """
+        return self.kv_heads < self.heads and self.kv_heads % self.ways != 0
+
+    def padded(self, unit: int = 1) -> PaddedDim | None:
+        """The dim of query heads, of ``unit`` elements each, as it is stored; None without padding."""
+        groups = self.kv_heads if self._owns_keys else 1
+        return PaddedDim.of(self.heads * unit, (groups, self.queries * self.ways // groups * unit))
+
+    def key_table(self) -> list[list[int]]:
+        """The key/value heads of each device, in the order of its query heads; those of padding are arbitrary."""
+        if self._owns_keys:
+            return [[device * self.kv_heads // self.ways] for device in range(self.ways)]
+        readers, queries = self.queries // self.keys, self.queries
+        heads = [[device * queries + key * readers for key in range(self.keys)] for device in range(self.ways)]
+        return [[min(head, self.heads - 1) * self.kv_heads // self.heads for head in of_device] for of_device in heads]
+
+    @property
+    def _owns_keys(self) -> bool:
+        return self.kv_heads < self.heads and self.ways % self.kv_heads == 0
+
+
+def key_heads(heads: int, kv_heads: int, ways: Number) -> Number:
+    """Key/value heads on each of ``ways`` devices; see ``HeadSplit``."""
+    import numpy as np
+
+    queries = np.asarray(share(heads, ways)).astype(np.int64)
+    readers = np.gcd(queries, heads // kv_heads)
+    return np.where(np.asarray(ways) % kv_heads == 0, np.minimum(queries, 1), queries // readers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """Sizes of a model's dims on the busiest device, for one mesh or an array of them.
+
+    ``tensor``, ``fsdp`` and ``expert`` are devices along the axes that split columns, weights at rest, and experts.
+    """
+
+    model: ModelConfig
+    tensor: Number
+    fsdp: Number
+    expert: Number
+
+    @cached_property
+    def heads(self) -> Number:
+        """Query heads."""
+        return share(self.model.heads, self.tensor)
+
+    @cached_property
+    def kv_heads(self) -> Number:
+        """Key/value heads."""
+        return key_heads(self.model.heads, self.model.kv_heads, self.tensor)
+
+    @cached_property
+    def copied_keys(self) -> Number:
+        """1 where devices have key/value heads in common, 0 elsewhere; see ``HeadSplit.copies_keys``."""
+        import numpy as np
+
+        grouped = self.model.kv_heads < self.model.heads
+        return np.where(grouped & (self.model.kv_heads % np.asarray(self.tensor) != 0), 1.0, 0.0)
+
+    @cached_property
+    def vocab(self) -> Number:
+        """Rows of the vocabulary."""
+        return share(self.model.vocab, self.tensor)
+
+    @cached_property
+    def experts(self) -> Number:
+        """Experts."""
+        return share(1 if self.model.moe is None else self.model.moe.experts, self.expert)
+
+    def columns(self, hidden: int) -> Number:
+        """Columns of an MLP of ``hidden`` ones."""
+        return share(hidden, self.tensor)
+
+    def stored(self, rows: Number) -> Number:
+        """Rows of a weight that has ``rows`` of them in its matmul, as they are stored over fsdp and gathered."""
+        return share(rows, self.fsdp) * self.fsdp
+
+    def spread(self, rows: Number) -> Number:
+        """``rows`` of a weight that is stored over fsdp and tensor together, such as a table's D."""
+        ways = self.fsdp * self.tensor
+        return share(rows, ways) * ways
+
+    @cached_property
+    def padding(self) -> Number:
+        """The largest padding of ``padded``, relative to the size of its dim; 0 where all of them divide."""
+        import numpy as np
+
+        ratios = (stored / size for size, stored in self.padded.values())
+        worst: Number = np.maximum.reduce(np.broadcast_arrays(*ratios)) - 1.0
+        return worst
+
+    @property
+    def padded(self) -> dict[str, tuple[int, Number]]:
+        """Sizes of dims that matmuls have and of D, with their sizes as stored, by name.
+
+        Other weights at rest are padded too, which gathers and memory pay for.
+        """
+        model, moe = self.model, self.model.moe
+        hidden = {"F": model.d_ff} if model.dense_layers else {}
+        sizes: dict[str, tuple[int, Number]] = {
+            "heads": (model.heads, self.heads * self.tensor),
+            "vocabulary": (model.vocab, self.vocab * self.tensor),
+            "D": (model.d_model, self.spread(model.d_model)),
+        }
+        if moe is not None:
+            sizes["experts"] = (moe.experts, self.experts * self.expert)
+            hidden |= {"F of experts": moe.d_ff}
+            hidden |= {"F of shared experts": moe.shared_d_ff} if moe.shared_d_ff else {}
+        return sizes | {name: (size, self.columns(size) * self.tensor) for name, size in hidden.items()}
