@@ -103,6 +103,8 @@ CASES = (
     _case("v5e-heads", "llama2-13b", "v5e:4x4", "tensor=16", "block", 4, layers=8),
     _case("v5e-shared-keys", "llama3-8b", "v5e:4x8", "fsdp=2,tensor=16", "block", 8, layers=8),
     _case("v5p-uneven-d", "llama3-8b", "v5p:4x4x12", "fsdp=96,tensor=2", "block", 96, layers=8),
+    _case("v5p-stages-uneven", "llama3.1-405b", "v5p:2x2x4", "stage=4,tensor=4", "block", 16, microbatches=8, layers=6),
+    _case("v5e-stages-uneven", "llama3.2-1b", "v5e:4x4", "stage=4,fsdp=4", "block", 32, microbatches=8, layers=14),
     _case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
 )
 

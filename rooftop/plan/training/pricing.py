@@ -175,9 +175,10 @@ class _Busy:
 
 
 def price_work(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Ledger:
-    """The ledger of ``work``, with pipeline idle time as its last row; figures broadcast to [C, K]."""
+    """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K]."""
     times = _Times.of(work, strategies, rates, assumptions)
     rows = list(_rows(times, strategies, rates))
+    rows += _padding(work, rows)
     rows.append(_idle(rows, strategies))
     return Ledger(tuple(rows))
 
@@ -215,6 +216,22 @@ def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
             expected_s=seconds + sum(exposed, 0.0),
             serial_s=times.factor * (apart + offload) + sum(paid, 0.0),
         )
+
+
+def _padding(work: Sequence[Work], rows: Sequence[Row]) -> list[Row]:
+    """Time in which stages with fewer layers than the longest one wait for it, one row for each phase."""
+    skipped = [(item.count * item.skipped, row) for item, row in zip(work, rows, strict=True) if np.any(item.skipped)]
+    return [
+        Row(
+            scope="padding",
+            phase=phase,
+            count=1,
+            expected_s=sum((count * row.expected_s for count, row in skipped if row.phase == phase), 0.0),
+            serial_s=sum((count * row.serial_s for count, row in skipped if row.phase == phase), 0.0),
+            formula="layers that a stage lacks and the longest one has, times microbatches and the time of a layer",
+        )
+        for phase in dict.fromkeys(row.phase for _, row in skipped)
+    ]
 
 
 def _idle(rows: Sequence[Row], strategies: Strategies) -> Row:
