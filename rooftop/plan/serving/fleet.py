@@ -274,12 +274,12 @@ def _placements(problem: ServingProblem, slice_: Slice, mode: Mode) -> tuple[lis
     )
 
 
-def _order(fleet: Fleet, objective: Objective) -> tuple[float, bool, float, float]:
+def _order(fleet: Fleet, objective: Objective) -> tuple[float, bool, float, float, float]:
     """Sort key: fleets within the targets, those that engines run first, by the objective; others by their excess."""
     excess = _excess(fleet)
     if excess > 1:
-        return excess, True, 0.0, 0.0
-    return 1.0, bool(fleet.plan.obstacles), fleet.score(objective), fleet.chips
+        return excess, True, 0.0, 0.0, 0.0
+    return 1.0, bool(fleet.plan.obstacles), fleet.score(objective), fleet.chips, fleet.tpot_s
 
 
 def _excess(fleet: Fleet) -> float:
