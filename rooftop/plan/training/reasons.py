@@ -14,6 +14,7 @@ from rooftop.models.attention import parameters
 from rooftop.models.widths import MOST_PADDING
 from rooftop.plan.documents import Balance, Reason
 from rooftop.plan.pricing import scalar
+from rooftop.plan.training.memory import HEADROOM
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline import rules
@@ -57,7 +58,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         yield Reason(
             rule="room for the compiler",
             source="bench/compile_random.py",
-            formula="planned bytes <= 92 % of usable HBM",
+            formula=f"planned bytes <= {1 - HEADROOM:.0%} of usable HBM",
             value=problem.roomy_bytes,
             limit=total,
             text=f"The plan takes {total / problem.capacity:.0%} of HBM. So near to its edge XLA recomputes values "
