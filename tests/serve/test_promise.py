@@ -123,7 +123,7 @@ class Traced(Replica):
                 jax.jit(traced, donate_argnums=donated).lower(*arguments)
 
 
-@settings(max_examples=examples(400, quick=6), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(400, quick=4), deadline=None, suppress_health_check=list(HealthCheck))
 @given(plan=plans())
 def test_an_executable_plan_is_traced_and_no_other_is(plan: ServingPlan) -> None:
     source = drawn(plan.problem.model)
