@@ -100,6 +100,11 @@ CASES = (
     _case("tpu7x-fsdp-tensor", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16),
     _case("v5p-moe", "mixtral-8x7b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64),
     _case("v6e-moe", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64),
+    _case("v5e-heads", "llama2-13b", "v5e:4x4", "tensor=16", "block", 4, layers=8),
+    _case("v5e-shared-keys", "llama3-8b", "v5e:4x8", "fsdp=2,tensor=16", "block", 8, layers=8),
+    _case("v5p-uneven-d", "llama3-8b", "v5p:4x4x12", "fsdp=96,tensor=2", "block", 96, layers=8),
+    _case("v5p-stages-uneven", "llama3.1-405b", "v5p:2x2x4", "stage=4,tensor=4", "block", 16, microbatches=8, layers=6),
+    _case("v5e-stages-uneven", "llama3.2-1b", "v5e:4x4", "stage=4,fsdp=4", "block", 32, microbatches=8, layers=14),
     _case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
 )
 

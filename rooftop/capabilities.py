@@ -215,61 +215,6 @@ class Capability(Generic[Spec]):
     obstacle: Callable[[Spec], str | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvenSplit:
-    """A ``dim`` that must divide over mesh ``axes`` together, and over ``parts`` more: JAX shards evenly.
-
-    ``stored`` are axes that split the dim too, of weights at rest. ``size`` returns the size of the dim and its name
-    in a message, or None where a model has no such dim. ``planner`` says what a plan does with a mesh whose ``axes`` do
-    not divide the dim: it refuses the mesh, avoids it in a search, or prices it with fractional shards.
-    """
-
-    dim: str
-    axes: tuple[str, ...]
-    stored: tuple[str, ...] = ()
-    size: Callable[[TrainingSpec], tuple[int, str] | None]
-    over: str = ""
-    planner: Literal["refuses", "avoids", "prices"] = "prices"
-    parts: Callable[[TrainingSpec], int] = lambda spec: 1
-
-    @property
-    def divisor(self) -> str:
-        """The divisor in words."""
-        return self.over or " x ".join((*self.axes, *self.stored))
-
-    def obstacle(self, spec: TrainingSpec) -> str | None:
-        """The reason why the size does not divide; None if it does."""
-        split = spec.ways(*self.axes, *self.stored) * self.parts(spec)
-        sized = self.size(spec)
-        if sized is None or sized[0] % split == 0:
-            return None
-        return f"JAX shards evenly: {sized[1]} cannot be split {split} ways over {self.divisor}"
-
-
-def _layer_parts(spec: TrainingSpec) -> tuple[int, str]:
-    parts, name = stage_parts(spec.model)
-    return parts, f"{parts} {name}"
-
-
-#: Sizes of a train step that must divide over axes of its mesh.
-TRAINING_SPLITS: tuple[EvenSplit, ...] = (
-    EvenSplit(
-        dim="layers that stages share, or periods of them",
-        axes=STAGE_AXES,
-        size=_layer_parts,
-        over="stages and their chunks",
-        planner="refuses",
-        parts=lambda spec: spec.chunks,
-    ),
-    EvenSplit(
-        dim="experts of a dense model, 1",
-        axes=EXPERT_AXES,
-        size=lambda spec: (1, "1 experts") if spec.model.moe is None else None,
-        planner="refuses",
-    ),
-)
-
-
 def _offload(spec: TrainingSpec) -> str | None:
     staged = spec.ways(*STAGE_AXES) > 1 and "offload" in parse_policy(spec.remat).values()
     return "no program offloads activations from a pipeline stage" if staged else None
@@ -287,6 +232,19 @@ def _interleaved(spec: TrainingSpec) -> str | None:
     stages, count = spec.ways(*STAGE_AXES), spec.microbatches
     if stages > 1 and spec.chunks > 1 and count > stages and count % stages:
         return f"interleaved stages want a multiple of {stages} microbatches, not {count}"
+    return None
+
+
+def _stage_layers(spec: TrainingSpec) -> str | None:
+    stages, (parts, name) = spec.ways(*STAGE_AXES), stage_parts(spec.model)
+    if stages > 1 and stages * spec.chunks > parts:
+        return f"{parts} {name} are too few for {stages} stages of {spec.chunks} chunks"
+    return None
+
+
+def _experts(spec: TrainingSpec) -> str | None:
+    if spec.model.moe is None and spec.ways(*EXPERT_AXES) > 1:
+        return f"{spec.model.name} has no experts for an expert axis of {spec.ways(*EXPERT_AXES)}"
     return None
 
 
@@ -353,6 +311,11 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         obstacle=_interleaved,
     ),
     Capability(
+        name="layers that stages share, or periods of them",
+        accepted="at least one for each chunk of each stage; dealt out unevenly, the last chunks have fewer",
+        obstacle=_stage_layers,
+    ),
+    Capability(
         name="sequences of a step",
         accepted=f"any number, padded to a multiple of {' x '.join(BATCH_AXES)} x microbatches",
         obstacle=_runs,
@@ -362,10 +325,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted=f"any number, padded to a multiple of {' x '.join(RESIDUAL_AXES)}",
         obstacle=_runs,
     ),
-    *(
-        Capability(name=split.dim, accepted=f"a multiple of {split.divisor}", obstacle=split.obstacle)
-        for split in TRAINING_SPLITS
-    ),
+    Capability(name="expert axis", accepted="1 without experts", obstacle=_experts),
     Capability(
         name="D, F, heads, key/value heads, latents, vocabulary, experts",
         accepted="any: padded with zeros where a mesh does not divide them",

@@ -49,7 +49,7 @@ def read_ledger(module: Module, mesh: Mapping[str, int], layout: Mesh | None = N
 
 
 #: Scope, phase and executions.
-Key = tuple[str, str, int]
+Key = tuple[str, str, float]
 
 
 @dataclass

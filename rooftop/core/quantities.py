@@ -66,15 +66,17 @@ def parse_dtype(text: str, field: str = "dtype") -> str:
     return name
 
 
-def parse_quantity(text: str | float | int, field: str, *, largest: float = math.inf) -> float:
+def parse_quantity(text: str | float | int, field: str, *, largest: float = math.inf, smallest: float = 0.0) -> float:
     """A positive number with an optional suffix: '4M' is 4e6, '4Mi' is 4 * 2**20, '15T' is 1.5e13.
 
     'B' (billion) is accepted as 1e9, as model sizes are written. Raises RooftopError, naming ``field``, also for a
-    number above ``largest``.
+    number below ``smallest`` or above ``largest``.
     """
     value = float(_parse(text, field))
     if value > largest:
         raise RooftopError(field, text, f"at most {largest:g}")
+    if value < smallest:
+        raise RooftopError(field, text, f"at least {smallest:g}")
     return value
 
 

@@ -31,6 +31,7 @@ SCOPES: tuple[str, ...] = (
     "gradients",
     "optimizer",
     "pipeline",
+    "padding",
     "kv_cache",
     "sample",
     "tables/*/lookup",

@@ -74,7 +74,7 @@ def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
     where = on if isinstance(on, Slice) else on.slice
     if price is None:
         return where
-    priced = where.chip.replace(price_usd_per_hour=parse_quantity(price, "price", largest=1e6))
+    priced = where.chip.replace(price_usd_per_hour=parse_quantity(price, "price", smallest=1e-6, largest=1e6))
     return Slice(priced, where.shape, where.num_slices)
 
 
@@ -142,7 +142,9 @@ def seconds_of(time: TimeLike, field: str) -> float:
 
 def rate_of(requests_per_second: float | str | None) -> float | None:
     """The rate of requests. Raises RooftopError."""
-    return None if requests_per_second is None else parse_quantity(requests_per_second, "requests-per-second")
+    if requests_per_second is None:
+        return None
+    return parse_quantity(requests_per_second, "requests-per-second", smallest=1e-9, largest=1e12)
 
 
 def axes_of(mesh: AxesLike, known: Iterable[str] | None = None) -> dict[str, int]:

@@ -21,6 +21,7 @@ from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
 from rooftop.plan.serving.fleet import RecommendationDocument
 from rooftop.plan.serving.plan import ServingPlan
+from rooftop.plan.serving.search import MOST_SEQUENCES
 from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.simulate.serving import engine as simulator
 from rooftop.simulate.serving.metrics import ServingMetrics, SimulationReport, Targets
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Tokens of a request: a number, or LOW:HIGH to draw from.
 LengthsLike: TypeAlias = Lengths | CountLike
+#: Servers of a role that are simulated at most.
+MOST_SERVERS = 10_000
 #: Seconds of traffic that a timeline shows.
 _TIMELINE_S = 60.0
 
@@ -170,15 +173,17 @@ def simulate(
     planned, fleet = _planned(plan)
     batching = batching or planned.problem.mode
     policy = Policy(
-        max_batch=planned.batch if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
+        max_batch=planned.batch if batch_seqs is None else _at_most(batch_seqs, "batch-seqs", MOST_SEQUENCES),
         batching=batching,
         chunk_tokens=None if chunk_tokens is None else parse_count(chunk_tokens, "chunk-tokens"),
         preemption=preemption,
     )
     generators = (
-        math.ceil(fleet.get("generate_servers") or 1) if replicas is None else parse_count(replicas, "replicas")
+        math.ceil(fleet.get("generate_servers") or 1)
+        if replicas is None
+        else _at_most(replicas, "replicas", MOST_SERVERS)
     )
-    prefillers = None if prefill_servers is None else parse_count(prefill_servers, "prefill-servers")
+    prefillers = None if prefill_servers is None else _at_most(prefill_servers, "prefill-servers", MOST_SERVERS)
     if prefillers is None and batching == "disaggregated":
         prefillers = math.ceil(fleet.get("prefill_servers") or planned.prefill_per_generate * generators)
     times = planned.step_times()
@@ -291,3 +296,10 @@ def _planned(
     return planned, {
         "generate_servers": best_fleet.generate_servers, "prefill_servers": best_fleet.prefill_servers
     }  # fmt: skip
+
+
+def _at_most(value: CountLike, field: str, most: int) -> int:
+    count = parse_count(value, field)
+    if count > most:
+        raise RooftopError(field, count, f"at most {most:,}")
+    return count

@@ -49,7 +49,10 @@ def shared_segment(model: ModelConfig) -> int:
 
 
 def stage_parts(model: ModelConfig) -> tuple[int, str]:
-    """Number of equal parts of a model that pipeline stages and chunks share, and the name of such a part."""
+    """Number of equal parts of a model that pipeline stages and chunks share, and the name of such a part.
+
+    A chunk of a stage has room for as many as any other; the last chunks may have fewer of them.
+    """
     shared = segments(model)[shared_segment(model)]
     layers = shared.repeats * len(shared.kinds)
     what = "layers" if len(shared.kinds) == 1 else f"periods of {len(shared.kinds)} layers"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Ways = TypeVar("Ways", int, Number)
 
+
 #: The largest padding of a dim that a search considers, relative to its size.
 MOST_PADDING = 0.2
 

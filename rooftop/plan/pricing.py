@@ -89,7 +89,8 @@ class Transfer:
 class Work:
     """A row before overlaps are known. ``matmul_s`` is the expected time of its matmuls or kernel.
 
-    ``hbm_bytes`` move while the matmuls run, ``elementwise_bytes`` in passes of their own.
+    ``hbm_bytes`` move while the matmuls run, ``elementwise_bytes`` in passes of their own. ``count`` is that of the
+    busiest device; ``skipped``, the share of it that a device skips in the mean, waits for that one.
     """
 
     scope: str
@@ -104,6 +105,7 @@ class Work:
     matmul_s: Number = 0.0
     collectives: tuple[Transfer, ...] = ()
     host_bytes: Number = 0.0
+    skipped: Number = 0.0
 
     @property
     def moved_bytes(self) -> Number:
@@ -119,7 +121,7 @@ class Work:
         expected_s: Number,
         serial_s: Number,
     ) -> Row:
-        """The row of the work, with its bounds on ``resources`` of a device and on the network."""
+        """The row of the work as a device does it in the mean, with its bounds on ``resources`` and on the network."""
         time_s: dict[str, Number] = {resource: self._busy_s(resource, rates) for resource in resources}
         for collective in collectives:
             for resource, bound in collective.time_s.items():
@@ -127,7 +129,7 @@ class Work:
         return Row(
             scope=self.scope,
             phase=self.phase,
-            count=self.count,
+            count=self.count * (1.0 - self.skipped),
             flops=self.flops,
             kernel_flops=self.kernel_flops,
             vector_flops=self.vector_flops,

@@ -31,6 +31,13 @@ def attended_pairs(seq_len: int, window: int | None, block: int) -> float:
     return blocks * block * block
 
 
+def full_attention_share(config: ModelConfig, seq_len: int, block: int) -> float:
+    """Share of ``mean_attended_pairs`` in layers without a window."""
+    windows = config.layer_windows or (None,)
+    full = windows.count(None) / len(windows) * attended_pairs(seq_len, None, block)
+    return full / mean_attended_pairs(config, seq_len, block)
+
+
 def mean_attended_pairs(config: ModelConfig, seq_len: int, block: int) -> float:
     """Executed pairs per sequence, averaged over layers (some of which may be windowed)."""
     windows = config.layer_windows or (None,)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -217,8 +217,8 @@ class Parameter:
 def describe(model: ModelConfig, ways: Mapping[str, int] | None = None) -> Transformer[Parameter]:
     """The one description of the weights, which gives shapes, shardings and initial values.
 
-    ``ways`` are devices that split each logical dim (``Specs.ways``): dims that they do not divide are stored padded
-    (``rooftop.models.widths``). Without it no dim is.
+    ``ways`` are devices that split each logical dim (``Specs.ways``), and of ``layers`` stages times their chunks: dims
+    that they do not divide are stored padded (``rooftop.models.widths``). Without it no dim is.
 
     Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay thick
     enough for the hardware's tiles. Tables are split over D only: a lookup exchanges no rows. Layers that pipeline
@@ -268,8 +268,11 @@ def _padded(parameter: Parameter, model: ModelConfig, ways: Mapping[str, int]) -
 
 def _padded_dim(size: int, names: tuple[str, ...], model: ModelConfig, ways: Mapping[str, int]) -> PaddedDim | None:
     """The padding of a dim of ``size`` that the logical dims ``names`` split, outermost first."""
-    if not names or names == ("layers",):
+    if not names:
         return None
+    if names == ("layers",):
+        parts = ways.get("layers", 1)
+        return PaddedDim.of(size, (1, share(size, parts) * parts))
     first, split = names[0], {name: ways.get(name, 1) for name in names}
     if first == "embed" or names == ("vocab", "embed"):
         # D, or a latent, is whole in a matmul: what is added for all of its axes is cut off after the gather.
@@ -491,6 +494,17 @@ def abstract(
         lambda parameter, sharding: jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=sharding),
         described,
         shardings(described, mesh, specs),
+    )
+
+
+def moved(arrays: Any, places: Any) -> Any:
+    """Arrays on another mesh, in the shapes and shardings of ``places``.
+
+    Layers of padding that ``places`` lacks are cut off: a mesh without stages needs none.
+    """
+    there = jax.device_put(arrays, jax.tree.map(lambda place: place.sharding, places))
+    return jax.tree.map(
+        lambda array, place: array[: place.shape[0]] if array.shape != place.shape else array, there, places
     )
 
 

@@ -73,9 +73,12 @@ def network_intensity(chip: Chip, dtype: str = "bf16") -> float:
     return chip.flops_per_s[dtype] / (2 * chip.ici_bytes_per_s)
 
 
-def fsdp_tokens_per_chip(alpha: float, axes: float) -> float:
-    """Tokens per chip below which pure FSDP or data parallelism is bound by ICI on ``axes`` axes (chapter 5)."""
-    return alpha / axes
+def fsdp_tokens_per_chip(alpha: float, axes: float, *, sparsity: float = 1.0) -> float:
+    """Tokens per chip below which pure FSDP or data parallelism is bound by ICI on ``axes`` axes (chapter 5).
+
+    ``sparsity``: parameters that are gathered over those that a token uses, E/k for experts alone.
+    """
+    return alpha / axes * sparsity
 
 
 def tensor_limit(f: float, alpha: float, axes: float) -> float:
@@ -83,13 +86,15 @@ def tensor_limit(f: float, alpha: float, axes: float) -> float:
     return f * axes / alpha
 
 
-def mixed_tokens_per_chip(alpha: float, f: float, fsdp_axes: float, tensor_axes: float, *, overlapped: bool) -> float:
+def mixed_tokens_per_chip(
+    alpha: float, f: float, fsdp_axes: float, tensor_axes: float, *, overlapped: bool, sparsity: float = 1.0
+) -> float:
     """Tokens per chip below which the best mix of FSDP and tensor parallelism is bound by ICI (chapter 5).
 
     4 alpha^2 / (M_X M_Y F) if the two share the network one after the other (first edition), a quarter of that if
-    they overlap on their own axes (later editions).
+    they overlap on their own axes (later editions). ``sparsity`` as in ``fsdp_tokens_per_chip``; F is that in use.
     """
-    return (1 if overlapped else 4) * alpha**2 / (fsdp_axes * tensor_axes * f)
+    return (1 if overlapped else 4) * alpha**2 / (fsdp_axes * tensor_axes * f) * sparsity
 
 
 def best_fsdp(batch_tokens: float, f: float, chips: float, fsdp_axes: float, tensor_axes: float) -> float:

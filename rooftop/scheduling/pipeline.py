@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError, one_of
+from rooftop.core.ledger import Number
 
 
 class StageOp(IntEnum):
@@ -44,6 +45,8 @@ class Task(NamedTuple):
     chunk: int = 0
 
 
+#: True or False, or an array of them.
+Flag = bool | npt.NDArray[np.bool_]
 #: A stage's tasks in the order in which it does them.
 Order = Sequence[Task]
 #: Names of pipeline schedules.
@@ -155,6 +158,12 @@ def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int
     split = schedule == "zero_bubble"
     slots = _placed(orders, stages, chunks)
     return PipelineTable(stages=stages, microbatches=microbatches, chunks=chunks, split=split, slots=slots)
+
+
+def slot_count(*, stages: Number, microbatches: Number, chunks: Number = 1, split: Flag = False) -> Number:
+    """Slots of a schedule's table, in closed form; ``split``: of one with split backward passes (zero_bubble)."""
+    waves = chunks * np.maximum(microbatches, stages) + np.minimum(microbatches, stages) - 1
+    return np.where(split, np.maximum(3 * microbatches + stages - 1, 2 * waves + 1), 2 * waves)
 
 
 def require_schedule(schedule: str, chunks: int) -> PipelineSchedule:

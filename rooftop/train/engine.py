@@ -21,7 +21,7 @@ from rooftop.programs.parameters import (
     Batch,
     Parameter,
     Transformer,
-    describe,
+    moved,
     padding_in_parts,
     padding_last,
 )
@@ -75,7 +75,7 @@ class TrainJob:
     @property
     def described(self) -> Transformer[Parameter]:
         """The weights as the mesh stores them."""
-        return describe(self.program.model, self.program.specs(self.mesh).ways(self.mesh.shape))
+        return self.program.described(self.mesh)
 
     @cached_property
     def step(self) -> jax.stages.Compiled:
@@ -228,8 +228,7 @@ class TrainEngine:
                 state, _ = self.job.step(state, self.job.batch(self.data, index))
         job = self.job.without_stages()
         if job is not self.job:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(job.program, job.mesh))
-            state = jax.device_put(state, shardings)
+            state = moved(state, abstract_state(job.program, job.mesh))
         step = train_step(job.program, job.program.specs(job.mesh))
         with jax.set_mesh(job.mesh):
             origin = find_origin(step, state, job.batch(self.data, failed.step - 1))

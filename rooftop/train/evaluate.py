@@ -20,7 +20,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record, derived
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.transformer import logits, objective
-from rooftop.programs.parameters import Batch, Transformer, describe, shardings
+from rooftop.programs.parameters import Batch, Transformer, abstract, moved
 from rooftop.programs.training.program import DTYPES, TrainProgram
 from rooftop.train.data.loading import Loader, place
 
@@ -72,12 +72,12 @@ class Forward:
         """Return the weights of the training mesh laid out for this one; the same arrays if no axis moves."""
         if not self._moves:
             return weights
-        specs = self.program.specs(self.own_mesh)
-        # Axes that become data split no padded dim: padding is the same on both meshes.
-        described = describe(self.program.model, specs.ways(self.own_mesh.shape))
-        places = shardings(described, self.own_mesh, specs)
-        moved: Transformer[jax.Array] = jax.device_put(weights, places)
-        return moved
+        # Axes that become data split no padded dim but layers: other padding is the same on both meshes.
+        program, mesh = self.program, self.own_mesh
+        here: Transformer[jax.Array] = moved(
+            weights, abstract(program.described(mesh), mesh, program.specs(mesh), DTYPES[program.weights_dtype])
+        )
+        return here
 
     def _in_use(self, weights: Transformer[jax.Array]) -> Transformer[jax.Array]:
         dtype = DTYPES[self.program.compute_dtype]
@@ -115,14 +115,13 @@ class Forward:
         Of more than ``most`` batches that many are used, evenly spread and always the same.
         """
         padded = self.padded(held_out.batch, held_out.packing.seq_len)
-        loader = replace(held_out, batch=padded[0])
         specs, order = self.program.specs(self.own_mesh), self.program.computation.context_order
         weights = self.weights(weights)
         total, count = 0.0, 0
         with jax.set_mesh(self.own_mesh):
-            steps = loader.steps_per_epoch
+            steps = held_out.steps_per_epoch
             for step in range(steps) if steps <= most else np.linspace(0, steps - 1, most).astype(int).tolist():
-                batch = place(loader, step, self.own_mesh, specs, order, padded=padded)
+                batch = place(held_out, step, self.own_mesh, specs, order, padded=padded)
                 tokens = int(jnp.sum(batch.targets >= 0))
                 total += float(self._mean(weights, batch)) * tokens
                 count += tokens

@@ -320,3 +320,10 @@ def test_measured_strategies_say_that_they_are_emulated(rooftop: Call) -> None:
     assert data["measured"]["emulated"] is True
     assert [each["rule"] for each in data["measured"]["strategies"]] == [each["rule"] for each in data["strategies"]]
     assert all(each["median_s"] > 0 and each["checked"] for each in data["measured"]["strategies"])
+
+
+def test_what_no_device_holds_is_said_first(rooftop: Call) -> None:
+    job = ("matmul", "A[I,J_X] * B[J_X,K] -> C[I,K]", "--on", "v5e:4x4", "--mesh", "X=16", "--dims")
+    assert rooftop(*job, "I=10M,J=10M,K=10M").out.startswith("Does not fit: every strategy needs more memory")
+    assert "Does not fit" not in rooftop(*job, "I=8192,J=8192,K=8192").out
+    assert rooftop(*job, "I=1e30,J=1,K=1").status == 2

@@ -242,3 +242,22 @@ def test_progress_begins_after_a_second_on_a_terminal_only(monkeypatch: pytest.M
         now[0] += 1.5
         progress(2, 3, "late")
     assert begun == [(2, 3, "late")]
+
+
+def test_rules_of_fsdp_and_hbm_count_all_experts(rooftop: Run) -> None:
+    """Mixtral gathers 3.6 times the parameters that a token uses: 2048 tokens a chip are not enough for FSDP alone."""
+    job = ("plan", "train", "mixtral-8x7b", "--on", "v5p:4x4x4", "--batch-tokens", "128Ki", "--json")
+    reasons = {reason["rule"]: reason for reason in rooftop(*job).json["reasons"]}
+    assert reasons["FSDP alone"]["limit"] == pytest.approx(850 * 46.7 / 12.9, rel=0.01)
+    assert "bound by ICI" in reasons["FSDP alone"]["text"]
+    dense = rooftop("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-tokens", "128Ki", "--json").json
+    assert {item["rule"]: item["limit"] for item in dense["reasons"]}["FSDP alone"] == pytest.approx(850, rel=0.01)
+    hbm = "matmuls bound by FLOPs, not HBM"
+    assert reasons[hbm]["limit"] <= 4 * {item["rule"]: item["limit"] for item in dense["reasons"]}[hbm]
+
+
+def test_sequences_longer_than_the_models_are_said_first(rooftop: Run) -> None:
+    job = ("plan", "train", "llama3-8b", "--on", "v5e:8x8", "--batch-seqs", "32", "--seq")
+    first = " ".join(rooftop(*job, "16384").out.split("laid out")[0].split())
+    assert first.endswith("sequences of 16,384, the model was made for 8,192")
+    assert "was made for" not in rooftop(*job, "8192").out.split("laid out")[0]

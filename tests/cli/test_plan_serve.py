@@ -240,6 +240,17 @@ def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
         (("--for", "fun", "--requests-per-second", "1"), "cost"),
         (("--contexts", "1"), "two tokens"),
         (("--price", "-1"), "positive number"),
+        (("--price", "1e300"), "price: got '1e300'; accepted: at most 1e+06"),
+        (("--price", "1e-300"), "price: got 1e-300; accepted: at least 1e-06"),
+        (("--price", "nan"), "positive number"),
+        (("--requests-per-second", "1e300"), "at most 1e+12"),
+        (("--requests-per-second", "1e-300"), "at least 1e-09"),
+        (("--ttft", "1e300s"), "up to 86,400 s"),
+        (("--tpot", "nan"), "500ms"),
+        (("--kv-sharing", "100"), "at most the 80 layers"),
+        (("--weight-group", "1M"), "at most the 28672 inputs of a matmul"),
+        (("--draft", "llama3-8b", "--draft-length", "1000"), "at most the 512 tokens of an answer"),
+        (("--batch-seqs", "1e30"), "at most 1e+15"),
     ],
 )
 def test_bad_options_are_one_line(rooftop: Run, options: tuple[str, ...], message: str) -> None:
@@ -249,3 +260,14 @@ def test_bad_options_are_one_line(rooftop: Run, options: tuple[str, ...], messag
     (line,) = answer.err.strip().splitlines()
     assert line.startswith("rooftop: ")
     assert message in line
+
+
+def test_simulated_requests_longer_than_the_model_are_flagged(rooftop: Run, tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    rooftop(*JOB, "-o", file)
+    job = ("simulate", file, "--requests-per-second", "1", "--duration", "10s")
+    longer = rooftop(*job, "--prompt", "9000").out.split("\n  requests")[0]
+    assert "requests of 9,512 tokens, the model was made for 8,192" in " ".join(longer.split())
+    assert "was made for" not in rooftop(*job).out
+    refused = rooftop(*job, "--replicas", "1e12")
+    assert (refused.status, "replicas: got 1000000000000; accepted: at most 10,000" in refused.err) == (2, True)

@@ -235,8 +235,71 @@ def test_layers_that_stages_do_not_share_are_done_by_one_of_them_and_held_by_all
     step = two.step
     shared_by_none = step.held_parameters["vocab"] + step.layer_parameters["attn"] + step.layer_parameters["mlp"]
     assert summed == pytest.approx(2 * float(shared_by_none.item()))
-    with pytest.raises(RooftopError, match=r"mesh axis stage.*a divisor of the 26 layers that stages share"):
-        planned(4)
+    # Over four stages some have seven layers and some six: what these wait is padding.
+    four = planned(4)
+    assert not four.obstacles and float(four.step.layers.item()) == 1 + 7
+    assert times(four, "layers/moe/router") == 26 / 4 and times(four, "layers/mlp/up") == 1
+    forward = sum(
+        float(row.count * row.expected_s) for row in four.ledger
+        if row.phase == "forward" and row.scope.startswith("layers/moe")
+    )  # fmt: skip
+    waits = {row.phase: float(row.expected_s) for row in four.ledger if row.scope == "padding"}
+    assert waits.keys() == {"forward", "recompute", "backward"} and waits["forward"] > 0.5 / 6.5 * forward
+    assert not any(row.scope == "padding" for row in two.ledger)
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "layers", "padding"),
+    [
+        ("llama3.1-405b", {"stage": 16, "fsdp": 32, "tensor": 8}, 8, 2 / 16),
+        ("llama3.1-405b", {"stage": 8, "fsdp": 64, "tensor": 8}, 16, 2 / 8),
+        ("deepseek-v3", {"stage": 16, "fsdp": 4, "expert": 64}, 3 + 4, 6 / 16),
+    ],
+)
+def test_published_pipelines_are_uneven_and_run(model: str, axes: dict[str, int], layers: int, padding: float) -> None:
+    asked = problem(model, "v5p:16x16x16", seqs=4096, axes=axes, remat="block", microbatches=16)
+    plan = best(sweep(asked))
+    assert not plan.obstacles
+    assert float(plan.step.layers.item()) == layers and float(plan.step.padding_layers.item()) == padding
+    # A token of one stage's share passes through its part of all layers, and through none of the padding.
+    tokens = asked.workload.batch_tokens / (axes["fsdp"] * axes.get("expert", 1))
+    attended = sum(float(row.count) for row in plan.ledger if row.key == ("layers/attn/core", "forward")) / 16
+    assert attended == layers - padding and plan.step.tokens.item() == tokens / 16
+
+
+def test_a_stage_gathers_keys_and_sends_in_every_slot() -> None:
+    """As its program does: no ring over context, attention's forward pass once more, results in each of 22 slots."""
+    made = {
+        name: best(sweep(problem("llama3-8b", seqs=128, axes=axes, remat="block", microbatches=8)))
+        for name, axes in {
+            "context": {"stage": 4, "context": 4, "fsdp": 4}, "stage": {"stage": 4, "fsdp": 16},
+            "ring": {"context": 4, "fsdp": 16},
+        }.items()
+    }  # fmt: skip
+    core = {
+        name: {row.phase: row for row in plan.ledger if row.scope == "layers/attn/core"} for name, plan in made.items()
+    }
+    kinds = {phase: [each.kind for each in row.collectives] for phase, row in core["context"].items()}
+    assert kinds == {"forward": ["all_gather"], "recompute": ["all_gather"], "backward": ["reduce_scatter"]}
+    assert {each.kind for row in core["ring"].values() for each in row.collectives} == {"permute"}
+    counts = {name: rows["recompute"].count / rows["forward"].count for name, rows in core.items()}
+    assert counts == {"context": 2, "stage": 2, "ring": 1}
+    # Of four devices' queries, a kernel without masks meets 11/8 of the keys that come before them.
+    tokens = {name: plan.step.tokens.item() for name, plan in made.items()}
+    each = {name: rows["forward"].kernel_flops / tokens[name] for name, rows in core.items()}
+    assert each["context"] == pytest.approx(each["stage"] * 11 / 8) and each["ring"] == each["stage"]
+    sends = [row.count for row in made["stage"].ledger if row.scope == "pipeline" and row.collectives]
+    assert sends == [22, 22]
+
+
+def test_stages_have_at_least_a_layer_for_each_of_their_chunks() -> None:
+    asked = problem("llama3-8b", "v5e:8x8", axes={"stage": 64}, microbatches=8)
+    with pytest.raises(RooftopError, match="mesh axis stage: got 64; accepted: at most the 32 layers"):
+        best(sweep(asked))
+    chunked = problem("llama3-8b", "v5e:8x8", schedule="interleaved", chunks=9, microbatches=8)
+    with pytest.raises(RooftopError, match=r"chunks: got 9; accepted: at most 8 \(4 stages share 32 layers\)"):
+        best(sweep(replace(chunked, axes={"stage": 4, "fsdp": 16})))
+    assert not best(sweep(replace(chunked, axes={"stage": 4, "fsdp": 16}, chunks=5))).obstacles
 
 
 def test_stages_share_whole_periods_of_layers() -> None:
@@ -246,8 +309,10 @@ def test_stages_share_whole_periods_of_layers() -> None:
     assert not plan.obstacles and float(plan.step.layers.item()) == 32
     forward = [float(row.count) / 4 for row in plan.ledger if (row.scope, row.phase) == ("layers/mlp/up", "forward")]
     assert forward == [32]
-    with pytest.raises(RooftopError, match=r"mesh axis stage.*a divisor of the 10 periods of 6 layers that stages"):
-        best(sweep(replace(asked, axes={"stage": 4, "fsdp": 16})))
+    uneven = best(sweep(replace(asked, axes={"stage": 4, "fsdp": 16})))
+    assert not uneven.obstacles and float(uneven.step.layers.item()) == 3 * 6 + 2
+    with pytest.raises(RooftopError, match=r"mesh axis stage.*at most the 10 periods of 6 layers that stages share"):
+        best(sweep(replace(asked, axes={"stage": 16, "fsdp": 4})))
 
 
 def test_experts_are_exchanged_and_counted() -> None:
@@ -287,10 +352,13 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 
 
 def _compiled_rows() -> list[dict[str, str]]:
-    """What bench/compile.py wrote: plans, and what XLA:TPU made of them."""
-    path = Path(__file__).parents[2] / "bench" / "results" / "compile.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["compiled_s"]]
+    """What bench/compile.py and bench/compile_random.py wrote: plans, and what XLA:TPU made of them."""
+    rows: list[dict[str, str]] = []
+    for name in ("compile.csv", "compile_random.csv"):
+        path = Path(__file__).parents[2] / "bench" / "results" / name
+        with path.open(encoding="utf-8", newline="") as file:
+            rows += (row for row in csv.DictReader(file) if row["compiled_s"])
+    return rows
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row["name"]) for row in _compiled_rows()])
@@ -309,7 +377,7 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
     plan = best(sweep(asked))
     assert float(plan.ledger.flops(kernels=False)) == pytest.approx(float(row["compiled_flops"]), rel=0.01)
     assert 0.97 <= plan.memory_bytes / float(row["compiled_peak_bytes"]) <= 1.10
-    assert plan.expected_s == pytest.approx(float(row["compiled_s"]), rel=0.20)
+    assert plan.expected_s == pytest.approx(float(row["compiled_s"]), rel=0.10)
     moved: dict[str, float] = {}
     for planned in plan.ledger:
         for collective in planned.collectives:
@@ -317,9 +385,54 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
             moved[axes] = moved.get(axes, 0.0) + float(planned.count) * float(collective.bytes)
     for entry in row["compiled_collective_bytes"].split():
         axes, _, nbytes = entry.partition(":")
-        # A sum over slices is taken in steps, over other axes each: see docs/compile.md.
-        if asked.slice.num_slices == 1:
+        # A sum over slices is taken in steps, over other axes each: see docs/compile.md. Near the edge of HBM some are
+        # done twice.
+        if asked.slice.num_slices == 1 and not float(row["rematerialised_s"] or 0.0):
             assert moved[axes] == pytest.approx(float(nbytes), rel=0.05, abs=2**16)
+
+
+def test_a_search_leaves_the_compiler_room_in_hbm() -> None:
+    asked = problem("qwen3-32b", "v5p:2x2x2", seqs=8, seq_len=2048)
+    # Compiled, the plan without remat has 98.6 GB of 102.8, and XLA repeats matmuls and gathers.
+    tight = plan_training(replace(asked, axes={"fsdp": 2, "tensor": 4}, remat="none", microbatches=1)).plan
+    assert 0.95 < tight.memory_bytes / asked.capacity < 0.97
+    assert tight.fits
+    assert "room for the compiler" in [reason.rule for reason in tight.reasons if not reason.holds]
+    roomy = plan_training(asked).plan
+    assert roomy.memory_bytes <= asked.roomy_bytes < asked.capacity
+    assert not any(reason.rule == "room for the compiler" for reason in roomy.reasons)
+    book = replace(asked, bounds="book")
+    assert book.roomy_bytes == book.capacity
+
+
+def test_a_stage_holds_a_microbatch_more_than_those_in_flight() -> None:
+    """With all activations kept XLA needs more than a v5e has; what the matmuls make fits, in 15.03 GB (compiled)."""
+    asked = replace(
+        problem("llama3-8b", "v5e:4x4@2", seqs=32),
+        axes={"stage": 2, "fsdp": 8, "tensor": 2},
+        microbatches=4,
+    )
+    assert not best(sweep(replace(asked, remat="none"))).fits
+    assert best(sweep(replace(asked, remat="matmuls"))).memory_bytes == pytest.approx(15.03e9, rel=0.05)
+
+
+def test_kept_checkpoints_are_copied_out_of_their_stack() -> None:
+    """What a policy keeps is read and written once more in the backward pass: 73.8 GB compiled for 36.6 GB kept."""
+    asked = replace(
+        problem("llama3-8b", "v5p:4x4x4", seqs=256, seq_len=2048),
+        axes={"data": 2, "fsdp": 32},
+        microbatches=1,
+    )
+    kept = best(sweep(replace(asked, remat="matmuls")))
+    plain = best(sweep(replace(asked, remat="block")))
+    scopes = ("layers/attn/core", "layers/mlp/down")
+
+    def moved(plan: TrainingPlan) -> float:
+        rows = (row for row in plan.ledger if row.scope in scopes and row.phase == "backward")
+        return sum(float(row.count) * float(row.hbm_bytes) for row in rows)
+
+    layer_inputs = plain.memory["activations"]
+    assert moved(kept) - moved(plain) == pytest.approx(2 * (kept.memory["activations"] - layer_inputs), rel=1e-6)
 
 
 def test_nothing_fits_says_by_how_much_and_where() -> None:
@@ -335,7 +448,7 @@ def test_nothing_fits_says_by_how_much_and_where() -> None:
         ({"fsdp": 1000}, r"64 devices.*such as fsdp=64"),
         ({"fsdp": 2, "tensor": 32}, None),
         ({"fsdp": 1, "tensor": 64}, None),
-        ({"fsdp": 32, "expert": 2}, r"divisor of the 1 experts, such as"),
+        ({"fsdp": 32, "expert": 2}, r"1: llama3-8b has no experts, such as"),
     ],
 )
 def test_a_mesh_that_does_not_divide_names_the_nearest_that_does(axes: dict[str, int], message: str | None) -> None:

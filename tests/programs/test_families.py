@@ -21,8 +21,8 @@ from rooftop.programs.model.transformer import logits, loss
 from rooftop.programs.parameters import Batch, Transformer, describe
 from rooftop.programs.sharding import Specs
 from rooftop.programs.training.program import TrainProgram
-from rooftop.programs.training.step import abstract_batch, init_state, train_step
-from tests.support.curves import mesh_of, program_of
+from rooftop.programs.training.step import abstract_batch, train_step
+from tests.support.curves import initial_state, mesh_of, program_of
 from tests.support.quickly import QUICKLY
 from tests.support.tiny_models import NAMES, TINY, case
 
@@ -95,7 +95,7 @@ def test_sharded_step_equals_the_one_device_step(name: str, sizes: dict[str, int
 
 def train(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Transformer[np.ndarray]]:
     """Loss and gradients (from Adam's first moment) of one step."""
-    state = init_state(program, jax.random.key(0), mesh)
+    state = initial_state(program, mesh)
     place = abstract_batch(program, mesh).tokens
     order = sequence_order(program.seq_len, mesh.shape["context"], program.computation.context_order)
     text = np.random.default_rng(0).integers(0, program.model.vocab, (program.batch, program.seq_len + 1), np.int32)

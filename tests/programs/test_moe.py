@@ -145,6 +145,18 @@ def sharded(
     return jax.tree.map(np.asarray, found)
 
 
+def test_padding_takes_no_slot() -> None:
+    """Tokens 1 and 3 choose no expert: the others are taken and dropped as if these were not there."""
+    real = np.array([[0, 1], [1, 2], [1, 0], [2, 1]], np.int32)
+    chosen = np.full((6, 2), 3, np.int32)
+    chosen[[0, 2, 4, 5]] = real
+    padded, alone = (ExpertSlots.of(jnp.asarray(ids), 3, 2) for ids in (chosen, real))
+    assert np.array_equal(np.asarray(padded.taken)[[0, 2, 4, 5]], alone.taken)
+    assert (np.asarray(padded.taken)[[1, 3]] == 6).all()
+    tokens = np.append(np.asarray([0, 2, 4, 5]), 6)
+    assert np.array_equal(np.asarray(padded.pairs) // 2, tokens[np.asarray(alone.pairs) // 2])
+
+
 # ---- a plain mixture ------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from rooftop.programs.parameters import Batch, Transformer, describe, initialise
 from rooftop.programs.sharding import Specs
 from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import StepMetrics, abstract_batch, init_state, lower, train_step
-from tests.support.curves import mesh_of, program_of
+from tests.support.curves import initial_state, mesh_of, program_of
 from tests.support.quickly import QUICKLY
 
 ORACLES = Path(__file__).parents[1] / "oracles" / "logits"
@@ -72,7 +72,7 @@ def step(
     made: TrainProgram, mesh: jax.sharding.Mesh, batch: Batch[np.ndarray]
 ) -> tuple[dict[str, float], Transformer[np.ndarray]]:
     """The metrics that there are, and gradients (from Adam's first moment) of one step."""
-    state = init_state(made, jax.random.key(0), mesh)
+    state = initial_state(made, mesh)
     place = abstract_batch(made, mesh).tokens.sharding
     order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
     placed = jax.tree.map(lambda ids: jax.device_put(ids[:, order], place), batch)

@@ -35,7 +35,7 @@ from rooftop.programs.training.step import (
     lower,
     train_step,
 )
-from tests.support.curves import mesh_of, program_of
+from tests.support.curves import initial_state, mesh_of, program_of
 from tests.support.quickly import QUICKLY
 
 MODEL = ModelConfig(
@@ -56,7 +56,7 @@ def ids() -> tuple[np.ndarray, np.ndarray]:
 
 
 def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[TrainState[np.ndarray], float]:
-    state = init_state(made, jax.random.key(0), mesh)
+    state = initial_state(made, mesh)
     place = abstract_batch(made, mesh)
     order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
     tokens, targets = (jax.device_put(each[:, order], place.tokens.sharding) for each in ids())
@@ -103,7 +103,7 @@ def plain_loss(weights: Transformer[jax.Array], tokens: jax.Array, targets: jax.
 def expected() -> tuple[float, Transformer[np.ndarray], Transformer[np.ndarray]]:
     """Loss, gradients and initial weights of the plain transformer."""
     made = program()
-    weights = init_state(made, jax.random.key(0), mesh_of()).weights
+    weights = initial_state(made, mesh_of()).weights
     weights = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)), weights)
     loss, gradients = jax.jit(jax.value_and_grad(plain_loss))(weights, *ids())
     return float(loss), jax.tree.map(np.asarray, gradients), jax.tree.map(np.asarray, weights)

@@ -27,7 +27,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models import from_huggingface
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import Optimizer, TrainProgram
-from rooftop.programs.training.step import abstract_state
+from rooftop.programs.training.step import abstract_state, described_state, init_state, unpadded
 from rooftop.runs import checkpoints as state_module
 from rooftop.runs.checkpoints import Checkpoints
 from tests.support.curves import mesh_of
@@ -95,6 +95,25 @@ def test_a_training_state_on_another_mesh(tmp_path: Path) -> None:
         checkpoints.restore(other)
     with pytest.raises(RooftopError, match=r"\.embed: got 'no such array'"):
         checkpoints.restore(wanted.weights)
+
+
+def test_a_checkpoint_of_uneven_stages_loads_on_any_mesh(tmp_path: Path) -> None:
+    """Five layers over four stages are stored as eight; elsewhere as five or as six. Another model is refused."""
+    tiny = json.loads((ORACLES / "tiny_models.json").read_text())["llama"]
+    model = replace(from_huggingface(tiny, "llama"), layers=5)
+    program = TrainProgram(computation=Computation(model=model), batch=8, seq_len=16)
+    meshes = [mesh_of(stage=4), mesh_of(fsdp=2), mesh_of(stage=2)]
+    states = [init_state(program, jax.random.key(1), mesh) for mesh in meshes]
+    assert [state.weights.layers[0][0].mlp.up.shape[0] for state in states] == [8, 5, 6]
+    true = unpadded(abstract_state(program, meshes[0]), described_state(program, meshes[0]))
+    checkpoints = Checkpoints(tmp_path / "run")
+    for step, state in enumerate(states[:2]):
+        checkpoints.save(step, state, {}, unpadded=true)
+        for mesh, wanted in zip(meshes, states, strict=True):
+            assert same(checkpoints.restore(abstract_state(program, mesh), unpadded=true).state, wanted)
+    six = replace(program, computation=Computation(model=replace(model, layers=6)))
+    with pytest.raises(RooftopError, match=r"got 'float32\[5, .*accepted: float32\[6, "):
+        checkpoints.restore(abstract_state(six, meshes[0]), unpadded=abstract_state(six, meshes[1]))
 
 
 def test_what_is_donated_after_a_save_is_saved_as_it_was(tmp_path: Path) -> None:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
 from rooftop.plan.training import strategies as plan
-from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, StageBuffer, StageOp, Task, pipeline_table, places
+from rooftop.scheduling.pipeline import (
+    SCHEDULES,
+    PipelineTable,
+    StageBuffer,
+    StageOp,
+    Task,
+    pipeline_table,
+    places,
+    slot_count,
+)
 from rooftop.simulate.pipeline import Durations, bubble, idle_over_busy, lockstep, most_in_flight, run
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
@@ -31,6 +40,16 @@ def test_simulated_bubble_and_memory_equal_the_closed_forms(
     assert found.in_flight.max() == found.in_flight[0] == pytest.approx(most_in_flight(schedule, **size))
     work = microbatches * (forward + dx + float(durations.weight_gradient))
     assert found.busy == pytest.approx(work)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
+@given(stages=st.integers(1, 6), microbatches=st.integers(1, 12))
+def test_slots_equal_the_closed_form(schedule: str, chunks: int, stages: int, microbatches: int) -> None:
+    if schedule == "interleaved" and microbatches > stages:
+        microbatches -= microbatches % stages
+    size = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    slots = len(pipeline_table(schedule, **size).slots)
+    assert slot_count(**size, split=schedule == "zero_bubble") == slots
 
 
 @pytest.mark.parametrize("stages", [4, 8])

@@ -15,7 +15,7 @@ from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.parameters import Batch
 from rooftop.programs.training.program import TrainProgram
-from rooftop.programs.training.step import TrainState, abstract_batch, init_state, train_step
+from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
 from tests.support.quickly import QUICKLY
 
 MODEL = ModelConfig(
@@ -43,11 +43,35 @@ def program(**changes: Any) -> TrainProgram:
     return program_of(**(fields | changes))
 
 
+_INITIAL = dict[tuple[str, ...], TrainState[np.ndarray]]()
+
+
+def initial_state(program: TrainProgram, mesh: jax.sharding.Mesh) -> TrainState[jax.Array]:
+    """State before the first step, seed 0, created once for each model, optimizer and set of shapes.
+
+    programs/test_training.py holds that the values do not depend on the mesh, so that a second mesh gets a copy of them
+    and compiles no program to create them.
+    """
+    abstract, tree = jax.tree.flatten(abstract_state(program, mesh))
+    shapes = [(leaf.shape, leaf.dtype.name) for leaf in abstract]
+    key = repr(program.model), repr(program.optimizer), repr(shapes), repr(tree)
+    if key not in _INITIAL:
+        _INITIAL[key] = jax.tree.map(np.asarray, init_state(program, jax.random.key(0), mesh))
+    # A step may donate the state, so that its arrays are not those that stay here.
+    return jax.tree.unflatten(
+        tree,
+        [
+            jax.device_put(values, leaf.sharding, may_alias=False)
+            for values, leaf in zip(jax.tree.leaves(_INITIAL[key]), abstract, strict=True)
+        ],
+    )
+
+
 def train(made: TrainProgram, mesh: jax.sharding.Mesh, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
     """The losses of so many steps, each on text of its own, and the last state."""
     rng, losses = np.random.default_rng(0), []
     order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
-    state, place = init_state(made, jax.random.key(0), mesh), abstract_batch(made, mesh)
+    state, place = initial_state(made, mesh), abstract_batch(made, mesh)
     with jax.set_mesh(mesh):
         step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
         for _ in range(steps):

@@ -159,7 +159,7 @@ class LogicalCollective:
     axes: tuple[str, ...]
     bytes: float
     wire_bytes: float
-    executions: int
+    executions: float
     synchronous: bool
     hops: int
     scope: str

@@ -47,7 +47,7 @@ class Ring:
     bytes: float
     sent_bytes: float
     hops: int
-    executions: int
+    executions: float
     permutes: tuple[tuple[str, str], ...]
 
 

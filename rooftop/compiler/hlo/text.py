@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 
 from rooftop.core.errors import RooftopError
@@ -146,30 +147,36 @@ class Module:
         return {name: tuple(sites) for name, sites in callers.items()}
 
     @cached_property
-    def executions(self) -> Mapping[str, int]:
+    def executions(self) -> Mapping[str, float]:
         """Executions of each computation in one execution of the module, loops multiplied out.
 
         The body of a loop in ``uncounted_loops`` counts once. So does a branch of a conditional, unless its program
-        declares in a scope, ``taken[8:22]``, that it takes it 8 of 22 times. Unreachable computations count zero.
+        declares in a scope, ``taken[8:22]``, that it takes it 8 of 22 times: the count is a mean, and may have a
+        fraction. Unreachable computations count zero.
         """
-        counts = dict.fromkeys(self.computations, 0)
-        counts[self.entry] = 1
+        counts = dict.fromkeys(self.computations, Fraction(0))
+        counts[self.entry] = Fraction(1)
         for name in self._callers_first():
             for caller, instruction in self.callers.get(name, ()):
-                times, of = 1, 1
+                times = Fraction(1)
                 if instruction.opcode == "while":
-                    times = self.trip_count(caller, instruction) or 1
-                elif instruction.opcode == "conditional" and not _TAKEN.search(instruction.op_name):
-                    times, of = self._taken(self.computations[name])
-                counts[name] += counts[caller.name] * times // of
-        return counts
+                    times = Fraction(self.trip_count(caller, instruction) or 1)
+                elif instruction.opcode == "conditional":
+                    times = self._taken(instruction, self.computations[name])
+                counts[name] += counts[caller.name] * times
+        return {name: int(count) if count.denominator == 1 else float(count) for name, count in counts.items()}
 
-    def _taken(self, branch: HloComputation) -> tuple[int, int]:
-        """(times, of): a branch is taken ``times`` out of ``of`` times; (1, 1) without a declaration."""
+    def _taken(self, conditional: Instruction, branch: HloComputation) -> Fraction:
+        """Share of the executions of a conditional that take a branch; 1 without a declaration.
+
+        Scopes around the conditional declare the branches that it is in, not its own.
+        """
+        outside = len(_TAKEN.findall(conditional.op_name))
         for instruction in branch:
-            if match := _TAKEN.search(instruction.op_name):
-                return int(match[1]), int(match[2])
-        return 1, 1
+            if declared := _TAKEN.findall(instruction.op_name)[outside:]:
+                times, of = declared[0]
+                return Fraction(int(times), int(of))
+        return Fraction(1)
 
     @cached_property
     def uncounted_loops(self) -> tuple[str, ...]:

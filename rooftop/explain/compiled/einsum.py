@@ -35,7 +35,7 @@ class EinsumProgram:
     """
 
     collectives: tuple[Collective, ...]
-    counts: tuple[int, ...]
+    counts: tuple[float, ...]
     flops: float
     communication_s: float
     compute_s: float
@@ -50,7 +50,7 @@ class EinsumProgram:
         """The collectives as a bag."""
         bag: Counter[Key] = Counter()
         for collective, count in zip(self.collectives, self.counts, strict=True):
-            bag[collective.kind, frozenset(collective.axes), round(float(collective.bytes))] += count
+            bag[collective.kind, frozenset(collective.axes), round(float(collective.bytes))] += round(count)
         return bag
 
     def __str__(self) -> str:

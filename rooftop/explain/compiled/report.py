@@ -15,7 +15,7 @@ from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.ledger import CompiledTimes, TimedLedger, compiled_ledger
 from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
 from rooftop.compiler.memory import HbmBuffer, PeakMemory
-from rooftop.core.amounts import Amount, Positive
+from rooftop.core.amounts import Amount
 from rooftop.core.ledger import CollectiveKind, Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.records import Record
@@ -67,7 +67,7 @@ class CompiledCollective(Record):
     axes: Annotated[tuple[str, ...], Meta(min_length=1)]
     bytes: Amount
     wire_bytes: Amount
-    count: Positive
+    count: Amount
     expected_s: Amount
     exposed_s: Amount
     synchronous: bool

@@ -9,7 +9,7 @@ from rooftop.compiler.hlo.places import purpose, users
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.compiler.machine.run import scheduled
 from rooftop.compiler.machine.schedule import ScheduleTimeline
-from rooftop.core.amounts import Amount, Positive
+from rooftop.core.amounts import Amount
 from rooftop.core.records import Record, derived
 from rooftop.roofline.rates import Rates
 
@@ -28,7 +28,7 @@ class OperationRoofline(Record):
     opcode: str
     scope: str
     phase: str
-    count: Positive
+    count: Amount
     shape: str
     matmul: str
     flops: Amount

@@ -100,6 +100,14 @@ class ServingProblem:
         if self.numerics.flops not in self.slice.chip.flops_per_s:
             accepted = ", ".join(self.slice.chip.flops_per_s)
             raise RooftopError(f"matmul-dtype on {self.slice.chip.name}", self.numerics.flops, accepted)
+        if self.numerics.kv_sharing > self.model.layers:
+            raise RooftopError("kv-sharing", self.numerics.kv_sharing, f"at most the {self.model.layers} layers")
+        inputs = max(self.model.d_model, self.model.d_ff, self.model.heads * self.model.d_value)
+        if self.numerics.weight_group is not None and self.numerics.weight_group > inputs:
+            raise RooftopError("weight-group", self.numerics.weight_group, f"at most the {inputs} inputs of a matmul")
+        if self.draft is not None and self.draft.length > self.workload.generate:
+            accepted = f"at most the {self.workload.generate} tokens of an answer"
+            raise RooftopError("draft-length", self.draft.length, accepted)
         if self.draft is not None and count_params(self.draft.model).total > self.params[0]:
             accepted = f"a model with fewer parameters than {self.model.name}, for which it guesses"
             raise RooftopError("draft", self.draft.model.name, accepted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ from rooftop.roofline.rules import speculated_tokens
 SCALE_BYTES = 2.0
 #: Tokens of the longest sequence that is planned: a longer one is a slip of the keyboard.
 LONGEST = 10**12
+#: Largest target of a latency, a day: longer ones are slips too.
+SLOWEST_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +52,10 @@ class ServingWorkload(Record):
             value = getattr(self, name)
             if value is not None and value > LONGEST:
                 raise RooftopError(name, value, f"at most {LONGEST:,} tokens")
-        for name in ("requests_per_second", "ttft_s", "tpot_s"):
+        for name, most in (("requests_per_second", math.inf), ("ttft_s", SLOWEST_S), ("tpot_s", SLOWEST_S)):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise RooftopError(name, value, "a positive number")
+            if value is not None and not 0 < value <= most:
+                raise RooftopError(name, value, "a positive number" if most == math.inf else f"up to {most:,.0f} s")
         if not 0 <= self.hit_rate < 1:
             raise RooftopError("hit_rate", self.hit_rate, "a share from 0 up to, but not including, 1")
 

@@ -57,7 +57,7 @@ def training_memory(step: TrainingStep) -> Memory:
     gradients = sums + numerics.gradient_bytes * later
     copies = np.where(staged, 0.0, vocab * (numerics.weight_bytes - dtype_bytes(numerics.weights)))
     taken = staged * saved_bytes(step, "save") / in_flight(step) / strategies.chunks
-    loss, layer = _loss(step), _layer_backward(step)
+    loss, layer = _loss(step) + staged * _stage_loss(step), _layer_backward(step)
     at_loss = weights + sums + loss > weights - copies + gradients + layer + taken
     return Memory(
         weights=np.where(at_loss, weights, weights - copies),
@@ -191,6 +191,16 @@ def _layer_backward(step: TrainingStep) -> Number:
     inside = 3.0 * hidden + queries_and_keys + ring + sent
     streams = (5.0 * step.tensor + 4.0) * model.d_model
     return (gathered + _own(step) * (inside + streams)) * step.element_bytes
+
+
+def _stage_loss(step: TrainingStep) -> Number:
+    """Bytes that a stage holds beside the loss, as counted in peaks of compiled programs (docs/compile.md).
+
+    They are a copy of the tables' float32 sums, which one branch changes and another does not, and five streams of
+    microbatches that arrive or leave.
+    """
+    streams = 5.0 * _own(step) * step.model.d_model * step.element_bytes
+    return 4.0 * step.held_parameters["vocab"] + streams
 
 
 def _loss(step: TrainingStep) -> Number:

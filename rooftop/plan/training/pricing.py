@@ -16,6 +16,7 @@ from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.plan.pricing import ALWAYS, Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
+from rooftop.roofline.collectives import Price
 from rooftop.roofline.rates import Rates
 
 #: The pass whose computation can hide a phase's transfers; gradients are summed while the backward pass still runs.
@@ -57,18 +58,28 @@ class _Durations:
             efficiency, start_s = self.rates.network_efficiency(kind), self.rates.collective_start_s
             fixed_s: Number = 0.0
             seconds_per_byte: Number = 0.0
-            for axis in axes:
-                fixed, per_byte = self.strategies.price(kind, axis).expected_line(efficiency, start_s)
+            for price in _prices(self.strategies, kind, axes):
+                fixed, per_byte = price.expected_line(efficiency, start_s)
                 fixed_s, seconds_per_byte = fixed_s + fixed, seconds_per_byte + per_byte
             if kind == "reduce_scatter" and self.rates.overlap.whole_slice_scatter == "all_reduce":
                 # A compiler that cannot scatter over a whole slice sums everything everywhere, and keeps a part.
                 slice_ = self.strategies.layouts.slice
                 whole = self.strategies.devices(*axes) * slice_.num_slices == slice_.devices
-                fixed, per_byte = self._line("all_reduce", axes)
+                # Over several axes that is a scatter and a gather over each of them.
+                alone = len(axes) == 1
+                fixed, per_byte = self._line("all_reduce", axes) if alone else (2 * fixed_s, 2 * seconds_per_byte)
                 fixed_s = np.where(whole, fixed, fixed_s)
                 seconds_per_byte = np.where(whole, per_byte, seconds_per_byte)
             self._lines[kind, axes] = fixed_s, seconds_per_byte
         return self._lines[kind, axes]
+
+
+def _prices(strategies: Strategies, kind: CollectiveKind, axes: tuple[str, ...]) -> Iterator[Price]:
+    """Prices of a collective over axes, the innermost last: an axis gathers shards of what those inside it gather."""
+    for at, axis in enumerate(axes):
+        price, inside = strategies.price(kind, axis), axes[at + 1 :]
+        parts = kind in ("all_gather", "reduce_scatter") and inside
+        yield price.scaled(1 / strategies.devices(*inside)) if parts else price
 
 
 def _is_zero(value: Number) -> bool:
@@ -164,9 +175,10 @@ class _Busy:
 
 
 def price_work(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Ledger:
-    """The ledger of ``work``, with pipeline idle time as its last row; figures broadcast to [C, K]."""
+    """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K]."""
     times = _Times.of(work, strategies, rates, assumptions)
     rows = list(_rows(times, strategies, rates))
+    rows += _padding(work, rows)
     rows.append(_idle(rows, strategies))
     return Ledger(tuple(rows))
 
@@ -193,7 +205,7 @@ def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str
 def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
     for (item, seconds, paid, exposed), offload in zip(times, times.host, strict=True):
         collectives = tuple(
-            transfer.collective((strategies.price(transfer.priced_as, axis) for axis in transfer.axes), expected, shown)
+            transfer.collective(_prices(strategies, transfer.priced_as, transfer.axes), expected, shown)
             for transfer, expected, shown in zip(item.collectives, paid, exposed, strict=True)
         )
         apart = item.matmul_s + item.vector_flops / rates.vector_flops_per_s + rates.hbm_s(item.moved_bytes)
@@ -204,6 +216,22 @@ def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
             expected_s=seconds + sum(exposed, 0.0),
             serial_s=times.factor * (apart + offload) + sum(paid, 0.0),
         )
+
+
+def _padding(work: Sequence[Work], rows: Sequence[Row]) -> list[Row]:
+    """Time in which stages with fewer layers than the longest one wait for it, one row for each phase."""
+    skipped = [(item.count * item.skipped, row) for item, row in zip(work, rows, strict=True) if np.any(item.skipped)]
+    return [
+        Row(
+            scope="padding",
+            phase=phase,
+            count=1,
+            expected_s=sum((count * row.expected_s for count, row in skipped if row.phase == phase), 0.0),
+            serial_s=sum((count * row.serial_s for count, row in skipped if row.phase == phase), 0.0),
+            formula="layers that a stage lacks and the longest one has, times microbatches and the time of a layer",
+        )
+        for phase in dict.fromkeys(row.phase for _, row in skipped)
+    ]
 
 
 def _idle(rows: Sequence[Row], strategies: Strategies) -> Row:

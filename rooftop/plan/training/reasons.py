@@ -14,6 +14,7 @@ from rooftop.models.attention import parameters
 from rooftop.models.widths import MOST_PADDING
 from rooftop.plan.documents import Balance, Reason
 from rooftop.plan.pricing import scalar
+from rooftop.plan.training.memory import HEADROOM
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline import rules
@@ -57,7 +58,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         yield Reason(
             rule="room for the compiler",
             source="bench/compile_random.py",
-            formula="planned bytes <= 92 % of usable HBM",
+            formula=f"planned bytes <= {1 - HEADROOM:.0%} of usable HBM",
             value=problem.roomy_bytes,
             limit=total,
             text=f"The plan takes {total / problem.capacity:.0%} of HBM. So near to its edge XLA recomputes values "
@@ -65,10 +66,15 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         )
     batch = rules.critical_batch(step.rates.flops_per_s[numerics.compute], step.rates.hbm_bytes_per_s)
     local = float(np.ravel(step.tokens)[0])
+    moe = problem.model.moe
+    if moe is not None:
+        # A device reads E / (ways of expert parallelism) experts for the k that each of its tokens uses.
+        ways = float(step.strategies.devices(*EXPERT_AXES)[0, 0])
+        batch = max(batch, rules.critical_moe_tokens(batch, moe.experts, moe.active) / ways)
     yield Reason(
         rule="matmuls bound by FLOPs, not HBM",
         source="chapter 1",
-        formula="tokens per device >= C / W_hbm",
+        formula="tokens per device >= C / W_hbm" + ("" if moe is None else " x E / (k x expert ways)"),
         value=local,
         limit=batch,
         text=f"A matmul sees {format_count(local)} tokens; it needs {batch:.0f} to outlast the reading of its weights.",
@@ -84,11 +90,14 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     if chip.kind == "tpu" and axes:
         alpha = rules.network_intensity(chip, dtype)
         f_eff = _f_eff(model)
-        fsdp = rules.fsdp_tokens_per_chip(alpha, axes)
+        # All experts are gathered, and a token uses k of the E.
+        parameters = count_params(model)
+        sparsity = parameters.total / parameters.active
+        fsdp = rules.fsdp_tokens_per_chip(alpha, axes, sparsity=sparsity)
         yield Reason(
             rule="FSDP alone",
             source="chapter 5",
-            formula="B/N >= C / (W_ici axes)",
+            formula="B/N >= C / (W_ici axes)" + ("" if model.moe is None else " x parameters / active parameters"),
             value=per_chip,
             limit=fsdp,
             text=f"FSDP alone would need {fsdp:.0f} tokens per chip over {axes:g} ring axes; you have {per_chip:.0f}"
@@ -109,7 +118,8 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         )
         if axes >= 2:
             mixed = {
-                over: rules.mixed_tokens_per_chip(alpha, f_eff, axes - 1, 1, overlapped=over) for over in (False, True)
+                over: rules.mixed_tokens_per_chip(alpha, f_eff, axes - 1, 1, overlapped=over, sparsity=sparsity)
+                for over in (False, True)
             }
             yield Reason(
                 rule="FSDP and tensor parallelism mixed",
@@ -120,7 +130,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
                 text=f"The best mix needs {mixed[False]:.0f} tokens per chip if the two take turns on the network, "
                 f"{mixed[True]:.0f} if they overlap; you have {per_chip:.0f}.",
             )
-            best = rules.best_fsdp(problem.workload.batch_tokens, f_eff, devices, axes - 1, 1)
+            best = rules.best_fsdp(problem.workload.batch_tokens, f_eff * sparsity, devices, axes - 1, 1)
             chosen = float(step.strategies.devices(*GATHER_AXES)[0, 0])
             yield Balance(
                 rule="fewest bytes moved",
@@ -164,6 +174,14 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         limit=float(workload.seq_len),
         text=f"Attention FLOPs exceed those of the matmuls above {format_count(long)} tokens of context; "
         f"yours is {workload.seq_len}.",
+    )
+    yield Reason(
+        rule="sequences no longer than the model's",
+        source="the model's config",
+        formula="T <= longest sequence",
+        value=float(model.max_seq_len),
+        limit=float(workload.seq_len),
+        text=f"Sequences have {workload.seq_len:,} tokens; the model was made for {model.max_seq_len:,}.",
     )
     stages = float(step.strategies.devices(*STAGE_AXES)[0, 0])
     if stages > 1:

@@ -65,8 +65,11 @@ def training_ledger(step: TrainingStep) -> Ledger:
 def training_work(step: TrainingStep) -> list[Work]:
     """Every piece of work of a step, in the order in which it is first done."""
     microbatches, alone = step.strategies.microbatches, step.layers_alone
-    dense = step.dense_layers - alone.first_dense
-    work = [*_embed(step), *_layers(step, dense * microbatches, (step.layers - alone.first - dense) * microbatches)]
+    layers, dense = step.layers - alone.first, step.dense_layers - alone.first_dense
+    shared = _layers(step, dense * microbatches, (layers - dense) * microbatches)
+    if np.any(step.padding_layers):
+        shared = [replace(item, skipped=step.padding_layers / layers) for item in shared]
+    work = [*_embed(step), *shared]
     if np.any(alone.first):
         # What the first stage does alone is not kept from task to task: its backward pass begins with the tokens.
         begun = replace(step, strategies=step.strategies.with_policy(POLICIES["block"]))
@@ -119,12 +122,11 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     heads = step.widths.heads
     reference = step.assumptions.attention == "reference"
     scores = tokens * heads * step.pairs_per_token
+    ring = step.strategies.devices(*SEQUENCE_AXES)
     stream = tokens * model.d_model * step.element_bytes
     queries_keys = tokens * (heads + kv_heads) * d_qk * step.element_bytes
     values = tokens * (heads + kv_heads) * d_v * step.element_bytes
     keys_values = tokens * kv_heads * (d_qk + d_v) * step.element_bytes
-
-    ring = step.strategies.devices(*SEQUENCE_AXES)
 
     unstacked = _unstacked_bytes(step, _ATTENTION_CHECKPOINTS, moe_layer=False)
 
@@ -132,8 +134,15 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     per_score = 12.0 if reference else 0.0
 
     def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
-        """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times."""
+        """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times, or are gathered."""
         executed = per_pair / (d_qk + d_v)
+        moves = (
+            Transfer("permute_ring", SEQUENCE_AXES, exchanged * keys_values * ring, "context", 1 - step.staged),
+            Transfer(
+                "reduce_scatter" if phase == "backward" else "all_gather",
+                SEQUENCE_AXES, keys_values * ring, "tensor", step.staged,
+            ),
+        )  # fmt: skip
         return Work(
             scope="layers/attn/core",
             phase=phase,
@@ -143,7 +152,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             elementwise_bytes=unstacked if phase == "backward" else 0.0,
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
-            collectives=(Transfer("permute_ring", SEQUENCE_AXES, exchanged * keys_values * ring, "context"),),
+            collectives=moves if np.any(step.staged) else moves[:1],
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
 
@@ -181,10 +190,11 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         recompute(rope, recomputed("rope")),
         backward(rope, 2.0),
         core("forward", per_pair, 1.0),
-        # Even where its output is kept, the reference computes its scores again for the gradient of softmax.
-        core("recompute", per_pair / 2 * (1 + core_again), 1.0)
+        # Even where its output is kept, the reference computes its scores again for the gradient of softmax. In a stage
+        # the backward pass of any kernel begins with its forward pass: residuals cannot leave nested shard_maps.
+        core("recompute", per_pair / 2 * (1 + core_again + step.staged), 1.0)
         if reference
-        else core("recompute", per_pair, 1.0, core_again),
+        else core("recompute", per_pair, 1.0, core_again + step.staged),
         core("backward", per_pair_backward, around),
         *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=out_again, residual=True),
         *offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
@@ -375,10 +385,11 @@ def _update(step: TrainingStep) -> list[Work]:
 def _pipeline(step: TrainingStep) -> list[Work]:
     """Activations passed to the next stage, and back; the idle time is added when the rest is known."""
     sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
-    count = step.strategies.microbatches * step.strategies.chunks
+    transfer = Transfer("permute", STAGE_AXES, sent, "stage")
+    count = step.strategies.slots if np.any(step.staged) else 1.0
     work = Work(
-        scope="pipeline", phase="forward", count=count, collectives=(Transfer("permute", STAGE_AXES, sent, "stage"),),
-        formula="T D bytes to the next stage for each microbatch and chunk",
+        scope="pipeline", phase="forward", count=count, collectives=(transfer,),
+        formula="T D bytes to the next stage in each slot of the schedule, whether or not it has a use for them",
     )  # fmt: skip
     return [work, backward(work, 1.0)]
 
@@ -454,10 +465,9 @@ def matmuls(
         Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=pieces),
     )
     if keys and np.any(step.copied_keys):
-        copied, when = step.copied_keys * element, step.widths.copied_keys
-        for axes, size in ((GATHER_AXES, copied / step.tensor), (COLUMN_AXES, copied)):
-            gather_weight += (Transfer("all_gather", axes, size, "weight_gather", when, pieces=2),)
-            scatter_weight += (Transfer("reduce_scatter", axes, size, "gradient_scatter", when, pieces=2),)
+        copied, both, when = step.copied_keys * element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
+        gather_weight += (Transfer("all_gather", both, copied, "weight_gather", when, pieces=2),)
+        scatter_weight += (Transfer("reduce_scatter", both, copied, "gradient_scatter", when, pieces=2),)
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)

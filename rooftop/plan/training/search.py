@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 from typing import TypeAlias
 
 import numpy as np
@@ -27,7 +26,7 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     ways,
 )
-from rooftop.capabilities import TRAINING, TRAINING_SPLITS, EvenSplit, obstacles
+from rooftop.capabilities import TRAINING, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
@@ -303,42 +302,41 @@ def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
 
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
-    axes, divides = _searched(problem)
-    names = [name for name in axes if name in among]
-    layouts = enumerate_layouts(problem.slice, names, divides, _most(problem.model))
+    names = [name for name in AXES if name in among]
+    layouts = enumerate_layouts(problem.slice, names, {}, _most(problem.model))
+    layouts = layouts[_stages_filled(problem, layouts)]
     narrow = _padding(problem.model, layouts) <= MOST_PADDING
     layouts = layouts[narrow] if narrow.any() else layouts
     positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
     return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), float(positions.min(initial=0.0)))]
 
 
-def _searched(problem: Problem) -> tuple[list[str], dict[str, int]]:
-    """The axes that are searched, and the size that each must divide."""
-    divides: dict[str, int] = {}
-    for split in TRAINING_SPLITS:
-        if split.planner != "prices" and (dim := _dim(problem, split)) is not None:
-            divides |= {axis: gcd(divides.get(axis, 0), dim[0]) for axis in split.axes}
-    return [name for name in AXES if name not in EXPERT_AXES or problem.model.moe is not None], divides
-
-
-def _dim(problem: Problem, split: EvenSplit) -> tuple[int, str] | None:
-    """Size and name of the dim that a rule splits, before any mesh is chosen."""
-    return split.size(problem.spec({}, Choice(remat="none", policy=POLICIES["none"])))
-
-
 def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
     """The largest padding of a dim of the model over each layout, relative to its size, [C]."""
-    tensor, fsdp, expert = (layouts.along(*axes).astype(np.float64) for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES))
+    tensor, fsdp, expert = (
+        np.prod(layouts.shapes[:, [AXES.index(axis) for axis in axes]], axis=-1, dtype=np.float64)
+        for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES)
+    )
     padding: Floats = np.asarray(Widths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
-    return padding
+    return padding[layouts.shape_of]
 
 
 def _most(model: ModelConfig) -> dict[str, int]:
-    """The most devices along the axes that split heads and experts: with more, padding would exceed MOST_PADDING."""
-    sizes = dict.fromkeys(COLUMN_AXES, model.heads)
-    if model.moe is not None:
-        sizes |= dict.fromkeys(EXPERT_AXES, model.moe.experts)
-    return {axis: int(size * (1 + MOST_PADDING)) for axis, size in sizes.items()}
+    """The most devices along axes that split heads, experts and layers: more would need too much padding."""
+    experts = 1 if model.moe is None else model.moe.experts
+    sizes = dict.fromkeys(COLUMN_AXES, model.heads) | dict.fromkeys(EXPERT_AXES, experts)
+    return {axis: int(size * (1 + MOST_PADDING)) for axis, size in sizes.items()} | dict.fromkeys(
+        STAGE_AXES, stage_parts(model)[0]
+    )
+
+
+def _stages_filled(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
+    """Each chunk of a stage must have room for a layer, or a period, and few may be padding."""
+    stages, (parts, _) = layouts.along(*STAGE_AXES), stage_parts(problem.model)
+    chunks = stages * problem.chunks
+    room = -(-parts // chunks) * chunks
+    good: npt.NDArray[np.bool_] = (stages == 1) | (chunks <= parts) & (room <= (1 + MOST_PADDING) * parts)
+    return good
 
 
 def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
@@ -351,12 +349,12 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
             "mesh", text, f"sizes whose product is the {devices} devices of {problem.slice.name} "
             f"(yours is {product}){_such_as(problem, sizes)}",
         )  # fmt: skip
-    for split in TRAINING_SPLITS:
-        dim = _dim(problem, split) if split.planner == "refuses" else None
-        size = ways(sizes, *split.axes)
-        if dim is not None and dim[0] % size:
-            name = " x ".join(axis for axis in split.axes if sizes.get(axis, 1) > 1)
-            raise RooftopError(f"mesh axis {name}", size, f"a divisor of the {dim[1]}{_such_as(problem, sizes)}")
+    if problem.model.moe is None and (experts := ways(sizes, *EXPERT_AXES)) > 1:
+        accepted = f"1: {problem.model.name} has no experts{_such_as(problem, sizes)}"
+        raise RooftopError("mesh axis expert", experts, accepted)
+    parts, what = stage_parts(problem.model)
+    if (stages := ways(sizes, *STAGE_AXES)) > parts:
+        raise RooftopError("mesh axis stage", stages, f"at most the {parts} {what}{_such_as(problem, sizes)}")
     names = [name for name in AXES if sizes.get(name, 1) > 1] or list(BATCH_AXES[:1])
     divides = {name: sizes.get(name, 1) for name in AXES}
     layouts = enumerate_layouts(problem.slice, names, divides)
@@ -411,7 +409,7 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
 
 
 def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
-    """True where little is padding, and interleaved chunks divide the layers of a stage, [C, K].
+    """True where little is padding, and a stage has a layer for each of its chunks, [C, K].
 
     Raises RooftopError if no candidate does.
     """
@@ -419,11 +417,10 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[
     good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    even_parts: npt.NDArray[np.bool_] = (problem.chunks == 1) | (parts % (stages * problem.chunks) == 0)
-    if not even_parts.any():
-        most = [parts // int(count) for count in np.unique(stages) if parts % count == 0]
-        fitting = sorted({n for count in most for n in range(2, count + 1) if count % n == 0})
-        accepted = ", ".join(map(str, fitting)) or "no interleaving"
-        raise RooftopError("chunks", problem.chunks, f"{accepted} (stages x chunks must divide the {parts} {what})")
+    filled: npt.NDArray[np.bool_] = (stages == 1) | (stages * problem.chunks <= parts)
+    if not filled.any():
+        most = parts // int(stages.min())
+        accepted = f"at most {most}" if most > 1 else "no interleaving"
+        raise RooftopError("chunks", problem.chunks, f"{accepted} ({int(stages.min())} stages share {parts} {what})")
     # Little padding matters less than a schedule that can be.
-    return good & even_parts if (good & even_parts).any() else np.broadcast_to(even_parts, strategies.shape)
+    return good & filled if (good & filled).any() else np.broadcast_to(filled, strategies.shape)

@@ -32,9 +32,9 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
-from rooftop.models.segments import layers_alone
+from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import Widths
-from rooftop.plan.shapes import mean_attended_pairs, mlp_matmuls
+from rooftop.plan.shapes import full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -116,17 +116,21 @@ class TrainingStep:
         """(Query, key) pairs that the attention kernel executes per token and head, averaged over layers, [C, 1]."""
         kernel = self.assumptions.kernel(self.slice.chip.kind)
         largest = self.assumptions.attention_block or self.rates.attention_block
-        own = self.positions / self.strategies.devices(*SEQUENCE_AXES)
+        ring = self.strategies.devices(*SEQUENCE_AXES)
+        own = self.positions / ring
         # Few layouts differ in these lengths.
         lengths, index = np.unique(self.positions + 1j * own, return_inverse=True)
-        pairs = []
+        pairs, full = [], []
         for positions, on_device in ((int(length.real), int(length.imag)) for length in lengths):
             block = largest
             if kernel != "cudnn":
                 block = positions if kernel == "reference" else block_size(on_device, largest)
             pairs.append(mean_attended_pairs(self.model, positions, block) / positions)
-        per_token: Floats = np.array(pairs)[index].reshape(own.shape)
-        return per_token
+            full.append(full_attention_share(self.model, positions, block))
+        per_token, unwindowed = (np.array(values)[index].reshape(own.shape) for values in (pairs, full))
+        # Stages gather keys: a kernel cannot leave out those that come later for some devices and not for others.
+        more: Floats = per_token * (1 + self.staged * (ring - 1) / (2 * ring) * unwindowed)
+        return more
 
     @cached_property
     def staged(self) -> Floats:
@@ -145,14 +149,29 @@ class TrainingStep:
         )
 
     @cached_property
-    def layers(self) -> Floats:
-        """Layers that a pipeline stage holds, [C, 1]: its part of those that are shared, and those that are not.
+    def _periods(self) -> Floats:
+        """Periods of layers that a pipeline stage has room for, of those that stages share, [C, 1]."""
+        shared, chunks = segments(self.model)[shared_segment(self.model)], self.strategies.chunks
+        parts = self.strategies.devices(*STAGE_AXES) * chunks
+        periods: Floats = np.ceil(shared.repeats / parts) * chunks
+        return periods
 
-        It is priced as if it did them all.
+    @cached_property
+    def layers(self) -> Floats:
+        """Layers that a pipeline stage has room for, [C, 1]: its part of those that are shared, and those that are not.
+
+        It is priced as if it did them all, but for ``padding_layers``.
         """
-        alone = self.layers_alone.every
-        layers: Floats = np.ceil((self.model.layers - alone) / self.strategies.devices(*STAGE_AXES)) + alone
+        period = len(segments(self.model)[shared_segment(self.model)].kinds)
+        layers: Floats = np.where(self.staged, self._periods * period + self.layers_alone.every, self.model.layers)
         return layers
+
+    @cached_property
+    def padding_layers(self) -> Floats:
+        """Layers that a stage has room for beyond those that it does, [C, 1], in the mean of all stages."""
+        alone = self.layers_alone.every
+        padding: Floats = self.layers - alone - (self.model.layers - alone) / self.strategies.devices(*STAGE_AXES)
+        return padding
 
     @cached_property
     def element_bytes(self) -> float:
@@ -234,9 +253,10 @@ class TrainingStep:
 
     @cached_property
     def dense_layers(self) -> Floats:
-        """Dense layers that a stage holds, [C, 1]."""
-        alone = self.layers_alone.every_dense
-        layers: Floats = np.ceil((self.model.dense_layers - alone) / self.strategies.devices(*STAGE_AXES)) + alone
+        """Dense layers that a stage has room for, [C, 1]."""
+        period = sum(not kind.moe for kind in segments(self.model)[shared_segment(self.model)].kinds)
+        dense = self._periods * period + self.layers_alone.every_dense
+        layers: Floats = np.where(self.staged, dense, self.model.dense_layers)
         return layers
 
     @cached_property

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
+from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts, Ways
 from rooftop.roofline.collectives import Price, price
-from rooftop.scheduling.pipeline import PipelineSchedule
+from rooftop.scheduling.pipeline import PipelineSchedule, slot_count
 
 #: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
 #: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
@@ -152,13 +153,25 @@ class Strategies:
 
     @cached_property
     def chunks(self) -> Floats:
-        """Model chunks per pipeline stage, [1, K]."""
-        return np.array([[float(choice.chunks) for choice in self.choices]])
+        """Model chunks per pipeline stage, [1, K], or [1, 1] if all choices have as many."""
+        chunks = [float(choice.chunks) for choice in self.choices]
+        return np.array([chunks if len(set(chunks)) > 1 else chunks[:1]])
 
     @cached_property
     def idle_share(self) -> Floats:
         """Share of the 1F1B bubble that the schedule leaves, [1, K]."""
         return np.array([[IDLE_SHARES[choice.schedule] for choice in self.choices]])
+
+    @cached_property
+    def slots(self) -> Floats:
+        """Slots of the pipeline's table, [C, K]: in each one, every stage sends a result to both neighbours."""
+        split = np.array([[choice.schedule == "zero_bubble" for choice in self.choices]])
+        slots: Floats = np.asarray(
+            slot_count(
+                stages=self.devices(*STAGE_AXES), microbatches=self.microbatches, chunks=self.chunks, split=split
+            )
+        )
+        return slots
 
     @cached_property
     def keeps_all_in_flight(self) -> npt.NDArray[np.bool_]:

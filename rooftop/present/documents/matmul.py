@@ -22,9 +22,17 @@ def matmul(data: Mapping[str, Any]) -> Document:
     axes = ", ".join(f"{name}={size}" for name, size in data["mesh"]["axes"].items())
     return Document(
         title=data["expression"],
-        verdict=ShownVerdict(subject=data["expression"], details=(f"mesh {axes}{place}",)),
+        verdict=ShownVerdict(subject=data["expression"], no=_no(data), details=(f"mesh {axes}{place}",)),
         charts=tuple(_charts(data)),
     )
+
+
+def _no(data: Mapping[str, Any]) -> str:
+    """A sentence if no strategy fits the memory of a device."""
+    strategies = data.get("strategies", ())
+    if not strategies or any(strategy["fits"] is not False for strategy in strategies):
+        return ""
+    return "does not fit: every strategy needs more memory than a device has"
 
 
 def _charts(data: Mapping[str, Any]) -> Iterator[Chart]:

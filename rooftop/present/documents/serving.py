@@ -336,7 +336,9 @@ def _simulated_servers(data: Mapping[str, Any]) -> str:
     text = f"{plan['model']} on {servers}: {deployment['batching']}"
     if deployment["chunk_tokens"] is not None:
         text += f", prefill in chunks of {deployment['chunk_tokens']} tokens a step"
-    return text + f", batches up to {deployment['max_batch']}"
+    text += f", batches up to {deployment['max_batch']}"
+    longest, most = data["trace"]["longest_tokens"], plan["max_seq_len"]
+    return text if longest <= most else f"{text}; requests of {longest:,} tokens, the model was made for {most:,}"
 
 
 def _simulated_figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:

@@ -51,7 +51,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
     return Document(
         title=f"{data['model']['name']} on {where}: a training plan",
         verdict=ShownVerdict(
-            subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}"
+            subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}{_too_long(data)}"
             + (" (not executable)" if data["obstacles"] else ""),
             no=_refusal(data),
             details=(
@@ -190,6 +190,12 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
         yield ShownFigure("bubble", "bubble", pipeline["bubble"], "%", "simulated",
             note=f"of the passes, {pipeline['schedule']} simulated; {pipeline['bubble_closed_form']:.1%} in closed "
             f"form; {pipeline['in_flight']:g} microbatches held at most")  # fmt: skip
+
+
+def _too_long(data: Mapping[str, Any]) -> str:
+    """A warning if sequences are longer than those for which the model was made."""
+    longest, tokens = data["model"]["config"]["max_seq_len"], data["workload"]["seq_len"]
+    return f"; sequences of {tokens:,}, the model was made for {longest:,}" if tokens > longest else ""
 
 
 def _nearest(data: Mapping[str, Any]) -> Iterator[str]:

@@ -12,6 +12,10 @@ Stages share the layers of the longest run of periods (``rooftop.models.segments
 such as dense layers before those of experts, belong to the embedding, and layers after it to the loss: all stages have
 the weights of both, as they have the tables, and the first and the last stage use them.
 
+Where the periods do not divide over stages and chunks, their stack is padded at its end with zeros. A stage skips the
+padding by ``lax.cond``, whose condition is the same on all devices of the stage: the last chunks have fewer layers, or
+none.
+
 Dims: M microbatches, S stages, v chunks of the model on a stage, B, T, D as elsewhere.
 """
 
@@ -66,7 +70,7 @@ def pipelined(
     the number of tokens of a packed batch that carry loss. Stored weights are in the order of the model, so interleaved
     chunks of layers are exchanged between stages before and after. Runs under ``jax.set_mesh``.
 
-    Raises RooftopError for layers that stages cannot share evenly, remat with offload, and a context axis with ring
+    Raises RooftopError for more chunks than periods of layers, remat with offload, and a context axis with ring
     attention.
     """
     if "=offload" in how.remat:
@@ -75,7 +79,7 @@ def pipelined(
         # On CPU devices a permutation waits for all devices, but stages reach different ones.
         raise RooftopError("context_attention", how.context_attention, "all_gather with pipeline stages")
     runs, shared = segments(how.model), shared_segment(how.model)
-    _require_even(runs[shared], table)
+    _require_enough(runs[shared], table)
     mesh = jax.sharding.get_abstract_mesh()
     batch_axes, stored = how.specs.rules.activations["batch"], how.specs.rules.parameters
     split_axes = {axis for name, axes in stored.items() if name != "layers" for axis in axes}
@@ -158,12 +162,12 @@ def _through(
     return stream
 
 
-def _require_even(run: Segment, table: PipelineTable) -> None:
-    """Raise RooftopError if the stages' chunks cannot share the periods of ``run`` evenly."""
-    if run.repeats % (table.stages * table.chunks):
+def _require_enough(run: Segment, table: PipelineTable) -> None:
+    """Raise RooftopError if the stages have more chunks than ``run`` has periods."""
+    if table.stages * table.chunks > run.repeats:
         periods = f"{run.repeats} periods of {len(run.kinds)} layers"
         parts = f"{table.stages} x {table.chunks} chunks"
-        raise RooftopError("mesh axis stage", parts, f"parts that divide the {periods} evenly")
+        raise RooftopError("mesh axis stage", parts, f"at most one for each of the {periods}")
 
 
 def _by_chunk(stacks: Layers, table: PipelineTable) -> Layers:
@@ -211,6 +215,8 @@ class _StageCarry:
 class Stage:
     """One device's part of a pipeline: its layers [v, n, ...], all other weights, and all microbatches [M, B, T].
 
+    The layers of all stages together are the periods of ``segment``, and padding after them.
+
     ``begin`` computes the stream before all shared layers, and ``finish`` the objective from the stream after them.
     Both get the other weights and a microbatch.
     """
@@ -236,7 +242,7 @@ class Stage:
         passes = Passes.of(
             through, x, weights_, transformer.places(part, self.how), split_=self.table.split, manual=self.manual
         )
-        stages, chunks = self.table.stages, self.table.chunks
+        stages, chunks, kept = self.table.stages, self.table.chunks, list(passes.kept_residuals)
         stage = lax.axis_index("stage")
         first_, last_ = stage == 0, stage == stages - 1
 
@@ -255,7 +261,15 @@ class Stage:
             )
             with named_scope("layers"):
                 at = transformer.places(part, self.how)
-                y, saved = lax.scan(lambda x, weights: passes.forward(x, weights, at), x, self.layers(task))
+                y, saved = lax.scan(
+                    lambda x, of_layer: self.skipped(
+                        of_layer.skipped,
+                        lambda: passes.forward(x, of_layer.weights, at),
+                        lambda: (x, self.zeros_of(passes.saved)),
+                    ),
+                    x,
+                    self.layers(task),
+                )
 
             def head() -> tuple[Any, Transformer[jax.Array], ResidualStream]:
                 loss, pull, terms = jax.vjp(
@@ -284,7 +298,11 @@ class Stage:
                 at = transformer.places(part, self.how)
                 saved = [_at(buffer, task.used[StageBuffer.SAVED]) for buffer in carry.saved]
                 dx, more = lax.scan(
-                    lambda dy, of_layer: passes.backward(dy, *of_layer, at),
+                    lambda dy, of_layer: self.skipped(
+                        of_layer[0].skipped,
+                        lambda: passes.backward(dy, of_layer[0].weights, of_layer[1], at),
+                        lambda: (dy, self.zeros_of(kept if self.table.split else of_layer[0].weights)),
+                    ),
                     _at(carry.gradient, task.used[StageBuffer.GRADIENT]),
                     (self.layers(task), saved),
                     reverse=True,
@@ -311,7 +329,13 @@ class Stage:
                 at = transformer.places(self.part(task), self.how)
                 stashed = [_at(buffer, task.used[StageBuffer.SPLIT]) for buffer in carry.split]
                 _, more = lax.scan(
-                    lambda _, of_layer: (None, of_weights(*of_layer, at)), None, (self.layers(task), stashed)
+                    lambda _, of_layer: self.skipped(
+                        of_layer[0].skipped,
+                        lambda: (None, of_weights(of_layer[0].weights, of_layer[1], at)),
+                        lambda: (None, self.zeros_of(of_layer[0].weights)),
+                    ),
+                    None,
+                    (self.layers(task), stashed),
                 )
                 return (
                     replace(carry, layer_gradients=self.added(carry.layer_gradients, more, task)),
@@ -361,7 +385,7 @@ class Stage:
             arrives = kind in (StageBuffer.INPUT, StageBuffer.GRADIENT)
             return self.zeros(like, like.dtype, where.sizes[kind] + arrives, *more)
 
-        n = jax.tree.leaves(self.stacks)[0].shape[1]
+        n = self.periods
         losses = jax.eval_shape(self.finish, x, self.tables, _first(self.parts))
         return _StageCarry(
             input=jax.tree.map(lambda leaf: buffer(leaf, StageBuffer.INPUT), x),
@@ -384,10 +408,39 @@ class Stage:
         microbatch: Batch[jax.Array] = _at(self.parts, task.microbatch)
         return microbatch
 
-    def layers(self, task: _StageTask) -> Layers:
+    @property
+    def periods(self) -> int:
+        """Periods of layers that a chunk has room for."""
+        n: int = jax.tree.leaves(self.stacks)[0].shape[1]
+        return n
+
+    @property
+    def padding(self) -> int:
+        """Periods that the chunks of all stages have room for, beyond those of the model."""
+        return self.periods * self.table.stages * self.table.chunks - self.segment.repeats
+
+    def layers(self, task: _StageTask) -> _ChunkLayers:
         """The layers [n, ...] of the task's chunk."""
-        layers: Layers = _at(self.stacks, task.chunk)
-        return layers
+        if not self.padding:
+            return _ChunkLayers(weights=_at(self.stacks, task.chunk))
+        first = (task.chunk * self.table.stages + lax.axis_index("stage")) * self.periods
+        skipped = first + jnp.arange(self.periods) >= self.segment.repeats
+        return _ChunkLayers(weights=_at(self.stacks, task.chunk), skipped=skipped)
+
+    def skipped(self, skipped: jax.Array | None, layer: Callable[[], Any], identity: Callable[[], Any]) -> Any:
+        """The results of ``layer``, or of ``identity`` for padding. The scope declares how often layers are done."""
+        if skipped is None:
+            return layer()
+
+        def taken() -> Any:
+            with named_scope(f"taken[{self.segment.repeats}:{self.segment.repeats + self.padding}]"):
+                return layer()
+
+        return lax.cond(skipped, identity, taken)
+
+    def zeros_of(self, like: Any) -> Any:
+        """Zeros in place of arrays of a layer."""
+        return jax.tree.map(lambda leaf: self.zeros(leaf, leaf.dtype), like)
 
     def added(self, sums: Layers, more: Layers, task: _StageTask) -> Layers:
         """Gradients of the task's chunk added to all."""
@@ -397,6 +450,15 @@ class Stage:
                 sums,
                 more,
             )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _ChunkLayers:
+    """The layers of a chunk [n, ...], and which of them are padding [n]; None without any."""
+
+    weights: Layers
+    skipped: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

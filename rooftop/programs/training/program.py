@@ -29,7 +29,7 @@ from rooftop.models.activations import LOSS_CHUNK
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.parameters import Parameter, Transformer
+from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import Specs
 from rooftop.scheduling.pipeline import require_schedule
 
@@ -219,6 +219,12 @@ class TrainProgram:
         """The specs of arrays on ``mesh``: the rules without axes of size 1."""
         rules = self.computation.specs.rules
         return Specs(rules.only({axis: size for axis, size in mesh.shape.items() if size > 1}))
+
+    def described(self, mesh: Mesh | AbstractMesh) -> Transformer[Parameter]:
+        """The weights as ``mesh`` stores them, padded where its axes do not divide a dim."""
+        stages = ways(mesh.shape, *STAGE_AXES)
+        parts = {"layers": stages * self.chunks if stages > 1 else 1}
+        return describe(self.model, self.specs(mesh).ways(mesh.shape) | parts)
 
 
 def loss_chunks(sequences: int, positions: int) -> int:

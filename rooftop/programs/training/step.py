@@ -62,7 +62,7 @@ class StepMetrics(Generic[Leaf]):
 
 def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[jax.Array]:
     """The state before the first step, every array created in its shards."""
-    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    described = program.described(mesh)
     weights = initialise(described, key, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     with jax.set_mesh(mesh):
         optimizer_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(program, mesh).optimizer)
@@ -75,7 +75,7 @@ def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[
 
 def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
     """Shapes and shardings of the state, without memory."""
-    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    described = program.described(mesh)
     weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
     transformation = program.optimizer.transformation(described)
 
@@ -100,7 +100,7 @@ def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainSta
 
 def described_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[Parameter]:
     """The state as parameters, which say how its arrays are padded."""
-    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    described = program.described(mesh)
     scalar = Parameter(shape=(), dims=())
     structure: Any = jax.tree.structure(described)
 
@@ -171,7 +171,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
     def step(
         state: TrainState[jax.Array], batch: Batch[jax.Array]
     ) -> tuple[TrainState[jax.Array], StepMetrics[jax.Array]]:
-        described = describe(program.model, specs.ways(jax.sharding.get_abstract_mesh().shape))
+        described = program.described(jax.sharding.get_abstract_mesh())
         counted = None
         if batch.segments is not None:
             counted = count_loss_tokens(batch.targets)

@@ -144,6 +144,7 @@ class SimulatedPlan(Record):
     """The serving plan that was simulated, with the latencies that it expects."""
 
     model: str
+    max_seq_len: int
     slice: str
     prefill_slice: str
     mode: Mode
@@ -157,6 +158,7 @@ class SimulatedPlan(Record):
         problem = plan.problem
         return cls(
             model=problem.model.name,
+            max_seq_len=problem.model.max_seq_len,
             slice=problem.slice.name,
             prefill_slice=problem.prefill_server.name,
             mode=problem.mode,
@@ -199,12 +201,13 @@ class SimulatedDeployment(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedTrace(Record):
-    """Number, time span and mean lengths of the requests."""
+    """Number, time span, mean lengths and longest sequence of the requests."""
 
     requests: int
     seconds: float
     mean_prompt_tokens: float
     mean_output_tokens: float
+    longest_tokens: int
     hashes: bool
 
     @classmethod
@@ -215,6 +218,7 @@ class SimulatedTrace(Record):
             seconds=float(trace.arrival_s[-1]),
             mean_prompt_tokens=float(trace.prompt_tokens.mean()),
             mean_output_tokens=float(trace.output_tokens.mean()),
+            longest_tokens=int((trace.prompt_tokens + trace.output_tokens).max()),
             hashes=trace.hashes is not None,
         )
 
