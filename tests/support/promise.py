@@ -155,10 +155,10 @@ def specs(draw: st.DrawFn) -> TrainingSpec:
         "sequences": spread * microbatches * draw(st.integers(1, 2)),
         "seq_len": int(np.lcm(pieces, ring)) * draw(st.integers(1, 2)),
     }
-    dtypes = {
-        name: draw(st.sampled_from(("f32", "f32", "f32", *STATE_DTYPES)))
-        for name in ("compute", "weights", "moments", "gradients")
-    }
+    # XLA's compiler for CPUs ends the process on some sums of bf16 over devices (its pass AllReducePromotion), so what
+    # is sent is float32; tests of single programs have bf16 there.
+    dtypes = {"compute": "f32", "gradients": "f32"}
+    dtypes |= {name: draw(st.sampled_from(("f32", *STATE_DTYPES))) for name in ("weights", "moments")}
     if draw(st.booleans()):
         odd = draw(st.sampled_from(("sequences", "seq_len", "layers", "d_model", "d_ff", "heads", "vocab", "experts")))
         if odd in sizes:
