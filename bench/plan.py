@@ -1,4 +1,4 @@
-"""How fast plans are made: candidates per second on one core, and the wall time of the whole command.
+"""How fast plans are made: candidates per second on one core, the wall time of a command, the CPU time of others.
 
     python bench/plan.py                               # ours
     python bench/plan.py --peer PEER_VENV/bin/python   # and llm-analysis 0.2.2 (in a venv of its own), side by side
@@ -31,6 +31,13 @@ COMMAND = [
     "--tokens",
     "15T",
     "--json",
+]
+#: Commands whose CPU seconds are measured beside: large mixtures of experts, odd slices, and fleets of many chips.
+COMMANDS = [
+    "plan train deepseek-v3 --on h100:8x128 --batch-tokens 4Mi --seq 4096 --json",
+    "plan train deepseek-v3 --on tpu7x:8x8x16 --batch-tokens 16Mi --seq 4096 --json",
+    "plan train llama3.1-405b --on v5p:16x20x28 --batch-tokens 16Mi --seq 8192 --json",
+    "plan serve deepseek-v3 --on v5e,v5p,v6e,tpu7x,h100,h200,b200 --requests-per-second 10 --tpot 50ms --json",
 ]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -77,6 +84,17 @@ def rates(python: str, program: str) -> list[tuple[int, int, float]]:
     return [(int(a), int(b), float(c)) for a, b, c in (line.split() for line in printed.strip().splitlines())]
 
 
+def cpu_and_memory(command: str) -> tuple[float, float]:
+    """CPU seconds and largest resident bytes of ``rooftop COMMAND``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rooftop", *command.split()], stdout=subprocess.DEVNULL, env=os.environ | THREADS
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"rooftop {command}: status {os.waitstatus_to_exitcode(status)}")
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024.0
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Minimum, median and maximum."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
@@ -90,6 +108,7 @@ def main() -> None:
     chosen = parser.parse_args()
     priced, pruned, wall, peer = [], [], [], []
     candidates = searched = 0
+    measured: dict[str, list[tuple[float, float]]] = {command: [] for command in COMMANDS}
     for _ in range(chosen.runs):
         (candidates, searched, whole), (_, _, bounded) = rates(sys.executable, SWEEP)
         priced.append(candidates / whole)
@@ -99,6 +118,8 @@ def main() -> None:
             [sys.executable, "-m", "rooftop", *COMMAND], check=True, stdout=subprocess.DEVNULL, env=os.environ | THREADS
         )
         wall.append(time.perf_counter() - start)
+        for command, runs in measured.items():
+            runs.append(cpu_and_memory(command))
         if chosen.peer:
             ((count, _, seconds),) = rates(chosen.peer, PEER)
             peer.append(count / seconds)
@@ -112,6 +133,13 @@ def main() -> None:
         "candidates_searched_per_cpu_second": spread(pruned),
         "command": "rooftop " + " ".join(COMMAND),
         "command_wall_s": spread(wall),
+        "commands": {
+            f"rooftop {command}": {
+                "cpu_s": spread([seconds for seconds, _ in runs]),
+                "resident_bytes": max(nbytes for _, nbytes in runs),
+            }
+            for command, runs in measured.items()
+        },
     }
     if peer:
         result["llm_analysis_evaluations_per_cpu_second"] = spread(peer)

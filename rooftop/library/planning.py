@@ -27,8 +27,8 @@ from rooftop.plan.training.comparison import (
     MOST_CHIPS,
     Aim,
     ComparedAnswerDocument,
-    Comparison,
     Limits,
+    SliceComparison,
     compare,
     searched_on,
 )
@@ -41,8 +41,9 @@ from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
 
-#: Tokens of a step where slices are compared and no batch is given: that of the book's LLaMA-3 70B.
-_BATCH_TOKENS = 4 * 2**20
+#: Tokens of a step where slices are compared and no batch is given: LLaMA-2's 4 Mi, doubled until a run takes no more
+#: than a million steps, as LLaMA-3's 15 T tokens at 16 Mi.
+_LEAST_BATCH, _MOST_STEPS = 4 * 2**20, 1e6
 #: A slice or several, or chips whose size is searched; or their text: 'v5p,v6e:16x16@8'.
 SlicesLike: TypeAlias = SliceLike | Chip | Sequence[SliceLike | Chip]
 
@@ -55,7 +56,7 @@ class TrainingPlanResult(Result):
     """The best plan of a training run, the runners-up, and the changes that would help."""
 
     answer: TrainingAnswer
-    comparison: Comparison | None = None
+    comparison: SliceComparison | None = None
     """The slices that were compared, if there was more than one slice or a limit."""
 
     @property
@@ -158,7 +159,7 @@ def plan_training(
         model: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
         on: A slice, CHIP:SHAPE[@SLICES]; or several, or chips whose size is searched: 'v5p,v6e:16x16@8'.
         batch_tokens: Tokens of a step, rounded to whole sequences; give this or ``batch_seqs``. Where slices are
-            compared 4 Mi by default.
+            compared, by default at least 4 Mi and so many that a run takes at most a million steps.
         batch_seqs: Sequences of a step.
         seq: Tokens of a sequence.
         tokens: Tokens in all, for days and cost.
@@ -197,7 +198,7 @@ def plan_training(
             if value is not None:
                 raise RooftopError(name, value, "this with one slice, such as --on v5p:16x16x16, and no limits")
         if batch_tokens is None and batch_seqs is None:
-            batch_seqs = max(1, round(_BATCH_TOKENS / parse_count(seq, "seq")))
+            batch_seqs = max(1, round(_usual_batch(tokens) / parse_count(seq, "seq")))
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
     if layout is not None:
@@ -228,6 +229,14 @@ def plan_training(
     compared = compare(problem, places, limits, aim, on_progress)
     answer = training.answer_of(searched_on(problem, compared.best), alternatives=count)
     return TrainingPlanResult(answer=answer, comparison=compared)
+
+
+def _usual_batch(tokens: CountLike | None) -> int:
+    """Tokens of a step of a run of ``tokens``, where none are given."""
+    batch = _LEAST_BATCH
+    while tokens is not None and parse_count(tokens, "tokens") > _MOST_STEPS * batch:
+        batch *= 2
+    return batch
 
 
 def _places(

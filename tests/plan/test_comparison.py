@@ -13,7 +13,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, chip, slice_sizes
 from rooftop.library.planning import TrainingPlanResult
 from rooftop.models import load_model
-from rooftop.plan.training.comparison import Comparison, Limits, compare
+from rooftop.plan.training.comparison import Limits, SliceComparison, compare
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from tests.support.examples import examples
@@ -28,7 +28,7 @@ def sizes(*names: str, most: int = 256) -> dict[str, list[Slice]]:
     return {name: slice_sizes(chip(name), most) for name in names}
 
 
-def figures(compared: Comparison) -> tuple[float, float]:
+def figures(compared: SliceComparison) -> tuple[float, float]:
     """Days and dollars of the recommended slice."""
     best = compared.best
     assert best.days is not None and best.cost_usd is not None
@@ -136,6 +136,12 @@ def test_slices_are_compared_and_the_best_is_planned() -> None:
     assert [entry["slice"] for entry in data["comparison"]["others"]] == ["v5e:8x8"]
     assert [entry["name"] for entry in data["comparison"]["left_out"]] == ["v5e:2x2"]
     assert data["executable"] and data["memory"]["fits"]
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(None, 4), ("2T", 4), ("15T", 16)])
+def test_a_usual_batch_keeps_a_run_to_a_million_steps(tokens: str | None, batch: int) -> None:
+    compared = rooftop.plan_training("qwen3-0.6b", on="v6e:4x4,v6e:8x8", tokens=tokens, alternatives=1)
+    assert compared.plan.problem.workload.batch_tokens == batch * 2**20
 
 
 def test_progress_names_each_slice() -> None:

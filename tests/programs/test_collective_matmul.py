@@ -154,9 +154,9 @@ def test_block_equals_plain_block(sizes: dict[str, int], bidirectional: bool) ->
         for array, spec in zip((x, w_in, w_out, target), (*specs, specs[0]), strict=True)
     ]
     with jax.set_mesh(mesh):
-        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(*placed).compile()
         value, gradients = step(*placed)
-        text = step.lower(*placed).compile().as_text()
+        text = step.as_text()
     assert value == pytest.approx(float(expected), rel=1e-5)
     for got, correct in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(got, correct, rtol=1e-4, atol=1e-4)

@@ -163,7 +163,9 @@ def test_sharded_packed_step_equals_the_one_device_step(
     """All metrics and gradients; on one device in one microbatch, whose means are over all that carry loss."""
     model = model_of(name)
     batch = packed(model.vocab)
-    one = {key: value for key, value in changes.items() if key not in ("microbatches", "loss_chunks", "expert_matmul")}
+    # On one device there is no context to gather.
+    ways = ("microbatches", "loss_chunks", "expert_matmul", "context_attention")
+    one = {key: value for key, value in changes.items() if key not in ways}
     wanted, wanted_gradients = step(program(model, **one), mesh_of(), replace(batch, positions=None))
     found, gradients = step(program(model, **changes), mesh_of(**sizes), replace(batch, positions=None))
     assert found == pytest.approx(wanted, rel=1e-5)
@@ -282,7 +284,10 @@ def test_balance_loss_is_a_part_of_the_objective() -> None:
     """It changes the gradient of routers, in proportion, and the loss that is told stays the cross-entropy."""
     model = model_of("qwen3_moe")
     batch = packed(model.vocab)
-    found = {c: step(program(model, balance_loss=c, z_loss=0.0), mesh_of(), batch) for c in (0.0, 0.1, 0.2)}
+    found = {
+        weight: step(program(model, balance_loss=weight, z_loss=0.0, remat="none"), mesh_of(), batch)
+        for weight in (0.0, 0.1, 0.2)
+    }
     metrics = {c: each[0] for c, each in found.items()}
     assert metrics[0.1]["loss"] == pytest.approx(metrics[0.0]["loss"], rel=1e-5)
     assert "balance_loss" not in metrics[0.0]
@@ -297,10 +302,11 @@ def test_gradient_norm_is_told_before_clipping() -> None:
     model = model_of("llama")
     batch = packed(model.vocab)
     clipped = Optimizer(clip_norm=1e-3)
-    metrics, gradients = step(program(model), mesh_of(fsdp=2, tensor=2), batch)
+    # Without clipping on one device, whose step other tests here have compiled.
+    metrics, gradients = step(program(model), mesh_of(), replace(batch, positions=None))
     assert metrics["gradient_norm"] == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-5)
     again, short = step(program(model, optimizer=clipped), mesh_of(fsdp=2, tensor=2), batch)
-    assert again["gradient_norm"] == pytest.approx(metrics["gradient_norm"], rel=1e-6)
+    assert again["gradient_norm"] == pytest.approx(metrics["gradient_norm"], rel=1e-5)
     assert float(optax.tree.norm(short)) == pytest.approx(1e-3, rel=1e-4)
 
 

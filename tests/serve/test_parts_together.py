@@ -22,23 +22,10 @@ from tests.support.serving_process import (
     finishes_when_told,
     started,
     texts,
-    write_served_model,
 )
 
 #: Of two groups each has pages for one answer and a bit: of two there, one has to wait in the hosts' memory.
 SHORT = ["--page-tokens", "4", "--max-model-len", "44", "--pages", "22", "--host-pages", "80"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_served_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def wanted(tiny: Path) -> tuple[list[str], list[str]]:
-    """What one process answers."""
-    with started([ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"], tiny.parent, env=ENVIRONMENT) as one:
-        return texts(one), adjusted(one)
 
 
 class Part:
@@ -95,14 +82,14 @@ def prefilling(folder: Path, address: str, *arguments: str) -> Iterator[tuple[Se
     ],
 )
 def test_two_parts_of_two_processes_answer_as_one(
-    tiny: Path, wanted: tuple[list[str], list[str]], meshes: tuple[str, str], swaps: bool
+    model: Path, expected: tuple[list[str], list[str]], meshes: tuple[str, str], swaps: bool
 ) -> None:
     more = ["--preemption", "swap", "--kv-split", "batch", *SHORT] if swaps else []
     with (
-        generating(tiny, "--mesh", meshes[1], *more) as (address, (first, second)),
-        prefilling(tiny, address, "--mesh", meshes[0], *more[4:6]) as (served, other),
+        generating(model, "--mesh", meshes[1], *more) as (address, (first, second)),
+        prefilling(model, address, "--mesh", meshes[0], *more[4:6]) as (served, other),
     ):
-        assert (texts(served), adjusted(served)) == wanted
+        assert (texts(served), adjusted(served)) == expected
         assert served.metric("rooftop_compilations_total") == 0
         assert (served.metric("rooftop_preemptions_total") > 0) == swaps
         served.wait_until_idle()
@@ -116,14 +103,16 @@ def test_two_parts_of_two_processes_answer_as_one(
 
 
 @pytest.mark.slow
-def test_a_part_that_is_lost_is_linked_when_it_is_there_again(tiny: Path, wanted: tuple[list[str], list[str]]) -> None:
+def test_a_part_that_is_lost_is_linked_when_it_is_there_again(
+    model: Path, expected: tuple[list[str], list[str]]
+) -> None:
     """A killed process ends its part; what it had is prefilled again, and no answer is another one."""
     port, mesh = str(free_port()), ["--mesh", "tensor=2,context=2"]
     with (
-        generating(tiny, *mesh, port=port) as (address, (first, second)),
-        prefilling(tiny, address, *mesh) as (served, _),
+        generating(model, *mesh, port=port) as (address, (first, second)),
+        prefilling(model, address, *mesh) as (served, _),
     ):
-        assert texts(served) == wanted[0]
+        assert texts(served) == expected[0]
         fields: dict[str, Any] = {"model": served.model, "prompt": "a", "max_tokens": 50, "temperature": 0}
         whole = served.complete(**fields, ignore_eos=True).json()["choices"][0]["text"]
         with served.http.stream(
@@ -133,11 +122,11 @@ def test_a_part_that_is_lost_is_linked_when_it_is_there_again(tiny: Path, wanted
             begun = [next(lines) for _ in range(8)]
             second.kill()
             assert first.wait(60) == 1
-            with generating(tiny, *mesh, port=port):
+            with generating(model, *mesh, port=port):
                 events = [line.removeprefix("data: ") for line in (*begun, *lines) if line]
                 assert events.pop() == "[DONE]"
                 assert "".join(json.loads(each)["choices"][0]["text"] for each in events) == whole
-                assert texts(served) == wanted[0]
+                assert texts(served) == expected[0]
                 served.wait_until_idle()
                 assert served.metric("rooftop_compilations_total") == 0
                 assert served.stop()[0] == 0

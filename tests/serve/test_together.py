@@ -22,7 +22,6 @@ from tests.support.serving_process import (
     finishes_when_told,
     started,
     texts,
-    write_served_model,
 )
 
 #: Pages for two sequences, of four: the others wait in the hosts' memory.
@@ -49,23 +48,11 @@ def together(
         other.communicate()
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_served_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def wanted(tiny: Path) -> tuple[list[str], list[str]]:
-    """What one process answers."""
-    with started([ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"], tiny.parent, env=ENVIRONMENT) as one:
-        return texts(one), adjusted(one)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
-def test_two_processes_answer_as_one(tiny: Path, wanted: tuple[list[str], list[str]], drafts: bool) -> None:
-    with together(tiny, *(["--draft-length", "2", "--draft", str(tiny)] if drafts else [])) as (served, other):
-        assert (texts(served), adjusted(served)) == wanted
+def test_two_processes_answer_as_one(model: Path, expected: tuple[list[str], list[str]], drafts: bool) -> None:
+    with together(model, *(["--draft-length", "2", "--draft", str(model)] if drafts else [])) as (served, other):
+        assert (texts(served), adjusted(served)) == expected
         assert served.metric("rooftop_compilations_total") == 0
         assert (served.metric("rooftop_accepted_tokens_total") > 0) == drafts
         served.wait_until_idle()
@@ -88,10 +75,10 @@ def test_two_processes_answer_as_one(tiny: Path, wanted: tuple[list[str], list[s
     ],
 )
 def test_two_processes_are_copies_or_apart_or_swap_to_their_hosts(
-    tiny: Path, wanted: tuple[list[str], list[str]], mesh: str, arguments: list[str], preempts: bool
+    model: Path, expected: tuple[list[str], list[str]], mesh: str, arguments: list[str], preempts: bool
 ) -> None:
-    with together(tiny, *arguments, mesh=mesh) as (served, other):
-        assert (texts(served), adjusted(served)) == wanted
+    with together(model, *arguments, mesh=mesh) as (served, other):
+        assert (texts(served), adjusted(served)) == expected
         assert served.metric("rooftop_compilations_total") == 0
         assert (served.metric("rooftop_preemptions_total") > 0) == preempts
         served.wait_until_idle()
@@ -100,8 +87,8 @@ def test_two_processes_are_copies_or_apart_or_swap_to_their_hosts(
 
 
 @pytest.mark.slow
-def test_a_lost_process_ends_requests_with_an_error_and_the_server(tiny: Path) -> None:
-    with together(tiny) as (served, other):
+def test_a_lost_process_ends_requests_with_an_error_and_the_server(model: Path) -> None:
+    with together(model) as (served, other):
         with served.http.stream(
             "POST", "/v1/completions",
             json={"model": served.model, "prompt": "a", "max_tokens": 50, "ignore_eos": True, "stream": True},
@@ -117,8 +104,8 @@ def test_a_lost_process_ends_requests_with_an_error_and_the_server(tiny: Path) -
 
 
 @pytest.mark.slow
-def test_the_others_end_with_the_first(tiny: Path) -> None:
-    with together(tiny) as (served, other):
+def test_the_others_end_with_the_first(model: Path) -> None:
+    with together(model) as (served, other):
         served.process.kill()
         out, err = other.communicate(timeout=60)
         assert other.returncode == 1 and json.loads(out)["process"] == 1
@@ -126,9 +113,9 @@ def test_the_others_end_with_the_first(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_serve_something_else_are_refused(tiny: Path) -> None:
+def test_processes_that_serve_something_else_are_refused(model: Path) -> None:
     command = [
-        ROOFTOP, "serve", str(tiny), *ENGINE, "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2",
+        ROOFTOP, "serve", str(model), *ENGINE, "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2",
         "--devices", "1", "--mesh", "tensor=2", "--port", "0",
     ]  # fmt: skip
     second = subprocess.Popen(
@@ -157,8 +144,8 @@ def test_processes_that_serve_something_else_are_refused(tiny: Path) -> None:
         (["--coordinator", "127.0.0.1:9", "--processes", "2", "--process", "2"], "process: got 2; accepted: 0 to 1"),
     ],
 )
-def test_wrong_options_are_one_line(tiny: Path, arguments: list[str], message: str) -> None:
-    command = [ROOFTOP, "serve", str(tiny), *arguments]
+def test_wrong_options_are_one_line(model: Path, arguments: list[str], message: str) -> None:
+    command = [ROOFTOP, "serve", str(model), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and message in done.stderr

@@ -13,7 +13,7 @@ from rooftop.arrays import AXES
 from rooftop.models import ModelConfig
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.parameters import Batch
+from rooftop.programs.parameters import Batch, describe
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
 from tests.support.quickly import QUICKLY
@@ -47,23 +47,20 @@ _INITIAL = dict[tuple[str, ...], TrainState[np.ndarray]]()
 
 
 def initial_state(program: TrainProgram, mesh: jax.sharding.Mesh) -> TrainState[jax.Array]:
-    """State before the first step, seed 0, created once for each model, optimizer and set of shapes.
+    """State before the first step, seed 0, created once for each optimizer and set of parameters with their padding.
 
     programs/test_training.py holds that the values do not depend on the mesh, so that a second mesh gets a copy of them
     and compiles no program to create them.
     """
-    abstract, tree = jax.tree.flatten(abstract_state(program, mesh))
-    shapes = [(leaf.shape, leaf.dtype.name) for leaf in abstract]
-    key = repr(program.model), repr(program.optimizer), repr(shapes), repr(tree)
+    parameters = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    key = repr(parameters), repr(program.optimizer), program.weights_dtype
     if key not in _INITIAL:
         _INITIAL[key] = jax.tree.map(np.asarray, init_state(program, jax.random.key(0), mesh))
     # A step may donate the state, so that its arrays are not those that stay here.
-    return jax.tree.unflatten(
-        tree,
-        [
-            jax.device_put(values, leaf.sharding, may_alias=False)
-            for values, leaf in zip(jax.tree.leaves(_INITIAL[key]), abstract, strict=True)
-        ],
+    return jax.tree.map(
+        lambda values, leaf: jax.device_put(values, leaf.sharding, may_alias=False),
+        _INITIAL[key],
+        abstract_state(program, mesh),
     )
 
 

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 
 from rooftop.core.errors import RooftopError
-from rooftop.validation.serving import SERVING_LEVELS, serving_report
+from rooftop.validation.serving import SERVING_LEVELS, ServingComparison, ServingReport, serving_report
 from rooftop.validation.serving_runs import load_serving
 from rooftop.validation.table import COLUMNS
 
 Run = Callable[..., Any]
-REPORT = serving_report()
-DECODE = {(one.run.mesh.get("tensor") if one.run.mesh else None, one.run.batch, one.run.context): one
-          for one in REPORT.comparisons if one.run.phase == "decode"}  # fmt: skip
-
+Decode = dict[tuple[int | None, int, int | None], ServingComparison]
 ROW = {
     **{"source": "mine", "model": "small", "layers": "16", "d_model": "2048", "d_ff": "8192", "heads": "16"},
     **{"kv_heads": "8", "d_head": "128", "vocab": "32000", "seq_len": "1024", "global_batch_seqs": "16"},
@@ -38,30 +35,46 @@ def table(tmp_path: Path, *changes: Mapping[str, str]) -> Path:
     return file
 
 
-def test_every_serving_row_is_compared() -> None:
+@pytest.fixture(scope="module")
+def report() -> ServingReport:
+    """Report on the rows of the package's own table."""
+    return serving_report()
+
+
+@pytest.fixture(scope="module")
+def decode(report: ServingReport) -> Decode:
+    """Rows of decode by tensor parallelism, batch and context."""
+    return {
+        (one.run.mesh.get("tensor") if one.run.mesh else None, one.run.batch, one.run.context): one
+        for one in report.comparisons
+        if one.run.phase == "decode"
+    }
+
+
+def test_every_serving_row_is_compared(report: ServingReport) -> None:
     counts = {
-        phase: sum(one.run.phase == phase for one in REPORT.comparisons) for phase in ("decode", "prefill", "serve")
+        phase: sum(one.run.phase == phase for one in report.comparisons) for phase in ("decode", "prefill", "serve")
     }
     # 36 rows of the v5e-16 table, 12 of which give the same runs' HBM utilisation; six of JetStream.
     assert counts == {"decode": 12, "prefill": 12, "serve": 6}
-    assert REPORT.unusable == ()
-    assert sum(len(one.run.lines) for one in REPORT.comparisons) == 42
+    assert report.unusable == ()
+    assert sum(len(one.run.lines) for one in report.comparisons) == 42
 
 
-def test_decode_at_2048_is_within_8_percent() -> None:
+def test_decode_at_2048_is_within_8_percent(decode: Decode) -> None:
     for tensor, batch in ((16, 8), (16, 32), (8, 8), (8, 32)):
-        one = DECODE[tensor, batch, 2048]
+        one = decode[tensor, batch, 2048]
         assert one.expected_s / one.run.measured_s == pytest.approx(1, abs=0.08)
         assert not one.beats_bound
     # max(HBM, FLOPs) alone misses the worst of them by a fifth.
-    assert DECODE[16, 32, 2048].error("max_hbm_flops") < -0.19
+    assert decode[16, 32, 2048].error("max_hbm_flops") < -0.19
 
 
-def test_measurements_below_their_bound_are_flagged_with_a_reason() -> None:
-    beaten = {key for key, one in DECODE.items() if one.beats_bound}
+def test_measurements_below_their_bound_are_flagged_with_a_reason(decode: Decode) -> None:
+    beaten = {key for key, one in decode.items() if one.beats_bound}
     assert beaten == {(16, 8, 8192), (16, 32, 8192), (8, 32, 8192)}
     for key in beaten:
-        one = DECODE[key]
+        one = decode[key]
         assert one.bound_s > one.run.measured_s
         assert one.implied_context is not None
         assert one.implied_context < 0.6 * 8192
@@ -69,8 +82,8 @@ def test_measurements_below_their_bound_are_flagged_with_a_reason() -> None:
         assert "not full" in one.reason
 
 
-def test_the_plan_beats_the_null_model_and_the_longer_of_hbm_and_flops() -> None:
-    kept = REPORT.groups["decode, no bound beaten"]
+def test_the_plan_beats_the_null_model_and_the_longer_of_hbm_and_flops(report: ServingReport) -> None:
+    kept = report.groups["decode, no bound beaten"]
     error = {level: found.mean_absolute for level, found in kept.items() if found is not None}
     assert set(error) == set(SERVING_LEVELS)
     assert error["expected"] < 0.06
@@ -78,22 +91,22 @@ def test_the_plan_beats_the_null_model_and_the_longer_of_hbm_and_flops() -> None
     assert error["expected"] < 0.6 * error["null"]
 
 
-def test_levels_are_in_order() -> None:
-    for one in REPORT.comparisons:
+def test_levels_are_in_order(report: ServingReport) -> None:
+    for one in report.comparisons:
         assert one.max_hbm_flops_s <= one.bound_s <= one.expected_s
         assert one.uncalibrated_s >= one.expected_s or one.run.phase != "decode"
 
 
-def test_what_was_calibrated_is_said_and_left_out() -> None:
-    shares = REPORT.shares["v5e"]
+def test_what_was_calibrated_is_said_and_left_out(report: ServingReport) -> None:
+    shares = report.shares["v5e"]
     assert [name for name, share in shares.items() if share.calibrated] == ["hbm_read", "latency"]
     assert all("calibrated on" in share.source for share in shares.values() if share.calibrated)
     assert (shares["hbm_read"].uncalibrated, shares["latency"].uncalibrated) == (0.85, 0.0)
     # Either sharding predicted with what fits the other best.
-    kept = REPORT.groups["decode, no bound beaten"]
+    kept = report.groups["decode, no bound beaten"]
     error = {level: found.mean_absolute for level, found in kept.items() if found is not None}
     assert error["expected"] < error["left_out"] < error["max_hbm_flops"] < error["uncalibrated"]
-    assert all((one.left_out_s is None) == (one.run.phase != "decode") for one in REPORT.comparisons)
+    assert all((one.left_out_s is None) == (one.run.phase != "decode") for one in report.comparisons)
 
 
 def test_batches_that_were_not_looked_at_are_predicted_as_well() -> None:
@@ -109,18 +122,18 @@ def test_batches_that_were_not_looked_at_are_predicted_as_well() -> None:
         assert error["expected"] < 0.5 * error["max_hbm_flops"]
 
 
-def test_requests_under_load_are_those_of_another_run_of_the_benchmark() -> None:
-    lengths = {one.run.model.name: (one.run.prompt, one.run.generate) for one in REPORT.comparisons
+def test_requests_under_load_are_those_of_another_run_of_the_benchmark(report: ServingReport) -> None:
+    lengths = {one.run.model.name: (one.run.prompt, one.run.generate) for one in report.comparisons
                if one.run.phase == "serve"}  # fmt: skip
     # Totals of AI-Hypercomputer/jetstream-pytorch pull request 64 and JetStream pull request 83.
     assert lengths["llama2-13b"] == (round(220485 / 1999), round(608985 / 1999))
     assert lengths["llama3-8b"] == (round(214914 / 1780), round(415416 / 1780))
     assert all(any("another run of the benchmark" in text for text in one.run.assumed)
-               for one in REPORT.comparisons if one.run.phase == "serve")  # fmt: skip
+               for one in report.comparisons if one.run.phase == "serve")  # fmt: skip
 
 
-def test_large_misses_have_a_reason() -> None:
-    misses = [one for one in REPORT.comparisons if abs(one.error("expected") or 0.0) > 0.2]
+def test_large_misses_have_a_reason(report: ServingReport) -> None:
+    misses = [one for one in report.comparisons if abs(one.error("expected") or 0.0) > 0.2]
     assert all(miss.reason is not None for miss in misses)
 
 

@@ -133,7 +133,7 @@ class ComparedAnswerDocument(TrainingAnswerDocument):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class SliceComparison:
     """The slice that meets all limits at the least of the aim, or comes nearest; the best of every other chip next.
 
     ``others``: the best of the other chips, then the sizes next to the best, each with a plan.
@@ -218,7 +218,7 @@ def compare(
     limits: Limits,
     aim: Aim,
     on_progress: OnProgress | None = None,
-) -> Comparison:
+) -> SliceComparison:
     """Plan a job on slices and recommend one. ``where``: for each name that was asked for the slices it may be.
 
     A name with one slice is planned as it is; of a name with several the sizes that matter are. Raises Infeasible if
@@ -247,7 +247,7 @@ def compare(
     best = bests[0]
     by_size = sorted(of_best[best.slice.name], key=lambda offer: offer.slice.chips)
     at = by_size.index(best)
-    return Comparison(
+    return SliceComparison(
         aim=aim,
         limits=limits,
         best=best,

@@ -164,6 +164,7 @@ def sweep(
     bound_s, memory = _evaluate(problem, cheapest)
     limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
     feasible = allowed & (memory <= limit)
+    searched = int(np.sum(allowed.sum(axis=1) * (ends - starts)))
     if not feasible.any():
         # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
         feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
@@ -209,7 +210,7 @@ def sweep(
         memory_bytes=memory[of_shape],
         allowed=allowed[of_shape],
         limit_bytes=limit,
-        searched=int(np.sum(allowed.sum(axis=1) * (ends - starts))),
+        searched=searched,
     )
 
 

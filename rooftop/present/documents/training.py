@@ -51,8 +51,9 @@ def training_plan(data: Mapping[str, Any]) -> Document:
     return Document(
         title=f"{data['model']['name']} on {where}: a training plan",
         verdict=ShownVerdict(
-            subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}{_too_long(data)}"
-            + (" (not executable)" if data["obstacles"] else ""),
+            subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}"
+            + (" (not executable)" if data["obstacles"] else "")
+            + _too_long(data),
             no=_refusal(data),
             details=(
                 f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}",
