@@ -137,7 +137,7 @@ def key_heads(heads: int, kv_heads: int, ways: Number) -> Number:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Widths:
+class ModelWidths:
     """Sizes of a model's dims on the busiest device, for one mesh or an array of them.
 
     ``tensor``, ``fsdp`` and ``expert`` are devices along the axes that split columns, weights at rest, and experts.

@@ -174,9 +174,9 @@ class Checkpoints:
         """
         checkpoint, manifest, refused = self._newest(step)
         leaves = _leaves(abstract)
-        wanted = leaves if unpadded is None else _leaves(unpadded)
-        for name in sorted(wanted.keys() | manifest.arrays.keys()):
-            expected = _kind(wanted[name]) if name in wanted else "no such array"
+        shapes = leaves if unpadded is None else _leaves(unpadded)
+        for name in sorted(shapes.keys() | manifest.arrays.keys()):
+            expected = _kind(shapes[name]) if name in shapes else "no such array"
             stored = manifest.arrays.get(name, "no such array")
             if expected != stored:
                 raise RooftopError(f"checkpoint {checkpoint}: {name}", stored, f"{expected}, as the program has it")

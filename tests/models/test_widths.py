@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.models import load_model
-from rooftop.models.widths import HeadSplit, PaddedDim, Widths
+from rooftop.models.widths import HeadSplit, PaddedDim, ModelWidths
 
 sizes = st.integers(1, 12)
 
@@ -65,7 +65,7 @@ def test_key_heads_of_a_device(heads: int, kv_heads: int, ways: int, keys: int) 
 def test_widths_of_many_meshes_are_those_of_each() -> None:
     model = replace(load_model("llama3-8b"), heads=40, kv_heads=8, vocab=50257)
     tensor = np.array([1.0, 3.0, 8.0, 16.0])
-    widths = Widths(model=model, tensor=tensor, fsdp=np.array([7.0, 1.0, 4.0, 96.0]), expert=np.ones(4))
+    widths = ModelWidths(model=model, tensor=tensor, fsdp=np.array([7.0, 1.0, 4.0, 96.0]), expert=np.ones(4))
     for at, ways in enumerate(tensor.astype(int)):
         split = HeadSplit.of(model, int(ways))
         assert (np.asarray(widths.heads)[at], np.asarray(widths.kv_heads)[at]) == (split.queries, split.keys)

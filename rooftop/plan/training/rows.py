@@ -556,8 +556,8 @@ def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bo
     The layer's input is counted with the norms.
     """
     names = [name for name in scopes if name != "layer_input"]
-    kept = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
-    return 2.0 * (1.0 + step.staged) * kept * step.tokens / step.tensor * step.element_bytes
+    elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
+    return 2.0 * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
 
 
 def recompute(work: Work, repeated: Number) -> Work:

@@ -31,7 +31,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
-from rooftop.models.widths import MOST_PADDING, Widths
+from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives
@@ -318,7 +318,7 @@ def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
         np.prod(layouts.shapes[:, [AXES.index(axis) for axis in axes]], axis=-1, dtype=np.float64)
         for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES)
     )
-    padding: Floats = np.asarray(Widths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
+    padding: Floats = np.asarray(ModelWidths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
     return padding[layouts.shape_of]
 
 

@@ -33,7 +33,7 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.segments import layers_alone, segments, shared_segment
-from rooftop.models.widths import Widths
+from rooftop.models.widths import ModelWidths
 from rooftop.plan.shapes import full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
@@ -179,10 +179,10 @@ class TrainingStep:
         return dtype_bytes(self.numerics.compute)
 
     @cached_property
-    def widths(self) -> Widths:
+    def widths(self) -> ModelWidths:
         """Sizes of the model's dims on the busiest device, [C, 1], padded where devices do not divide them."""
         devices = self.strategies.devices
-        return Widths(
+        return ModelWidths(
             model=self.model, tensor=self.tensor, fsdp=devices(*GATHER_AXES), expert=devices(*EXPERT_AXES)
         )  # fmt: skip
 

@@ -242,7 +242,7 @@ class Stage:
         passes = Passes.of(
             through, x, weights_, transformer.places(part, self.how), split_=self.table.split, manual=self.manual
         )
-        stages, chunks, kept = self.table.stages, self.table.chunks, list(passes.kept_residuals)
+        stages, chunks, residuals = self.table.stages, self.table.chunks, list(passes.kept_residuals)
         stage = lax.axis_index("stage")
         first_, last_ = stage == 0, stage == stages - 1
 
@@ -301,7 +301,7 @@ class Stage:
                     lambda dy, of_layer: self.skipped(
                         of_layer[0].skipped,
                         lambda: passes.backward(dy, of_layer[0].weights, of_layer[1], at),
-                        lambda: (dy, self.zeros_of(kept if self.table.split else of_layer[0].weights)),
+                        lambda: (dy, self.zeros_of(residuals if self.table.split else of_layer[0].weights)),
                     ),
                     _at(carry.gradient, task.used[StageBuffer.GRADIENT]),
                     (self.layers(task), saved),
