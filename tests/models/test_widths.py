@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.models import load_model
-from rooftop.models.widths import HeadSplit, PaddedDim, ModelWidths
+from rooftop.models.widths import HeadSplit, ModelWidths, PaddedDim
 
 sizes = st.integers(1, 12)
 
