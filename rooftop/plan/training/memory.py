@@ -194,7 +194,7 @@ def _layer_backward(step: TrainingStep) -> Number:
 
 
 def _stage_loss(step: TrainingStep) -> Number:
-    """Bytes that a stage holds beside the loss, as counted in peaks of compiled programs (docs/compile.md).
+    """Bytes that a stage holds next to the loss, as counted in peaks of compiled programs (docs/compile.md).
 
     They are a copy of the tables' float32 sums, which one branch changes and another does not, and five streams of
     microbatches that arrive or leave.
