@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -300,17 +300,30 @@ def _arrive(origins: _Origins, permute: _Permute) -> _Origins:
 
 def _permute(sent: Instruction, permute: Instruction, mesh: Mapping[str, int]) -> _Permute | None:
     """A permute along whole axes of the mesh; None for any other."""
-    devices = math.prod(mesh.values())
-    pairs = replica_groups(permute.attributes, devices)
-    axes = varying_axes(pairs, mesh)
-    grid = np.arange(devices).reshape(tuple(mesh.values()))
-    group = grid[tuple(slice(None) if axis in axes else 0 for axis in mesh)].reshape(-1)
-    place = {int(device): index for index, device in enumerate(group)}
-    source = np.full(len(group), -1)
-    for sender, receiver in pairs:
-        if (sender in place) != (receiver in place):
-            return None
-        if receiver in place:
-            source[place[receiver]] = place[sender]
+    axes, source = _sources(permute.attributes, tuple(mesh.items()))
     tensor = sent.shape[0]
-    return _Permute(axes=axes, source=source, elements=tensor.elements, nbytes=tensor.nbytes) if axes else None
+    if not axes or source is None:
+        return None
+    return _Permute(axes=axes, source=source, elements=tensor.elements, nbytes=tensor.nbytes)
+
+
+@lru_cache(maxsize=256)
+def _sources(attributes: str, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], _Origins | None]:
+    """Axes of a permute, and the member that each member of a group along them receives from (-1: none).
+
+    The members are those of the first group; None if pairs leave it. A loop repeats the same attributes in every trip.
+    """
+    shape = dict(mesh)
+    devices = math.prod(shape.values())
+    pairs = replica_groups(attributes, devices)
+    axes = varying_axes(pairs, shape)
+    grid = np.arange(devices).reshape(tuple(shape.values()))
+    group = grid[tuple(slice(None) if axis in axes else 0 for axis in shape)].reshape(-1)
+    place = np.full(devices, -1)
+    place[group] = np.arange(len(group))
+    senders, receivers = place[np.array(pairs, np.int64).reshape(-1, 2).T]
+    if np.any((senders >= 0) != (receivers >= 0)):
+        return axes, None
+    source = np.full(len(group), -1)
+    source[receivers[receivers >= 0]] = senders[receivers >= 0]
+    return axes, source

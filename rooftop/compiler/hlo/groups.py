@@ -56,12 +56,14 @@ def varying_axes(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     outside the mesh.
     """
     shape, size = tuple(mesh.values()), math.prod(mesh.values())
-    if any(not 0 <= member < size for group in groups for member in group):
-        raise RooftopError("replica_groups", max(map(max, groups)), f"ids of the mesh's {size} devices")
-    varies = [False] * len(shape)
-    for group in groups:
-        coordinates = np.array(np.unravel_index(np.array(group), shape))
-        varies = [seen or bool(np.ptp(row)) for seen, row in zip(varies, coordinates, strict=True)]
+    lengths = np.array([len(group) for group in groups])
+    members = np.fromiter(itertools.chain.from_iterable(groups), np.int64)
+    if np.any((members < 0) | (members >= size)):
+        raise RooftopError("replica_groups", int(members.max()), f"ids of the mesh's {size} devices")
+    coordinates = np.array(np.unravel_index(members, shape))
+    # A group varies along an axis if a member differs from its first one.
+    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    varies = np.any(coordinates != coordinates[:, first], axis=1)
     return tuple(name for name, seen in zip(mesh, varies, strict=True) if seen)
 
 
