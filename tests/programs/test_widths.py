@@ -67,7 +67,7 @@ def true(array: Any, parameter: Parameter) -> np.ndarray:
 
 def trained(step_of: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[list[float], Transformer[np.ndarray]]:
     """Losses and norms of the gradients of three steps, and the weights after them without padding."""
-    described = describe(step_of.model, step_of.specs(mesh).ways(mesh.shape))
+    described = step_of.described(mesh)
     state, metrics = init_state(step_of, jax.random.key(0), mesh), list[float]()
     ids = np.random.default_rng(0).integers(0, step_of.model.vocab, (BATCH, SEQ_LEN + 1)).astype(np.int32)
     place = abstract_batch(step_of, mesh).tokens.sharding

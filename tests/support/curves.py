@@ -13,7 +13,7 @@ from rooftop.arrays import AXES
 from rooftop.models import ModelConfig
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.parameters import Batch, describe
+from rooftop.programs.parameters import Batch
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import TrainState, abstract_batch, abstract_state, init_state, train_step
 from tests.support.quickly import QUICKLY
@@ -52,7 +52,7 @@ def initial_state(program: TrainProgram, mesh: jax.sharding.Mesh) -> TrainState[
     programs/test_training.py holds that the values do not depend on the mesh, so that a second mesh gets a copy of them
     and compiles no program to create them.
     """
-    parameters = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    parameters = program.described(mesh)
     key = repr(parameters), repr(program.optimizer), program.weights_dtype
     if key not in _INITIAL:
         _INITIAL[key] = jax.tree.map(np.asarray, init_state(program, jax.random.key(0), mesh))

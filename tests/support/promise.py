@@ -48,7 +48,7 @@ from rooftop.capabilities import CONTEXT_CHUNKS, OPTIMIZERS, STATE_DTYPES, TRAIN
 from rooftop.models import MLA, ModelConfig, MoE
 from rooftop.models.activations import POLICIES
 from rooftop.programs.attention.context import sequence_order
-from rooftop.programs.parameters import Parameter, describe
+from rooftop.programs.parameters import Parameter
 from rooftop.programs.training import program as program_module
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, init_state, train_step
@@ -305,7 +305,7 @@ def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any,
         for name, part, fill in (("tokens", text[:, :-1], 0), ("targets", text[:, 1:], -1))
     }
 
-    described = describe(program.model, program.specs(mesh).ways(mesh.shape))
+    described = program.described(mesh)
 
     def figures(state: Any) -> Any:
         weights = (
