@@ -293,7 +293,7 @@ def test_a_page_of_a_serving_plan_has_its_front(rooftop: Callable[..., Any], tmp
     )
     data = rooftop(*common, "--report", str(file), "--json").json
     found = Outline(file.read_text())
-    told = [each for each in found.text["title"] if each.startswith("context 8,448: batch")]
+    told = [each for each in found.text["title"] if each.startswith("context 7,936: batch")]
     assert len(told) == len(data["pareto"])
     assert {each["id"] for each in found.all("section")} >= {"pareto", "generate", "prefill", "memory", "timeline"}
     assert any(each.startswith("this plan: batch 32") for each in found.text["title"])

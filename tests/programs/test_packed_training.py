@@ -253,7 +253,8 @@ def test_balance_is_the_published_formula() -> None:
 
     def ours(layers: list[jax.Array], segments: jax.Array | None) -> jax.Array:
         chosen = [jax.lax.top_k(each, moe.active)[1] for each in layers]
-        return balance(sum(load(each, ids, segments > 0, moe) for each, ids in zip(layers, chosen, strict=True)))
+        real = None if segments is None else segments > 0
+        return balance(sum(load(each, ids, real, moe) for each, ids in zip(layers, chosen, strict=True)))
 
     for ids, mask in ((None, np.ones(40, bool)), (jnp.asarray(segments), segments > 0)):
         value, gradients = jax.value_and_grad(ours)([jnp.asarray(each) for each in layers], ids)

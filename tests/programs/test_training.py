@@ -257,7 +257,7 @@ def test_program_of_a_plan() -> None:
     ("layout", "changes", "obstacle"),
     [
         ("fsdp=x,tensor=y", {"numerics": Numerics(matmul="int8")}, "no program multiplies in int8"),
-        ("fsdp=x+y+z", {"on": "v5p:8x8x28"}, "a D of 4096 cannot be split 1792 ways"),
+        ("fsdp=x,tensor=y", {"numerics": Numerics(weights="f16")}, "no program has weights in f16"),
     ],
 )
 def test_plans_that_are_no_program_yet(layout: str, changes: dict[str, Any], obstacle: str) -> None:

@@ -144,7 +144,7 @@ def test_every_answer_has_units_sources_and_data(name: str, client: TestClient) 
         (
             "pipeline?schedule=interleaved&stages=16&microbatches=64&chunks=8",
             "chunks",
-            "2 (stages x chunks must divide",
+            "at most 2 (16 stages share 32 layers)",
         ),
         ("serving?mesh=tensor=3&bounds=usable", "mesh", "16 devices"),
         ("embedding?tables=%5Btables", "tables", "TOML"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rooftop.compiler.hlo.groups import replica_groups
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
@@ -178,7 +179,7 @@ def rendezvous(instruction: Instruction) -> str:
 def is_unrolled(module: Module, name: str) -> bool:
     """True if a computation is the body of a loop that may be (part of) one ring: it permutes, and has few trips."""
     permutes = (instruction for instruction in module.computations[name] if instruction.opcode in PERMUTES)
-    longest = max(map(_orbit, permutes), default=0)
+    longest = max((_orbit(permute.attributes) for permute in permutes), default=0)
     loops = [caller for caller in module.callers.get(name, ()) if caller[1].opcode == "while"]
     if not longest or len(loops) != 1 or loops[0][1].called_as("body") != name:
         return False
@@ -186,9 +187,10 @@ def is_unrolled(module: Module, name: str) -> bool:
     return trips is not None and trips <= longest + 1
 
 
-def _orbit(permute: Instruction) -> int:
-    """Number of devices on the path of data that is permuted again and again."""
-    target = dict(pair for pair in replica_groups(permute.attributes, 1) if len(pair) == 2)
+@lru_cache(maxsize=1024)
+def _orbit(attributes: str) -> int:
+    """Number of devices on the path of data that a permute with some ``attributes`` moves again and again."""
+    target = dict(pair for pair in replica_groups(attributes, 1) if len(pair) == 2)
     start = device = next(iter(target), 0)
     steps = 0
     while steps == 0 or (device in target and device != start):
