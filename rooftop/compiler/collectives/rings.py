@@ -212,7 +212,7 @@ class _Frame:
                 permutes = self._upstream_permutes(last)
                 terms = [term.value for term in self._contributions(value)]
                 received = set(permutes)
-                if len(set(terms)) == len(terms) and not any(self.flow.depends(term, received) for term in terms):
+                if len(set(terms)) == len(terms) and not self.flow.depends(terms, received):
                     complete.append((value, permutes))
         for value, permutes in sorted(complete, key=lambda entry: len(entry[1])):
             sent = self.permutes[permutes[0]]

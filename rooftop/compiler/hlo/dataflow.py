@@ -7,7 +7,7 @@ permuted data has destinations.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -90,9 +90,9 @@ class Flow:
                     left += before
         return tuple(parts)
 
-    def depends(self, value: Value, origins: set[Value]) -> bool:
-        """True if ``value`` is computed from one of ``origins``, which are permutes, not through other permutes."""
-        seen, left = set[Value](), [value]
+    def depends(self, values: Iterable[Value], origins: set[Value]) -> bool:
+        """True if one of ``values`` is computed from one of ``origins``, permutes, and not through other permutes."""
+        seen, left = set[Value](), list(values)
         while left:
             value = left.pop()
             if value in origins:
