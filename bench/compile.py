@@ -213,12 +213,12 @@ def main(names: list[str]) -> None:
     for name in names:
         if name not in known:
             sys.exit(f"{name}: one of {', '.join(known)}")
-    found = read_rows(RESULTS)
+    rows = read_rows(RESULTS)
     for name in names or known:
-        found[name] = {column: "" for column in COLUMNS} | row(known[name])
-        print(f"{name}: {found[name]['note'] or found[name]['differs'] or 'as planned'}", file=sys.stderr, flush=True)
-        write_rows(RESULTS, COLUMNS, (found[each] for each in known if each in found))
-    print(table(found[each] for each in known if each in found))
+        rows[name] = {column: "" for column in COLUMNS} | row(known[name])
+        print(f"{name}: {rows[name]['note'] or rows[name]['differs'] or 'as planned'}", file=sys.stderr, flush=True)
+        write_rows(RESULTS, COLUMNS, (rows[name] for name in known if name in rows))
+    print(table(rows[name] for name in known if name in rows))
 
 
 if __name__ == "__main__":

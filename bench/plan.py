@@ -1,4 +1,4 @@
-"""How fast plans are made: candidates per second on one core, the wall time of a command, the CPU time of others.
+"""Speed of plans: candidates per second on one core, the wall time of a command, the CPU time of others.
 
     python bench/plan.py                               # ours
     python bench/plan.py --peer PEER_VENV/bin/python   # and llm-analysis 0.2.2 (in a venv of its own), side by side

@@ -32,6 +32,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import stage_parts
+from rooftop.models.widths import next_multiple
 from rooftop.scheduling.pipeline import SCHEDULES, PipelineSchedule
 
 if TYPE_CHECKING:
@@ -84,14 +85,6 @@ def block_size(length: int, block: int) -> int:
     return max(size for size in range(step, min(block, length) + 1, step) if length % size == 0)
 
 
-def padded_sequences(sequences: Any, parts: Any) -> Any:
-    """Sequences of a step with empty ones added, so that all ``parts`` (devices times microbatches) get as many.
-
-    Numbers, or arrays that broadcast.
-    """
-    return -(-sequences // parts) * parts
-
-
 def padded_positions(seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS) -> Any:
     """Positions of a sequence with padding at its end, so that devices get equal parts: ``seq_len`` if they do anyway.
 
@@ -101,7 +94,7 @@ def padded_positions(seq_len: Any, *, ring: Any, residual: Any, kernel: str, chu
     """
     pieces = np.where(np.asarray(ring) > 1, chunks * np.asarray(ring), 1)
     unit = np.lcm(pieces * (LANES if kernel == "splash" else 1), residual)
-    padded = padded_sequences(seq_len, unit)
+    padded = next_multiple(seq_len, unit)
     if kernel != "splash":
         return padded
     lanes, step = padded // (pieces * LANES), unit // (pieces * LANES)
@@ -149,7 +142,7 @@ class TrainingSpec:
         positions = padded_positions(
             self.seq_len, ring=self.ways(*axes["seq"]), residual=self.ways(*axes["residual_seq"]), kernel=self.kernel
         )
-        return padded_sequences(self.sequences, self.ways(*axes["batch"]) * self.microbatches), int(positions)
+        return next_multiple(self.sequences, self.ways(*axes["batch"]) * self.microbatches), int(positions)
 
     def runnable(self) -> TrainingSpec:
         """The spec with dtypes and an optimizer that programs have, where it asks for others."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftop.models.config import ModelConfig
 
@@ -33,6 +33,11 @@ MOST_PADDING = 0.2
 def share(size: Ways, ways: Ways) -> Ways:
     """The part of ``size`` that the busiest of ``ways`` devices has."""
     return -(-size // ways)
+
+
+def next_multiple(size: Any, ways: Any) -> Any:
+    """The least multiple of ``ways`` that is not below ``size``: numbers, or arrays that broadcast."""
+    return share(size, ways) * ways
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,12 +187,13 @@ class ModelWidths:
 
     def stored(self, rows: Number) -> Number:
         """Rows of a weight that has ``rows`` of them in its matmul, as they are stored over fsdp and gathered."""
-        return share(rows, self.fsdp) * self.fsdp
+        rows_stored: Number = next_multiple(rows, self.fsdp)
+        return rows_stored
 
     def spread(self, rows: Number) -> Number:
         """``rows`` of a weight that is stored over fsdp and tensor together, such as a table's D."""
-        ways = self.fsdp * self.tensor
-        return share(rows, ways) * ways
+        rows_stored: Number = next_multiple(rows, self.fsdp * self.tensor)
+        return rows_stored
 
     @cached_property
     def padding(self) -> Number:

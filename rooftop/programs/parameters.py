@@ -24,7 +24,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
 from rooftop.models.segments import LayerKind, segments, shared_segment
-from rooftop.models.widths import HeadSplit, PaddedDim, share
+from rooftop.models.widths import HeadSplit, PaddedDim, next_multiple
 from rooftop.programs.sharding import Dim, Specs, axes_of
 
 Leaf = TypeVar("Leaf")
@@ -242,7 +242,7 @@ def describe(model: ModelConfig, ways: Mapping[str, int] | None = None) -> Trans
         final_norm=_norm(model, ()),
         unembed=None if model.tied_embeddings else unembed,
     )
-    rows = share(v, ways.get("vocab", 1)) * ways.get("vocab", 1)
+    rows = next_multiple(v, ways.get("vocab", 1))
     padded: Transformer[Parameter] = jax.tree.map(lambda parameter: _padded(parameter, model, ways), described)
     # The rows of a tied table are split too, where it is the unembedding.
     return replace(padded, embed=_padded_rows(padded.embed, rows)) if model.tied_embeddings else padded
@@ -272,20 +272,20 @@ def _padded_dim(size: int, names: tuple[str, ...], model: ModelConfig, ways: Map
         return None
     if names == ("layers",):
         parts = ways.get("layers", 1)
-        return PaddedDim.of(size, (1, share(size, parts) * parts))
+        return PaddedDim.of(size, (1, next_multiple(size, parts)))
     first, split = names[0], {name: ways.get(name, 1) for name in names}
     if first == "embed" or names == ("vocab", "embed"):
         # D, or a latent, is whole in a matmul: what is added for all of its axes is cut off after the gather.
         spread = math.prod(split.values())
-        return PaddedDim.of(size, (1, share(size, spread) * spread))
+        return PaddedDim.of(size, (1, next_multiple(size, spread)))
     columns = split[first]
     if first in ("heads", "kv_heads"):
         used = HeadSplit.of(model, columns).padded(size // (model.heads if first == "heads" else model.kv_heads))
     else:
-        used = PaddedDim.of(size, (1, share(size, columns) * columns))
+        used = PaddedDim.of(size, (1, next_multiple(size, columns)))
     part = (size if used is None else used.stored) // columns
     embed = split.get("embed", 1)
-    return PaddedDim.of(size, *(() if used is None else used.steps), (columns, share(part, embed) * embed))
+    return PaddedDim.of(size, *(() if used is None else used.steps), (columns, next_multiple(part, embed)))
 
 
 def _layer(model: ModelConfig, kind: LayerKind, n: int, dim: Dim, ways: Mapping[str, int]) -> Layer[Parameter]:

@@ -352,7 +352,7 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 
 
 def _compiled_rows() -> list[dict[str, str]]:
-    """What bench/compile.py and bench/compile_random.py wrote: plans, and what XLA:TPU made of them."""
+    """Results of bench/compile.py and bench/compile_random.py: plans next to their programs by XLA:TPU."""
     rows: list[dict[str, str]] = []
     for name in ("compile.csv", "compile_random.csv"):
         path = Path(__file__).parents[2] / "bench" / "results" / name
@@ -417,13 +417,13 @@ def test_a_stage_holds_a_microbatch_more_than_those_in_flight() -> None:
 
 
 def test_kept_checkpoints_are_copied_out_of_their_stack() -> None:
-    """What a policy keeps is read and written once more in the backward pass: 73.8 GB compiled for 36.6 GB kept."""
+    """The backward pass reads and writes checkpoints once more: 73.8 GB compiled for 36.6 GB of them."""
     asked = replace(
         problem("llama3-8b", "v5p:4x4x4", seqs=256, seq_len=2048),
         axes={"data": 2, "fsdp": 32},
         microbatches=1,
     )
-    kept = best(sweep(replace(asked, remat="matmuls")))
+    saving = best(sweep(replace(asked, remat="matmuls")))
     plain = best(sweep(replace(asked, remat="block")))
     scopes = ("layers/attn/core", "layers/mlp/down")
 
@@ -432,7 +432,7 @@ def test_kept_checkpoints_are_copied_out_of_their_stack() -> None:
         return sum(float(row.count) * float(row.hbm_bytes) for row in rows)
 
     layer_inputs = plain.memory["activations"]
-    assert moved(kept) - moved(plain) == pytest.approx(2 * (kept.memory["activations"] - layer_inputs), rel=1e-6)
+    assert moved(saving) - moved(plain) == pytest.approx(2 * (saving.memory["activations"] - layer_inputs), rel=1e-6)
 
 
 def test_nothing_fits_says_by_how_much_and_where() -> None:

@@ -57,12 +57,12 @@ def program(model: ModelConfig, **changes: Any) -> TrainProgram:
 def true(array: Any, parameter: Parameter) -> np.ndarray:
     """The array without padding, all of which must be zero."""
     elements = np.asarray(array)
-    kept = elements
+    unpadded = elements
     for at, dim in enumerate(parameter.padding):
         if dim is not None:
-            kept = np.take(kept, dim.positions, axis=at)
-    assert np.count_nonzero(kept) == np.count_nonzero(elements)
-    return kept
+            unpadded = np.take(unpadded, dim.positions, axis=at)
+    assert np.count_nonzero(unpadded) == np.count_nonzero(elements)
+    return unpadded
 
 
 def trained(step_of: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[list[float], Transformer[np.ndarray]]:

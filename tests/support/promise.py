@@ -204,7 +204,7 @@ def _odd(draw: st.DrawFn, model: ModelConfig, name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a spec: the properties that refuse it, or the reason why its step is not that of one device."""
+    """Outcome of a spec: the properties that refuse it, or the reason why its step is not that of one device."""
 
     refused: tuple[str, ...] = ()
     failure: str | None = None

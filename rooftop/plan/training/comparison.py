@@ -354,7 +354,7 @@ class _Looker:
         try:
             searched = sweep(problem, executable=True, axes=axes, ranked=1)
         except RooftopError:
-            # Nothing divides over this slice.
+            # A slice on which no mesh or schedule can be.
             return nothing
         if not searched.fits.any() or (plan := searched.plan(searched.best)).obstacles:
             return nothing

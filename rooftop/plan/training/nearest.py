@@ -179,7 +179,7 @@ class _Search:
             # Of meshes that nobody asked for the fastest is the nearest.
             searched = sweep(problem, executable=True, axes=axes, within=within, ranked=_MESHES if self.pinned else 1)
         except RooftopError:
-            # Pinned microbatches that do not divide this batch, or a slice over which nothing divides.
+            # More pinned microbatches than this batch has sequences, or more chunks than layers.
             return False
         if not searched.fits.any():
             return False

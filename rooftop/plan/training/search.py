@@ -31,7 +31,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
-from rooftop.models.widths import MOST_PADDING, ModelWidths
+from rooftop.models.widths import MOST_PADDING, ModelWidths, next_multiple
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives
@@ -59,7 +59,8 @@ OnProgress: TypeAlias = Callable[[int, int, str], None]
 class Sweep:
     """The candidates that were priced, with expected step time and memory, [C, K].
 
-    ``allowed`` is False where sizes do not divide. ``limit_bytes`` is the memory within which the best is sought.
+    ``allowed`` is False where much would be padding, or a chunk of a stage would have no layer. ``limit_bytes`` is the
+    memory within which the best is sought.
     ``searched`` counts all candidates, also those excluded by a bound.
     """
 
@@ -335,7 +336,7 @@ def _stages_filled(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
     """Each chunk of a stage must have room for a layer, or a period, and few may be padding."""
     stages, (parts, _) = layouts.along(*STAGE_AXES), stage_parts(problem.model)
     chunks = stages * problem.chunks
-    room = -(-parts // chunks) * chunks
+    room = next_multiple(parts, chunks)
     good: npt.NDArray[np.bool_] = (stages == 1) | (chunks <= parts) & (room <= (1 + MOST_PADDING) * parts)
     return good
 

@@ -26,14 +26,14 @@ from rooftop.arrays.rules import (
     Rules,
     copy_axes,
 )
-from rooftop.capabilities import block_size, padded_positions, padded_sequences
+from rooftop.capabilities import block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.segments import layers_alone, segments, shared_segment
-from rooftop.models.widths import ModelWidths
+from rooftop.models.widths import ModelWidths, next_multiple
 from rooftop.plan.shapes import full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
@@ -100,7 +100,7 @@ class TrainingStep:
         Those of the busiest device: devices with fewer sequences, or the end of one, get padding.
         """
         parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
-        sequences = padded_sequences(self.workload.batch_seqs, parts) / parts
+        sequences = next_multiple(self.workload.batch_seqs, parts) / parts
         tokens: Floats = sequences * (self.positions / self.strategies.devices(*SEQUENCE_AXES))
         return tokens
 
@@ -108,7 +108,7 @@ class TrainingStep:
     def padding(self) -> Floats:
         """Share of a step's positions that hold no token, [C, K]."""
         parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
-        padded: Floats = padded_sequences(self.workload.batch_seqs, parts) * self.positions
+        padded: Floats = next_multiple(self.workload.batch_seqs, parts) * self.positions
         return 1 - self.workload.batch_tokens / padded
 
     @cached_property

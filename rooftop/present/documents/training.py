@@ -99,7 +99,7 @@ def _padding(data: Mapping[str, Any]) -> str:
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
-    """The reason of a plan that is no answer, with the nearest that is; empty if it is one."""
+    """The reason why a plan does not fit or meet the limits, and the nearest that does; empty if it does."""
     if not data["memory"]["fits"]:
         return "; ".join((_shortfall(data["memory"]), *_nearest(data)))
     compared = data.get("comparison")

@@ -19,13 +19,13 @@ from rooftop.capabilities import (
     TRAINING,
     TrainingSpec,
     padded_positions,
-    padded_sequences,
     require,
 )
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
+from rooftop.models.widths import next_multiple
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation
@@ -213,7 +213,7 @@ class TrainProgram:
             kernel=how.attention,
             chunks=chunks_of(how.context_order),
         )
-        return padded_sequences(self.batch, ways(mesh.shape, *axes["batch"]) * self.microbatches), int(positions)
+        return next_multiple(self.batch, ways(mesh.shape, *axes["batch"]) * self.microbatches), int(positions)
 
     def specs(self, mesh: Mesh | AbstractMesh) -> Specs:
         """The specs of arrays on ``mesh``: the rules without axes of size 1."""
