@@ -53,8 +53,7 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
         chunks=run.interleave or 1,
     )
     candidates = sweep(problem)
-    only = candidates.only(candidates.best)
-    plan = TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+    plan = candidates.plan(candidates.best)
     if run.mesh is None:
         notes.append(f"no sharding published: searched, {plan.mesh.layout}")
     if not plan.fits:

@@ -57,8 +57,7 @@ def problem(
 
 
 def best(found: Sweep) -> TrainingPlan:
-    only = found.only(found.best)
-    return TrainingPlan(problem=found.problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+    return found.plan(found.best)
 
 
 problems = st.builds(

@@ -442,7 +442,7 @@ def test_curves_over_batches_are_the_steps_that_plans_have() -> None:
         exact = sweep(problem(batches[1], text))
         assert curve.expected_s[1] == pytest.approx(float(exact.expected_s.min()), rel=1e-12)
         assert curve.memory_bytes[1] == pytest.approx(float(exact.memory_bytes.min()), rel=1e-12)
-        step = exact.problem.step(exact.only(exact.best))
+        step = exact.plan(exact.best).step
         assert curve.compute_s[1] == pytest.approx(float(np.ravel(training_ledger(step).total("mxu"))[0]), rel=1e-12)
     # Chapter 5: FSDP's communication hardly grows with the batch, tensor parallelism's does with it.
     fsdp, tensor = curves[1], curves[-1]

@@ -23,7 +23,7 @@ from rooftop.hardware import Slice
 from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import sweep
+from rooftop.plan.training.search import plan_of, sweep
 from rooftop.programs.training.program import TrainProgram
 from rooftop.roofline.overlap import overlap
 
@@ -147,9 +147,8 @@ def _best(candidate: Problem, problem: Problem) -> TrainingPlan | None:
     result = sweep(candidate)
     if not result.fits.any():
         return None
-    only = result.only(result.best)
-    mesh: Any = replace(only.layouts, slice=problem.slice).mesh(0)
-    return TrainingPlan(problem=problem, mesh=mesh, choice=only.choices[0])
+    layouts = replace(result.strategies.layouts, slice=problem.slice)
+    return plan_of(problem, replace(result.strategies, layouts=layouts), result.best)
 
 
 #: Only all three together keep the AllGathers.

@@ -107,11 +107,6 @@ class Sweep:
         """The plan of one candidate."""
         return plan_of(self.problem, self.strategies, candidate)
 
-    def only(self, candidate: tuple[int, int]) -> Strategies:
-        """One candidate as a strategy of its own."""
-        layout, choice = candidate
-        return Strategies(self.strategies.layouts[layout : layout + 1], (self.strategies.choices[choice],))
-
 
 def _least(score: Floats, then: Floats) -> tuple[int, int]:
     """The candidate of least ``score``, [C, K]; among equals that of the least of ``then``."""

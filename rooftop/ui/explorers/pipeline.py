@@ -5,7 +5,6 @@ from __future__ import annotations
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
@@ -59,8 +58,7 @@ def answer(state: State) -> Document:
         chunks=chunks,
     )
     result = sweep(problem)
-    only = result.only(result.best)
-    plan = TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+    plan = result.plan(result.best)
     durations = durations_of(plan)
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     timeline = run(pipeline_table(schedule, **sizes), durations)

@@ -88,8 +88,7 @@ def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
         if plan.fits:
             return plan
     result = sweep(problem)
-    only = result.only(result.best)
-    return TrainingPlan(problem=problem, mesh=only.layouts.mesh(0), choice=only.choices[0])
+    return result.plan(result.best)
 
 
 def _verdict(plan: TrainingPlan, compute_s: float, network_s: float) -> str:
