@@ -136,6 +136,22 @@ def compiled_figures(plan: TrainingPlan) -> dict[str, Any]:
     return figures | ({"note": answer.verdict} if isinstance(answer, Refusal) else _compared(answer))
 
 
+def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with today's planned figures for the strategy that was compiled."""
+    model = load_model(row["model"])
+    problem = Problem(
+        model=replace(model, layers=int(row["layers"])),
+        slice=Slice.parse(row["slice"]),
+        workload=Workload(batch_tokens=int(row["sequences"]) * int(row["seq_len"]), seq_len=int(row["seq_len"])),
+        assumptions=Assumptions(attention=row["attention"]),
+        axes=parse_axes(row["mesh"]),
+        remat=row["remat"],
+        microbatches=int(row["microbatches"]),
+    )
+    plan = plan_training(problem, alternatives=0).plan
+    return {**row, "planned_s": plan.expected_s, "planned_peak_bytes": plan.memory_bytes}
+
+
 def _compared(report: CompiledReport) -> dict[str, Any]:
     data = report.to_json()
     moved = bytes_by_axes(report.joined, report.findings)

@@ -1,11 +1,12 @@
 """Recommended plans drawn at random, beside their compiled programs: does what is recommended compile as planned?
 
-    python bench/compile_random.py --seed N [--count K] [--again]
+    python bench/compile_random.py [--seed N [--count K | --only I [I ...]] [--again]]
 
 Models, slices, sequence lengths and batches are drawn; the search does the rest, and XLA:TPU compiles its answer ahead
 of time (no TPU; one at a time, a minute or several each). A draw whose plan does not fit, or that no program runs, is
 drawn again. Writes bench/results/compile_random.csv, a row at a time, and prints the table of docs/compile.md. Rows
-that the file has are not compiled again, except with ``--again``.
+that the file has are not compiled again, except with ``--again``; ``--only`` picks single draws of a seed. Without a
+seed nothing is compiled: all rows get today's planned time and memory, and are the table.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compile import COLUMNS, compiled_figures, read_rows, table, write_rows
+from compile import COLUMNS, compiled_figures, priced_again, read_rows, table, write_rows
 
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
@@ -115,24 +116,39 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _order(name: str) -> tuple[int, ...]:
+    """Seed and index of a row's name."""
+    return tuple(map(int, name.split("-")))
+
+
 def main() -> None:
     """Draw, compile and compare, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--count", type=int, default=12)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--count", type=int, default=12, help="the first COUNT draws")
+    parser.add_argument("--only", type=int, nargs="+", metavar="I", help="these draws instead")
     parser.add_argument("--again", action="store_true", help="compile rows that the file has already")
     options = parser.parse_args()
-    rows = read_rows(RESULTS)
-    draws = [Draw(options.seed, index) for index in range(options.count)]
+    if options.seed is None:
+        rows = {name: priced_again(line) if line["compiled_s"] else line for name, line in read_rows(RESULTS).items()}
+        write_rows(RESULTS, COLUMNS, rows.values())
+        _show(rows.values())
+        return
+    draws = [Draw(options.seed, index) for index in options.only or range(options.count)]
     for draw in draws:
-        if options.again or draw.name not in rows:
-            rows[draw.name] = {column: "" for column in COLUMNS} | draw.row
-            line = rows[draw.name]
+        if options.again or draw.name not in read_rows(RESULTS):
+            line = {column: "" for column in COLUMNS} | draw.row
             print(f"{draw.name}: {line['note'] or line['differs'] or 'as planned'}", file=sys.stderr, flush=True)
-            write_rows(RESULTS, COLUMNS, rows.values())
-    shown = [rows[draw.name] for draw in draws]
-    print(table(shown))
-    print(f"\n{summary(shown)}")
+            # Other processes may have written rows while this one compiled.
+            rows = {**read_rows(RESULTS), draw.name: line}
+            write_rows(RESULTS, COLUMNS, (rows[name] for name in sorted(rows, key=_order)))
+    known = read_rows(RESULTS)
+    _show([known[draw.name] for draw in draws])
+
+
+def _show(rows: Collection[Mapping[str, Any]]) -> None:
+    print(table(rows))
+    print(f"\n{summary(rows)}")
 
 
 if __name__ == "__main__":
